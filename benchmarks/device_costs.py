@@ -48,8 +48,8 @@ TORCH_LOOP = """
 import sys
 from pathlib import Path
 import torch
-from edgefl.tasks.datasets.idx import read_image_set
-from edgefl.tasks.learners.torch_networks import cnn
+from edgefl.tasks.datasets.array_files import read_image_set
+from edgefl.tasks.learners.networks import cnn
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")
 rows = torch.randperm(len(images.labels))[:6000].numpy()

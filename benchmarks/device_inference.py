@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from harness import options
 
-from edgefl.tasks.export.onnx_export import export_onnx
+from edgefl.tasks.export.model_export import export_onnx
 from edgefl.tasks.registry import make_task
 
 CHILD = """

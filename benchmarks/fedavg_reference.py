@@ -65,7 +65,7 @@ def fashion(scheme: str, data: Path, seed: int, rounds: int | None) -> list[dict
 
 
 def motionsense(part: str, data: Path, seed: int, rounds: int | None) -> list[dict[str, Any]]:
-    from edgefl.tasks.sharding.shard_creation import create_shards  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.central import create_shards  # noqa: PLC0415 likewise
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

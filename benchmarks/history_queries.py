@@ -31,8 +31,7 @@ from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.core.types import UpdateStatus
 from edgefl.history.diagnosis import diagnose_round
 from edgefl.storage.queries.columns import AGGREGATE_KINDS, COLUMNS
-from edgefl.storage.queries.history import read_history, read_history_page
-from edgefl.storage.queries.round_details import get_round_details
+from edgefl.storage.queries.history import get_round_details, read_history, read_history_page
 from edgefl.storage.repositories import runs
 from edgefl.storage.repositories.records import AssignmentRow, UpdateRow
 from edgefl.storage.store import Store

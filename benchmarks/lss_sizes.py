@@ -23,11 +23,14 @@ from pathlib import Path
 import numpy as np
 from harness import options
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.compression.entropy.labels import count_labels
-from edgefl.compression.sparsification.clusters import assign_buckets, compute_bucket_weights, train_clusters
-from edgefl.compression.sparsification.lss import DEFAULT_FRACTION
+from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.entropy.levels import count_labels
+from edgefl.compression.sparsification.lss import (
+    DEFAULT_FRACTION,
+    assign_buckets,
+    compute_bucket_weights,
+    train_clusters,
+)
 from edgefl.core.errors import EdgeflError
 from edgefl.core.types import Array, SparseTensor, Tensor
 from edgefl.tasks.datasets.sample_updates import (

@@ -24,7 +24,7 @@ from harness import options
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.simulation import simulated_run
 from edgefl.simulation.backends.in_process import InProcessBackend
-from edgefl.simulation.event_queue import SimulationEventQueue
+from edgefl.simulation.network import SimulationEventQueue
 
 Run = dict[str, Any]
 

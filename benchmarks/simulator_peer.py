@@ -128,7 +128,7 @@ class Closings:
 
 def _our_closings(num_devices: int, num_rounds: int) -> Closings:
     at_s, cpu_s = list[float](), list[float]()
-    aggregated = HistoryRecorder.record_aggregation
+    aggregated = HistoryRecorder.on_aggregation
 
     def timed(recorder: HistoryRecorder, *arguments: Any) -> None:
         aggregated(recorder, *arguments)
@@ -136,11 +136,11 @@ def _our_closings(num_devices: int, num_rounds: int) -> Closings:
         if len(at_s) in {1, num_rounds}:
             cpu_s.append(tree_cpu_s())
 
-    HistoryRecorder.record_aggregation = timed  # type: ignore[method-assign]
+    HistoryRecorder.on_aggregation = timed  # type: ignore[method-assign]
     try:
         _simulated({"iterations": 1}, num_devices, num_rounds, workers=len(os.sched_getaffinity(0)))
     finally:
-        HistoryRecorder.record_aggregation = aggregated  # type: ignore[method-assign]
+        HistoryRecorder.on_aggregation = aggregated  # type: ignore[method-assign]
     return Closings(at_s, cpu_s)
 
 

@@ -45,7 +45,7 @@ from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import HEARTBEAT_JITTER, HEARTBEAT_S
 from edgefl.core.types import Json
 from edgefl.simulation.local_fleet import COORDINATOR, TERMINAL_STATUSES, LocalFleet
-from edgefl.system.process_control import raise_file_limit
+from edgefl.system.processes import raise_file_limit
 from edgefl.tasks.noop import NoopTask
 
 SEED = 7

@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgefl.core.config import RunConfig
-    from edgefl.simulation.local_run import RunResult
-    from edgefl.simulation.simulated_run import SimulationResult
+    from edgefl.compression.codec import Codec
+    from edgefl.core.types import Strategy, Task
+    from edgefl.simulation.local_run import run
+    from edgefl.simulation.simulated_run import simulate
+    from edgefl.system.api_client import connect
 
 __version__ = "0.2.0"
 DISTRIBUTION = "edgefl-fleet"
 """What package indexes call this. Another project is called `edgefl` there, and it is never asked for."""
-__all__ = ["__version__", "run", "simulate"]
+__all__ = ["Codec", "Strategy", "Task", "__version__", "connect", "run", "simulate"]
+
+_MODULES = {
+    "Codec": "edgefl.compression.codec",
+    "Strategy": "edgefl.core.types",
+    "Task": "edgefl.core.types",
+    "connect": "edgefl.system.api_client",
+    "run": "edgefl.simulation.local_run",
+    "simulate": "edgefl.simulation.simulated_run",
+}
 
 
-def run(
-    config: RunConfig | Mapping[str, Any] | str | Path,
-    *,
-    devices: int | Sequence[str | Path] = 4,
-    data: str | Path | None = None,
-    scheme: str | None = None,
-    root: str | Path | None = None,
-) -> RunResult:
-    """Trains on a coordinator and devices as processes of this machine; see `edgefl.simulation.local_run.run`."""
-    # A device that imports edgefl pays nothing for this.
-    from edgefl.simulation.local_run import run as run_here  # noqa: PLC0415
-
-    return run_here(config, devices=devices, data=data, scheme=scheme, root=root)
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used: a device that imports edgefl pays for none of them."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
 
 
-def simulate(  # noqa: PLR0913 as `edgefl.simulation.simulated_run.simulate`
-    config: RunConfig | Mapping[str, Any] | str | Path,
-    *,
-    devices: int | Sequence[str | Path] | None = None,
-    profiles: Sequence[str] = (),
-    data: str | Path | None = None,
-    scheme: str | None = None,
-    root: str | Path | None = None,
-    bookkeeping_only: bool = False,
-) -> SimulationResult:
-    """Trains on a virtual fleet, in virtual time; see `edgefl.simulation.simulated_run.simulate`."""
-    from edgefl.simulation.simulated_run import simulate as simulate_here  # noqa: PLC0415 likewise
-
-    return simulate_here(
-        config,
-        devices=devices,
-        profiles=profiles,
-        data=data,
-        scheme=scheme,
-        root=root,
-        bookkeeping_only=bookkeeping_only,
-    )
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from edgefl.core.types import Tensors
-from edgefl.strategies.round_rules import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.fedavg import FedAvgConfig
 
 NAME = "apart_strategy:Apart"

@@ -14,8 +14,9 @@ from peer_boards import eventually
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.factory import find_mosquitto, make_broker
-from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles, ReconnectPolicy
-from edgefl.device.mqtt.session import create_tls_context
+from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
+from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity, create_tls_context
+from edgefl.device.state_dir import TlsFiles
 from edgefl.simulation.local_fleet import find_free_port
 
 HOST = "127.0.0.1"
@@ -29,9 +30,9 @@ class BrokerSite:
         num_sessions: of each link, by the name of its device.
     """
 
-    def __init__(self, folder: Path, spec: str = "auto") -> None:
+    def __init__(self, folder: Path, spec: str = "auto", authority: pki.KeyPair | None = None) -> None:
         self.folder, self.port = folder, find_free_port()
-        self.authority = pki.create_authority("lab")
+        self.authority = authority or pki.create_authority("lab")
         tls = BrokerTls(**self.files("server", pki.issue_server_certificate(self.authority, [HOST])))
         self.broker = make_broker(spec, directory=folder / "broker", fleet="lab", tls=tls, host=HOST, port=self.port)
         self.num_sessions: Counter[str] = Counter()
@@ -56,16 +57,16 @@ class BrokerSite:
             (self.folder / f"{name}.{kind}").write_bytes(pem)
         return {kind: self.folder / f"{name}.{kind}" for kind in content}
 
-    def tls(self, name: str, authority: pki.KeyPair | None = None) -> MqttTlsFiles:
+    def tls(self, name: str, authority: pki.KeyPair | None = None) -> TlsFiles:
         """The files of a device of this fleet, or with a certificate of another authority."""
-        return MqttTlsFiles(**self.files(name, pki.issue_client_certificate(authority or self.authority, name)))
+        return TlsFiles(**self.files(name, pki.issue_client_certificate(authority or self.authority, name)))
 
     def link(
         self,
         name: str = "pi-1",
         *,
         addresses: Sequence[tuple[str, int]] = (),
-        tls: MqttTlsFiles | None = None,
+        tls: TlsFiles | None = None,
         keep_alive_s: int = 10,
         is_up: bool = True,
         **callbacks: Any,

@@ -5,12 +5,18 @@ A new stage gets a line in EXAMPLES, and a golden file by `write_golden_file`; e
 
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgefl.compression.codec import Codec, make_codec
 from edgefl.compression.per_layer import PerLayerStage
+from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8
+from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
+from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
+from edgefl.compression.stages import ValueStage
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -123,9 +129,64 @@ def part_for(codec: Codec, name: str) -> Codec:
     """The codec that a tensor goes through: the codec itself, or that of its layer."""
     if not isinstance(codec.tensor_stage, PerLayerStage):
         return codec
-    (found,) = [group.codec for group in codec.tensor_stage.groups if name in group.names]
-    assert isinstance(found, Codec)
+    (found,) = [group for group in codec.tensor_stage.groups if name in {spec.name for spec in group.shapes}]
     return found
+
+
+def error_bound(stage: ValueStage, values: Array) -> Array:
+    """The largest error that each decoded value may have, in the shape of `values`."""
+    sizes: Array = np.abs(values, dtype=np.float64)
+    bound: Array = np.broadcast_to(ERROR_BOUNDS[type(stage)](stage, sizes, values), values.shape)
+    return bound
+
+
+def _int8_bound(stage: Any, sizes: Array, values: Array) -> Array:
+    axis = tuple(range(1, values.ndim)) if stage.per_channel and values.ndim > 1 else None
+    # Two roundings of float32 come on top of half a step.
+    return np.asarray(sizes.max(axis=axis, initial=0, keepdims=True)) * (0.5 / 127 + 2.0**-22) + 2.0**-149
+
+
+def _sign_bound(_stage: Any, sizes: Array, _values: Array) -> Array:
+    scale = sizes.mean() if sizes.size else 0.0
+    return np.abs(sizes - scale) + scale * 2.0**-20 + 2.0**-149
+
+
+def _onebit_bound(stage: Any, _sizes: Array, values: Array) -> Array:
+    """Each value becomes the mean of those of its bucket on its side of zero."""
+    flat, means = values.reshape(-1).astype(np.float64), np.zeros(values.size)
+    for start in range(0, flat.size, stage.bucket or max(1, flat.size)):
+        rows = slice(start, start + stage.bucket if stage.bucket else flat.size)
+        for side in (flat[rows] < 0, flat[rows] >= 0):
+            means[rows][side] = flat[rows][side].mean() if side.any() else 0.0
+    return (np.abs(flat - means) + np.abs(means) * 2.0**-20 + 2.0**-149).reshape(values.shape)
+
+
+def _qsgd_bound(stage: Any, sizes: Array, _values: Array) -> Array:
+    """Random rounding moves a value by less than one level of its bucket."""
+    flat = sizes.reshape(-1)
+    norms = [np.linalg.norm(flat[start : start + stage.bucket]) for start in range(0, flat.size, stage.bucket)]
+    steps = np.repeat(norms, stage.bucket)[: flat.size] / (2**stage.bits - 1)
+    return np.asarray(steps * (1 + 2.0**-20) + 2.0**-149).reshape(sizes.shape)
+
+
+def _terngrad_bound(stage: Any, sizes: Array, _values: Array) -> Array:
+    largest = sizes.max(initial=0)
+    scale = largest if stage.is_unbiased else min(largest, stage.clip * np.sqrt(np.square(sizes).mean()))
+    return np.maximum(sizes, scale) * (1 + 2.0**-20)
+
+
+ERROR_BOUNDS: dict[type, Callable[[Any, Array, Array], Array]] = {
+    Float32: lambda _stage, sizes, _values: np.zeros(sizes.shape),
+    Float16: lambda _stage, sizes, _values: sizes * 2.0**-11 + 2.0**-25,
+    BFloat16: lambda _stage, sizes, _values: sizes * 2.0**-8 + 2.0**-134,
+    Int8: _int8_bound,
+    ScaledSign: _sign_bound,
+    OneBitSgd: _onebit_bound,
+    Qsgd: _qsgd_bound,
+    TernGrad: _terngrad_bound,
+    NaturalCompression: lambda _stage, sizes, _values: sizes,
+}
+"""By value stage, from the stage, the magnitudes and the values; a new stage gets a line."""
 
 
 def arrays(decoded: dict[str, Tensor]) -> dict[str, Array]:

@@ -20,10 +20,9 @@ from fastapi import Depends, FastAPI, Request
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from sqlalchemy import Connection, inspect
 
-from edgefl.coordinator.api.deployments import require_device
-from edgefl.coordinator.auth import register_error_handler, require_operator, require_viewer
+from edgefl.coordinator.auth import TokenAuth, register_error_handler, require_device
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService, enrolment_router
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, enrolment_router
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
 from edgefl.core.errors import NetworkError, NotFoundError
 from edgefl.core.protocol import JoinToken
@@ -118,11 +117,12 @@ class FrontDoor:
             directory=self.directory,
             store=self.store,
             on_enrolled=lambda device_id, key: self.enrolled.append((device_id, key)),
-            broker=BrokerEndpoint(port=18883),
+            broker_port=18883,
             clock=self.clock,
         )
         app.include_router(enrolment_router(service))
-        viewer = Depends(require_viewer(self.directory, listen_host="0.0.0.0"))
+        auth = TokenAuth(self.directory, listen_host="0.0.0.0")
+        viewer = Depends(auth.require_viewer)
 
         @app.post("/edgefl/v1/renew", dependencies=[Depends(require_device(self._signed_by))])
         def renew() -> None:
@@ -136,7 +136,7 @@ class FrontDoor:
         def missing() -> None:
             raise NotFoundError("no run 'x'")
 
-        @app.post("/edgefl/v1/done", dependencies=[Depends(require_operator(self.directory))])
+        @app.post("/edgefl/v1/done", dependencies=[Depends(auth.require_operator)])
         def done(body: dict[str, Any]) -> dict[str, Any]:
             return {"v": 1, "did": body["what"]}
 

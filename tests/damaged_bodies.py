@@ -13,8 +13,7 @@ import numpy as np
 import zstandard
 from codec_examples import EXAMPLES, SHAPES, assert_declared, rng, sealed, small_tensors
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.entropy.indices import read_indices, write_indices
 from edgefl.compression.registry import LAYERS, STAGES
 from edgefl.compression.stages import select_shared_tensors

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.types import Dataset
-from edgefl.tasks.sharding.shard_files import write_shard
-from edgefl.tasks.sharding.shard_metadata import ShardMetadata
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 
 
 def some_digits(count: int, seed: int = 0) -> Dataset:

@@ -8,7 +8,7 @@ from pathlib import Path
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import hash_token, init_directory
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
-from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key
+from edgefl.device.enrolment.certificates import create_key, create_signing_request, export_public_key
 from edgefl.storage.repositories.certificates import record_issued_certificate
 from edgefl.storage.store import Store
 

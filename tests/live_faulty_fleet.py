@@ -6,18 +6,19 @@ from collections.abc import Sequence
 
 from faulty_fleet import FaultyFleet
 
-from edgefl.coordinator.execution.fleet_state import FleetState, HealthSnapshot
-from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction
+from edgefl.coordinator.execution.fleet_view import HealthSnapshot
 from edgefl.core.types import (
     DeviceInfo,
+    EvaluateResult,
     Event,
+    FinishEarlyInstruction,
     HealthMetrics,
     Instruction,
     InstructionFailed,
     Progress,
-    TrainInstruction,
     Update,
 )
+from edgefl.engine.fleet_state import DispatchedInstruction, FleetState
 
 
 class LiveBook(FleetState):
@@ -58,7 +59,6 @@ class LiveFaultyFleet:
 
     def __init__(self, fleet: FaultyFleet) -> None:
         self.fleet, self.book = fleet, LiveBook(fleet)
-        self.orders: dict[str, TrainInstruction] = {}
 
     def view(self) -> LiveBook:
         return self.book.refresh()
@@ -68,8 +68,9 @@ class LiveFaultyFleet:
 
     def dispatch(self, orders: Sequence[Instruction], source: object) -> None:
         for order in orders:
-            if isinstance(order, TrainInstruction):
-                self.orders[order.assignment_id] = order
+            if isinstance(order, FinishEarlyInstruction):
+                self.book.finish_early(order.assignment_id)
+            else:
                 self.book.assign(order)
         self.fleet.dispatch(orders, source)
 
@@ -78,8 +79,9 @@ class LiveFaultyFleet:
         for event in events:
             if isinstance(event, Progress):
                 self.book.record_progress(event)
-            elif isinstance(event, Update | InstructionFailed) and event.assignment_id in self.orders:
-                self.book.complete(self.orders.pop(event.assignment_id))
+            elif isinstance(event, Update | EvaluateResult | InstructionFailed):
+                if (given := self.book.in_flight.get(event.assignment_id)) is not None:
+                    self.book.complete(given.order)
                 if isinstance(event, Update):
                     self.book.record_speed(event.device_id, event.metrics)
         return events

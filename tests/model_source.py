@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.device.inference.model_download import DownloadSource
+from edgefl.device.rollouts.download import DownloadSource
 from edgefl.system.https_client import create_pinned_context
 
 

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.core.types import Array
-from edgefl.decentralised.algorithm import GossipAlgorithm, GossipMessage
-from edgefl.decentralised.edge_schedule import EdgeScheduleKind, make_edge_schedule
-from edgefl.decentralised.registry import make_algorithm
-from edgefl.decentralised.topology import Topology
+from edgefl.strategies.peer_algorithms.algorithm import GossipAlgorithm, GossipMessage
+from edgefl.strategies.peer_algorithms.registry import make_algorithm
+from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind, Topology, make_edge_schedule
 
 Gradient = Callable[[Array], Array]
 

@@ -24,8 +24,8 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.stopping import StoppingCriteria
 
 
 @dataclass

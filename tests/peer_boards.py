@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator import pki
-from edgefl.device.mqtt.session import MqttTlsFiles
-from edgefl.device.peers.framing import FrameKind, TransportFrame, read_frame, write_frame
-from edgefl.device.peers.tls import PeerTls, wrap_tls
-from edgefl.device.peers.tls_transport import PeerTimeouts, TlsPeerTransport
+from edgefl.device.peers.peer_connection import (
+    FrameKind,
+    PeerTimeouts,
+    PeerTls,
+    TransportFrame,
+    read_frame,
+    wrap_tls,
+    write_frame,
+)
+from edgefl.device.peers.transports import TlsPeerTransport
+from edgefl.device.state_dir import TlsFiles
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0
@@ -104,7 +111,7 @@ class PeerFleet:
 
     def tls(
         self, name: str, *, authority: pki.KeyPair | None = None, certificate: pki.KeyPair | None = None
-    ) -> MqttTlsFiles:
+    ) -> TlsFiles:
         """Files of a device of this fleet; or with another CA, or another certificate."""
         authority = authority or self.authority
         pair = certificate or pki.issue_client_certificate(authority, name)
@@ -112,7 +119,7 @@ class PeerFleet:
         folder.mkdir(exist_ok=True)
         for kind, pem in (("ca", authority.cert_pem), ("cert", pair.cert_pem), ("key", pair.key_pem)):
             (folder / kind).write_bytes(pem)
-        return MqttTlsFiles(ca=folder / "ca", cert=folder / "cert", key=folder / "key")
+        return TlsFiles(ca=folder / "ca", cert=folder / "cert", key=folder / "key")
 
     def board(
         self,
@@ -122,7 +129,7 @@ class PeerFleet:
         hosts: Mapping[str, Address] | None = None,
         listen: Address = (LOOPBACK, 0),
         pace: PeerTimeouts = BRISK,
-        tls: MqttTlsFiles | None = None,
+        tls: TlsFiles | None = None,
     ) -> Board:
         """A board that has started."""
         board = Board(
@@ -145,12 +152,12 @@ class PeerFleet:
         introduce(boards)
         return boards
 
-    def fake(self, name: str, *, tls: MqttTlsFiles | None = None) -> FakeBoard:
+    def fake(self, name: str, *, tls: TlsFiles | None = None) -> FakeBoard:
         fake = FakeBoard(PeerTls.load(tls or self.tls(name), name))
         self._open.append(fake)
         return fake
 
-    def dial(self, name: str, board: Board, *, tls: MqttTlsFiles | None = None) -> ssl.SSLSocket:
+    def dial(self, name: str, board: Board, *, tls: TlsFiles | None = None) -> ssl.SSLSocket:
         """A connection to a board with the certificate of a device, after the handshake."""
         plain = socket.create_connection(board.address, timeout=PATIENCE_S)
         context = _raw_context(tls or self.tls(name))
@@ -204,7 +211,7 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def _raw_context(tls: MqttTlsFiles) -> ssl.SSLContext:
+def _raw_context(tls: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -26,7 +26,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
 
 def settled(rollouts: Any) -> None:
     """Waits until the thread of deployments or installations has looked at everything twice from now on."""
-    thread, seen = rollouts._controller, list[int]()
+    thread, seen = rollouts, list[int]()
     look = thread._reconcile
     thread._reconcile = lambda: (seen.append(1), look())[1]
     eventually(lambda: len(seen) > 2)

@@ -22,37 +22,27 @@ from edgefl import __version__
 from edgefl.compression import wire
 from edgefl.compression.registry import STAGES
 from edgefl.coordinator import auth
-from edgefl.coordinator.api.certificates import certificates_router
-from edgefl.coordinator.api.deployments import deployment_router
-from edgefl.coordinator.api.installations import installation_router
-from edgefl.coordinator.api.models import model_router
-from edgefl.coordinator.api.operator_routes import operator_router
-from edgefl.coordinator.api.page import page_router
-from edgefl.coordinator.api.run_control import run_control_router
+from edgefl.coordinator.api.context import ApiContext
+from edgefl.coordinator.api.server import make_routers
 from edgefl.coordinator.brokers import broker, mqtt_client
-from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
-from edgefl.coordinator.enrolment.reenrolment import reenrolment_router
-from edgefl.coordinator.enrolment.renewal import renewal_router
-from edgefl.coordinator.execution import admission, in_flight, live_fleet, rpc
-from edgefl.coordinator.execution.headers import create_instruction_header
-from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.coordinator.execution import admission, live_fleet, messaging
+from edgefl.coordinator.execution.headers import RunIncarnations, create_instruction_header
 from edgefl.coordinator.execution.model_distribution import KEEP_MODEL, PREFETCHED_KEY, REPLY_ONLY
 from edgefl.coordinator.fleet import presence
-from edgefl.coordinator.flower import superlink
-from edgefl.coordinator.monitoring.metrics import metrics_router
-from edgefl.coordinator.rollouts import deployments, installations, notifications, state_machine
-from edgefl.coordinator.web.dashboard import dashboard_router
+from edgefl.coordinator.flower import fleet_api
+from edgefl.coordinator.rollouts import deployments, installations, service
 from edgefl.core import protocol
 from edgefl.core.config import parse_run
 from edgefl.core.protocol import Topic, peer_topic
 from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
-from edgefl.device import file_download
 from edgefl.device.diagnostics import json_log
-from edgefl.device.flower import poll_backoff
-from edgefl.device.inference import model_download, model_store, server
-from edgefl.device.peers import framing, listener, send_queue
-from edgefl.device.peers.tls_transport import PeerTimeouts
-from edgefl.device.updates.installation_client import InstallReport
+from edgefl.device.flower import work_loop
+from edgefl.device.inference import server
+from edgefl.device.inference.deployments import ModelOffer
+from edgefl.device.peers import listener, peer_connection, sender
+from edgefl.device.peers.peer_connection import PeerTimeouts
+from edgefl.device.rollouts import download
+from edgefl.device.rollouts.client import RolloutReport
 from edgefl.engine.build import build_run
 
 PROTOCOL = page("protocol")
@@ -90,36 +80,25 @@ def guard():
 
 
 viewer, operator, device = guard(), guard(), guard()
+KIND_OF_MODEL, KIND_OF_BUNDLE = (
+    SimpleNamespace(repository=None, artefact=kind.artefact, request=kind.request)
+    for kind in (deployments.Deployments, installations.Installations)
+)
 
 
 def served():
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
-    parts = {"store": None, "registry": None, "run_scheduler": None, "check": None}
-    routers = [
-        enrolment_router(None),
-        operator_router(**parts, viewer=viewer, operator=operator),
-        metrics_router(bytes, viewer),
-        model_router(store=None, folder=Path(), viewer=viewer),
-        page_router(None, viewer=viewer, operator=operator),
-        dashboard_router(),
-        renewal_router(None, device_check=device),
-        reenrolment_router(None),
-        certificates_router(rotation=None, remove=str, operator=operator),
-        deployment_router(store=None, deployments=None, viewer=viewer, operator=operator, device=device),
-        installation_router(
-            store=None,
-            installations=SimpleNamespace(bundle_store=None),
-            viewer=viewer,
-            operator=operator,
-            device=device,
-        ),
-        run_control_router(
-            store=None, run_scheduler=None, device_rpc=None, plan=None, viewer=viewer, operator=operator
-        ),
-    ]
-    found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
-    for route in (route for router in routers for route in router.routes):
+    context = SimpleNamespace(**dict.fromkeys(item.name for item in fields(ApiContext)))
+    context.viewer, context.operator, context.device = viewer, operator, device
+    context.directory = SimpleNamespace(models=None)
+    context.clients = SimpleNamespace(
+        deployments=SimpleNamespace(name="deployment", kind=KIND_OF_MODEL),
+        installations=SimpleNamespace(name="installation", kind=KIND_OF_BUNDLE),
+        bundle_store=None, run_scheduler=None,
+    )  # fmt: skip
+    found = {f"POST /v1/fleet/{name}": "device" for name in fleet_api._HANDLERS}
+    for route in (route for router in make_routers(context) for route in router.routes):
         assert isinstance(route, APIRoute)
         guards = [item.dependency for item in route.dependencies]
         known = {operator: "operator", viewer: "viewer", device: "device"}
@@ -131,18 +110,24 @@ def served():
 def test_the_page_lists_what_a_device_reports_of_an_installation():
     (reports,) = tables(part(PROTOCOL, "Installations"))
     told = {name: cells[1] for cells in reports for name in code(cells[0])}
-    assert set(told) == {item.name for item in fields(InstallReport)}
-    assert set(code(told["state"])) == {"fetching", "requested", *installations.REPORTED_STAGES}
+    assert set(told) == {item.name for item in fields(RolloutReport)} - {
+        "accuracy",
+        "former_accuracy",
+        "num_examples",
+    }
+    assert set(code(told["state"])) == {
+        *installations.Installations.states_in_progress,
+        *installations.Installations.reports,
+    }
 
 
 def test_the_page_lists_every_route_and_who_may_call_it():
     told = {name: row[1] for row in rows(part(PROTOCOL, "HTTPS")) for name in code(row[0]) if " /" in name}
     assert told == served()
-    room = Path(superlink.__file__).parents[1]
+    room = Path(fleet_api.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "certificates", "dashboard", "deployments", "enrolment_service", "installations", "metrics", "models",
-        "operator_routes", "page", "reenrolment", "renewal", "run_control",
+        "dashboard", "devices", "enrolment_service", "history", "renewal", "rollouts", "runs", "server",
     }  # fmt: skip
 
 
@@ -153,12 +138,12 @@ def test_the_page_lists_every_status_that_an_error_can_have():
 
 def test_the_page_describes_every_key_of_an_offer_and_of_what_a_device_says_of_it():
     offers, reports = tables(part(PROTOCOL, "Deployments"))
-    offer = {item.name for item in fields(model_download.ModelOffer)} - {"num_bytes"} | {"bytes"}
+    offer = {item.name for item in fields(ModelOffer)} | {"bytes"}
     assert {name for row in offers for name in code(row[0])} == offer
-    report = {item.name for item in fields(model_store.DeploymentReport)} | {"runs"}
+    report = {item.name for item in fields(RolloutReport)} | {"runs"}
     assert {name for row in reports for name in code(row[0])} == report
     (states,) = [set(code(row[1])) for row in reports if row[0] == "`state`"]
-    assert states == {*deployments.IN_PROGRESS_STATES, *map(str, state_machine.STAGES_BEFORE_REPORT)}
+    assert states == {*deployments.Deployments.states_in_progress, *deployments.Deployments.reports}
 
 
 def test_the_page_describes_every_key_of_an_instruction_and_no_other():
@@ -240,11 +225,11 @@ def test_the_page_describes_the_frames_from_board_to_board():
     places = [(int(offset), int(size)) for offset, size, _ in header]
     assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
     assert [size for _, size in places] == [struct.calcsize(f"<{code}") for code in ("4s", *"HHIQQ")]
-    assert framing.HEADER.format == "<4sHHIQQ"
-    assert code(header[0][2]) == [framing.MAGIC.decode()]
-    assert header[1][2] == f"frame version, {framing.FRAME_VERSION}"
+    assert peer_connection.HEADER.format == "<4sHHIQQ"
+    assert code(header[0][2]) == [peer_connection.MAGIC.decode()]
+    assert header[1][2] == f"frame version, {peer_connection.FRAME_VERSION}"
     told = {code(name)[0]: int(number) for number, name, _, _ in kinds}
-    assert told == {kind.name: kind.value for kind in framing.FrameKind}
+    assert told == {kind.name: kind.value for kind in peer_connection.FrameKind}
 
 
 NUMBERS = {
@@ -252,10 +237,10 @@ NUMBERS = {
         f"up to {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
         f"after {PeerTimeouts().keep_alive_s:g} s without a message",
         f"after {PeerTimeouts().idle_timeout_s:g} s without a sign of life",
-        f"at {framing.MIN_BYTES_PER_S // 1024} KiB/s",
+        f"at {peer_connection.MIN_BYTES_PER_S // 1024} KiB/s",
         f"up to {PeerTimeouts().max_backoff_s:g} s apart",
         f"the newest {listener.MAX_UNAUTHENTICATED}.",
-        f"up to {send_queue.MAX_QUEUED_REPLIES} of them wait",
+        f"up to {sender.MAX_QUEUED_REPLIES} of them wait",
     ],
     "Limits": [
         f"{protocol.MAX_JSON_BYTES // 1024} KiB",
@@ -272,27 +257,27 @@ NUMBERS = {
         f"log | {json_log.PAGE_BYTES // 1024} KiB",
         f"{json_log.MAX_MESSAGE_CHARS} characters",
         f"{1 + json_log.MAX_OLD_FILES} files of {json_log.MAX_FILE_BYTES // 1024} KiB",
-        f"question | {rpc.REPLY_TIMEOUT_S:g} s",
+        f"question | {messaging.REPLY_TIMEOUT_S:g} s",
         f"{live_fleet.MAX_REASON_CHARS} characters",
         f"deploys | {protocol.MAX_MODEL_BYTES // 2**20} MiB",
         f"`edgefl device serve` | {server.MAX_BODY_BYTES // 2**20} MiB",
     ],
     "Work": [
-        f"after {admission.HEARTBEAT_REQUEST_AFTER_S:g} s is sent `beat`",
+        f"after {admission.HEARTBEAT_REQUEST_AFTER_S:g} s is sent the command `heartbeat`",
         f"{protocol.INLINE_BODY_BYTES // 1024} KiB",
         f"{protocol.CHUNK_BYTES // 2**20} MiB",
         f"{protocol.REPLY_SALT_BYTES} bytes",
-        f"{in_flight.RESEND_AFTER_S:g} s ago",
+        f"{messaging.RESEND_AFTER_S:g} s ago",
     ],
     "Deployments": [
-        f"leave {file_download.MIN_FREE_BYTES // 2**20} MiB",
-        f"every {notifications.RESEND_AFTER_S:g} s",
+        f"leave {download.MIN_FREE_BYTES // 2**20} MiB",
+        f"every {service.RESEND_AFTER_S:g} s",
     ],
     "MQTT": [
         f"every {protocol.HEARTBEAT_S:g} s ± {protocol.HEARTBEAT_JITTER:.0%}".replace("%", " %"),
         f"at most {protocol.POLL_S:g} s",
-        f"pulls {poll_backoff.INITIAL_DISCONNECTED_S:g} s after",
-        f"every {poll_backoff.MAX_DISCONNECTED_S:g} s at the",
+        f"pulls {work_loop.INITIAL_DISCONNECTED_S:g} s after",
+        f"every {work_loop.MAX_DISCONNECTED_S:g} s at the",
     ],
     "Presence": [
         f"another {presence.PresenceTracker()._gone_after_will_s:g} s",

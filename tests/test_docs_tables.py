@@ -8,19 +8,19 @@ import pytest
 from markdown_pages import PAGES, code, fences, inline_code, page, part, rows
 
 from edgefl.compression import codec_selection
-from edgefl.compression.catalogue import list_stages
 from edgefl.compression.codec import make_codec
-from edgefl.compression.registry import STAGES
+from edgefl.compression.registry import STAGES, list_stages
 from edgefl.coordinator.fleet import presence
 from edgefl.core.errors import CodecError
+from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import Algorithm, TensorSpec, UpdateStatus
 from edgefl.flower.strategy_options import list_flower_strategies
 from edgefl.storage.queries.columns import COLUMNS
-from edgefl.storage.repositories.deployment_records import RolloutStage, RolloutStatus
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
+from edgefl.storage.repositories.rollouts import RolloutStage, RolloutStatus
 from edgefl.storage.store import Store
-from edgefl.strategies.learning_rate_schedules import SCHEDULES
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+from edgefl.strategies.strategy_config import SCHEDULES
 
 SHAPES = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
 
@@ -80,7 +80,11 @@ def fill(store, run_id, at):
         )
     ]  # fmt: skip
     store.record_evaluations(run_id, scores)
-    beat = HeartbeatRow(device_id="slow", at=at, seq=1, session_no=1, uptime_s=9.0, temperature_c=81.5, run=run_id)
+    beat = HeartbeatRow(
+        device_id="slow",
+        at=at,
+        heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=9.0, temperature_c=81.5, run=run_id),
+    )
     store.record_heartbeats([beat])
 
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import edgefl
-from edgefl.bundles.build import BundleSpec, make_bundle
-from edgefl.bundles.keys import TrustedKeys, create_key_pair, load_private_key
-from edgefl.bundles.manifest import BundleKind
+from edgefl.system.bundles.archive import BundleKind
+from edgefl.system.bundles.keys import TrustedKeys, create_key_pair, load_private_key
+from edgefl.system.bundles.wheels import BundleSpec, make_bundle
 
 KINDS = {str(kind): kind for kind in BundleKind}
 

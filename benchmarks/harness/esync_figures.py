@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from edgefl.history.plots import comparison, style
+from edgefl.history import comparison, plot_style
 
 SHOWN = ("ssgd", "esync budget", "esync live", "asgd", "dc-asgd adaptive", "fedbuff", "drop the slow")
 TARGET = 0.8
@@ -28,7 +28,7 @@ def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free")
     iid = [chosen[name, "iid"] for name in names]
     sorted_too = [(name, chosen[name, "sorted"]) for name in names]
     samples, megabytes = [o.samples_per_s for o in iid], [o.bytes_per_s / 1e6 for o in iid]
-    with style.apply_style():
+    with plot_style.apply_style():
         figures = {
             "accuracy-iid.png": _curves(list(zip(names, iid, strict=True)), f"{model}, IID"),
             "accuracy-by-class.png": _curves(sorted_too, f"{model}, by class"),
@@ -41,12 +41,12 @@ def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free")
             ),
         }
     for name, figure in figures.items():
-        (out / name).write_bytes(style.encode_figure(figure, ".png"))
+        (out / name).write_bytes(plot_style.encode_figure(figure, ".png"))
     return [out / name for name in figures]
 
 
 def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
-    figure = style.make_figure(4.6, width_inches=7.0, title=title)
+    figure = plot_style.make_figure(4.6, width_inches=7.0, title=title)
     axes = figure.subplots()
     for place, (name, outcome) in enumerate(named):
         seconds, accuracies = zip(*outcome.curve, strict=True)
@@ -54,14 +54,14 @@ def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
             seconds,
             [100 * accuracy for accuracy in accuracies],
             label=name,
-            color=style.COLOURS[place % len(style.COLOURS)],
-            linestyle=style.LINES[place % len(style.LINES)],
+            color=plot_style.COLOURS[place % len(plot_style.COLOURS)],
+            linestyle=plot_style.LINES[place % len(plot_style.LINES)],
             linewidth=1.2,
             alpha=0.9,
         )
     axes.axhline(100 * TARGET, color="grey", linewidth=0.8)
-    style.set_log_axis(axes)
+    plot_style.set_log_axis(axes)
     axes.set(xlabel="virtual time (s)", ylabel="test accuracy (%)", ylim=(0, 100))
     handles, labels = axes.get_legend_handles_labels()
-    style.add_legend_below(figure, dict(zip(labels, handles, strict=True)))
+    plot_style.add_legend_below(figure, dict(zip(labels, handles, strict=True)))
     return figure

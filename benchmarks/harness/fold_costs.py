@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.core.types import (
     Array,
     DeviceInfo,
@@ -30,13 +29,12 @@ from edgefl.core.types import (
     Update,
     UpdateMetrics,
 )
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.stopping import StoppingCriteria
 from edgefl.storage.journal.wal_journal import WalJournal
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy, UpdateGuard
 from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 from harness.cost_rows import Row, interleaved, ratio
 
 KEPT = 10

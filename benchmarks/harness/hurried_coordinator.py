@@ -12,17 +12,16 @@ from typing import Self
 
 import numpy as np
 
+from edgefl.coordinator.api.feed_state import FeedState
+from edgefl.coordinator.auth import RateLimiter, RejectedRequestLog
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
-from edgefl.coordinator.monitoring.monitoring import Monitoring, MonitoringInputs
-from edgefl.coordinator.rate_limit import RateLimiter
-from edgefl.coordinator.rejected_requests import RejectedRequestLog
-from edgefl.coordinator.web.feed_state import FeedState
+from edgefl.coordinator.monitoring.monitoring import Monitoring
 from edgefl.core.errors import TooManyTriesError
 from edgefl.core.protocol import Capabilities, Heartbeat, StatusMessage, Topic
-from edgefl.storage.queries.changes import get_last_seen_times
+from edgefl.storage.queries.dashboard import get_last_seen_times
 from edgefl.storage.repositories.heartbeats import RAW_RETENTION_S, ROLLUP_BUCKET_S
 from edgefl.storage.store import Store
 from harness.crowd import add_devices, names_of
@@ -77,11 +76,10 @@ class HurriedFleet:
         self._feed, self._changed = FeedState(store=store, registry=roster), dict[str, float]()
         roster.subscribe(lambda event: self._changed.update({event.device_id: self._unix()}))
         self._feed.reset(get_last_seen_times(store))
-        watched = MonitoringInputs(
+        self._monitoring = Monitoring(
             directory=directory, store=store, registry=roster,
-            is_broker_connected=lambda: True, num_dropped=lambda: 0,
+            is_broker_connected=lambda: True, num_dropped=lambda: 0, max_devices=1000,
         )  # fmt: skip
-        self._monitoring = Monitoring(watched, max_devices=1000)
 
     def __enter__(self) -> Self:
         return self

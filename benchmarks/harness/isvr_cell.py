@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from edgefl.core.types import TrainConfig
-from edgefl.strategies.learning_rate_schedules import parse_schedule
+from edgefl.strategies.strategy_config import parse_schedule
 from harness.class_shards import NUM_NODES
 
 ONE_NODE = "one node"

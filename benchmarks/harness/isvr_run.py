@@ -13,7 +13,7 @@ import numpy as np
 
 from edgefl.core.errors import EdgeflError
 from edgefl.core.types import Array, Dataset, Learner, Task, derive_rng
-from edgefl.tasks.datasets.idx import read_image_set
+from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 from harness.isvr_cell import ONE_NODE, Cell, Outcome

@@ -20,7 +20,7 @@ from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import EdgeflError
 from edgefl.simulation.local_fleet import LOOPBACK, LocalDeviceSpec, LocalFleet
 from edgefl.system.https_client import create_pinned_context, request
-from edgefl.tasks.sharding.shard_creation import TEST_NAME, create_shards
+from edgefl.tasks.datasets.central import TEST_NAME, create_shards
 from harness.feed_readers import reading
 from harness.throttled_task import NAME
 

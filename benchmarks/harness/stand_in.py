@@ -22,8 +22,7 @@ import paho.mqtt.client as mqtt
 from flwr.app import Message
 
 from edgefl import __version__
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.core.protocol import (
     HEARTBEAT_JITTER,
     Capabilities,
@@ -38,12 +37,18 @@ from edgefl.core.types import Array, Json, ModelSpec, derive_rng
 from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.flower.work_loop import MAX_CACHED_REPLIES
 from edgefl.device.mqtt.connection import KEEP_ALIVE_S
-from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
-from edgefl.device.mqtt.session import MqttIdentity, MqttSession, MqttTlsFiles, create_session, create_tls_context
+from edgefl.device.mqtt.session import (
+    MessageDispatcher,
+    MqttCallbacks,
+    MqttIdentity,
+    MqttSession,
+    create_session,
+    create_tls_context,
+)
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.instruction import parse_instruction
 from edgefl.system.https_client import fetch_coordinator_info
-from edgefl.system.rate_limited_log import RateLimitedLog
+from edgefl.system.retries import RateLimitedLog
 from edgefl.tasks.noop import NUM_EXAMPLES
 
 log = logging.getLogger(__name__)
@@ -109,7 +114,7 @@ class StandIn:
     ) -> None:
         self.name, self._state, self._trust, self._facts, self._tally = state.device_id, state, trust, facts, tally
         self._rng = derive_rng("stand-in", self.name)
-        self._boot_id, self._tls = uuid.uuid4().hex, MqttTlsFiles(ca=state.ca, cert=state.cert, key=state.key)
+        self._boot_id, self._tls = uuid.uuid4().hex, state.tls_files
         self._context: ssl.SSLContext | None = None
         self._incoming = MessageDispatcher(
             MqttCallbacks(on_wake_up=lambda: on_bell(self), on_command=self._obey),
@@ -117,10 +122,7 @@ class StandIn:
             is_subscribed_to_peers=lambda: False,
             on_offline=lambda session, _: session.publish_status(PresenceState.ONLINE),
         )
-        self._node = SuperNode(
-            private_key_pem=state.key.read_bytes(), tls_context=trust, clock=time.time, train=self._trained,
-            evaluate=self._evaluated,
-        )  # fmt: skip
+        self._node = SuperNode(private_key_pem=state.key.read_bytes(), tls_context=trust, clock=time.time)
         self._prepared: tuple[str, int] | None = None
         self._finished: deque[str] = deque(maxlen=MAX_CACHED_REPLIES)
         self._now: tuple[str, str] | None = None
@@ -152,7 +154,8 @@ class StandIn:
                 if used in self._finished:
                     self._finished.remove(used)
             try:
-                self._unsent = self._node.run_app(instruction)
+                execute = self._evaluated if instruction.is_evaluation else self._trained
+                self._unsent = self._node.create_reply(instruction, execute(instruction.header, instruction.body))
             finally:
                 self._now = None
             self._push_waiting()
@@ -249,7 +252,7 @@ class StandIn:
             self.session.client.disconnect()
 
     def _obey(self, command: Command) -> None:
-        if command.kind == CommandKind.BEAT:  # the others are about what a stand-in has not
+        if command.kind == CommandKind.HEARTBEAT:  # the others are about what a stand-in has not
             self.beat()
 
     def _connected(self, client: mqtt.Client, session: MqttSession, _flags: Any, reason: Any, _props: Any) -> None:

@@ -31,7 +31,7 @@ from edgefl.device.hardware.capabilities import probe
 from edgefl.device.mqtt.connection import MAX_BACKOFF_S
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.system.https_client import create_pinned_context
-from edgefl.system.process_control import raise_file_limit
+from edgefl.system.processes import raise_file_limit
 from edgefl.tasks.noop import NUM_EXAMPLES, NoopTask
 from harness.ears import Ears
 from harness.stand_in import StandIn, Tally

@@ -26,7 +26,7 @@ from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 
 from edgefl.core.types import TrainConfig, derive_rng
-from edgefl.simulation.partitioned_data import FleetData, partition_in_memory
+from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
 from edgefl.tasks.local_algorithms.local_training import train as train_locally
 from edgefl.tasks.registry import make_task
 from harness.process_trees import tree_cpu_s

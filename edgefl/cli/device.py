@@ -1,25 +1,107 @@
-"""`edgefl device`: probes the board, joins a fleet, sets data, runs the agent."""
+"""`edgefl device`: probes the board, joins a fleet, sets data, runs the agent, and answers with its model."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.command_group import FullHelpGroup
-from edgefl.cli.device_inference import infer, serve
-from edgefl.cli.device_join import join
-from edgefl.cli.device_options import state_option
-from edgefl.cli.device_settings import save_temperature_limit, set_, temperature_option
-from edgefl.cli.device_shards import shard
-from edgefl.cli.device_updates import apply_update, signers_option, trust
-from edgefl.core.errors import NetworkError, NotJoinedError, WrongCaError
+from edgefl.cli.device_join import join, save_temperature_limit, set_, shard, temperature_option
+from edgefl.cli.output import FullHelpGroup, print_rows, text_format_option
+from edgefl.cli.signing import apply_update, signers_option, trust
+from edgefl.cli.sources import FILE_TYPE, load_device_state, state_option
+from edgefl.core.errors import NetworkError, NotFoundError, WrongCaError
 
 if TYPE_CHECKING:
+    from edgefl.device.inference.model_store import DeployedModel, ModelStore
     from edgefl.device.state_dir import DeviceStateDir
+
+PREDICTION_COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
+
+model_option = click.option(
+    "--model",
+    "file",
+    type=FILE_TYPE,
+    help="An ONNX file [default: the model that is deployed here].",
+)
+threads_option = click.option("--threads", type=click.IntRange(1, 64), default=1, show_default=True)
+
+
+@click.command()
+@click.option(
+    "--input",
+    "source",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Rows: .npy, .npz, .csv, an IDX file, or a shard.",
+)
+@model_option
+@state_option
+@threads_option
+@click.option("--format", "fmt", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
+def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, fmt: str) -> None:
+    """Print class and probability of every row of a file."""
+    import numpy as np  # noqa: PLC0415 fast start
+
+    from edgefl.device.inference.onnx_model import OnnxModel, read_inputs  # noqa: PLC0415 likewise
+
+    model = OnnxModel(file or _find_deployed_file(root), threads=threads)
+    rows = read_inputs(source, model)
+    predictions = [
+        {"row": number, **prediction.to_json()} for number, prediction in enumerate(model.predict(rows.inputs))
+    ]
+    columns = PREDICTION_COLUMNS
+    if rows.labels is not None:
+        predictions = [{**row, "label": int(label)} for row, label in zip(predictions, rows.labels, strict=True)]
+        columns = (*PREDICTION_COLUMNS, "label")
+    print_rows(predictions, columns, fmt, kind="predictions")
+    if rows.labels is not None and predictions:
+        right = float(np.mean([row["index"] == row["label"] for row in predictions]))
+        click.echo(f"accuracy {right:.4f} on {len(predictions)} labelled rows", err=True)
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; there is no login.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
+@model_option
+@state_option
+@threads_option
+def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads: int) -> None:
+    """Answer POST /predict with the deployed model until SIGTERM or Ctrl-C; a new one is taken over as it comes."""
+    from edgefl.device.inference.server import InferenceServer, ServedModel  # noqa: PLC0415 fast start
+    from edgefl.system.processes import on_stop_signal  # noqa: PLC0415 likewise
+
+    served = ServedModel(store=None if file else _open_store(root), file=file, threads=threads)
+    server = InferenceServer(served, host, port)
+    with on_stop_signal(server.stop):
+        server.start()
+        click.echo(f"serving on http://{host}:{server.port}")
+        if served.current is None:
+            logging.getLogger(__name__).warning("no model is deployed yet; requests get 503 until one is")
+        server.wait()
+
+
+def _open_store(root: Path | None) -> ModelStore:
+    from edgefl.device.inference.model_store import ModelStore  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
+
+    return ModelStore(root or get_default_state_dir())
+
+
+def _find_deployed_file(root: Path | None) -> Path:
+    store: Any = _open_store(root)
+    current: DeployedModel | None = store.load().current
+    if current is None:
+        raise NotFoundError(
+            f"no model is deployed in {store.folder.parent}; on the coordinator: edgefl model deploy MODEL, "
+            "or name a file: --model FILE.onnx"
+        )
+    path: Path = store.path(current)
+    return path
 
 
 @click.group(cls=FullHelpGroup)
@@ -29,9 +111,7 @@ def command() -> None:
 
 @command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option(
-    "--profile", type=click.Path(path_type=Path, dir_okay=False), help="Measure, and write a simulator's profile."
-)
+@click.option("--profile", type=FILE_TYPE, help="Measure, and write a simulator's profile.")
 @click.option(
     "--task",
     "tasks",
@@ -46,9 +126,9 @@ def probe(
 ) -> None:
     """Print what this board is and can do, as the coordinator is told at a join, and how it is at this moment."""
     from edgefl.device.hardware.board_reader import BoardReader  # noqa: PLC0415 fast start
-    from edgefl.device.hardware.board_status import read_board_status  # noqa: PLC0415 likewise
     from edgefl.device.hardware.capabilities import probe as look  # noqa: PLC0415 likewise
-    from edgefl.device.hardware.training_facts import get_training_facts  # noqa: PLC0415 likewise
+    from edgefl.device.hardware.health import read_board_status  # noqa: PLC0415 likewise
+    from edgefl.device.hardware.requirements import get_training_facts  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import list_task_names  # noqa: PLC0415 likewise
 
     facts = look()
@@ -73,7 +153,7 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None)
     reduce_memory()  # before all other imports
     from edgefl.device.agent import run_agent  # noqa: PLC0415 likewise
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
-    from edgefl.device.updates.update_config import load_update_config  # noqa: PLC0415 likewise
+    from edgefl.device.updates.slots import load_update_config  # noqa: PLC0415 likewise
 
     state = DeviceStateDir.load(root)
     with state.lock():
@@ -83,7 +163,7 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None)
 
 @command.command()
 @state_option
-@click.option("--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@text_format_option
 def status(root: Path | None, style: str) -> None:
     """Print who this device is and whether it reaches its coordinator and the broker."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
@@ -122,16 +202,11 @@ def _write_profile(
 ) -> None:
     """Measures this board, with the data, cores and coordinator of its membership, if any."""
     from edgefl.device.enrolment.enroll import get_host_slug  # noqa: PLC0415 likewise
-    from edgefl.device.hardware.accelerator import select_accelerator  # noqa: PLC0415 fast start
-    from edgefl.device.hardware.profile import measure_board, write_profile  # noqa: PLC0415 likewise
-    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+    from edgefl.device.hardware.benchmark import measure_board, write_profile  # noqa: PLC0415 likewise
+    from edgefl.device.hardware.capabilities import select_accelerator  # noqa: PLC0415 fast start
 
-    try:
-        device = DeviceStateDir.load(root).settings
-    except NotJoinedError:
-        if root is not None:
-            raise
-        device = None
+    state = load_device_state(root)
+    device = state.settings if state else None
     shards = dict(device.shards) if device else {}
     chosen_tasks = tasks or tuple(shards) or ("digits",)
     profile = measure_board(
@@ -147,7 +222,7 @@ def _write_profile(
 
 
 def _check_reachability(state: DeviceStateDir) -> dict[str, Any]:
-    from edgefl.device.diagnostics.broker_probe import find_reachable_broker  # noqa: PLC0415 fast start
+    from edgefl.device.diagnostics.device_checks import find_reachable_broker  # noqa: PLC0415 fast start
     from edgefl.system.https_client import create_pinned_context, fetch_coordinator_info  # noqa: PLC0415 likewise
 
     context = create_pinned_context(state.ca.read_bytes())

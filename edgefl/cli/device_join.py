@@ -1,8 +1,10 @@
-"""`edgefl device join`: joins a fleet, by a token or by a join file."""
+"""`edgefl device join`, `shard` and `set`: joins a fleet, by a token or a join file; its data and settings."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +12,49 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from edgefl.cli.device_join_file import JoinDependencies, join_from_file
-from edgefl.cli.device_options import state_option
-from edgefl.cli.device_settings import save_temperature_limit, temperature_option
-from edgefl.cli.device_shards import load_shard_report, parse_shard_option
-from edgefl.core.errors import UsageError
+from edgefl.cli.output import FullHelpGroup
+from edgefl.cli.sources import state_option
+from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
+from edgefl.core.safe_parsing import parse_json
 
 if TYPE_CHECKING:
-    from edgefl.device.state_dir import DeviceStateDir
+    from edgefl.device.enrolment.join_file import JoinFile
+    from edgefl.tasks.datasets.shards import ShardReport
+
+log = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8000
+MAX_FILE_BYTES = 64 * 1024
+MAX_TOKEN_CHARS = 8192
+NO_LIMIT = "none"
+
+
+def _parse_limit(_context: click.Context, _option: click.Parameter, value: str | None) -> str | float | None:
+    from edgefl.device.hardware.thermal_pacing import LIMIT_RANGE_C  # noqa: PLC0415 fast start
+
+    if value is None or value == NO_LIMIT:
+        return value
+    lowest, highest = LIMIT_RANGE_C
+    try:
+        celsius = float(value)
+    except ValueError:
+        celsius = float("nan")
+    if not lowest <= celsius <= highest:
+        raise click.BadParameter(
+            f"must be degrees Celsius from {lowest:g} to {highest:g}, or {NO_LIMIT}; got {value!r}"
+        )
+    return celsius
+
+
+temperature_option = click.option(
+    "--max-temperature",
+    "max_temperature",
+    callback=_parse_limit,
+    envvar="EDGEFL_MAX_TEMPERATURE",
+    metavar="CELSIUS|none",
+    help="Rest between iterations while the board is hotter [default: none].",
+)
 
 
 def _validate_accelerator(_context: click.Context, _option: click.Parameter, value: str) -> str:
@@ -71,9 +105,9 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     max_temperature: str | float | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
-    from edgefl.device.enrolment.enroll import EnrolmentOptions, get_host_slug  # noqa: PLC0415 fast start
-    from edgefl.device.enrolment.enroll import enroll as join_fleet  # noqa: PLC0415 likewise
-    from edgefl.device.enrolment.retry import enroll_with_retry  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll, get_host_slug  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment.join_file import JoinFile  # noqa: PLC0415 likewise
+    from edgefl.device.enrolment.retry import RetryPolicy, delete_secret_file, enroll_with_retry, wait_for_clock  # noqa: PLC0415 likewise
     from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
     if join_file is not None:
@@ -81,61 +115,206 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
             raise UsageError(
                 "a join file says where, who and what: --file goes without address, token, shard or name"
             )
-        side = JoinDependencies(
-            load_shard_report=load_shard_report,
-            collect_facts=_collect_facts,
-            accelerator=accelerator,
-            threads=threads,
-            peer_port=peer_port,
+        if delete_file and join_file == "-":
+            raise UsageError("--delete-file needs a file; the standard input cannot be removed")
+        request = _read_join_file(join_file)
+    else:
+        if delete_file:
+            raise UsageError("--delete-file goes with --file FILE")
+        if token_file is not None:
+            text = token_file.read(MAX_TOKEN_CHARS)
+        if text is None:
+            raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
+        JoinToken.parse(text)
+        request = JoinFile(
+            token=text,
+            name=name,
+            role=role,
+            shards=dict(parse_shard_option(shard, task) for shard in shards),
+            addresses=(validate_address(address, DEFAULT_PORT),) if address else (),
         )
-        state_dir = root or get_default_state_dir()
-        state = join_from_file(join_file, side, root=state_dir, should_retry=until_joined, should_delete=delete_file)
-        save_temperature_limit(state, max_temperature)
-        _print_joined(state, root)
-        return
-    if delete_file:
-        raise UsageError("--delete-file goes with --file FILE")
-    if token_file is not None:
-        text = token_file.read(8192)
-    if text is None:
-        raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
-    token = JoinToken.parse(text)
-    addresses = [validate_address(address, DEFAULT_PORT)] if address else []
-    shard_paths = dict(parse_shard_option(shard, task) for shard in shards)
-    reports = {name: load_shard_report(name, path) for name, path in shard_paths.items()}
+    token = JoinToken.parse(request.token)
+    if until_joined and join_file is not None:
+        wait_for_clock(RetryPolicy())
+    reports, faults = _load_shard_reports(request.shards, is_tolerant=join_file is not None)
     options = EnrolmentOptions(
-        name=name or get_host_slug(),
-        role=role,
-        shards=shard_paths,
-        examples={name: report.num_examples for name, report in reports.items()},
+        name=request.name or get_host_slug(),
+        role=request.role,
+        # All of them: an unreadable shard is used as soon as it is readable, and the doctor reports it until then.
+        shards=request.shards,
+        examples={task: report.num_examples for task, report in reports.items()},
         accelerator=accelerator,
         threads=threads,
         peer_port=peer_port,
-        facts=_collect_facts(shard_paths, role),
+        facts={**_collect_facts(request.shards, request.role), **({"shard_errors": faults} if faults else {})},
     )
+    token = replace(token, addresses=tuple(dict.fromkeys([*request.addresses, *token.addresses])))
     state_dir = root or get_default_state_dir()
-    if until_joined:
-        state = enroll_with_retry(replace(token, addresses=(*addresses, *token.addresses)), options, root=state_dir)
-    else:
-        state = join_fleet(token, options, root=state_dir, addresses=addresses)
+    state = (enroll_with_retry if until_joined else enroll)(token, options, root=state_dir)
+    if delete_file and join_file is not None:
+        delete_secret_file(Path(join_file))
     save_temperature_limit(state, max_temperature)
-    _print_joined(state, root)
-
-
-def _print_joined(state: DeviceStateDir, root: Path | None) -> None:
     click.echo(
         f"joined fleet {state.settings.fleet} as {state.device_id} ({state.settings.role}); state in {state.root}"
     )
     click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
 
 
+def _read_join_file(path: str) -> JoinFile:
+    """Returns the join file at `path`; `-` is the standard input.
+
+    Raises:
+        ConfigError: it cannot be read, or is no join file; the message never shows the token.
+    """
+    from edgefl.device.enrolment.join_file import JoinFile  # noqa: PLC0415 fast start
+
+    try:
+        if path == "-":
+            text = sys.stdin.read(MAX_FILE_BYTES + 1)
+        else:
+            with Path(path).open(encoding="utf-8") as file:
+                text = file.read(MAX_FILE_BYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"the join file {path} cannot be read: {reason}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"the join file {path} is longer than {MAX_FILE_BYTES} characters; it is none")
+    return JoinFile.parse(text)
+
+
+def _load_shard_reports(
+    shards: Mapping[str, str], *, is_tolerant: bool
+) -> tuple[dict[str, ShardReport], dict[str, str]]:
+    """Returns the shards' reports, and the errors of those left out: at an unattended join, data may come later.
+
+    Raises:
+        EdgeflError: a shard cannot be used, and none may be left out.
+    """
+    reports, faults = {}, {}
+    for task, path in shards.items():
+        try:
+            reports[task] = load_shard_report(task, path)
+        except (EdgeflError, OSError) as error:
+            if not is_tolerant:
+                raise
+            log.warning("joining without data for %s: %s; it is used as soon as it can be read", task, error)
+            faults[task] = str(error)
+    return reports, faults
+
+
 def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     """Returns the facts that the coordinator needs at once, as the agent reports them later."""
     from edgefl.device.hardware.capabilities import probe as look  # noqa: PLC0415 fast start
-    from edgefl.device.hardware.training_facts import get_training_facts  # noqa: PLC0415 likewise
+    from edgefl.device.hardware.requirements import get_training_facts  # noqa: PLC0415 likewise
     from edgefl.device.training.task_cache import TaskCache  # noqa: PLC0415 likewise
 
     blocks = TaskCache(lambda: shards, accelerator="cpu", threads=1).list_blocks()
     board = look()
     facts = {**board, **get_training_facts(role, shards, board)}
     return {**facts, "blocks": blocks} if blocks else facts
+
+
+@click.command("set")
+@state_option
+@temperature_option
+def set_(*, root: Path | None, max_temperature: str | float | None) -> None:
+    """Change a setting of this joined board."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    if max_temperature is None:
+        raise UsageError("nothing to set; give --max-temperature CELSIUS, or none for no limit")
+    state = DeviceStateDir.load(root)
+    save_temperature_limit(state, max_temperature)
+    limit = state.settings.max_temperature_c
+    click.echo(f"{state.device_id} rests " + ("never" if limit is None else f"between iterations above {limit:g} °C"))
+
+
+def save_temperature_limit(state: Any, max_temperature: str | float | None) -> None:
+    """Saves a given limit; None leaves the present one."""
+    if max_temperature is not None:
+        state.update(max_temperature_c=None if max_temperature == NO_LIMIT else max_temperature)
+
+
+@click.group(cls=FullHelpGroup)
+def shard() -> None:
+    """Say where this board's data lies, and look at it."""
+
+
+@shard.command()
+@click.argument("task")
+@click.argument("path")
+@state_option
+def add(task: str, path: str, root: Path | None) -> None:
+    """Use PATH (a shard file, a folder, or what the task reads) for TASK."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    state = DeviceStateDir.load(root)
+    report = load_shard_report(task, str(Path(path).absolute()))
+    state.set_shard(task, report.path)
+    _print_report(report)
+
+
+@shard.command()
+@click.argument("task", required=False)
+@state_option
+def check(task: str | None, root: Path | None) -> None:
+    """Read the shards and print their classes, counts and missing labels."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    shards = DeviceStateDir.load(root).settings.shards
+    if task is not None and task not in shards:
+        listing = f"it has {', '.join(shards)}" if shards else "it has none"
+        raise NotFoundError(
+            f"this device has no shard for task {task!r} ({listing}); edgefl device shard add TASK PATH"
+        )
+    if not shards:
+        raise NotFoundError("this device has no shards; edgefl device shard add TASK PATH")
+    for name in [task] if task else shards:
+        _print_report(load_shard_report(name, shards[name]))
+
+
+def parse_shard_option(text: str, default_task: str | None) -> tuple[str, str]:
+    """Returns task and absolute path of a `--shard`: TASK=PATH, or a path with a card or `--task`."""
+    task, separator, path = text.partition("=")
+    if separator and task and not Path(text).exists() and "/" not in task:
+        return task, str(Path(path).absolute())
+    shard = Path(text).absolute()
+    if not shard.exists():
+        raise DataError(f"shard {shard} does not exist; give a .npz file or a folder of them")
+    shard_task = default_task or _read_card_task(shard)
+    if shard_task is None:
+        raise UsageError(f"the task of {shard} is not known: it has no card; say --shard TASK={text}")
+    return shard_task, str(shard)
+
+
+def load_shard_report(task: str, path: str) -> ShardReport:
+    """Returns the content report of a shard.
+
+    Raises:
+        EdgeflError: there is no such task, or the shard cannot be used for it.
+    """
+    from edgefl.tasks.datasets.shards import check_shard  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 fast start
+
+    return check_shard(make_task(task, {}), path)
+
+
+def _read_card_task(path: Path) -> str | None:
+    cards = sorted(path.glob("*.json")) if path.is_dir() else [path.with_suffix(".json"), Path(f"{path}.json")]
+    for card in cards:
+        try:
+            task = parse_json(card.read_bytes())["task"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(task, str):
+            return task
+    return None
+
+
+def _print_report(report: ShardReport) -> None:
+    click.echo(f"{report.task}: {report.num_examples} examples in {report.path}")
+    for label, count in sorted(report.counts.items()):
+        name = f" {report.labels[label]}" if 0 <= label < len(report.labels) else ""
+        click.echo(f"  class {label}{name}: {count}")
+    if report.missing_labels:
+        click.echo(f"  missing: {', '.join(map(str, report.missing_labels))}")

@@ -1,7 +1,8 @@
-"""`edgefl doctor`: checks edgefl's installations on this machine; problems with remedies."""
+"""`edgefl doctor` and `edgefl field-report`: problems of this machine with remedies, and a device's report."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.render import format_option, print_rows
-from edgefl.core.errors import EdgeflError, NotJoinedError, UnsoundError
+from edgefl.cli.output import format_option, format_value, print_rows
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, load_device_state
+from edgefl.core.errors import EdgeflError, NotJoinedError, UnsoundError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
@@ -22,10 +24,8 @@ CheckGroup = tuple[str, "Callable[[], list[Finding]]"]
 
 
 @click.command("doctor")
-@click.option(
-    "--dir", "root", type=click.Path(path_type=Path, file_okay=False), help="A coordinator's directory to look at."
-)
-@click.option("--state", type=click.Path(path_type=Path, file_okay=False), help="A device's state directory.")
+@click.option("--dir", "root", type=FOLDER_TYPE, help="A coordinator's directory to look at.")
+@click.option("--state", type=FOLDER_TYPE, help="A device's state directory.")
 @click.option("--url", metavar="URL", help="A coordinator to look at as its operator.")
 @format_option
 def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str) -> None:
@@ -103,8 +103,8 @@ def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
     """Returns findings on a running coordinator and its broker, from the side of a device."""
     from edgefl.coordinator.diagnostics import issue_probe_identity  # noqa: PLC0415 fast start
     from edgefl.core.protocol import host_and_port  # noqa: PLC0415 likewise
-    from edgefl.device.diagnostics.device_checks import BrokerCheckTarget, check_broker, check_coordinator  # noqa: PLC0415 likewise
-    from edgefl.device.mqtt.session import MqttTlsFiles  # noqa: PLC0415 likewise
+    from edgefl.device.diagnostics.device_checks import check_broker, check_coordinator  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import TlsFiles  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import is_locked  # noqa: PLC0415 likewise
 
     if not is_locked(directory.root / "lock"):
@@ -114,10 +114,10 @@ def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
     if hello is None:
         return findings
     hosts = [hello.broker_host] if hello.broker_host else [host_and_port(address)[0] for address in addresses]
-    with issue_probe_identity(directory) as probe:
-        tls = MqttTlsFiles(ca=probe.tls.ca, cert=probe.tls.cert, key=probe.tls.key)
-        side = BrokerCheckTarget(tls_files=tls, fleet=directory.fleet, identity=probe.identity, is_in_use=False)
-        return [*findings, *check_broker(list(dict.fromkeys(hosts)), hello.broker_port, side)]
+    with issue_probe_identity(directory) as (identity, files):
+        tls = TlsFiles(ca=files.ca, cert=files.cert, key=files.key)
+        brokers = [(host, hello.broker_port) for host in dict.fromkeys(hosts)]
+        return [*findings, *check_broker(brokers, tls, fleet=directory.fleet, identity=identity)]
 
 
 def _check_operator(url: str | None) -> list[Finding]:
@@ -151,8 +151,6 @@ def _check_token(operator: CoordinatorClient, known: OperatorFile) -> list[Findi
 
 
 def _print_findings(rows: list[dict[str, str]]) -> None:
-    from edgefl.cli.render import format_value  # noqa: PLC0415 fast start
-
     location = None
     for row in rows:
         if row["where"] != location:
@@ -161,3 +159,43 @@ def _print_findings(rows: list[dict[str, str]]) -> None:
         click.echo(f"  {row['level']:<7}  {row['check']:<12}  {format_value('', row['text'])}")
         if row["remedy"]:
             click.echo(f"  {'':<7}  {'':<12}  remedy: {format_value('', row['remedy'])}")
+
+
+@click.command("field-report")
+@click.option(
+    "--out",
+    type=FILE_TYPE,
+    help="The file to write [default: edgefl-report-NAME-DATE.tar.gz].",
+)
+@click.option("--state", "root", type=FOLDER_TYPE, help="State directory of a joined board.")
+@click.option("--print", "printed", type=EXISTING_FILE_TYPE, help="Print a report instead.")
+@click.option("--json", "as_json", is_flag=True, help="With --print: as JSON.")
+def field_report(*, out: Path | None, root: Path | None, printed: Path | None, as_json: bool) -> None:
+    """Measure this board; bundle facts, findings, timings and logs in one file, without keys, tokens, addresses."""
+    from edgefl.device.diagnostics.diagnostic_report import (  # noqa: PLC0415 fast start
+        ReportContext,
+        format_summary,
+        make_report,
+        read_report,
+        write_report,
+    )
+
+    if printed is not None:
+        facts = read_report(printed)
+        click.echo(json.dumps(facts, indent=2) if as_json else format_summary(facts), nl=as_json)
+        return
+    if as_json:
+        raise UsageError("--json says how --print prints a report; give --print FILE")
+    state = load_device_state(root)
+    name = state.device_id if state else "board"
+    path = out or Path(f"edgefl-report-{name}-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path.absolute().parent} is no folder; give another --out")
+    context = ReportContext(state=state, scratch=state.root if state else path.absolute().parent)
+    report = make_report(context, on_section=lambda part: click.echo(f"  {part}", err=True))
+    write_report(path, report)
+    failed = [name for name, part in report.facts.items() if isinstance(part, dict) and "error" in part]
+    click.echo(
+        f"wrote {path} in {report.facts['took_s']:.0f} s" + (f"; without {', '.join(failed)}" if failed else "")
+    )
+    click.echo(f"look at it before you send it: edgefl field-report --print {path}")

@@ -1,8 +1,9 @@
-"""`edgefl history`: queries of the history, from the coordinator or straight from its store."""
+"""`edgefl history`: queries, diagnosis, export and figures, from the coordinator or straight from its store."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -11,16 +12,19 @@ from typing import Any
 
 import click
 
-from edgefl.cli.command_group import FullHelpGroup
-from edgefl.cli.history_diagnosis import why
-from edgefl.cli.history_export import export
-from edgefl.cli.history_plot import plot
-from edgefl.cli.history_source import HistorySource, find_history_source
-from edgefl.cli.render import format_option, print_pages, print_rows, select_known_columns
-from edgefl.cli.source_options import source_options
+from edgefl.cli.output import (
+    FullHelpGroup,
+    format_option,
+    format_value,
+    print_pages,
+    print_rows,
+    select_known_columns,
+)
+from edgefl.cli.sources import Source, source_options
 from edgefl.core.errors import UsageError
 from edgefl.core.types import Json
 from edgefl.engine.run_summary import select_device_metrics
+from edgefl.history.plot_options import AXES, FILE_SUFFIXES, PLOT_KINDS, check_matplotlib
 from edgefl.storage.queries.columns import (
     AGGREGATE_KINDS,
     COLUMNS,
@@ -74,6 +78,11 @@ _TABLE_COLUMNS = {
 _OPTIONAL_COLUMNS = frozenset({"paced_s"})
 """Columns that a table shows only where known: few devices have a temperature limit."""
 _DERIVED_COLUMNS = {"rounds": ("disagreement",)}
+_KINDS_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in PLOT_KINDS.items())
+
+run_option = click.option(
+    "--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`; default: all runs."
+)
 
 
 @click.group(name="history", cls=FullHelpGroup)
@@ -81,8 +90,95 @@ def command() -> None:
     """Ask what happened: runs, rounds, updates, devices, who was slow, stale or lost, bytes, energy."""
 
 
-command.add_command(why)
-command.add_command(export)
+@command.command()
+@click.argument("run")
+@click.argument("round_number", metavar="[ROUND]", required=False, type=click.IntRange(min=0))
+@source_options
+@click.option(
+    "--format",
+    "fmt",
+    type=click.Choice(("table", "json")),
+    default="table",
+    show_default=True,
+    help="A sentence for people, or the facts behind it for programs.",
+)
+def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None:
+    """Say whom ROUND of RUN waited for, how long, and why.
+
+    RUN is an id, a name or `latest`; without ROUND it is the one that took longest.
+    """
+    diagnosis = source.explain_round(run, round_number)
+    if fmt == "json":
+        click.echo(json.dumps(diagnosis, indent=2, ensure_ascii=False))
+    else:
+        click.echo(format_value("", diagnosis["sentence"]))
+
+
+@command.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@run_option
+@click.option("--force", is_flag=True, help="Replace an earlier export.")
+@source_options
+def export(*, folder: Path, run: str | None, force: bool, source: Source) -> None:
+    """Write the history into DIR: per run a JSON summary and CSV files of its rounds and of each device."""
+    from edgefl.history.export import export_history  # noqa: PLC0415 fast start
+
+    run_ids = export_history(source.read_pages, folder, run=run, replace=force)
+    click.echo(f"wrote {len(run_ids)} run{'' if len(run_ids) == 1 else 's'} to {folder}")
+
+
+@command.command(help=f"Draw KIND, or accuracy and loss on one sheet, into a PNG, PDF or SVG file.\n\n{_KINDS_HELP}")
+@click.argument("kind", required=False, metavar="[KIND]", type=click.Choice(tuple(PLOT_KINDS)))
+@click.option(
+    "--run",
+    "runs",
+    multiple=True,
+    metavar="RUN",
+    help="A run's id or the beginning of it, its name, or `latest`; several share a sheet [default: latest].",
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), metavar="FILE", help="FILE.png, .pdf or .svg.")
+@click.option("--x", "axis", type=click.Choice(AXES), help="One axis for a curve [default: all, beside each other].")
+@click.option(
+    "--rounds",
+    metavar="FIRST:LAST",
+    help="These rounds alone, such as 10:40 or 90: [default: all; timeline: the newest 20].",
+)
+@click.option("--title", default="", help="Above the sheet.")
+@source_options
+def plot(  # noqa: PLR0913 the options of one command
+    *,
+    kind: str | None,
+    runs: tuple[str, ...],
+    out: Path,
+    axis: str | None,
+    rounds: str | None,
+    title: str,
+    source: Source,
+) -> None:
+    ending = out.suffix.lower()
+    if ending not in FILE_SUFFIXES:
+        raise UsageError(f"--out must end with {', '.join(FILE_SUFFIXES)}, got {out}")
+    if not out.parent.is_dir():
+        raise UsageError(f"--out lies in {out.parent}, which is no directory; make it first")
+    check_matplotlib()
+    from edgefl.history.figures import PlotRequest, render_figure  # noqa: PLC0415 matplotlib is slow to load
+    from edgefl.history.plot_style import encode_figure  # noqa: PLC0415 likewise
+    from edgefl.history.series import parse_round_range  # noqa: PLC0415 numpy is slow to load
+
+    request = PlotRequest(
+        kind=kind,
+        runs=tuple(runs) or ("latest",),
+        rounds=None if rounds is None else parse_round_range(rounds),
+        axis=axis,
+        title=title,
+    )
+    with source.open_reader() as reader:
+        content = encode_figure(render_figure(reader, request), ending)
+    try:
+        out.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None
+    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(request.runs)}: {out}")
 
 
 def parse_time(text: str, *, now: float) -> float:
@@ -102,7 +198,7 @@ def parse_time(text: str, *, now: float) -> float:
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
-def _print_table(source: HistorySource, kind: str, filters: dict[str, Any]) -> None:
+def _print_table(source: Source, kind: str, filters: dict[str, Any]) -> None:
     limit = filters["limit"] or DEFAULT_LIMIT
     # One extra row, to detect that the output is cut.
     rows = source.read_newest(kind, {**filters, "limit": limit + 1})
@@ -116,7 +212,7 @@ def _print_table(source: HistorySource, kind: str, filters: dict[str, Any]) -> N
     print_rows(rows, select_known_columns(rows, names, DEVICE_MODEL_COLUMNS | _OPTIONAL_COLUMNS), "table", kind=kind)
 
 
-def _print_all(source: HistorySource, kind: str, filters: dict[str, Any], fmt: str) -> None:
+def _print_all(source: Source, kind: str, filters: dict[str, Any], fmt: str) -> None:
     if filters["limit"]:
         pages: Iterator[list[Json]] = iter([source.read_newest(kind, filters)])
     else:
@@ -130,9 +226,7 @@ def _print_all(source: HistorySource, kind: str, filters: dict[str, Any], fmt: s
 
 
 def _add_command(kind: str) -> None:
-    @click.option(
-        "--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`; default: all runs."
-    )
+    @run_option
     @click.option("--device", help="One device; default: all.")
     @click.option("--since", help="From then on: an age (2h, 7d) or an ISO date and time; sums go by whole days.")
     @click.option("--until", help="Before then.")
@@ -148,10 +242,8 @@ def _add_command(kind: str) -> None:
     )
     @source_options
     @format_option
-    def show(
-        *, since: str | None, until: str | None, directory: Path | None, url: str | None, fmt: str, **filters: Any
-    ) -> None:
-        source, now = find_history_source(directory, url), datetime.now(tz=UTC).timestamp()
+    def show(*, since: str | None, until: str | None, source: Source, fmt: str, **filters: Any) -> None:
+        now = datetime.now(tz=UTC).timestamp()
         filters["since"] = None if since is None else parse_time(since, now=now)
         filters["until"] = None if until is None else parse_time(until, now=now)
         if fmt == "table":
@@ -168,4 +260,3 @@ def _add_command(kind: str) -> None:
 
 for _kind in COLUMNS:
     _add_command(_kind)
-command.add_command(plot)

@@ -13,23 +13,30 @@ from edgefl import __version__
 from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_install_command
 
 COMMANDS = {
-    "codecs": "List the codecs, measure them on a gradient",
-    "coordinator": "Set up and run the coordinator, make join tokens",
-    "data": "Cut a data set into shards for experiments",
-    "demo": "Run a whole fleet on this machine",
-    "device": "Join a board to a fleet and run its agent",
-    "devices": "List, inspect, drain, update and remove the devices of a fleet",
-    "doctor": "Look for problems on this machine, with remedies",
-    "export": "Take a run elsewhere: a plain Flower app",
-    "field-report": "Bundle what a real board has to tell, to send it back",
-    "history": "Ask what happened: rounds, updates, devices, heartbeats, events",
-    "model": "List, export and evaluate the models that runs have kept; deploy them",
-    "provision": "Make boards into devices: cards, images, hosts that run already",
-    "run": "Submit, watch, stop and resume training runs",
-    "signing": "Sign releases and task packs for the boards",
-    "simulate": "Run on a virtual fleet, in virtual time",
-    "strategies": "List the strategies, begin one of your own",
+    "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
+    "coordinator": ("edgefl.cli.fleet.coordinator:command", "Set up and run the coordinator, make join tokens"),
+    "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments"),
+    "demo": ("edgefl.cli.experiments:demo", "Run a whole fleet on this machine"),
+    "device": ("edgefl.cli.device:command", "Join a board to a fleet and run its agent"),
+    "devices": ("edgefl.cli.fleet.devices:command", "List, inspect, drain, update and remove the devices of a fleet"),
+    "doctor": ("edgefl.cli.doctor:command", "Look for problems on this machine, with remedies"),
+    "export": ("edgefl.cli.run:export", "Take a run elsewhere: a plain Flower app"),
+    "field-report": ("edgefl.cli.doctor:field_report", "Bundle what a real board has to tell, to send it back"),
+    "history": ("edgefl.cli.history:command", "Ask what happened: rounds, updates, devices, heartbeats, events"),
+    "model": (
+        "edgefl.cli.fleet.models:command",
+        "List, export and evaluate the models that runs have kept; deploy them",
+    ),
+    "provision": (
+        "edgefl.cli.provision.commands:command",
+        "Make boards into devices: cards, images, hosts that run already",
+    ),
+    "run": ("edgefl.cli.run:command", "Submit, watch, stop and resume training runs"),
+    "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
+    "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
+    "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
 }
+"""Where each command lies, and its line in the help."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -42,12 +49,13 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 click's
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"edgefl.cli.{cmd_name.replace('-', '_')}").command
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 click's
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(COMMANDS.items()))
+            formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,15 +1,23 @@
-"""`edgefl run`: submits, watches, stops and resumes runs."""
+"""`edgefl run`: submits, watches, stops and resumes runs; `edgefl export`: exports a run to other frameworks."""
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from edgefl.cli.command_group import FullHelpGroup
-from edgefl.cli.render import format_option, format_value, print_rows, select_known_columns
+from edgefl.cli.output import (
+    JSON_VERSION,
+    FullHelpGroup,
+    format_option,
+    format_value,
+    print_rows,
+    select_known_columns,
+)
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, make_path, url_option
 from edgefl.core.errors import NetworkError, RunFailedError, UsageError
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
@@ -22,8 +30,14 @@ TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 POLL_S = 0.5
 LINE_INTERVAL_S = 60.0
 MAX_UNREACHABLE_S = 60.0
-
-url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+PLAN_COLUMNS = (
+    "device_id", "takes_part", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down", "measured_in",
+    "reason",
+)  # fmt: skip
+_GOAL_FORMATS = {
+    "rounds": "{} rounds", "updates": "{} updates", "seconds": "{} s", "bytes": "{} bytes", "accuracy": "accuracy {}",
+}  # fmt: skip
+_OPTIONAL_PLAN_COLUMNS = ("codec", "measured_in", "reason")
 
 
 @click.group("run", cls=FullHelpGroup)
@@ -32,7 +46,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", type=FILE_TYPE)
 @click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
 @click.option("--wait", "waits", is_flag=True, help="Stay silently; exit code 0 when it finished, else 41.")
 @click.option(
@@ -51,11 +65,9 @@ def submit(  # noqa: PLR0913 the options of one command
         raise UsageError("--watch shows how the run goes and --wait says nothing; give one of them")
     config = load_run(file).to_json()
     if dry_run:
-        from edgefl.cli.run_plan import print_plan  # noqa: PLC0415 fast start
-
-        print_plan(_make_client(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
+        print_plan(make_client(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
         return
-    run = _make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
+    run = make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
         state_size = format_value("state_bytes", run["state_bytes"])
         click.echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
@@ -74,7 +86,7 @@ def submit(  # noqa: PLR0913 the options of one command
 @format_option
 def list_(*, url: str | None, fmt: str) -> None:
     """List the runs, oldest first; those that wait with their place in the queue."""
-    rows = _make_client(url).get("/edgefl/v1/runs")["rows"]
+    rows = make_client(url).get("/edgefl/v1/runs")["rows"]
     columns = (*COLUMNS, *QUEUE_COLUMNS)
     shown_columns = select_known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
     if fmt == "table" and not any(row.get("priority") for row in rows):
@@ -88,7 +100,7 @@ def list_(*, url: str | None, fmt: str) -> None:
 @format_option
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
-    run_row = _make_client(url).get(_make_path(run))
+    run_row = make_client(url).get(make_path("runs", run))
     columns = (*COLUMNS, "priority", "resumes", *(name for name in DEVICE_METRIC_KEYS if name in run_row))
     if fmt != "table":
         print_rows([run_row], (*columns, "config"), fmt, kind="runs")
@@ -117,7 +129,7 @@ def watch(*, run: str, url: str | None) -> None:
 @url_option
 def stop(*, run: str, url: str | None) -> None:
     """End RUN (default: the newest) after what is in flight; its model and history stay."""
-    run_row = _make_client(url).post(f"{_make_path(run)}/stop")
+    run_row = make_client(url).post(f"{make_path('runs', run)}/stop")
     click.echo(f"{run_row['run_id']} {run_row['status']}")
 
 
@@ -126,7 +138,7 @@ def stop(*, run: str, url: str | None) -> None:
 @url_option
 def resume(*, run: str, url: str | None) -> None:
     """Let RUN (default: the newest), which was interrupted or stopped, go on from its newest checkpoint."""
-    run_row = _make_client(url).post(f"{_make_path(run)}/resume")
+    run_row = make_client(url).post(f"{make_path('runs', run)}/resume")
     click.echo(f"{run_row['run_id']} {run_row['status']}")
 
 
@@ -136,7 +148,7 @@ def _wait_for_run(run_id: str, url: str | None) -> None:
     Raises:
         RunFailedError: it ended otherwise.
     """
-    operator, path, last_reply_s = _make_client(url), _make_path(run_id), time.monotonic()
+    operator, path, last_reply_s = make_client(url), make_path("runs", run_id), time.monotonic()
     run_row: Json = {"status": ""}
     while run_row["status"] not in TERMINAL_STATUSES:
         try:
@@ -150,15 +162,15 @@ def _wait_for_run(run_id: str, url: str | None) -> None:
 
 
 def _watch_run(run: str, url: str | None) -> None:
-    operator = _make_client(url)
-    run_row = operator.get(_make_path(run))
+    operator = make_client(url)
+    run_row = operator.get(make_path("runs", run))
     with RunProgressBar() as progress:
         while True:
             progress.update(run_row)
             if run_row["status"] in TERMINAL_STATUSES:
                 break
             time.sleep(POLL_S)
-            run_row = operator.get(_make_path(run_row["run_id"]))
+            run_row = operator.get(make_path("runs", run_row["run_id"]))
     if words := format_accuracy(run_row):
         click.echo(words, err=True)
     if run_row["status"] in {"failed", "interrupted"}:
@@ -207,13 +219,52 @@ def _format_line(run: Json, goal: int | None) -> str:
     return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}"
 
 
-def _make_client(url: str | None) -> Any:
-    from edgefl.system.api_client import CoordinatorClient  # noqa: PLC0415 fast start
+def print_plan(plan: Json, fmt: str) -> None:
+    """Prints a plan: for people with sums and assumptions; as JSON complete; as CSV its rows."""
+    if fmt == "json":
+        click.echo(json.dumps({**plan, "v": JSON_VERSION, "kind": "plan"}, indent=2, ensure_ascii=False))
+        return
+    if fmt == "csv":
+        print_rows(plan["rows"], PLAN_COLUMNS, fmt)
+        return
+    goal = " or ".join(
+        _GOAL_FORMATS.get(name, f"{name} {{}}").format(f"{value:g}") for name, value in plan["goal"].items()
+    )
+    click.echo(
+        f"{plan['task']} with {plan['strategy']} until {goal}; "
+        f"a model of {format_value('bytes_', plan['model_bytes'])}"
+    )
+    print_rows(plan["rows"], select_known_columns(plan["rows"], PLAN_COLUMNS, _OPTIONAL_PLAN_COLUMNS))
+    seconds = "not known" if plan["seconds"] is None else f"{format_value('', plan['seconds'])} s"
+    devices = "1 device" if plan["num_devices"] == 1 else f"{plan['num_devices']} devices"
+    click.echo(
+        f"a round: {devices}, {format_value('bytes_', plan['bytes_up'])} up, "
+        f"{format_value('bytes_', plan['bytes_down'])} down, computing {seconds}"
+    )
+    for line in plan["assumed"]:
+        click.echo(f"assumed: {line}")
 
-    return CoordinatorClient.from_options(url)
+
+@click.group("export", cls=FullHelpGroup)
+def export() -> None:
+    """Take a run elsewhere."""
 
 
-def _make_path(run: str) -> str:
-    from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 fast start
+@export.command("flower-app")
+@click.argument("file", type=FILE_TYPE)
+@click.option("--out", required=True, type=FOLDER_TYPE, help="A new folder for the app.")
+@click.option("--scheme", help="How nodes without a shard cut the task's data set [default: the task's own way].")
+def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
+    """Write the run of FILE (TOML) as a Flower app: strategy and task run with plain `flwr run`."""
+    from edgefl.core.config import load_run  # noqa: PLC0415 likewise
+    from edgefl.engine.build import build_run  # noqa: PLC0415 likewise
+    from edgefl.flower.app_export import export_flower_app  # noqa: PLC0415 fast start
+    from edgefl.simulation.local_run import default_scheme  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.partitioning import parse_scheme  # noqa: PLC0415 likewise
 
-    return format_resource_path("runs", run)
+    config = load_run(file)
+    build_run(config, "check")
+    partition_scheme = scheme or config.simulation.scheme or default_scheme(config.run.task)
+    parse_scheme(partition_scheme)
+    for path in export_flower_app(config, out, scheme=partition_scheme):
+        click.echo(path)

@@ -1,30 +1,36 @@
-"""`edgefl signing`: makes keys, signs bundles, inspects them; on the operator's own machine."""
+"""Signed bundles: `edgefl signing` for their maker, `edgefl device trust` and `apply-update` on a device."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.command_group import FullHelpGroup
-from edgefl.cli.render import format_option, print_rows
+from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, format_option, print_rows
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE
 from edgefl.core.errors import BundleError
+
+if TYPE_CHECKING:
+    from edgefl.device.updates.slots import Slots
 
 PASSPHRASE_VARIABLE = "EDGEFL_SIGNING_PASSPHRASE"  # noqa: S105 the name of a variable, no secret
 COLUMNS = ("kind", "name", "version", "serial", "key", "allow_downgrade", "bytes", "sha256", "trusted")
 WHEEL_COLUMNS = ("file", "bytes", "sha256")
-SHORT_HASH_DIGITS = 12
 
 folder_option = click.option(
     "--keys",
     "folder",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER_TYPE,
     help="Folder of the key pair [default: ~/.config/edgefl/signing].",
 )
+RESTART_TIMEOUT_S = 180.0
 
 
 @click.group("signing", cls=FullHelpGroup)
@@ -40,7 +46,7 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
 
     The passphrase is asked for, or taken from EDGEFL_SIGNING_PASSPHRASE.
     """
-    from edgefl.bundles.keys import PRIVATE_KEY_FILE, PUBLIC_KEY_FILE, create_key_pair  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.keys import PRIVATE_KEY_FILE, PUBLIC_KEY_FILE, create_key_pair  # noqa: PLC0415 fast start
 
     folder = folder or _default_folder()
     passphrase = None
@@ -57,7 +63,7 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
 @click.argument(
     "wheels",
     nargs=-1,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=EXISTING_FILE_TYPE,
     metavar="[WHEEL]...",
 )
 @click.option(
@@ -90,8 +96,8 @@ def sign(  # noqa: PLR0913 one argument per option
 
     A removal has none: sign --kind removal --name PACK --version VERSION --out FILE.
     """
-    from edgefl.bundles.build import BundleSpec, make_bundle  # noqa: PLC0415 fast start
-    from edgefl.bundles.manifest import BundleKind  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.archive import BundleKind  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.wheels import BundleSpec, make_bundle  # noqa: PLC0415 fast start
 
     # Only the signer's clock decides which one is newer; devices compare serials, never times.
     spec = BundleSpec(
@@ -104,19 +110,19 @@ def sign(  # noqa: PLR0913 one argument per option
 
 
 @command.command()
-@click.argument("bundle", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE")
+@click.argument("bundle", type=EXISTING_FILE_TYPE, metavar="FILE")
 @click.option(
     "--signers",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=FOLDER_TYPE,
     help="Verify against the public keys in this folder [default: your own key].",
 )
 @folder_option
 @format_option
 def show(*, bundle: Path, signers: Path | None, folder: Path | None, fmt: str) -> None:
     """Tell what a bundle is, who signed it, and which wheels it holds; exit code 51 when it cannot be trusted."""
-    from edgefl.bundles.archive import read_bundle  # noqa: PLC0415 fast start
-    from edgefl.bundles.keys import TrustedKeys  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import compute_sha256  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.archive import read_bundle  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.keys import TrustedKeys  # noqa: PLC0415 likewise
 
     with bundle.open("rb") as file:
         bundle_file = read_bundle(file)
@@ -151,7 +157,7 @@ def _find_fault(verify: Callable[[], object]) -> BundleError | None:
 
 
 def _load_private_key(folder: Path) -> Any:
-    from edgefl.bundles.keys import PRIVATE_KEY_FILE, is_encrypted, load_private_key  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.keys import PRIVATE_KEY_FILE, is_encrypted, load_private_key  # noqa: PLC0415 fast start
 
     path = folder / PRIVATE_KEY_FILE
     passphrase = None
@@ -166,3 +172,105 @@ def _default_folder() -> Path:
     from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 fast start
 
     return get_operator_path().parent / "signing"
+
+
+DEFAULT_ROOT, DEFAULT_STATE_DIR = Path("/opt/edgefl"), Path("/var/lib/edgefl")
+
+signers_option = click.option(
+    "--signers",
+    type=FOLDER_TYPE,
+    default=Path("/etc/edgefl/signers"),
+    show_default=True,
+    help="Folder of the public keys that are trusted.",
+)
+
+
+@click.command()
+@click.argument("key", type=EXISTING_FILE_TYPE, metavar="KEY.pem")
+@signers_option
+def trust(*, key: Path, signers: Path) -> None:
+    """Let this board take releases and task packs that KEY signs; run by hand on the board, as root."""
+    from edgefl.core.errors import ConfigError  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import open_atomic  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.keys import compute_key_id, load_public_key  # noqa: PLC0415 fast start
+
+    name = compute_key_id(load_public_key(key))
+    try:
+        signers.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with open_atomic(signers / f"{name}.pem", mode=0o644) as file:
+            file.write(key.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{signers} cannot be written: {error.strerror}; run it as root: sudo …") from None
+    click.echo(f"this board now takes what key {name} signs; to end that: rm {signers / name}.pem")
+
+
+@click.command("apply-update")
+@click.option("--root", type=FOLDER_TYPE, default=DEFAULT_ROOT, show_default=True, help="Where the slots lie.")
+@click.option(
+    "--state",
+    "state_dir",
+    type=FOLDER_TYPE,
+    default=DEFAULT_STATE_DIR,
+    show_default=True,
+    help="State of the device.",
+)
+@signers_option
+@click.option("--health-s", type=click.FloatRange(1), default=300.0, show_default=True, help="Time to come up.")
+@click.option("--settle-s", type=click.FloatRange(0), default=10.0, show_default=True, help="Time to stay up.")
+@click.option("--away-s", type=click.FloatRange(1), default=3600.0, show_default=True, help="Wait for the network.")
+@click.argument("restart", nargs=-1, required=True, metavar="RESTART...")
+def apply_update(  # noqa: PLR0913 one argument per option
+    *,
+    root: Path,
+    state_dir: Path,
+    signers: Path,
+    health_s: float,
+    settle_s: float,
+    away_s: float,
+    restart: tuple[str, ...],
+) -> None:
+    """Install what the agent asks for, as root: build the idle slot, try it, keep it or go back.
+
+    RESTART is the command that restarts the agent, such as: systemctl restart edgefl-device. What was cut off before
+    is finished first; without anything to do nothing happens.
+    """
+    from edgefl.device.updates.slots import Slots  # noqa: PLC0415 fast start
+    from edgefl.device.updates.trial import TrialTimeouts  # noqa: PLC0415 likewise
+    from edgefl.device.updates.updater import Updater  # noqa: PLC0415 likewise
+
+    slots = Slots(root)
+    _restart_in_slot(slots)
+    updater = Updater(
+        slots=slots,
+        state_dir=state_dir,
+        signers=signers,
+        restart_agent=lambda: _run_restart(restart),
+        timeouts=TrialTimeouts(health_s=health_s, settle_s=settle_s, away_s=away_s),
+    )
+    outcome = updater.run()
+    if outcome is None:
+        click.echo("nothing to do")
+        return
+    click.echo(f"{outcome.id}: {outcome.state}" + (f", {outcome.reason}" if outcome.reason else ""))
+    if outcome.state != "running":
+        raise BundleError(f"{outcome.name or outcome.id} is not installed: {outcome.state}, {outcome.reason}")
+
+
+def _restart_in_slot(slots: Slots) -> None:
+    """Re-executes from the slot's own path: through `current`, modules would come from the other one after a flip."""
+    from edgefl.device.updates.slots import CURRENT_LINK  # noqa: PLC0415 fast start
+
+    if Path(sys.prefix) == slots.root / CURRENT_LINK:
+        program = str(slots.python(slots.get_active_slot()))
+        os.execv(program, [program, "-I", "-m", "edgefl", *sys.argv[1:]])  # noqa: S606 without a shell
+
+
+def _run_restart(command: tuple[str, ...]) -> None:
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=RESTART_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BundleError(f"`{shlex.join(command)}` does not work: {error}") from None
+    if process.returncode:
+        raise BundleError(
+            f"`{shlex.join(command)}` ended with code {process.returncode}: {process.stderr.strip()[:300]}"
+        )

@@ -1,4 +1,4 @@
-"""Codecs by their line, such as `topk:0.01|int8`: stages built and checked."""
+"""Codecs by their line, such as `topk:0.01|int8`, built and checked; and decoding of any body by its header."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ from dataclasses import dataclass
 
 from numpy.random import Generator
 
-from edgefl.compression.decoding import compute_max_payload_bytes, decode_body
-from edgefl.compression.per_layer import LayerCodec, LayerGroup, PerLayerStage, assign_codecs
-from edgefl.compression.quantisation.floats import Float32
-from edgefl.compression.registry import LAYERS, RICE, STAGES, StageClass, find_stage_by_name, make_pipeline
-from edgefl.compression.specs import DELTA_PREFIX, FEEDBACK_PREFIX, CodecSpec, parse_spec
+from edgefl.compression.per_layer import PerLayerStage, assign_codecs
+from edgefl.compression.quantisation.rounding import Float32
+from edgefl.compression.registry import (
+    DELTA_PREFIX,
+    FEEDBACK_PREFIX,
+    LAYERS,
+    RICE,
+    STAGES,
+    CodecSpec,
+    StageClass,
+    find_stage_by_id,
+    find_stage_by_name,
+    parse_spec,
+    sort_stages,
+)
 from edgefl.compression.stages import (
     LosslessStage,
     StageKind,
@@ -20,9 +30,65 @@ from edgefl.compression.stages import (
     is_stateful_stage,
     select_shared_tensors,
 )
-from edgefl.compression.wire import StageId, write_frame
+from edgefl.compression.wire import MAX_PAYLOAD_BYTES, CodecFrame, PayloadReader, StageId, read_frame, write_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, Tensor, Tensors
+
+
+def decode_body(body: bytes | memoryview, shapes: ModelSpec, *, epoch: int = 0) -> dict[str, Tensor]:
+    """Returns the shared tensors of `shapes`; the header determines the codec.
+
+    Arrays are read-only views of `body` where possible: copy before writing.
+
+    Raises:
+        CodecError: the body is damaged, of an unknown codec, of another epoch or of another task; or it is a delta,
+            which `delta.apply_delta` reads.
+    """
+    frame = read_frame(body)
+    if is_delta_frame(frame):
+        raise CodecError("body is a delta of a model, expected whole tensors")
+    return decode_frame(frame, shapes, epoch=epoch)
+
+
+def decode_frame(frame: CodecFrame, shapes: ModelSpec, *, epoch: int = 0) -> dict[str, Tensor]:
+    """Returns the shared tensors, as `decode_body`, of a body whose header was read."""
+    shared = select_shared_tensors(shapes)
+    if frame.num_tensors != len(shared):
+        raise CodecError(f"body holds {frame.num_tensors} tensors, the task shares {len(shared)}")
+    if frame.epoch != epoch:
+        raise CodecError(f"body is of epoch {frame.epoch}, expected {epoch}")
+    tensor_stage, value_stage, lossless_stage = sort_stages(
+        [find_stage_by_id(stage) for stage in frame.stages], "body"
+    )
+    payload = frame.payload
+    if lossless_stage is not None:
+        payload = lossless_stage.decode(payload, compute_max_payload_bytes(shared))
+    reader = PayloadReader(payload)
+    decoded = tensor_stage.decode(reader, shared, value_stage)
+    reader.require_end()
+    return decoded
+
+
+def decode_layer_group(body: memoryview, shapes: ModelSpec) -> dict[str, Tensor]:
+    """Returns the tensors of one group of `PerLayerStage`; its body must not contain layers.
+
+    Raises:
+        CodecError: as `decode_body`.
+    """
+    frame = read_frame(body)
+    if is_delta_frame(frame) or STAGES[LAYERS][0] in frame.stages:
+        raise CodecError("payload holds layers or a delta within a layer, expected whole tensors")
+    return decode_frame(frame, shapes)
+
+
+def is_delta_frame(frame: CodecFrame) -> bool:
+    """Returns whether a body contains only a model's changed entries."""
+    return frame.stages[0] == STAGES[DELTA_PREFIX][0]
+
+
+def compute_max_payload_bytes(shared: ModelSpec) -> int:
+    """Returns the maximum length of an unpacked payload: edgefl's stages need less than a third of it."""
+    return min(MAX_PAYLOAD_BYTES, 4 * sum(spec.nbytes for spec in shared) + 256 * len(shared) + 4096)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +101,16 @@ class Codec:
     tensor_stage: TensorStage
     value_stage: ValueStage
     lossless_stage: LosslessStage | None = None
+
+    @property
+    def is_unbiased(self) -> bool:
+        """Whether the mean of many decodings is the tensors themselves."""
+        return self.tensor_stage.is_unbiased and self.value_stage.is_unbiased
+
+    @property
+    def is_contraction(self) -> bool:
+        """Whether the codec works behind `ef`: the (expected) squared error is below the squared norm."""
+        return self.tensor_stage.is_contraction and self.value_stage.is_contraction
 
     def encode(
         self, tensors: Tensors, rng: Generator, *, epoch: int = 0, memory: MutableMapping[str, Array] | None = None
@@ -94,7 +170,7 @@ def make_codec(spec: str, shapes: ModelSpec) -> Codec:
     codec = build_codec(split, shapes)
     check_stateful_stages(split, codec)
     for part in list_layer_codecs(codec) if split.prefix == FEEDBACK_PREFIX else ():
-        if not (part.tensor_stage.is_contraction and part.value_stage.is_contraction):
+        if not part.is_contraction:
             raise CodecError(
                 f"codec {part.spec!r}: the error of a draw can be larger than the update, and ef would pile it up"
                 " without end: leave ef out, or use topk, threshold, sign, int8, or qsgd with more bits or a smaller"
@@ -111,25 +187,25 @@ def build_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
     """
     if codec_spec.layers:
         return _build_per_layer_codec(codec_spec, shapes)
-    typed_stages = list(codec_spec.stages or (("dense", ""),))
     _check_prefixes(codec_spec)
-    stages = [find_stage_by_name(name, codec_spec.text) for name, _ in typed_stages if name != RICE]
-    _check_rice(codec_spec, [stage for _, stage in stages])
-    arguments = [argument for name, argument in typed_stages if name != RICE]
-    if stages and stages[0][1].kind != StageKind.TENSORS:
-        stages.insert(0, STAGES["dense"])
-        arguments.insert(0, "")
-    pipeline = make_pipeline([stage for _, stage in stages], f"codec {codec_spec.text!r}")
-    argument_of_kind = {stage.kind: argument for (_, stage), argument in zip(stages, arguments, strict=True)}
+    typed_stages = codec_spec.stages or (("dense", ""),)
+    found = [
+        (*find_stage_by_name(name, codec_spec.text), argument) for name, argument in typed_stages if name != RICE
+    ]
+    stages = [stage for _, stage, _ in found]
+    _check_rice(codec_spec, stages)
+    if stages and stages[0].kind != StageKind.TENSORS:
+        found.insert(0, (*STAGES["dense"], ""))
+        stages.insert(0, STAGES["dense"][1])
+    tensor_stage, value_stage, lossless_stage = sort_stages(stages, f"codec {codec_spec.text!r}")
+    arguments = {stage.kind: argument for _, stage, argument in found}
     return Codec(
         spec=codec_spec.text,
         shapes=shapes,
-        stage_ids=tuple(stage_id for stage_id, _ in stages),
-        tensor_stage=pipeline.tensor_stage.parse(argument_of_kind[StageKind.TENSORS]),
-        value_stage=pipeline.value_stage.parse(argument_of_kind.get(StageKind.VALUES, "")),
-        lossless_stage=pipeline.lossless_stage.parse(argument_of_kind[StageKind.LOSSLESS])
-        if pipeline.lossless_stage
-        else None,
+        stage_ids=tuple(stage_id for stage_id, _, _ in found),
+        tensor_stage=tensor_stage.parse(arguments[StageKind.TENSORS]),
+        value_stage=value_stage.parse(arguments.get(StageKind.VALUES, "")),
+        lossless_stage=lossless_stage.parse(arguments[StageKind.LOSSLESS]) if lossless_stage else None,
     )
 
 
@@ -166,20 +242,14 @@ def _build_per_layer_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
         spec=codec_spec.text,
         shapes=shapes,
         stage_ids=(STAGES[LAYERS][0],),
-        tensor_stage=PerLayerStage(
-            tuple(LayerGroup.from_specs(specs, build_codec(lines[line], specs)) for line, specs in groups.items())
-        ),
+        tensor_stage=PerLayerStage(tuple(build_codec(lines[line], specs) for line, specs in groups.items())),
         value_stage=Float32(),
     )
 
 
-def list_layer_codecs(codec: Codec) -> Sequence[LayerCodec]:
+def list_layer_codecs(codec: Codec) -> Sequence[Codec]:
     """Returns the codecs that encode numbers: the codec itself, or those of its groups."""
-    return (
-        [group.codec for group in codec.tensor_stage.groups]
-        if isinstance(codec.tensor_stage, PerLayerStage)
-        else [codec]
-    )
+    return codec.tensor_stage.groups if isinstance(codec.tensor_stage, PerLayerStage) else (codec,)
 
 
 def _check_prefixes(codec_spec: CodecSpec) -> None:

@@ -1,4 +1,4 @@
-"""Costs and losses of a codec on a given update: bytes, speed, error, and bits of the indices."""
+"""What a codec costs on an update (bytes, speed, error, bits of indices), and codecs worth measuring."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.codec import Codec, make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.entropy.indices import write_indices
 from edgefl.compression.error_feedback import ErrorFeedback, has_error_feedback
-from edgefl.compression.stages import select_shared_tensors
+from edgefl.compression.registry import (
+    STAGE_DESCRIPTIONS,
+    list_stages,
+)
+from edgefl.compression.stages import select_shared_tensors, to_dense
+from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors
 
 STUDENT_T_DEGREES = 3
@@ -71,7 +75,11 @@ def measure_codec(
         num_bytes=len(body),
         ratio=num_dense / len(body),
         encode_mb_per_s=num_dense / 1e6 / _measure_fastest_s(lambda: encode(update), clock, repeats),
-        decode_mb_per_s=num_dense / 1e6 / _measure_fastest_s(lambda: _decode_dense(body, shapes), clock, repeats),
+        decode_mb_per_s=num_dense
+        / 1e6
+        / _measure_fastest_s(
+            lambda: [to_dense(tensor) for tensor in decode_body(body, shapes).values()], clock, repeats
+        ),
         relative_error=compute_relative_error(update, decoded),
         index_bits=index_bits,
         entropy_bits=entropy_bits,
@@ -125,10 +133,6 @@ def compute_index_cost(decoded: Mapping[str, Tensor]) -> tuple[float | None, flo
     return written / count, entropy / count
 
 
-def to_dense(tensor: Tensor) -> Array:
-    return tensor.dense() if isinstance(tensor, SparseTensor) else tensor
-
-
 def _make_encoder(codec: Codec) -> Callable[[Tensors], bytes]:
     """Returns the encoder of a new device, with equal results at every call."""
 
@@ -139,10 +143,6 @@ def _make_encoder(codec: Codec) -> Callable[[Tensors], bytes]:
         return codec.encode(update, rng)
 
     return encode
-
-
-def _decode_dense(body: bytes, shapes: ModelSpec) -> dict[str, Array]:
-    return {name: to_dense(tensor) for name, tensor in decode_body(body, shapes).items()}
 
 
 def _measure_fastest_s(work: Callable[[], object], clock: Callable[[], float], repeats: int) -> float:
@@ -157,3 +157,37 @@ def _measure_fastest_s(work: Callable[[], object], clock: Callable[[], float], r
 def _compute_log2_choose(size: int, count: int) -> float:
     """Returns the bits of a uniform choice of `count` among `size` entries."""
     return (math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)) / math.log(2)
+
+
+LARGE_ENTRY_FRACTION = 0.01
+
+
+def make_example_specs(update: Tensors) -> list[str]:
+    """Returns a line or more for every stage, with an argument that suits the update."""
+    lines: list[str] = []
+    for row in list_stages():
+        entry = STAGE_DESCRIPTIONS.get(row.name)
+        if row.name == "threshold":
+            lines.append(f"threshold:{_compute_large_magnitude(update):.3g}")
+        elif entry is not None:
+            lines += entry.example_specs
+        elif _is_valid_spec(row.name):
+            lines.append(row.name)
+    return list(dict.fromkeys(lines))
+
+
+def _is_valid_spec(spec: str) -> bool:
+    try:
+        make_codec(spec, ())
+    except CodecError:
+        return False
+    return True
+
+
+def _compute_large_magnitude(update: Tensors) -> float:
+    """Returns the magnitude that one entry in a hundred exceeds."""
+    magnitudes = [
+        np.abs(to_dense(tensor)).reshape(-1) for tensor in update.values() if to_dense(tensor).dtype == np.float32
+    ]
+    values = np.concatenate(magnitudes) if magnitudes else np.zeros(0)
+    return max(float(np.quantile(values, 1 - LARGE_ENTRY_FRACTION)), 1e-30) if values.size else 1.0

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from edgefl.compression.error_feedback import has_error_feedback
-from edgefl.compression.registry import AUTO
-from edgefl.compression.specs import LAYER_SEPARATOR
+from edgefl.compression.registry import AUTO, LAYER_SEPARATOR
 from edgefl.core.errors import CodecError
 from edgefl.core.types import PREFETCH_BYTE_KEYS, Event, InstructionFailed, TrainInstruction, Update, UpdateStatus
 

@@ -12,19 +12,13 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.codec import Codec, build_codec, check_stateful_stages
-from edgefl.compression.decoding import decode_frame, is_delta_frame
-from edgefl.compression.quantisation.floats import BFloat16, Float16, Float32
-from edgefl.compression.quantisation.natural import NaturalCompression
-from edgefl.compression.quantisation.onebit import OneBitSgd
-from edgefl.compression.quantisation.qsgd import Qsgd
-from edgefl.compression.quantisation.sign import ScaledSign
-from edgefl.compression.quantisation.terngrad import TernGrad
-from edgefl.compression.registry import STAGES
-from edgefl.compression.sparsification.dense import Dense
-from edgefl.compression.sparsification.sparse_delta import SparseDelta, select_changed_entries
-from edgefl.compression.specs import DELTA_PREFIX, FEEDBACK_PREFIX, parse_spec
-from edgefl.compression.stages import is_lossy, select_shared_tensors
+from edgefl.compression.codec import Codec, build_codec, check_stateful_stages, decode_frame, is_delta_frame
+from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32
+from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
+from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
+from edgefl.compression.registry import DELTA_PREFIX, FEEDBACK_PREFIX, STAGES, parse_spec
+from edgefl.compression.sparsification.sparsifiers import Dense, SparseDelta, select_changed_entries
+from edgefl.compression.stages import is_lossy, select_shared_tensors, to_dense
 from edgefl.compression.wire import read_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, Indices, ModelSpec, SparseTensor, Tensor, Tensors
@@ -92,7 +86,7 @@ def encode_delta(
     codec = build_codec(parse_spec(spec), shapes)
     entries = {
         tensor.name: select_changed_entries(
-            tensor, _to_dense(model[tensor.name]), changed_indices.get(tensor.name, np.arange(0))
+            tensor, to_dense(model[tensor.name]), changed_indices.get(tensor.name, np.arange(0))
         )
         for tensor in shared
     }
@@ -157,7 +151,3 @@ def _count_dense_bytes(codec: Codec, shared: ModelSpec) -> int:
     """Returns the unpacked size of the whole model's payload."""
     width = 4 if isinstance(codec.value_stage, Float32) else 2
     return sum(spec.size * width if is_lossy(spec) else spec.nbytes for spec in shared)
-
-
-def _to_dense(tensor: Tensor) -> Array:
-    return tensor.dense() if isinstance(tensor, SparseTensor) else np.asarray(tensor)

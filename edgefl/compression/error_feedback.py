@@ -12,7 +12,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.codec import Codec
-from edgefl.compression.specs import FEEDBACK_PREFIX, parse_spec
+from edgefl.compression.registry import FEEDBACK_PREFIX, parse_spec
 from edgefl.compression.stages import (
     add_tensor_name_to_errors,
     compute_max_magnitude,
@@ -20,8 +20,8 @@ from edgefl.compression.stages import (
     select_shared_tensors,
     to_spec_array,
 )
-from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, SparseTensor, Tensor, Tensors, TensorSpec
+from edgefl.core.errors import CodecError, ConfigError
+from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, TensorSpec, TrainConfig
 
 MAX_PENDING = 2
 _MAX_USED_IDS = 8
@@ -163,11 +163,7 @@ def _add_in_place(array: Array, decoded: Tensor, sign: int) -> None:
 
 
 def _restore_residual(lossy: tuple[TensorSpec, ...], state: Mapping[str, Array]) -> dict[str, Array]:
-    saved = {
-        name.removeprefix(_RESIDUAL_PREFIX): array
-        for name, array in state.items()
-        if name.startswith(_RESIDUAL_PREFIX)
-    }
+    saved = _select_arrays(state, _RESIDUAL_PREFIX)
     expected = {spec.name: spec for spec in lossy}
     if saved and set(saved) != set(expected):
         raise CodecError(f"kept residual must be of {', '.join(expected)}, got {', '.join(sorted(saved))}")
@@ -176,6 +172,10 @@ def _restore_residual(lossy: tuple[TensorSpec, ...], state: Mapping[str, Array])
         with add_tensor_name_to_errors(expected[name]):
             compute_max_magnitude("error feedback", array)
     return residual
+
+
+def _select_arrays(state: Mapping[str, Array], prefix: str) -> dict[str, Array]:
+    return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
 
 
 def _restore_body(array: Array) -> bytes:
@@ -196,9 +196,30 @@ def _list_in_order(state: Mapping[str, Array], prefix: str, limit: int) -> list[
 
 def _restore_memory(state: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the stages' memory; non-finite arrays are dropped, as a NaN would stay for ever."""
-    saved = {
-        name.removeprefix(_MEMORY_PREFIX): np.array(array)
-        for name, array in state.items()
-        if name.startswith(_MEMORY_PREFIX)
-    }
+    saved = {name: np.array(array) for name, array in _select_arrays(state, _MEMORY_PREFIX).items()}
     return {name: array for name, array in saved.items() if array.dtype.kind in "fiub" and np.all(np.isfinite(array))}
+
+
+def is_stateful_training(plan: TrainConfig, codec: str, shapes: ModelSpec) -> bool:
+    """Whether an instruction leaves state: node, optimiser, residual or local tensors.
+
+    Args:
+        plan: of the instruction.
+        codec: the codec line of its update.
+        shapes: the model's tensors.
+    """
+    has_state = plan.node is not None or plan.keeps_state or has_error_feedback(codec)
+    return has_state or not all(spec.shared for spec in shapes)
+
+
+def require_stateless_training(plan: TrainConfig, codec: str, shapes: ModelSpec) -> None:
+    """Checks an instruction on a block of a redundant shard.
+
+    Raises:
+        ConfigError: the instruction leaves client state, so that other holders of the block get another result.
+    """
+    if is_stateful_training(plan, codec, shapes):
+        raise ConfigError(
+            "work on a block of a redundant shard must give the same result on all who hold it, so nothing may "
+            "stay on the device: no kept optimiser state, no codec with ef, no tensors of its own"
+        )

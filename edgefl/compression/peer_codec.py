@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.codec import Codec, list_layer_codecs, make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.compression.quantisation.floats import Float32
-from edgefl.compression.sparsification.dense import Dense
-from edgefl.compression.specs import parse_spec
+from edgefl.compression.codec import Codec, decode_body, list_layer_codecs, make_codec
+from edgefl.compression.quantisation.rounding import Float32
+from edgefl.compression.registry import parse_spec
+from edgefl.compression.sparsification.sparsifiers import Dense
 from edgefl.compression.stages import select_shared_tensors
 from edgefl.compression.wire import PeerModelFrame, read_peer_frame, write_peer_frame
 from edgefl.core.errors import CodecError
@@ -74,7 +73,7 @@ class PeerCodec:
             )
         self._codec = make_codec(spec or "dense", shapes)
         for part in list_layer_codecs(self._codec):
-            if not (part.tensor_stage.is_contraction and part.value_stage.is_contraction):
+            if not part.is_contraction:
                 raise CodecError(
                     f"codec {part.spec!r}: the error of a draw can be larger than the difference that travels, and"
                     " nodes would never agree: use qsgd:2:8, or qsgd with more bits, lss, onebit, int8"

@@ -15,54 +15,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.entropy.indices import read_indices, write_indices
-from edgefl.compression.stages import StageKind, TensorStage, ValueStage
+from edgefl.compression.stages import StageKind, ValueStage
 from edgefl.compression.wire import MAX_PAYLOAD_BYTES, PayloadReader, encode_varint
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, Tensor, Tensors, TensorSpec
 
+if TYPE_CHECKING:
+    from edgefl.compression.codec import Codec
+
 _MAX_LISTED_NAMES = 24
-
-
-class LayerCodec(Protocol):
-    """Codec of a group: a `codec.Codec` of some of the task's tensors."""
-
-    @property
-    def spec(self) -> str: ...
-    @property
-    def tensor_stage(self) -> TensorStage: ...
-    @property
-    def value_stage(self) -> ValueStage: ...
-    def encode(
-        self, tensors: Tensors, rng: Generator, *, epoch: int = 0, memory: MutableMapping[str, Array] | None = None
-    ) -> bytes: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerGroup:
-    """Tensors with one codec; `names` are in the task's order."""
-
-    names: tuple[str, ...]
-    codec: LayerCodec
-
-    @classmethod
-    def from_specs(cls, specs: ModelSpec, codec: LayerCodec) -> Self:
-        return cls(names=tuple(spec.name for spec in specs), codec=codec)
 
 
 @dataclass(frozen=True, slots=True)
 class PerLayerStage:
-    """Groups that contain every shared tensor exactly once."""
+    """Codecs of groups of tensors, which contain every shared tensor exactly once."""
 
     kind: ClassVar[StageKind] = StageKind.TENSORS
     remembers: ClassVar[bool] = True
 
-    groups: tuple[LayerGroup, ...]
+    groups: tuple[Codec, ...]
 
     @classmethod
     def parse(cls, argument: str) -> Self:
@@ -73,16 +50,11 @@ class PerLayerStage:
 
     @property
     def is_unbiased(self) -> bool:
-        return all(
-            group.codec.tensor_stage.is_unbiased and group.codec.value_stage.is_unbiased for group in self.groups
-        )
+        return all(codec.is_unbiased for codec in self.groups)
 
     @property
     def is_contraction(self) -> bool:
-        return all(
-            group.codec.tensor_stage.is_contraction and group.codec.value_stage.is_contraction
-            for group in self.groups
-        )
+        return all(codec.is_contraction for codec in self.groups)
 
     def encode(
         self,
@@ -95,15 +67,15 @@ class PerLayerStage:
     ) -> Iterator[Array]:
         positions = {spec.name: position for position, spec in enumerate(shapes)}
         yield encode_varint(len(self.groups))
-        for group in self.groups:
-            body = group.codec.encode({name: tensors[name] for name in group.names}, rng, memory=memory)
-            yield from write_indices(np.array([positions[name] for name in group.names]), len(shapes))
+        for codec in self.groups:
+            body = codec.encode({spec.name: tensors[spec.name] for spec in codec.shapes}, rng, memory=memory)
+            yield from write_indices(np.array([positions[spec.name] for spec in codec.shapes]), len(shapes))
             yield encode_varint(len(body))
             yield np.frombuffer(body, dtype=np.uint8)
 
     @staticmethod
     def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:  # noqa: ARG004 likewise
-        from edgefl.compression.decoding import decode_layer_group  # noqa: PLC0415 circular: the decoder imports this stage
+        from edgefl.compression.codec import decode_layer_group  # noqa: PLC0415 circular: the decoder imports this stage
 
         decoded: dict[str, Tensor] = {}
         for _ in range(reader.read_varint(len(shapes))):

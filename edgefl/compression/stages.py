@@ -7,8 +7,9 @@ name; a package adds one by the entry point `edgefl.codecs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
 from enum import StrEnum
 from typing import ClassVar, Protocol, Self, TypeGuard
 
@@ -19,6 +20,8 @@ from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
 
+FLOAT32 = np.dtype("<f4")
+UNEXPECTED_SCALE = "the scale {}, expected a finite number"
 _MAX_DIGITS = 18
 
 
@@ -47,12 +50,6 @@ class ValueStage(Protocol):
     def is_unbiased(self) -> bool: ...
     @property
     def is_contraction(self) -> bool: ...
-    def error_bound(self, values: Array) -> Array:
-        """Returns the maximum error of each finite decoded value, in the shape of `values`.
-
-        Used by tests only, for every stage.
-        """
-
     def encode(self, values: Array, rng: Generator) -> Iterable[Array]:
         """Yields the arrays to write.
 
@@ -127,14 +124,58 @@ def is_stateful_stage(stage: TensorStage) -> TypeGuard[StatefulTensorStage]:
     return bool(getattr(stage, "remembers", False))
 
 
-def require_no_argument(name: str, argument: str) -> None:
-    """Rejects an argument of a stage that takes none.
+class StageWithoutArgument:
+    """Base of stages that are nothing but a name in a spec."""
 
-    Raises:
-        CodecError: there is one.
-    """
-    if argument:
-        raise CodecError(f"codec stage {name!r} takes no argument, got {name}:{argument}")
+    __slots__ = ()
+
+    name: ClassVar[str]
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        if argument:
+            raise CodecError(f"codec stage {cls.name!r} takes no argument, got {cls.name}:{argument}")
+        return cls()
+
+
+class EachTensorStage:
+    """Base of tensor stages that encode each float32 parameter alone; all other tensors travel whole and exactly."""
+
+    __slots__ = ()
+
+    kind: ClassVar[StageKind] = StageKind.TENSORS
+
+    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        return encode_lossy_tensors(tensors, shapes, lambda spec, array: self.encode_tensor(spec, array, values, rng))
+
+    @classmethod
+    def decode(cls, reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
+        return {
+            spec.name: cls.decode_tensor(reader, spec, values) if is_lossy(spec) else read_exact_tensor(reader, spec)
+            for spec in shapes
+        }
+
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterable[Array]:
+        """Yields the arrays to write for a float32 parameter."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Tensor:
+        """Returns the parameter that `encode_tensor` wrote."""
+        raise NotImplementedError
+
+
+def encode_lossy_tensors(
+    tensors: Tensors, shapes: ModelSpec, encode: Callable[[TensorSpec, Array], Iterable[Array]]
+) -> Iterator[Array]:
+    """Yields what `encode` writes for each float32 parameter, and the other tensors as they are, in order."""
+    for spec in shapes:
+        array = to_spec_array(spec, tensors[spec.name])
+        if is_lossy(spec):
+            with add_tensor_name_to_errors(spec):
+                yield from encode(spec, array)
+        else:
+            yield array
 
 
 def parse_int_argument(name: str, argument: str, minimum: int, maximum: int) -> int:
@@ -149,6 +190,22 @@ def parse_int_argument(name: str, argument: str, minimum: int, maximum: int) -> 
             f"codec stage {name!r} needs a whole number from {minimum} to {maximum}, got {name}:{argument:.40}"
         )
     return int(argument)
+
+
+def parse_decimal_argument(name: str, argument: str, minimum: Decimal, maximum: Decimal, needed: str) -> Decimal:
+    """Returns the argument of a stage as the exact number typed; `needed` describes the right ones.
+
+    Raises:
+        CodecError: it is no number, or out of range.
+    """
+    try:
+        number = Decimal(argument)
+        is_right = minimum <= number <= maximum
+    except InvalidOperation:  # the comparison rejects a NaN
+        is_right = False
+    if not is_right:
+        raise CodecError(f"codec stage {name!r} needs {needed}, got {name}:{argument}")
+    return number
 
 
 def is_lossy(spec: TensorSpec) -> bool:
@@ -171,13 +228,17 @@ def get_wire_dtype(spec: TensorSpec) -> np.dtype[np.generic]:
     return dtype.newbyteorder("<")
 
 
+def to_dense(tensor: Tensor) -> Array:
+    return tensor.dense() if isinstance(tensor, SparseTensor) else np.asarray(tensor)
+
+
 def to_spec_array(spec: TensorSpec, tensor: Tensor) -> Array:
     """Returns the tensor with the shape and type of its spec; the same memory where that is possible.
 
     Raises:
         CodecError: the shape differs, or the numbers are of another kind (floats for integers).
     """
-    array = tensor.dense() if isinstance(tensor, SparseTensor) else np.asarray(tensor)
+    array = to_dense(tensor)
     if array.shape != spec.shape:
         raise CodecError(f"tensor {spec.name!r} must have the shape {spec.shape}, got {array.shape}")
     return to_spec_values(spec, array)
@@ -202,6 +263,23 @@ def read_exact(reader: PayloadReader, spec: TensorSpec, size: int) -> Array:
         # A byte other than 0 and 1 would make an invalid boolean.
         return np.not_equal(reader.read_array(np.dtype(np.uint8), size), 0)
     return reader.read_array(dtype, size)
+
+
+def read_exact_tensor(reader: PayloadReader, spec: TensorSpec) -> Array:
+    return read_exact(reader, spec, spec.size).reshape(spec.shape)
+
+
+def read_finite(reader: PayloadReader, size: int, unexpected: str) -> Array:
+    """Returns the next `size` float32 numbers.
+
+    Raises:
+        CodecError: one is NaN or infinite; `unexpected` says what that is, with braces for the number.
+    """
+    numbers = reader.read_array(FLOAT32, size)
+    is_wrong = ~np.isfinite(numbers)
+    if np.any(is_wrong):
+        raise CodecError(f"payload holds {unexpected.format(numbers[is_wrong][0])}")
+    return numbers
 
 
 def compute_max_magnitude(stage_name: str, values: Array) -> float:

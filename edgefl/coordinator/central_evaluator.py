@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
@@ -19,7 +19,8 @@ from edgefl.coordinator.fleet.membership import Membership
 from edgefl.core.errors import EdgeflError, JoinError, StoreError
 from edgefl.core.protocol import EVALUATOR_NAME, JoinToken
 from edgefl.storage.store import Store
-from edgefl.system.process_control import exit_with_parent
+from edgefl.system.processes import exit_with_parent
+from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -29,17 +30,8 @@ STOP_TIMEOUT_S = 10.0
 TOKEN_TTL_S = 600.0
 MIN_TOKEN_LIFETIME_S = 60.0
 """Minimum remaining lifetime of a token: it must not expire during the join."""
-EVALUATOR_BLOCKED = "evaluator-hindered"
+EVALUATOR_BLOCKED = "evaluator-unavailable"
 """Event kind: the evaluator cannot start; recorded once for all retries."""
-
-
-class SupervisedProcess(Protocol):
-    """The part of `subprocess.Popen` that is needed here."""
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
 
 
 class CentralEvaluator:
@@ -127,19 +119,15 @@ class EvaluatorSupervisor:
         get_token: Callable[[], str | None],
         log_file: Path,
         record_event: Callable[[str], None],
-        spawn: Callable[[list[str], BinaryIO], SupervisedProcess] | None = None,
+        spawn: Callable[[list[str], BinaryIO], subprocess.Popen[bytes]] | None = None,
         delay_s: float = RESTART_DELAY_S,
     ) -> None:
         self._state_dir, self._shards = state_dir, shards
-        self._address, self._get_token, self._log_file, self._record_event = (
-            address,
-            get_token,
-            log_file,
-            record_event,
-        )
-        self._spawn, self._delay_s, self._is_reported = spawn or _spawn_process, delay_s, False
+        self._address, self._get_token = address, get_token
+        self._log_file, self._record_event, self._is_reported = log_file, record_event, False
+        self._spawn, self._delay_s = spawn or _spawn_process, delay_s
         self._stopping = threading.Event()
-        self._process: SupervisedProcess | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="evaluator", daemon=True)
 
     def start(self) -> None:
@@ -155,19 +143,19 @@ class EvaluatorSupervisor:
             self._process.wait()
 
     def _supervise(self) -> None:
-        is_ready, pause_s = False, self._delay_s
+        is_ready, backoff = False, Backoff(initial_s=self._delay_s, max_s=MAX_RESTART_DELAY_S)
         while not self._stopping.is_set():
             try:
                 with self._log_file.open("ab") as output:
                     if not is_ready:
                         self._join(output)
-                        is_ready, pause_s = True, self._delay_s
+                        is_ready = True
+                        backoff.reset()
                     if not self._stopping.is_set():
                         self._run(output)
             except (EdgeflError, OSError) as error:
                 self._report(str(error))
-                self._stopping.wait(pause_s)
-                pause_s = min(2 * pause_s, MAX_RESTART_DELAY_S)
+                self._stopping.wait(backoff.next_s())
 
     def _run(self, output: BinaryIO) -> None:
         self._process = self._spawn(["device", "start", "--state", str(self._state_dir)], output)

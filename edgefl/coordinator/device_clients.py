@@ -1,19 +1,23 @@
-"""Services that send instructions to devices: runs, calls, deployments and installations."""
+"""Services that send instructions to devices, and the router of the devices' messages to them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
-from edgefl.coordinator.execution.in_flight import DeviceNotifier
-from edgefl.coordinator.execution.rpc import DeviceRpc
-from edgefl.coordinator.rollouts.bundle_store import BundleStore
-from edgefl.coordinator.rollouts.deployment_files import ExportModel
-from edgefl.coordinator.rollouts.deployments import DeploymentService
-from edgefl.coordinator.rollouts.installations import InstallationService
+from edgefl.coordinator.execution.messaging import DeviceNotifier, DeviceRpc
+from edgefl.coordinator.flower.messages import Reply
+from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService, ExportModel, deploy_finished_run
+from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
 from edgefl.coordinator.runs.scheduler import RunContext, RunScheduler
 from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import Command, CommandKind, Heartbeat
+from edgefl.core.types import Progress
+
+END_RESEND_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,7 @@ class DeviceClients:
     device_rpc: DeviceRpc
     deployments: DeploymentService
     installations: InstallationService
+    bundle_store: BundleStore
     run_scheduler: RunScheduler
 
     @classmethod
@@ -35,25 +40,84 @@ class DeviceClients:
             export: exports a model to the file that devices deploy.
             on_fatal: called when the store or a journal can no longer be written.
         """
+        store, registry = context.store, context.roster
+        bundle_store = BundleStore(context.directory.root / "bundles")
         deployments = DeploymentService(
-            store=context.store,
-            registry=context.roster,
-            directory=context.directory,
-            command_sender=context.notifier,
-            export=export,
+            Deployments(store=store, registry=registry, directory=context.directory, export=export),
+            store=store,
+            registry=registry,
+            send_command=context.notifier.send_command,
             on_fatal=on_fatal,
         )
         installations = InstallationService(
-            store=context.store,
-            registry=context.roster,
-            bundle_store=BundleStore(context.directory.root / "bundles"),
-            command_sender=context.notifier,
+            Installations(store=store, registry=registry, bundle_store=bundle_store),
+            store=store,
+            registry=registry,
+            send_command=context.notifier.send_command,
             on_fatal=on_fatal,
         )
+        on_finished = partial(deploy_finished_run, deployments, store)
         return cls(
             notifier=context.notifier,
             device_rpc=DeviceRpc(context.notifier, context.roster),
             deployments=deployments,
             installations=installations,
-            run_scheduler=RunScheduler(replace(context, on_finished=deployments.on_run_finished), on_fatal=on_fatal),
+            bundle_store=bundle_store,
+            run_scheduler=RunScheduler(replace(context, on_finished=on_finished), on_fatal=on_fatal),
         )
+
+
+class DeviceMessageRouter:
+    """Routes device messages in the thread that received them. Drops them before `open`.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._clients: DeviceClients | None = None
+
+    def open(self, clients: DeviceClients) -> None:
+        """Starts routing to `clients`."""
+        self._clients = clients
+
+    def route_reply(self, item: Reply | Progress) -> None:
+        """Routes a reply or progress to the active run."""
+        if self._clients is not None:
+            self._clients.run_scheduler.post(item)
+
+    def on_command_reply(self, device_id: str, payload: bytes) -> None:
+        """Routes a reply to a call; see `DeviceRpc.on_reply`."""
+        if self._clients is not None:
+            self._clients.device_rpc.on_reply(device_id, payload)
+
+    def on_heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
+        """Routes a heartbeat to the rollouts, and cancels work of runs that are over."""
+        clients = self._clients
+        if clients is None:
+            return
+        clients.deployments.on_heartbeat(device_id, heartbeat)
+        clients.installations.on_heartbeat(device_id, heartbeat)
+        _cancel_stale_work(clients, device_id, heartbeat, self._clock())
+
+
+def _cancel_stale_work(clients: DeviceClients, device_id: str, heartbeat: Heartbeat, now_s: float) -> None:
+    """Recalls work of a run that is over, which a killed coordinator could not; it might take hours.
+
+    Likewise ends an autonomous node that is blocked.
+    """
+    scheduler, assignment, run = clients.run_scheduler, heartbeat.assignment, heartbeat.run
+    if run is None:
+        return
+    is_current = scheduler.is_active(run) or scheduler.is_autonomous(run)
+    if is_current and (assignment or not scheduler.is_blocked(run, device_id)):
+        return
+    if assignment:
+        # The same id each time: a device obeys a command once.
+        recall = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)
+        clients.notifier.send_command(device_id, recall)
+    else:  # an autonomous node
+        # Another id after a while: it may have ended, and started again when the run was resumed.
+        end_id = f"end-{run}-{int(now_s / END_RESEND_S)}"
+        clients.notifier.send_command(device_id, Command(id=end_id, kind=CommandKind.END, argument=run))

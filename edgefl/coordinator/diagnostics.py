@@ -5,22 +5,19 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls
+from edgefl.coordinator.brokers.broker import BrokerTls, issue_temporary_identity
 from edgefl.coordinator.brokers.factory import find_mosquitto
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.core.errors import EdgeflError, JournalError, StoreError, StoreTooNewError, VersionError
 from edgefl.core.protocol import check_version
 from edgefl.storage.checkpoints import is_intact, list_checkpoint_files, list_checkpoints
 from edgefl.storage.database import SCHEMA_REVISION, get_sqlite_path
-from edgefl.storage.journal.file_format import list_journal_files, read_header
-from edgefl.storage.journal.reader import read_records
+from edgefl.storage.journal.file_format import list_journal_files, read_header, read_records
 from edgefl.storage.sqlite_backup import check_database, get_device_versions, list_model_hashes
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import compute_sha256, is_locked
@@ -36,17 +33,8 @@ from edgefl.system.diagnostics import (
 )
 
 RESTORE_HINT = "restore a backup: edgefl coordinator restore FILE --dir DIR"
-PROBE_CERTIFICATE_DAYS = 1 / 24
 RESTART_HINT = "start the coordinator, which renews it: edgefl coordinator start"
 _MAX_ATTEMPTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProbeIdentity:
-    """A temporary certificate for probing the broker, under a name that no device has."""
-
-    identity: str
-    tls: BrokerTls
 
 
 def check_directory(directory: CoordinatorDirectory, *, now: float) -> list[Finding]:
@@ -69,16 +57,11 @@ def check_directory(directory: CoordinatorDirectory, *, now: float) -> list[Find
 
 
 @contextlib.contextmanager
-def issue_probe_identity(directory: CoordinatorDirectory) -> Iterator[ProbeIdentity]:
-    """Yields a temporary client certificate; leaves no trace, and disconnects no client."""
+def issue_probe_identity(directory: CoordinatorDirectory) -> Iterator[tuple[str, BrokerTls]]:
+    """Yields a name that no device has, and its temporary certificate: probing the broker disconnects no client."""
     name = f"doctor-{secrets.token_hex(6)}"
-    pair = pki.issue_client_certificate(directory.load_authority(), name, days=PROBE_CERTIFICATE_DAYS)
-    with tempfile.TemporaryDirectory() as folder:
-        paths = {kind: Path(folder) / f"{kind}.pem" for kind in ("cert", "key")}
-        for kind, content in (("cert", pair.cert_pem), ("key", pair.key_pem)):
-            paths[kind].touch(mode=0o600)
-            paths[kind].write_bytes(content)
-        yield ProbeIdentity(identity=name, tls=BrokerTls(ca=directory.ca_cert, cert=paths["cert"], key=paths["key"]))
+    with issue_temporary_identity(directory.load_authority(), name, ca=directory.ca_cert) as tls:
+        yield name, tls
 
 
 def _check_process(directory: CoordinatorDirectory, *, is_running: bool) -> Finding:
@@ -91,26 +74,23 @@ def _check_process(directory: CoordinatorDirectory, *, is_running: bool) -> Find
 
 
 def _check_certificates(directory: CoordinatorDirectory, now: float) -> list[Finding]:
+    start, running = "a start of the coordinator", "a running coordinator"
     certificates = (
-        ("the CA's certificate", directory.ca_cert, directory.ca_key, RESTART_HINT, "a start of the coordinator"),
-        (
-            "the server's certificate", directory.server_cert, directory.server_key, RESTART_HINT,
-            "a running coordinator",
-        ),
-        (
-            "the coordinator's own certificate", directory.client_cert, directory.client_key, RESTART_HINT,
-            "a running coordinator",
-        ),
-    )  # fmt: skip
+        ("the CA's certificate", directory.ca_cert, directory.ca_key, start),
+        ("the server's certificate", directory.server_cert, directory.server_key, running),
+        ("the coordinator's own certificate", directory.client_cert, directory.client_key, running),
+    )
     findings = []
-    for name, cert, key, remedy, renewed_by in certificates:
+    for name, cert, key, renewed_by in certificates:
         try:
             ca_pem, cert_pem, key_pem = directory.ca_cert.read_bytes(), cert.read_bytes(), key.read_bytes()
         except OSError as error:
             findings.append(problem("certificates", f"{error.filename}: {error.strerror}", RESTORE_HINT))
             continue
         findings.append(
-            check_certificate(name, cert_pem, ca_pem, key_pem=key_pem, now=now, remedy=remedy, renewed_by=renewed_by)
+            check_certificate(
+                name, cert_pem, ca_pem, key_pem=key_pem, now=now, remedy=RESTART_HINT, renewed_by=renewed_by
+            )
         )
     return findings + _check_hosts(directory)
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
+import ipaddress
 import os
 import secrets
 import socket
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.local_addresses import list_local_addresses
 from edgefl.core.config import AlertSettings, CertificateSettings, from_mapping
 from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
-from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.safe_parsing import format_toml, parse_toml
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, remove_temporary_files, write_atomic
 
 DEFAULT_FLEET = "fleet"
@@ -31,6 +31,9 @@ DEFAULT_PORT = 8000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Settings = TypeVar("Settings", AlertSettings, CertificateSettings)
+SIOCGIFADDR = 0x8915
+# Documentation addresses: connecting a datagram socket only picks a route.
+PROBE_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +139,25 @@ class CoordinatorDirectory:
 
     def compute_ca_fingerprint(self) -> str:
         return certificate_fingerprint(self.ca_cert.read_bytes())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """Options of `edgefl coordinator start`; `alerts` None for those of the directory."""
+
+    host: str = "0.0.0.0"  # noqa: S104 boards are on other machines
+    port: int = DEFAULT_PORT
+    broker: str = "auto"
+    broker_port: int = 8883
+    test_shards: Mapping[str, Path] = field(default_factory=dict)
+    heartbeat_s: float = 5.0
+    device_metrics: int = 1000
+    alerts: AlertSettings | None = None
+    keep_history_days: float | None = None
+
+    @property
+    def has_external_broker(self) -> bool:
+        return self.broker.startswith("mqtts://")
 
 
 @contextlib.contextmanager
@@ -317,8 +339,7 @@ def _write_pair(cert: Path, key: Path, pair: pki.KeyPair) -> None:
 
 
 def _write_settings(directory: CoordinatorDirectory) -> None:
-    # JSON strings, numbers and lists of strings are TOML too.
-    values = {
+    values: dict[str, Any] = {
         "fleet": directory.fleet,
         "hosts": list(directory.hosts),
         "port": directory.port,
@@ -326,20 +347,11 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "viewer_sha256": list(directory.viewer_sha256),
     } | ({} if directory.store is None else {"store": directory.store})
     tables: dict[str, Any] = {"alerts": directory.alerts, "certificates": directory.certificates}
-    text = _format_toml(values) + "".join(
-        _format_table(name, asdict(table), asdict(type(table)())) for name, table in tables.items()
-    )
-    write_atomic(directory.settings, text.encode())
-
-
-def _format_table(name: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    """Returns a TOML table of the values that differ from their defaults; empty if none does."""
-    changed = {key: value for key, value in values.items() if value != defaults[key]}
-    return f"\n[{name}]\n{_format_toml(changed)}" if changed else ""
-
-
-def _format_toml(values: Mapping[str, Any]) -> str:
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    for name, table in tables.items():
+        defaults = asdict(type(table)())
+        if changed := {key: value for key, value in asdict(table).items() if value != defaults[key]}:
+            values[name] = changed
+    write_atomic(directory.settings, format_toml(values).encode())
 
 
 def _read_settings(root: Path) -> dict[str, Any] | None:
@@ -379,3 +391,48 @@ def _parse_section(root: Path, kind: type[Settings], value: Any, name: str) -> S
         return from_mapping(kind, value, name)
     except ConfigError as error:
         raise ConfigError(f"{root / 'settings.toml'}: {error}") from None
+
+
+def list_local_addresses() -> tuple[str, ...]:
+    """Returns this machine's reachable addresses, that of the default route first."""
+    addresses = [*_list_routed(), *_list_interface_addresses(), *_list_resolved()]
+    usable = (address for address in addresses if _is_reachable(address))
+    return tuple(dict.fromkeys(usable))
+
+
+def _list_routed() -> list[str]:
+    addresses: list[str] = []
+    for family, target in PROBE_ADDRESSES:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((target, 9))
+            addresses.append(str(probe.getsockname()[0]))
+    return addresses
+
+
+def _list_interface_addresses() -> list[str]:
+    try:
+        import fcntl  # noqa: PLC0415 not on every system
+    except ImportError:
+        return []
+    addresses: list[str] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                addresses.append(socket.inet_ntoa(reply[20:24]))
+    return addresses
+
+
+def _list_resolved() -> list[str]:
+    try:
+        return [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None)]
+    except OSError:
+        return []
+
+
+def _is_reachable(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    return not (parsed.is_loopback or parsed.is_link_local or parsed.is_unspecified or parsed.is_multicast)

@@ -70,11 +70,11 @@ def issue_server_certificate(authority: KeyPair, hosts: Sequence[str], *, days: 
     if not hosts:
         raise UsageError("a server certificate needs at least one host name or address, got none")
     key = ec.generate_private_key(ec.SECP256R1())
-    alternatives = x509.SubjectAlternativeName([_parse_general_name(host) for host in dict.fromkeys(hosts)])
-    leaf = _LeafProfile(
-        common_name=hosts[0], alternative_names=alternatives, usage=ExtendedKeyUsageOID.SERVER_AUTH, days=days
+    names = [_parse_general_name(host) for host in dict.fromkeys(hosts)]
+    certificate = _sign_leaf(
+        authority, key.public_key(), hosts[0], names=names, usage=ExtendedKeyUsageOID.SERVER_AUTH, days=days
     )
-    return _make_key_pair(key, _sign_leaf(authority, key.public_key(), leaf))
+    return _make_key_pair(key, certificate)
 
 
 def issue_client_certificate(authority: KeyPair, name: str, *, days: float = CLIENT_DAYS) -> KeyPair:
@@ -175,16 +175,6 @@ def get_server_hosts(cert_pem: bytes) -> tuple[str, ...]:
     return tuple(str(name.value) for name in names)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LeafProfile:
-    """Fields of a leaf certificate, without its key."""
-
-    common_name: str
-    alternative_names: x509.SubjectAlternativeName
-    usage: x509.ObjectIdentifier
-    days: float
-
-
 def _make_authority(key: ec.EllipticCurvePrivateKey, name: x509.Name) -> KeyPair:
     builder = (
         _make_builder(name, name, key.public_key(), _now() + dt.timedelta(days=CA_YEARS * 365 + 5))
@@ -197,24 +187,29 @@ def _make_authority(key: ec.EllipticCurvePrivateKey, name: x509.Name) -> KeyPair
 def _sign_client(authority: KeyPair, key: ec.EllipticCurvePublicKey, name: str, days: float) -> x509.Certificate:
     if not name or len(name) > MAX_CN:
         raise UsageError(f"a certificate name must have 1 to {MAX_CN} characters, got {len(name)}")
-    alternatives = x509.SubjectAlternativeName([x509.DNSName(name)])
     usage = ExtendedKeyUsageOID.CLIENT_AUTH
-    return _sign_leaf(
-        authority, key, _LeafProfile(common_name=name, alternative_names=alternatives, usage=usage, days=days)
-    )
+    return _sign_leaf(authority, key, name, names=[x509.DNSName(name)], usage=usage, days=days)
 
 
-def _sign_leaf(authority: KeyPair, key: ec.EllipticCurvePublicKey, profile: _LeafProfile) -> x509.Certificate:
+def _sign_leaf(
+    authority: KeyPair,
+    key: ec.EllipticCurvePublicKey,
+    common_name: str,
+    *,
+    names: Iterable[x509.GeneralName],
+    usage: x509.ObjectIdentifier,
+    days: float,
+) -> x509.Certificate:
     issuer = _load_certificate(authority.cert_pem)
     issuer_key = _load_key(authority.key_pem)
     identifier = issuer.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    valid_to = min(_now() + dt.timedelta(days=profile.days), issuer.not_valid_after_utc)
+    valid_to = min(_now() + dt.timedelta(days=days), issuer.not_valid_after_utc)
     builder = (
-        _make_builder(_make_name(profile.common_name), issuer.subject, key, valid_to)
+        _make_builder(_make_name(common_name), issuer.subject, key, valid_to)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_make_key_usage(digital_signature=True), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([profile.usage]), critical=False)
-        .add_extension(profile.alternative_names, critical=False)
+        .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False)
     )
     return builder.sign(issuer_key, hashes.SHA256())

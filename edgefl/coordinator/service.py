@@ -1,4 +1,8 @@
-"""Coordinator process: assembles its services, runs until it is stopped, and closes them in order."""
+"""Coordinator process: assembles its services, runs until it is stopped, and closes them in order.
+
+While its store cannot be written (a full disk, a store that another program locks) it goes on: devices and page are
+served, and writes are buffered within a limit.
+"""
 
 from __future__ import annotations
 
@@ -10,52 +14,51 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from starlette.requests import Request
 
-from edgefl.coordinator.api.routes import ApiContext, make_routers
-from edgefl.coordinator.api.server import WebServer, make_app, open_listener
-from edgefl.coordinator.auth import AuthFailurePolicy
+from edgefl.coordinator.api.context import ApiContext
+from edgefl.coordinator.api.feed import Feed
+from edgefl.coordinator.api.feed_state import FeedState
+from edgefl.coordinator.api.server import WebServer, make_app, make_routers, open_listener
+from edgefl.coordinator.auth import (
+    RejectedRequestLog,
+    TokenAuth,
+    get_request_source,
+    require_device,
+)
 from edgefl.coordinator.brokers.broker import get_connect_host
 from edgefl.coordinator.brokers.mqtt_service import MqttService
 from edgefl.coordinator.central_evaluator import CentralEvaluator
-from edgefl.coordinator.degraded_mode import StoreOutageGuard
-from edgefl.coordinator.device_clients import DeviceClients
-from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService
-from edgefl.coordinator.enrolment.reenrolment import ReenrolmentService
-from edgefl.coordinator.enrolment.renewal import RenewalService
-from edgefl.coordinator.enrolment.rotation import CertificateRotation, get_own_serial, record_own_certificate
-from edgefl.coordinator.enrolment.server_certificates import renew_ca, renew_own_certificates
+from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
+from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
+from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
+from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
 from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
-from edgefl.coordinator.fleet.draining import DrainController
-from edgefl.coordinator.fleet.membership import Membership
+from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.message_router import DeviceMessageRouter
-from edgefl.coordinator.monitoring.monitoring import Monitoring, MonitoringInputs
-from edgefl.coordinator.rejected_requests import RejectedRequestLog, get_client_network
-from edgefl.coordinator.rollouts.deployment_files import ExportModel
+from edgefl.coordinator.monitoring.monitoring import Monitoring
+from edgefl.coordinator.rollouts.deployments import ExportModel
 from edgefl.coordinator.runs.model_retention import remove_orphans
-from edgefl.coordinator.runs.scheduler import BuildRun, RunContext
-from edgefl.coordinator.runs.storage_backoff import PausedRuns
-from edgefl.coordinator.runs.validation import RunValidator
-from edgefl.coordinator.start_options import StartOptions
-from edgefl.coordinator.web.feed import Feed
-from edgefl.coordinator.web.feed_state import FeedState
-from edgefl.core.errors import EdgeflError, TaskError
+from edgefl.coordinator.runs.planning import BuildRun, RunValidator
+from edgefl.coordinator.runs.scheduler import RunContext
+from edgefl.coordinator.runs.stalls import PausedRuns
+from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
-from edgefl.storage.queries.changes import get_last_seen_times
+from edgefl.storage.queries.dashboard import get_last_seen_times
 from edgefl.storage.store import Store
-from edgefl.system.process_control import on_stop_signal, raise_file_limit
-from edgefl.system.systemd import LivenessMonitor, SystemdNotifier, run_watchdog
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, raise_file_limit, run_watchdog
 
 log = logging.getLogger(__name__)
 
+LOG_INTERVAL_S = 60.0
 FLUSH_INTERVAL_S = 0.5
 
 
@@ -169,17 +172,13 @@ class Coordinator:
         return listener
 
     def _open_store(self) -> None:
-        directory = self._directory
-        previous_serial = get_own_serial(directory)
-        has_renewed = renew_own_certificates(directory, now=time.time())
         self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
         self._store_guard = StoreOutageGuard(
             record=lambda kind, told, at: self._store.record_event(kind, told, at=at)
         )
-        if has_renewed:
-            record_own_certificate(directory, self._store, previous_serial=previous_serial, now=time.time())
-        remove_orphans(directory.models, self._store, now=time.time())
+        replace_own_certificates(self._directory, self._store, now=time.time(), only_if_due=True)
+        remove_orphans(self._directory.models, self._store, now=time.time())
 
     def _open_fleet(self) -> None:
         """Restores the devices of the store, and opens the services that track them."""
@@ -242,14 +241,14 @@ class Coordinator:
     def _make_clients(self) -> DeviceClients:
         """Returns the services that send instructions, not yet started, and opens monitoring."""
         mqtt_client, store, registry = self._mqtt.client, self._store, self._registry
-        inputs = MonitoringInputs(
+        self._monitoring = Monitoring(
             directory=self._directory,
             store=store,
             registry=registry,
             is_broker_connected=mqtt_client.is_connected,
             num_dropped=lambda: sum(mqtt_client.malformed_counts().values()),
+            max_devices=self._options.device_metrics,
         )
-        self._monitoring = Monitoring(inputs, max_devices=self._options.device_metrics)
         context = RunContext(
             directory=self._directory,
             store=store,
@@ -274,24 +273,26 @@ class Coordinator:
         """Returns the services of the HTTPS API."""
         directory, store = self._directory, self._store
         validator = RunValidator(self._build_run, self._registry, store)
+        record_rejection = self._rejections.record
+        auth = TokenAuth(directory, listen_host=self._options.host, record_rejection=record_rejection)
         return ApiContext(
-            host=self._options.host,
+            viewer=auth.require_viewer,
+            operator=auth.require_operator,
+            device=require_device(self._members.find_signer, record_rejection=record_rejection),
+            get_permissions=auth.get_permissions,
+            record_rejection=record_rejection,
             directory=directory,
             store=store,
             registry=self._registry,
-            members=self._members,
-            run_scheduler=clients.run_scheduler,
-            device_rpc=clients.device_rpc,
-            deployments=clients.deployments,
-            installations=clients.installations,
+            clients=clients,
             drain_controller=self._drain_controller,
             feed=self._feed,
-            metrics=self._monitoring.metrics,
             enrolment=EnrolmentService(
                 directory=directory,
                 store=store,
                 on_enrolled=self._members.add,
-                broker=BrokerEndpoint(port=self._mqtt.address.port, host=self._mqtt.get_advertised_host()),
+                broker_port=self._mqtt.address.port,
+                broker_host=self._mqtt.get_advertised_host(),
                 evaluator_token=lambda: self._evaluator.token_id,
             ),
             renewal=RenewalService(directory=directory, store=store, on_renewed=self._on_renewed, clock=time.time),
@@ -299,10 +300,10 @@ class Coordinator:
                 directory=directory, store=store, on_reenrolled=self._members.update_key, clock=time.time
             ),
             rotation=self._rotation,
-            remove=self._remove,
-            auth_failures=AuthFailurePolicy(record_rejection=self._rejections.record),
-            check=validator.check,
-            plan=validator.plan,
+            remove_device=self._remove,
+            check_run=validator.check,
+            plan_run=validator.plan,
+            render_metrics=self._monitoring.metrics.render,
         )
 
     def _start(self, clients: DeviceClients) -> None:
@@ -325,9 +326,7 @@ class Coordinator:
 
     def _record_rejection(self, kind: str, request: Request, node_id: int | None, detail: str) -> None:
         device_id = None if node_id is None else self._registry.get_device_id(node_id)
-        self._rejections.record(
-            kind, device_id or get_client_network(request.client.host if request.client else None), detail
-        )
+        self._rejections.record(kind, device_id or get_request_source(request), detail)
 
     def _on_renewed(self, device_id: str, public_key: bytes) -> None:
         self._members.update_key(device_id, public_key)
@@ -343,7 +342,7 @@ class Coordinator:
         """Notifies a clone that it is rejected, on the topic of its device."""
         if isinstance(event, CloneDetected | CloneRejected):
             argument = json.dumps({"boot_id": event.rejected_boot_id, "reason": event.reason})
-            command = Command(id=uuid.uuid4().hex, kind=CommandKind.REFUSED, argument=argument)
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.LOCKOUT, argument=argument)
             self._send_command(event.device_id, command)
 
     def _reload_certificates(self) -> None:
@@ -392,3 +391,45 @@ def serve(
         with run_watchdog(notifier, coordinator.liveness):
             coordinator.wait()
         log.info("stopping")
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreOutageGuard:
+    """Runs writes, and reports outages of the store. Not thread-safe.
+
+    Attributes:
+        record: (kind, message, Unix seconds) -> None; writes an event to the store.
+        clock, monotonic: Unix seconds, and seconds.
+    """
+
+    record: Callable[[str, str, float], None]
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+    _outage_since_s: float | None = None
+    _outage_since: float = 0.0
+    _logged_s: float = 0.0
+    _reason: str = ""
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Calls `write`; a full or locked store is logged once a minute instead of raised.
+
+        Once it works again, the outage and its duration are recorded as an event.
+        """
+        try:
+            write()
+            if self._outage_since_s is not None:
+                lasted_s = self.monotonic() - self._outage_since_s
+                self.record("store-unavailable", f"{self._reason}; for {lasted_s:.0f} s", self._outage_since)
+                log.info("the store can be written again, after %.0f s", lasted_s)
+                self._outage_since_s = None
+        except RETRYABLE_STORE_ERRORS as error:
+            self._on_outage(error)
+
+    def _on_outage(self, error: EdgeflError) -> None:
+        now_s = self.monotonic()
+        if self._outage_since_s is None:
+            self._outage_since_s, self._outage_since, self._reason = now_s, self.clock(), str(error)
+        elif now_s - self._logged_s < LOG_INTERVAL_S:
+            return
+        self._logged_s = now_s
+        log.warning("%s; devices are heard meanwhile, and what there is to write waits", error)

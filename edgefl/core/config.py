@@ -308,23 +308,6 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorSettings:
-    """What the coordinator process listens on and uses; `store` None is SQLite in its directory.
-
-    `keep_history_days` None keeps updates, five-minute rows and who came, went or was refused for ever.
-    """
-
-    host: str = "0.0.0.0"  # noqa: S104 boards are on other machines
-    port: int = field(default=8000, metadata={"at_least": 0, "at_most": 65535})
-    broker: str = "auto"
-    broker_port: int = field(default=8883, metadata={"at_least": 0, "at_most": 65535})
-    store: str | None = None
-    heartbeat_s: float = field(default=5.0, metadata={"above": 0})
-    device_metrics: int = field(default=1000, metadata={"at_least": 0})
-    keep_history_days: float | None = field(default=None, metadata={"at_least": 1})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
     """`[alerts]` in the coordinator's `settings.toml`: whom it tells that something is wrong, and when.
 

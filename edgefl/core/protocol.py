@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from edgefl import DISTRIBUTION
 from edgefl.core.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
-from edgefl.core.safe_parsing import check_nesting, parse_json, parse_message
+from edgefl.core.safe_parsing import SHA256, check_nesting, parse_json, parse_message
 from edgefl.core.types import Json, ModelSpec
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Topic(StrEnum):
     STATUS = "status"
     HEARTBEAT = "heartbeat"
     CAPABILITIES = "capabilities"
-    WAKEUP = "bell"
+    WAKEUP = "wakeup"
     COMMAND = "command"
     PROGRESS = "progress"
     ANSWER = "answer"
@@ -314,17 +314,17 @@ class ProgressReport(_Message):
 class CommandKind(StrEnum):
     DRAIN = "drain"
     RESUME = "resume"
-    RECALL = "recall"
+    FINISH_EARLY = "finish-early"
     END = "end"
     RELOAD = "reload"
     LOG_LEVEL = "log-level"
     DEPLOY = "deploy"
     ROLLBACK = "rollback"
     INSTALL = "install"
-    BEAT = "beat"
+    HEARTBEAT = "heartbeat"
     LOGS = "logs"
     RENEW = "renew"
-    REFUSED = "refused"
+    LOCKOUT = "lockout"
 
 
 class ReadinessPhase(StrEnum):
@@ -358,7 +358,6 @@ class CommandReply(_Message):
 
 TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
 MAX_TOKEN_CHARS = 4096
-_HEX_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
 
@@ -409,7 +408,7 @@ class JoinToken:
     def _validated(cls, ca: object, token_id: object, secret: object, fleet: object, addresses: object) -> Self:
         strings = [item for item in (ca, token_id, secret, fleet) if isinstance(item, str) and item]
         hosts = [item for item in addresses if isinstance(item, str)] if isinstance(addresses, list) else []
-        if len(strings) != 4 or not _HEX_SHA256.match(strings[0]) or not _SLUG.match(strings[3]):
+        if len(strings) != 4 or not SHA256.match(strings[0]) or not _SLUG.match(strings[3]):
             raise TokenInvalidError(
                 "the join token's content makes no sense; make a new one: edgefl coordinator token"
             )

@@ -11,16 +11,21 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
+SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 MAX_NESTING = 100
 """Nesting limit of dicts and lists."""
 MAX_TOML_CHARS = 1024 * 1024
 _INT64_LIMIT, _MAX_INT64_CHARS = 2**63, 20
 _TOML_KEY = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_BARE_TOML_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _NESTED_TOML_KEY = re.compile(rf"(?:{_TOML_KEY}[ \t]*+\.[ \t]*+){{{MAX_NESTING}}}")
 _OPENING_BRACKETS = {"[", "{"}
+
+T = TypeVar("T")
 
 
 def parse_json(
@@ -51,6 +56,20 @@ def parse_json(
     if sum(map(text.count, _OPENING_BRACKETS)) > MAX_NESTING:
         check_nesting(value)
     return value
+
+
+def parse_record(cls: type[T], value: Mapping[str, Any] | None) -> T | None:
+    """Returns the dataclass in a JSON object, of which it takes its own fields; None for none.
+
+    Raises:
+        TypeError: a field is missing, or not a plain value.
+    """
+    if value is None:
+        return None
+    field_names = {item.name for item in fields(cls)}  # type: ignore[arg-type]  # it is a dataclass
+    if nested := [name for name in field_names if isinstance(value.get(name), dict | list)]:
+        raise TypeError(f"{nested[0]} must be a plain value")
+    return cls(**{name: item for name, item in value.items() if name in field_names})
 
 
 def parse_message(content: bytes, *, should_keep_nul: bool = False) -> Any:
@@ -84,6 +103,35 @@ def parse_toml(content: str | bytes) -> dict[str, Any]:
         raise _make_nesting_error() from None
     check_nesting(table, should_check_int64=True)
     return table
+
+
+def format_toml(table: Mapping[str, Any], path: str = "") -> str:
+    """Returns a table of texts, numbers, booleans, lists of them and tables as TOML.
+
+    Args:
+        table: by key; None has no place in TOML.
+        path: of the table itself, as it stands in its header.
+    """
+    values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
+    lines = [f"{_format_toml_key(key)} = {_format_toml_value(value)}\n" for key, value in values.items()]
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            inner_path = f"{path}.{_format_toml_key(key)}" if path else _format_toml_key(key)
+            has_header = not value or any(not isinstance(inner, Mapping) for inner in value.values())
+            header = f"\n[{inner_path}]\n" if has_header else ""
+            lines.append(header + format_toml(value, inner_path))
+    return "".join(lines)
+
+
+def _format_toml_key(key: str) -> str:
+    return key if _BARE_TOML_KEY.fullmatch(key) else _format_toml_value(key)
+
+
+def _format_toml_value(value: Any) -> str:
+    # JSON's texts, booleans and lists are TOML too, but for a bare delete; a float must keep its point.
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check_nesting(value: Any, *, max_depth: int = MAX_NESTING, should_check_int64: bool = False) -> None:
@@ -143,6 +191,11 @@ def _sanitise(value: Any, nul: str) -> Any:
 def sanitise_text(text: str) -> str:
     """Returns the text with question marks for lone surrogates, which cannot be encoded."""
     return text.encode(errors="replace").decode()
+
+
+def sanitise_line(text: str, max_chars: int) -> str:
+    """Returns the start of the text as one line, with question marks for what cannot be printed."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:max_chars]
 
 
 def _make_nesting_error(max_depth: int = MAX_NESTING) -> ValueError:

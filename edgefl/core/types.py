@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.random import Generator
@@ -117,6 +117,27 @@ class LazyTensors(Mapping[str, Tensor]):
         self._loaded = None
 
 
+V = TypeVar("V")
+
+
+class ComputedMapping(Mapping[str, V]):
+    """Mapping with the names of another one, whose values are computed at every access."""
+
+    __slots__ = ("_compute", "_names")
+
+    def __init__(self, names: Mapping[str, object], compute: Callable[[str], V]) -> None:
+        self._names, self._compute = names, compute
+
+    def __getitem__(self, name: str) -> V:
+        return self._compute(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Algorithm(StrEnum):
     """The local algorithms that ship with edgefl; packages add more by the entry point `edgefl.local_steps`."""
 
@@ -173,7 +194,7 @@ class PeerLinkConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GossipConfig:
-    """Configuration of a device as a node of a graph; see `edgefl.decentralised`.
+    """Configuration of a device as a node of a graph; see `edgefl.strategies.peer_algorithms`.
 
     Attributes:
         method: one of `decentralised.registry.ALGORITHMS`.
@@ -502,20 +523,11 @@ class Strategy(Protocol[S]):
 
     S is a dataclass whose fields are tensors (or mappings of them), numbers, strings and containers of those, so that
     any strategy can be checkpointed. Buffers that a state owns may be updated in place; the loop never uses an old
-    state again. `used` names the updates that went into the newest version; all other arrivals were late. A strategy
-    whose result may not depend on the order of arrival folds in assignment order: an update's tensors stay in the
-    journal until they are read.
+    state again. A strategy whose result may not depend on the order of arrival folds in assignment order: an update's
+    tensors stay in the journal until they are read.
 
-    Nine attributes are optional. `versions_per_round` (1 when absent) is the number of versions that the history
-    groups to a round; None leaves it to the run file, and else to the number of devices in the first dispatch.
-    `bytes_per_device` (0 when absent) is a method from the bytes of one model to the bytes that the state keeps for
-    each device. `finish(state) -> state` is called once when nothing more will be assigned: work in flight may be
-    closed without waiting for its successors. `node_models(state)` are the devices' own models by device, where each
-    has one: they are evaluated beside the global model. `facts(state)` are figures of the newest version for the
-    history, such as the disagreement of the devices' models. With `has_nodes` plans make devices nodes of a graph,
-    which send models, not displacements. With `goes_on_alone` devices train on while the coordinator is away, and the
-    run resumes by itself. A resumed run continues from `resumed(state)`, which drops assignments in flight; where
-    there is none, from the state as it is.
+    A class that inherits from this one writes the first five methods, and gives its state the fields `model`,
+    `version` and `used`. A user's strategy may also be any class with the first nine methods; all else is optional.
     """
 
     def init(self, model: Tensors) -> S: ...
@@ -523,10 +535,61 @@ class Strategy(Protocol[S]):
     def receive(self, state: S, update: Update) -> S: ...
     def ready(self, state: S, view: FleetView) -> bool: ...
     def aggregate(self, state: S) -> S: ...
-    def model(self, state: S) -> Tensors: ...
-    def version(self, state: S) -> int: ...
-    def used(self, state: S) -> Sequence[str]: ...
-    def changed(self, state: S, since: int) -> Indices | None: ...
+    def model(self, state: S) -> Tensors:
+        return cast("Any", state).model  # type: ignore[no-any-return]
+
+    def version(self, state: S) -> int:
+        return cast("Any", state).version  # type: ignore[no-any-return]
+
+    def used(self, state: S) -> Sequence[str]:
+        """Returns the updates that went into the newest version; all other arrivals were late."""
+        return cast("Any", state).used  # type: ignore[no-any-return]
+
+    def changed(self, state: S, since: int) -> Indices | None:  # noqa: ARG002 everything moves
+        """Returns the entries that moved since a version, by tensor; None for all."""
+        return None
+
+    @property
+    def versions_per_round(self) -> int | None:
+        """Versions that the history groups to a round.
+
+        None leaves it to the run file, and else to the number of devices in the first dispatch.
+        """
+        return 1
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether plans make devices nodes of a graph, which send models, not displacements."""
+        return False
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether devices train on while the coordinator is away, so that the run resumes by itself."""
+        return False
+
+    def bytes_per_device(self, model_bytes: int) -> int:  # noqa: ARG002 for subclasses
+        """Returns the bytes that the state keeps for each device; `model_bytes` are those of one model."""
+        return 0
+
+    def bytes_per_message(self, model_bytes: int) -> int:  # noqa: ARG002 likewise
+        """Returns the bytes of the largest message between devices; 0 where they send each other none."""
+        return 0
+
+    def finish(self, state: S) -> S:
+        """Called once when nothing more will be assigned: work in flight may be closed without its successors."""
+        return state
+
+    def resumed(self, state: S) -> S:
+        """Returns the state with which a resumed run continues, without the assignments in flight."""
+        return state
+
+    def node_models(self, state: S) -> Mapping[str, Tensors]:  # noqa: ARG002 likewise
+        """Returns the devices' own models by device, where each has one: evaluated beside the global model."""
+        return {}
+
+    def facts(self, state: S) -> Mapping[str, float]:  # noqa: ARG002 likewise
+        """Returns figures of the newest version for the history, such as the disagreement of devices' models."""
+        return {}
 
 
 class ParticipationPolicy(Protocol):
@@ -585,13 +648,6 @@ class Journal(Protocol):
     def record_decision(self, decision: Decision) -> None: ...
     def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None: ...
     def commit(self) -> None: ...
-
-
-class Compressor(Protocol):
-    """Stateless codec between tensors and bytes; decoding needs only the body and the task's shapes."""
-
-    def encode(self, tensors: Tensors, rng: Generator) -> bytes: ...
-    def decode(self, body: memoryview, shapes: ModelSpec) -> Tensors: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

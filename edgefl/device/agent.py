@@ -11,39 +11,38 @@ import os
 import threading
 import time
 import uuid
+from functools import partial
 
+from edgefl import __version__
 from edgefl.core.errors import ClonedError, NetworkError, StoreError
 from edgefl.core.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.core.types import derive_rng
-from edgefl.device.capability_report import CapabilityReporter
-from edgefl.device.commands import CommandDispatcher
+from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUpSignal
 from edgefl.device.coordinator_endpoint import CoordinatorEndpoint
-from edgefl.device.diagnostics.json_log import JsonLogHandler
-from edgefl.device.diagnostics.log_requests import LOG_FOLDER
-from edgefl.device.enrolment.renewal import CertificateRenewal
-from edgefl.device.flower.poll_backoff import PollBackoff
+from edgefl.device.diagnostics.json_log import LOG_FOLDER, JsonLogHandler
+from edgefl.device.enrolment.certificates import CertificateRenewal
 from edgefl.device.flower.supernode import UnauthorisedError, create_auth_headers
-from edgefl.device.flower.work_loop import WorkLoop
-from edgefl.device.hardware.accelerator import select_accelerator
+from edgefl.device.flower.work_loop import PollBackoff, WorkLoop
+from edgefl.device.hardware.capabilities import compute_board_hash, select_accelerator
 from edgefl.device.hardware.health import HealthReader
 from edgefl.device.hardware.health_sampler import HealthSampler
 from edgefl.device.hardware.step_rate import StepRateCache
 from edgefl.device.hardware.thermal_pacing import create_thermal_pacer
-from edgefl.device.identity_lockout import check_not_locked_out, parse_lockout, save_lockout
-from edgefl.device.inference.deployments import DeploymentClient
-from edgefl.device.inference.model_download import DownloadSource
-from edgefl.device.mqtt.connection import MqttCallbacks
+from edgefl.device.inference.deployments import DeployedModels
+from edgefl.device.mqtt.connection import MqttConnection
 from edgefl.device.mqtt.heartbeat import DeviceActivity, HeartbeatPublisher
-from edgefl.device.mqtt.relocatable_connection import RelocatableConnection
-from edgefl.device.mqtt.wake_up import WakeUpSignal
-from edgefl.device.peers.transport_factory import PeerTransportFactory
-from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
+from edgefl.device.peers.transports import PeerTransportFactory
+from edgefl.device.rollouts.client import HandlerT, RolloutClient
+from edgefl.device.rollouts.download import DownloadSource
+from edgefl.device.state_dir import DeviceStateDir, check_not_locked_out, parse_lockout, save_lockout
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
-from edgefl.device.updates.installation_client import InstallationClient
-from edgefl.device.updates.update_config import SoftwareUpdateConfig, load_update_config
+from edgefl.device.updates.installations import InstalledBundles
+from edgefl.device.updates.protocol import HealthWriter
+from edgefl.device.updates.slots import SoftwareUpdateConfig, get_install_facts, load_update_config
 from edgefl.system.https_client import create_pinned_context
-from edgefl.system.process_control import on_stop_signal
-from edgefl.system.systemd import LivenessMonitor, SystemdNotifier, run_watchdog
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
+from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -74,25 +73,16 @@ class Agent:
         self._state, self._poll_backoff = state, PollBackoff(poll_s)
         self.liveness = LivenessMonitor()
         self._stopping, self._has_stopped, self._wake_up = threading.Event(), threading.Event(), WakeUpSignal()
-        self._backoff_s = INITIAL_BACKOFF_S
         self._boot_id = uuid.uuid4().hex
         self.lockout_reason: str | None = None
         self.locked_out = threading.Event()
-        self._rng = derive_rng("agent", state.device_id, time.time_ns())
+        rng = derive_rng("agent", state.device_id, time.time_ns())
+        self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
         self._tls_context = create_pinned_context(state.ca.read_bytes())
         self._accelerator = select_accelerator(state.settings.accelerator)
-        self._transports = PeerTransportFactory(state, lambda: self._connection.current)
         self._renewal = CertificateRenewal(state, self._tls_context, sign=self._sign_headers)
-        self._connection = RelocatableConnection(
-            state,
-            self._boot_id,
-            MqttCallbacks(
-                on_wake_up=self._wake_up.notify,
-                on_command=self._on_command,
-                on_connection=self._on_connection_change,
-                on_peer_message=self._transports.receive,
-            ),
-        )
+        self._connection = self._make_connection()
+        self._transports = PeerTransportFactory(state, self._connection.peers)
         self._endpoint = CoordinatorEndpoint(
             state,
             self._tls_context,
@@ -111,7 +101,10 @@ class Agent:
             on_work=self._step_rates.on_work,
             on_failure=self._wake_up.notify,
         )
-        self._models, self._installations = self._make_updates(update_config or load_update_config())
+        self._update_config = update_config or load_update_config()
+        self._updater_health = HealthWriter(self._update_config.slots, state.root, self._boot_id)
+        self._models = self._make_rollout_client(DeployedModels(state))
+        self._installations = self._make_rollout_client(InstalledBundles(state, self._update_config))
         self._capability_reporter = self._make_capability_reporter()
         self._heartbeat = HeartbeatPublisher(
             self._connection.publish_heartbeat,
@@ -158,6 +151,7 @@ class Agent:
         self._connection.start()
         self._heartbeat.start()
         self._models.start()
+        self._updater_health.record()
         self._installations.start()
         with self.liveness.track_work():
             self._trainer.resume()
@@ -175,8 +169,7 @@ class Agent:
                     if not self._stopping.is_set():
                         log.warning("%s; trying again", error)
                     # A coordinator that is back sends wake-ups for waiting work by a broker that stayed up.
-                    self._wake_up.wait(self._backoff_s * self._rng.uniform(0.5, 1.0))
-                    self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
+                    self._wake_up.wait(self._backoff.next_s())
         finally:
             self._models.stop()
             self._installations.stop()
@@ -195,13 +188,12 @@ class Agent:
         if self._endpoint.address is not None:
             return
         self._pause_uploads()  # uploads under way use the connection that is closed now
-        former_brokers = set(self._connection.list_brokers())
+        former_brokers = self._state.settings.brokers
         self._endpoint.connect()
-        if set(self._connection.list_brokers()) != former_brokers:
-            self._connection.reconnect()
+        if set(self._state.settings.brokers) != set(former_brokers):
+            self._connection.switch_broker(self._state.settings.brokers)
             self._capability_reporter.invalidate()
-            self._transports.on_link_changed()
-        self._installations.record_coordinator_connected()
+        self._updater_health.record(connected=True)
         self._wake_up.record_possible_loss()
         self._wake_up.notify()  # work may be waiting
 
@@ -217,7 +209,7 @@ class Agent:
 
     def _renew_if_due(self, address: str) -> bool:
         """Returns whether a due renewal replaced the certificate, so that it must reconnect."""
-        self._renewal.poll(address, is_connected=self._connection.current.is_connected())
+        self._renewal.poll(address, is_connected=self._connection.is_connected())
         if not self._renewal.is_due():
             return False
         self._pause_uploads()  # uploads under way are signed with the old key
@@ -234,15 +226,13 @@ class Agent:
 
     def _apply_certificate(self) -> None:
         self._work_loop.supernode.update_key(self._state.key.read_bytes())
-        self._connection.renew()
+        self._connection.renew(self._state.tls_files)
 
     def _run_work_loop(self) -> None:
         """Runs the work loop until there is an error or the agent stops."""
         self._work_loop.uploader.resume()
         while not self._stopping.is_set():
-            self._wake_up.wait(
-                self._poll_backoff.compute_interval_s(is_connected=self._connection.current.is_connected())
-            )
+            self._wake_up.wait(self._poll_backoff.compute_interval_s(is_connected=self._connection.is_connected()))
             self.liveness.record_progress()
             self._work_loop.uploader.check()
             self._trainer.remove_expired()
@@ -257,7 +247,7 @@ class Agent:
             did_work = self._work_loop.run_once()
         # Not before: a coordinator may accept connections, have work, and then fail under too many boards.
         if self._work_loop.uploader.has_progressed():
-            self._backoff_s = INITIAL_BACKOFF_S
+            self._backoff.reset()
         if not did_work:
             self._publish_capabilities()
             self._capability_reporter.measure_step_rates()
@@ -280,7 +270,7 @@ class Agent:
         """Wakes the main loop when the broker is lost: the coordinator may have moved with it."""
         self._heartbeat.publish_now()
         if is_connected:
-            self._installations.record_broker_connected()
+            self._updater_health.record(linked=True)
             self._wake_up.record_possible_loss()  # the connection itself sends a wake-up
         else:
             self._wake_up.notify()
@@ -304,9 +294,9 @@ class Agent:
             run=run,
             assignment=assignment or None,
             iteration=iteration,
-            held_assignments=self._work_loop.list_held_assignments(),
+            holding=list(self._work_loop.list_held_assignments()),
             clock_skew_s=round(self._endpoint.skew_s, 3),
-            model=self._models.model,
+            model=self._models.handler.model,
             deployment=self._models.report,
             installation=self._installations.report,
         )
@@ -329,9 +319,33 @@ class Agent:
     def _on_command(self, command: Command) -> None:
         self._commands.dispatch(command)
 
+    def _on_peer_message(self, sender: str, payload: bytes) -> None:
+        self._transports.receive(sender, payload)
+
     def _publish_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
         self._connection.publish_progress(
             ProgressReport(assignment=assignment_id, iteration=iteration, seconds_per_iteration=seconds_per_iteration)
+        )
+
+    def _make_connection(self) -> MqttConnection:
+        state = self._state
+        return MqttConnection(
+            state.settings.brokers,
+            state.tls_files,
+            MqttIdentity(
+                fleet=state.settings.fleet,
+                device_id=state.device_id,
+                boot_id=self._boot_id,
+                version=__version__,
+                board=compute_board_hash() or "",
+            ),
+            MqttCallbacks(
+                on_wake_up=self._wake_up.notify,
+                on_command=self._on_command,
+                on_connection=self._on_connection_change,
+                on_peer_message=self._on_peer_message,
+            ),
+            next_session_no=state.next_session_no,
         )
 
     def _make_trainer(self) -> DeviceTrainer:
@@ -351,23 +365,13 @@ class Agent:
             on_alive=self.liveness.record_progress,
         )
 
-    def _make_updates(self, update_config: SoftwareUpdateConfig) -> tuple[DeploymentClient, InstallationClient]:
-        state = self._state
-        models = DeploymentClient(
-            state,
-            source=self._get_download_source,
-            on_change=self._on_update_status,
-            rng=derive_rng("models", state.device_id, time.time_ns()),
-        )
-        installations = InstallationClient(
-            state,
-            config=update_config,
-            boot_id=self._boot_id,
+    def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:
+        return RolloutClient(
+            handler,
             get_source=self._get_download_source,
             on_change=self._on_update_status,
-            rng=derive_rng("installations", state.device_id, time.time_ns()),
+            rng=derive_rng(handler.artefact.rollout, self._state.device_id, time.time_ns()),
         )
-        return models, installations
 
     def _make_capability_reporter(self) -> CapabilityReporter:
         return CapabilityReporter(
@@ -375,7 +379,7 @@ class Agent:
             trainer=self._trainer,
             step_rates=self._step_rates,
             accelerator=self._accelerator,
-            get_software_facts=self._installations.get_facts,
+            get_software_facts=partial(get_install_facts, self._update_config),
             get_address=lambda: self._endpoint.address,
             publish=self._connection.publish_capabilities,
         )

@@ -16,8 +16,10 @@ MMAP_THRESHOLD_BYTES = 32 << 20
 
 BLOCKED_MODULES = ("httpx._main",)
 """Optional imports of libraries: command lines and terminal output."""
-STUBBED_MODULES = ("flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc")
-"""Unused imports of `flwr`: a device is no server, and uses Flower's Fleet API over HTTP, not gRPC."""
+STUBBED_MODULES = (
+    "flwr.client", "flwr.clientapp", "flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc",
+)  # fmt: skip
+"""Unused imports of `flwr`: a device runs no Flower app and no server, and uses the Fleet API over HTTP, not gRPC."""
 
 
 class _StubModule(ModuleType):
@@ -37,9 +39,8 @@ def reduce_memory() -> None:
     """Reduces this process's memory; call before heavy imports and threads.
 
     A device's threads mostly wait, so that heaps of their own, each with freed memory, are of no use. Memory freed by
-    a
-    round is kept for the next one, up to a limit: with a model of 1 MB the kernel filled 5.7 MB
-    of new pages with zeros in every round.
+    a round is kept for the next one, up to a limit: with a model of 1 MB the kernel filled 5.7 MB of new pages with
+    zeros in every round.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such option
     if set_option is not None:

@@ -1,4 +1,4 @@
-"""State directory of a device: key, certificate, CA, settings, shards, session counter.
+"""State directory of a device: key, certificate, CA, settings, shards, session counter, lockout.
 
 Every file is, at any instant, the old one or the new one; the directory is private. `device.json` is written last at
 an enrolment: without it the directory belongs to no fleet.
@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreError
 from edgefl.core.protocol import PEER_PORT, host_and_port
-from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_parsing import parse_json, parse_message
+from edgefl.device.hardware.board_reader import read_text
 from edgefl.system.atomic_files import make_private_directory, remove_temporary_files, write_atomic
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,9 @@ log = logging.getLogger(__name__)
 ROLES = ("trainer", "evaluator")
 LOCKOUT_FILE = "refused.json"
 """Marks the directory of an agent that the coordinator has rejected as a clone."""
+
+MAX_REASON_CHARS = 500
+KERNEL_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,11 @@ class DeviceSettings:
         hosts = [self.broker_host] if self.broker_host else [host_and_port(address)[0] for address in self.addresses]
         return tuple(dict.fromkeys(hosts))
 
+    @property
+    def brokers(self) -> list[tuple[str, int]]:
+        """Returns hosts and ports of the broker, last reported by the coordinator."""
+        return [(host, self.broker_port) for host in self.broker_hosts]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingEnrolment:
@@ -65,6 +74,20 @@ class PendingEnrolment:
     key_pem: bytes = field(repr=False)
     name: str
     ca_fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Paths of PEM files: the fleet's CA, this device's certificate and its key.
+
+    `check_hostname` may be False when the coordinator is reached under names that its certificate does not hold: the
+    fleet's CA, which signs no other server, vouches for it all the same.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+    check_hostname: bool = True
 
 
 class DeviceStateDir:
@@ -114,6 +137,10 @@ class DeviceStateDir:
     @property
     def key(self) -> Path:
         return self.root / "key.pem"
+
+    @property
+    def tls_files(self) -> TlsFiles:
+        return TlsFiles(ca=self.ca, cert=self.cert, key=self.key)
 
     def reload(self) -> None:
         """Reloads the settings from disk; raises as `load`."""
@@ -260,3 +287,46 @@ def _parse_settings(path: Path, value: object) -> DeviceSettings:
 
 def _is_text_list(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def save_lockout(root: Path, reason: str, *, kernel_boot_id: Path = KERNEL_BOOT_ID) -> None:
+    """Stores in a state directory that the coordinator rejects its agent; ignores a full card."""
+    try:
+        write_atomic(root / LOCKOUT_FILE, json.dumps({"reason": reason, "boot": read_text(kernel_boot_id)}).encode())
+    except StoreError as error:
+        log.warning("cannot keep that this agent was refused: %s", error)
+
+
+def parse_lockout(payload: str, boot_id: str) -> str | None:
+    """Returns the reason in a command that rejects the agent of `boot_id`; None if it rejects the clone.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    try:
+        value = parse_message(payload.encode())
+        refused, reason = str(value["boot_id"]), str(value["reason"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a refusal must have boot_id and reason, got {payload[:80]}") from error
+    return reason[:MAX_REASON_CHARS] if refused == boot_id else None
+
+
+def check_not_locked_out(root: Path, *, kernel_boot_id: Path = KERNEL_BOOT_ID) -> None:
+    """Raises if the agent of a state directory was rejected since the last boot.
+
+    Raises:
+        ClonedError: it was; the message says what to do.
+    """
+    try:
+        lockout = parse_json((root / LOCKOUT_FILE).read_bytes())
+        reason, boot_id = str(lockout["reason"]), lockout["boot"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError):
+        reason, boot_id = "the note of it is damaged", read_text(kernel_boot_id)
+    if boot_id != read_text(kernel_boot_id):
+        return
+    raise ClonedError(
+        f"{reason}; on the copy run `edgefl device join` with a new token and another --name. If this is the right "
+        f"one, switch the other off, and this one off and on again or delete {root / LOCKOUT_FILE}"
+    )

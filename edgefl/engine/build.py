@@ -7,26 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.compression.codec import make_codec
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.codec_selection import CodecSelector, make_codec_selector, parse_auto_candidates
-from edgefl.compression.decoding import decode_body
 from edgefl.compression.delta import encode_delta, parse_downlink_codec
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
-from edgefl.compression.specs import format_with_layers
+from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import model_fingerprint
 from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy, Task, TensorKind, Tensors, derive_rng
-from edgefl.engine.stopping import RoundCounter, StoppingCriteria
-from edgefl.flower.strategy_names import is_flower_strategy
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.flower.strategy_options import is_flower_strategy
+from edgefl.strategies.aggregation import ServerOptimizer
+from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy, UpdateGuard
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.validated_strategy import make_validated_strategy
-from edgefl.tasks.backends import is_torch_task
+from edgefl.tasks.learners.backends import is_torch_task
 from edgefl.tasks.registry import make_task
 
 
@@ -84,14 +82,14 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         return encode_delta(model, changed, shapes, whole_spec, derive_rng(seed, version, "downlink"))
 
     strategy = _make_strategy(task, config, _make_round_rules(config, shapes, up))
-    if _is_decentralised(strategy):
+    if strategy.has_nodes:
         _check_decentralised(config, task.shapes())
     return RunComponents(
         config=config,
         model=_load_initial_model(task, shapes, config),
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
-        policy=_make_policy(config, shapes, codecs, has_full_models=_is_decentralised(strategy)),
+        policy=_make_policy(config, shapes, codecs, has_full_models=strategy.has_nodes),
         goal=StoppingCriteria(
             rounds=config.run.rounds,
             updates=config.run.updates,
@@ -146,8 +144,8 @@ def _select_known(recommended: Mapping[str, Scalar], settings: Mapping[str, Any]
 
 def _get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | None:
     """Returns the versions per round; None for the number of devices in the first dispatch."""
-    versions_per_round: int | None = getattr(strategy, "versions_per_round", 1)
-    return versions_per_round if versions_per_round is not None else config.run.updates_per_round
+    count = strategy.versions_per_round
+    return count if count is not None else config.run.updates_per_round
 
 
 def _parse_downlink(config: RunConfig) -> tuple[bool, str]:
@@ -195,11 +193,6 @@ def _make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> Round
         ),
         seed=config.run.seed,
     )
-
-
-def _is_decentralised(strategy: Strategy[Any]) -> bool:
-    """Returns whether the strategy makes devices nodes of a graph."""
-    return bool(getattr(strategy, "has_nodes", False))
 
 
 def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:

@@ -7,7 +7,7 @@ dispatch work. After the goal is reached nothing new is assigned; work in flight
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic
 
@@ -31,7 +31,14 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
-from edgefl.engine.stopping import PriorProgress, ProgressTracker, RoundCounter, StoppingCriteria
+from edgefl.engine.progress import (
+    DeviceAccuracy,
+    PriorProgress,
+    ProgressTracker,
+    RoundCounter,
+    StoppingCriteria,
+    VersionAccuracy,
+)
 
 DRAIN_TIMEOUT_S = 60.0
 """Timeout of the drain of work in flight after the goal is reached, and then of the last evaluation."""
@@ -40,6 +47,8 @@ _NEW_RUN = PriorProgress()
 
 EvaluationRule = Callable[[int, int, FleetView, bool, Collection[str]], Sequence[EvaluateInstruction]]
 """(version, round that it ended, view, is last, devices with models of their own) -> evaluations."""
+
+OnScore = Callable[[VersionAccuracy | DeviceAccuracy], None]
 
 
 class _StrategyModelProvider(Generic[S]):
@@ -58,7 +67,7 @@ class _StrategyModelProvider(Generic[S]):
     def device_model(self, device_id: str) -> Tensors:
         if not device_id:
             return self.model()
-        model = self._get_device_models().get(device_id)
+        model = self.strategy.node_models(self.state).get(device_id)
         if model is None:
             raise StrategyError(
                 f"node_models: there is no model of {device_id!r} any more; a version keeps all that it began with"
@@ -67,14 +76,10 @@ class _StrategyModelProvider(Generic[S]):
 
     def list_model_owners(self) -> Sequence[str]:
         """Returns the devices that have models of their own."""
-        return tuple(self._get_device_models())
+        return tuple(self.strategy.node_models(self.state))
 
     def changed(self, since: int) -> Indices | None:
         return self.strategy.changed(self.state, since)
-
-    def _get_device_models(self) -> Mapping[str, Tensors]:
-        get_models: Callable[[S], Mapping[str, Tensors]] | None = getattr(self.strategy, "node_models", None)
-        return {} if get_models is None else get_models(self.state)
 
 
 @dataclass(slots=True)
@@ -168,6 +173,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     loop_state: LoopState | None = None,
     on_turn: Callable[[S, LoopState], None] = lambda _state, _course: None,
     on_abort: Callable[[S], None] = lambda _: None,
+    on_score: OnScore = lambda _: None,
 ) -> tuple[S, str]:
     """Runs a strategy on a fleet until the goal is reached.
 
@@ -184,6 +190,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         loop_state: of a run that resumes exactly there; `prior_progress` is ignored then.
         on_turn: called with both states at the beginning of every turn; the journal has all before it.
         on_abort: called with the state, which is consistent, when the fleet raises instead of returning events.
+        on_score: called with every accuracy, after the events that it follows from are recorded.
 
     Returns:
         The last state and why the run ended.
@@ -220,7 +227,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             )
             if not is_good:
                 dispatch(*orders)  # with the present model
-                source.state = _finish_strategy(strategy, source.state)
+                source.state = strategy.finish(source.state)
                 orders = [*_aggregate_ready(source, view, progress, evaluate, journal=journal, dispatch=dispatch)]
                 progress.scores.record_dispatch(orders)
         if loop_state.drain is None:
@@ -229,6 +236,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             orders += loop_state.drain.schedule_evaluations(source, progress, view, evaluate)
             if not orders and loop_state.drain.is_over(progress, view):
                 journal.commit()
+                _publish_scores(progress.nodes.complete_pending(), on_score)
                 return source.state, loop_state.drain.reason
             decision = loop_state.drain.make_finish_early_decision(view)
         dispatch(*orders, *decision.orders)
@@ -237,9 +245,8 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         )
         events = deque(_wait_for_events(fleet, until_s, source, on_abort))
         while events:  # one by one, so that an update's memory is free before the next is decoded
-            _apply_events(
-                journal.record_events([_validate_event(events.popleft(), policy)]), source, loop_state, policy
-            )
+            journaled = journal.record_events([_validate_event(events.popleft(), policy)])
+            _apply_events(journaled, source, loop_state, policy, on_score)
 
 
 def _wait_for_events(
@@ -283,19 +290,25 @@ def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
 
 
 def _apply_events(
-    events: Sequence[Event], provider: _StrategyModelProvider[S], loop_state: LoopState, policy: ParticipationPolicy
+    events: Sequence[Event],
+    provider: _StrategyModelProvider[S],
+    loop_state: LoopState,
+    policy: ParticipationPolicy,
+    on_score: OnScore,
 ) -> None:
+    """Applies journaled events; the policy gets the accuracy of each newest version once."""
     for event in events:
-        _record_event(event, loop_state.tally, policy)
+        scores = loop_state.tally.record_event(event)
+        newest = (score.accuracy for score in scores if isinstance(score, VersionAccuracy) and score.is_newest)
+        policy.observe(event, next(newest, None))
+        _publish_scores(scores, on_score)
         if isinstance(event, Update) and not loop_state.is_model_frozen:
             provider.state = provider.strategy.receive(provider.state, event)
 
 
-def _record_event(event: Event, progress: ProgressTracker, policy: ParticipationPolicy) -> None:
-    """Records an event in the progress and the policy; the policy gets each version's accuracy once."""
-    evaluated_version = progress.scores.version
-    progress.record_event(event)
-    policy.observe(event, progress.scores.accuracy if progress.scores.version != evaluated_version else None)
+def _publish_scores(scores: Sequence[VersionAccuracy | DeviceAccuracy], on_score: OnScore) -> None:
+    for score in scores:
+        on_score(score)
 
 
 def _aggregate_ready(
@@ -323,12 +336,6 @@ def _aggregate_ready(
                 provider.list_model_owners(),
             )
     return orders
-
-
-def _finish_strategy(strategy: Strategy[S], state: S) -> S:
-    """Calls the strategy's `finish`, where it has one: nothing more will be assigned."""
-    finish: Callable[[S], S] | None = getattr(strategy, "finish", None)
-    return state if finish is None else finish(state)
 
 
 def _aggregate_once(provider: _StrategyModelProvider[S], journal: Journal, progress: ProgressTracker) -> None:

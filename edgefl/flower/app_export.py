@@ -10,19 +10,18 @@ import importlib.metadata
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 
 from edgefl import DISTRIBUTION, __version__
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
-from edgefl.core.types import Json
-from edgefl.tasks.backends import is_torch_task
+from edgefl.core.safe_parsing import format_toml
+from edgefl.tasks.learners.backends import is_torch_task
 from edgefl.tasks.registry import make_task
 
 PACKAGE = "edgefl_app"
-EXCLUDED_FOLDERS = frozenset({"bundles", "cli", "coordinator", "history", "provision", "simulation"})
+EXCLUDED_FOLDERS = frozenset({"cli", "coordinator", "history", "provision", "simulation", "system/bundles"})
 """Folders of edgefl that apps do not import."""
 _EXTRA_DEPENDENCIES = ("safetensors", "zstandard")
 """Dependencies of edgefl in every app that Flower does not install."""
@@ -61,7 +60,7 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
     contents = {
         "LICENSE": _get_distribution().read_text("licenses/LICENSE") or "Apache-2.0\n",
         f"{PACKAGE}/__init__.py": f'"""{values["DESCRIPTION"]}."""\n',
-        f"{PACKAGE}/run.toml": to_toml(config.to_json()),
+        f"{PACKAGE}/run.toml": "# Every setting of the run, defaults too.\n" + format_toml(config.to_json()),
     }
     for template in ("pyproject.toml", "README.md", "server_app.py", "client_app.py"):
         text = files("edgefl.flower").joinpath("app_template", f"{template}.txt").read_text(encoding="utf-8")
@@ -70,18 +69,9 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
     contents |= {path.name: path.read_text(encoding="utf-8") for path in user_modules}
     paths = [_write(out / target, text) for target, text in contents.items()]
     for source in sorted(_SOURCE.rglob("*.py")):
-        if source.relative_to(_SOURCE).parts[0] not in EXCLUDED_FOLDERS:
+        if not any(source.is_relative_to(_SOURCE / folder) for folder in EXCLUDED_FOLDERS):
             _write(out / source.relative_to(_SOURCE.parent), source.read_text(encoding="utf-8"))
     return [*paths, out / _SOURCE.name]
-
-
-def to_toml(sections: Mapping[str, Mapping[str, object]]) -> str:
-    """Returns tables of strings, numbers, booleans and lists of them as TOML."""
-    lines = ["# Every setting of the run, defaults too.\n"]
-    for section, table in sections.items():
-        lines.append(f"[{section}]\n")
-        lines += [f"{_format_key(key)} = {_format_value(value)}\n" for key, value in table.items()]
-    return "".join(lines)
 
 
 def _make_template_values(config: RunConfig, scheme: str, name: str | None) -> dict[str, str]:
@@ -169,12 +159,3 @@ def _write(path: Path, text: str) -> Path:
 def _format_text(value: str) -> str:
     """Returns a text escaped for a quoted TOML string."""
     return json.dumps(value, ensure_ascii=False)[1:-1]
-
-
-def _format_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
-
-
-def _format_value(value: Json | object) -> str:
-    # JSON's strings, booleans and lists of strings are valid TOML; a float must keep its point to stay a float.
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -17,8 +17,8 @@ from flwr.clientapp import ClientApp
 from edgefl.core.config import RunConfig, load_run
 from edgefl.core.errors import ConfigError, DataError, EdgeflError
 from edgefl.core.types import Json, Role, derive_seed
-from edgefl.flower.app_messages import decode_content, encode_content, make_body_record
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.flower.app_runtime import decode_content, encode_content, make_body_record
+from edgefl.tasks.datasets.central import create_shards
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,62}\Z", re.ASCII)
 STATE_VARIABLE = "XDG_STATE_HOME"

@@ -36,7 +36,7 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
-from edgefl.flower.app_messages import decode_content, encode_content, make_body_record
+from edgefl.flower.app_runtime import decode_content, encode_content, make_body_record
 
 log = logging.getLogger(__name__)
 

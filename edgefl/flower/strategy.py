@@ -23,20 +23,19 @@ from flwr.serverapp.strategy import Strategy as FlowerBase
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import Algorithm, Array, FleetView, Instruction, Scalar, TrainConfig, Update, derive_seed
-from edgefl.flower.process_globals import ensure_identity, seed_global_generators
-from edgefl.flower.strategy_attributes import SavedArrays, export_attributes, is_plain, restore_attributes
+from edgefl.flower.isolation import StubGrid, TooFewNodesError, ensure_identity, seed_global_generators
 from edgefl.flower.strategy_options import (
     check_min_nodes,
     find_flower_strategy,
     get_flower_settings,
     make_flower_object,
 )
-from edgefl.flower.stub_grid import StubGrid, TooFewNodesError
-from edgefl.strategies.round_rules import RoundRules
-from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.strategies.aggregation import dense_tensor, unload_tensors
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
-from edgefl.strategies.synchronous.streaming_mean import dense_tensor, unload_tensors
+
+log = logging.getLogger(__name__)
 
 __all__ = ["FlowerStrategy", "get_flower_settings", "make_flower_strategy"]
 
@@ -44,6 +43,7 @@ ALIASES = {"lr": "learning_rate", "local_epochs": "epochs", "proximal_mu": "mu"}
 """Names in Flower's tutorials of differently named plan settings."""
 _BUDGETS = ("iterations", "epochs", "seconds")
 _PLAN_FIELDS = frozenset({*_BUDGETS, "batch_size", "learning_rate", "momentum", "weight_decay"})
+_PLAIN_TYPES = (str, int, float, bool, type(None))
 
 
 @dataclass(slots=True)
@@ -185,9 +185,6 @@ def compute_node_id(device_id: str) -> int:
     return derive_seed("flower-node", device_id) % 2**63
 
 
-log = logging.getLogger(__name__)
-
-
 def _make_round_config(state: FlowerState, round_number: int, learning_rate: float) -> ConfigRecord:
     """Returns the round's configuration: the last round's, with `lr` by both schedules."""
     if state.config_round != round_number:
@@ -269,3 +266,56 @@ def _apply_config(plan: TrainConfig, records: Iterable[ConfigRecord]) -> TrainCo
             unset = {budget: None for budget in _BUDGETS if name in _BUDGETS and budget != name}
             plan = replace(plan, **{**unset, name: value})  # type: ignore[arg-type] # devices check the values
     return plan
+
+
+@dataclass(slots=True)
+class SavedArrays:
+    """An `ArrayRecord` as NumPy arrays."""
+
+    arrays: dict[str, Array]
+
+
+def export_attributes(strategy: object) -> dict[str, Any]:
+    """Returns the attributes that can be saved, settings among them; functions and other objects are skipped."""
+    attributes = {name: _to_saved(value) for name, value in vars(strategy).items() if is_plain(value)}
+    return {name: value for name, value in attributes.items() if not name.startswith("__")}
+
+
+def restore_attributes(strategy: object, attributes: Mapping[str, Any]) -> None:
+    """Sets saved attributes on a strategy."""
+    for name, value in attributes.items():
+        setattr(strategy, name, _from_saved(value))
+
+
+def is_plain(value: object) -> bool:
+    """Returns whether a value can be part of a saved state."""
+    if isinstance(value, ArrayRecord):
+        return all(array.stype == "numpy.ndarray" for array in value.values())
+    if type(value) is np.ndarray or isinstance(value, np.generic):
+        return value.dtype.kind in "biuf"
+    if type(value) is dict:
+        return all(type(key) in {str, int, bool} and is_plain(entry) for key, entry in value.items())
+    if type(value) in {list, tuple}:
+        return all(is_plain(entry) for entry in value)  # type: ignore[attr-defined] # a list or a tuple
+    return type(value) in _PLAIN_TYPES
+
+
+def _to_saved(value: Any) -> Any:
+    """Returns a deep copy of a value, so that the strategy's next step does not change the saved one."""
+    if isinstance(value, ArrayRecord):
+        return SavedArrays({name: array.numpy() for name, array in value.items()})
+    if type(value) is dict:
+        return {key: _to_saved(entry) for key, entry in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_to_saved(entry) for entry in value)
+    return value
+
+
+def _from_saved(value: Any) -> Any:
+    if isinstance(value, SavedArrays):
+        return ArrayRecord({name: FlowerArray(array) for name, array in value.arrays.items()})
+    if type(value) is dict:
+        return {key: _from_saved(entry) for key, entry in value.items()}
+    if type(value) in {list, tuple}:
+        return type(value)(_from_saved(entry) for entry in value)
+    return value

@@ -1,4 +1,4 @@
-"""Finds Flower strategies by name and builds them from the options of a run file."""
+"""Finds Flower strategies by name and builds them from the options of a run file; Flower is imported on use."""
 
 from __future__ import annotations
 
@@ -7,26 +7,45 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-import flwr.serverapp.strategy as flower_strategies
-from flwr.serverapp.strategy import Strategy as FlowerBase
+from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import Scalar
-from edgefl.flower.strategy_names import PREFIX
 from edgefl.strategies.registry import REQUIRED
 from edgefl.strategies.strategy_config import StrategyConfig
 
+if TYPE_CHECKING:
+    from flwr.serverapp.strategy import Strategy as FlowerBase
+
+PREFIX = "flwr:"
 MIN_NODE_OPTIONS = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
 """Flower's default is 2 each; here the run file's `devices.min` gates the start, unless an option does."""
 UNSUPPORTED_PREFIXES = ("FedXgbBagging", "FedXgbCyclic", "DifferentialPrivacy")
 """Prefixes of unsupported strategies: those that grow trees, and those that wrap another strategy."""
+_FLOWER_MODULE = "flwr.serverapp.strategy"
+_TRAINING_KINDS: Mapping[str, type[Any]] = MappingProxyType(
+    {"iterations": int, "batch_size": int, "seconds": float, "epochs": float, "optimizer": str}
+)
+"""Types of settings whose default does not show it."""
+
+
+def is_flower_strategy(name: str) -> bool:
+    """Returns whether `name` is `flwr:Class`, or the `module:Class` of a subclass of Flower's `Strategy`."""
+    if name.startswith(PREFIX):
+        return True
+    module_name, _, class_name = name.partition(":")
+    if not class_name:
+        return False
+    try:
+        candidate = getattr(importlib.import_module(module_name), class_name)
+    except (Exception, SystemExit):  # noqa: BLE001 whoever makes the strategy meets the same error, and says it
+        return False
+    return any(base.__module__.startswith(_FLOWER_MODULE) for base in getattr(candidate, "__mro__", ()))
 
 
 def list_flower_strategies() -> list[str]:
     """Returns the names of Flower's own strategies that are supported."""
-    return [PREFIX + name for name in sorted(vars(flower_strategies)) if _is_strategy(name)]
+    return [PREFIX + name for name in sorted(_load_flower_classes()) if _is_strategy(name)]
 
 
 def find_flower_strategy(name: str) -> type[FlowerBase]:
@@ -40,7 +59,7 @@ def find_flower_strategy(name: str) -> type[FlowerBase]:
         raise StrategyError(
             f"Flower has no strategy {class_name!r} for us; known: {', '.join(list_flower_strategies())}"
         )
-    module = flower_strategies if name.startswith(PREFIX) else importlib.import_module(module_name)
+    module = importlib.import_module(_FLOWER_MODULE if name.startswith(PREFIX) else module_name)
     strategy_class: type[FlowerBase] = getattr(module, class_name)
     return strategy_class
 
@@ -84,10 +103,16 @@ def check_min_nodes(strategy: FlowerBase, max_devices: int | None) -> None:
             raise ConfigError(f"strategy.{option} must be at most devices.count = {max_devices}, got {minimum}")
 
 
+def _load_flower_classes() -> dict[str, Any]:
+    return vars(importlib.import_module(_FLOWER_MODULE))
+
+
 def _is_strategy(name: str) -> bool:
-    candidate = vars(flower_strategies).get(name)
-    is_one = inspect.isclass(candidate) and issubclass(candidate, FlowerBase) and not inspect.isabstract(candidate)
-    return is_one and not name.startswith(UNSUPPORTED_PREFIXES)
+    classes = _load_flower_classes()
+    candidate = classes.get(name)
+    if not inspect.isclass(candidate) or inspect.isabstract(candidate):
+        return False
+    return issubclass(candidate, classes["Strategy"]) and not name.startswith(UNSUPPORTED_PREFIXES)
 
 
 def _list_parameters(strategy_class: type[FlowerBase]) -> dict[str, Any]:
@@ -114,9 +139,3 @@ def _check_type(option: str, value: Scalar, default: object) -> None:
     if types and (not isinstance(value, types) or (isinstance(value, bool) and kind is not bool)):
         description = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[kind]
         raise ConfigError(f"strategy.{option} must be {description}, got {value!r}")
-
-
-_TRAINING_KINDS: Mapping[str, type[Any]] = MappingProxyType(
-    {"iterations": int, "batch_size": int, "seconds": float, "epochs": float, "optimizer": str}
-)
-"""Types of settings whose default does not show it."""

@@ -1,16 +1,18 @@
-"""Rounds of runs as arrays, from any history reader."""
+"""Rounds and assignments of runs as arrays, from any history reader."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 
 from edgefl.core.errors import NotFoundError, UsageError
-from edgefl.core.types import Array, Json
+from edgefl.core.types import Array, Json, UpdateStatus
+from edgefl.storage.queries.columns import HistoryFilters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +29,7 @@ class HistoryReader(Protocol):
     """Source of history rows: a store, or a remote coordinator."""
 
     def find_run(self, text: str) -> RunInfo: ...
-    def read_rows(
-        self,
-        kind: str,
-        *,
-        run: str,
-        since: float | None = None,
-        until: float | None = None,
-        limit: int | None = None,
-    ) -> list[Json]: ...
+    def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +62,12 @@ def parse_round_range(text: str) -> RoundRange:
     if low is not None and high is not None and low > high:
         raise UsageError(f"rounds must go from the lower to the higher, got {text!r}")
     return RoundRange(low, high)
+
+
+_ROUND_COLUMNS = (
+    "round", "bytes_up", "bytes_down", "num_devices", "num_updates", "accuracy", "loss", "train_loss",
+    "node_accuracy", "worst_node_accuracy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,18 +144,8 @@ def read_rounds(
 
 
 def _make_series(run_info: RunInfo, label: str, rows: Sequence[Json]) -> RoundSeries:
-    up, down = make_column_array(rows, "bytes_up"), make_column_array(rows, "bytes_down")
+    columns = {name: make_column_array(rows, name) for name in _ROUND_COLUMNS}
     started_s, closed_s = make_column_array(rows, "started_at"), make_column_array(rows, "closed_at")
-    same_names = (
-        "round",
-        "num_devices",
-        "num_updates",
-        "accuracy",
-        "loss",
-        "train_loss",
-        "node_accuracy",
-        "worst_node_accuracy",
-    )
     facts = [row.get("facts") or {} for row in rows]
     return RoundSeries(
         head=run_info,
@@ -163,11 +153,9 @@ def _make_series(run_info: RunInfo, label: str, rows: Sequence[Json]) -> RoundSe
         started_s=started_s,
         closed_s=closed_s,
         elapsed_s=closed_s - np.min(started_s),
-        transferred_bytes=np.cumsum(np.nan_to_num(up) + np.nan_to_num(down)),
-        bytes_up=up,
-        bytes_down=down,
+        transferred_bytes=np.cumsum(np.nan_to_num(columns["bytes_up"]) + np.nan_to_num(columns["bytes_down"])),
         disagreement=make_column_array(facts, "disagreement"),
-        **{name: make_column_array(rows, name) for name in same_names},
+        **columns,
     )
 
 
@@ -182,3 +170,82 @@ def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]
     runs = list({run.run_id: run for run in map(source.find_run, texts)}.values())
     name_counts = Counter(run.name for run in runs)
     return {run.name if name_counts[run.name] == 1 else f"{run.name} {run.run_id}": run for run in runs}
+
+
+READ_BATCH_ROWS = 50_000
+"""A run of a million assignments is read in batches: HTTPS answers are limited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignmentArrays:
+    """Arrays of [assignments]; numbers are float64, NaN where unknown, times unix seconds."""
+
+    device: Array
+    is_used: Array
+    round: Array
+    dispatched_at: Array
+    received_at: Array
+    compute_s: Array
+    send_s: Array
+    wait_s: Array
+    iterations: Array
+    staleness: Array
+    bytes_up: Array
+    bytes_down: Array
+
+    def __len__(self) -> int:
+        return len(self.device)
+
+    def select(self, mask: Array) -> AssignmentArrays:
+        """Returns a selection; `mask` is a boolean mask or indices."""
+        return AssignmentArrays(**{name: getattr(self, name)[mask] for name in self.__dataclass_fields__})
+
+
+def read_assignments(
+    source: HistoryReader, series: RoundSeries, round_range: RoundRange | None = None
+) -> AssignmentArrays:
+    """Returns the assignments of the selected rounds of a run, all when None.
+
+    An update of an asynchronous run belongs to the round in which it was applied, and may have been dispatched long
+    before.
+
+    Args:
+        source: to read from.
+        series: all closed rounds of the run.
+        round_range: which rounds.
+    """
+    parts = []
+    for since, until in _split_time(series):
+        part = _to_arrays(source.read_rows("updates", run=series.head.run_id, since=since, until=until))
+        parts.append(part if round_range is None else part.select(round_range.contains(part.round)))
+    return _concatenate(parts)
+
+
+def read_assignments_between(source: HistoryReader, run_id: str, since: float, until: float) -> AssignmentArrays:
+    """Returns the assignments dispatched in this time, unix seconds."""
+    return _to_arrays(source.read_rows("updates", run=run_id, since=since, until=until))
+
+
+def _split_time(series: RoundSeries) -> Iterator[tuple[float | None, float | None]]:
+    """Yields time spans with about `READ_BATCH_ROWS` assignments each; the first and the last are open."""
+    counts = np.fmax(series.num_devices, series.num_updates)
+    parts = np.nancumsum(counts) // READ_BATCH_ROWS
+    starts = [float(series.started_s[index]) for index in 1 + np.flatnonzero(np.diff(parts))]
+    bounds = [None, *sorted(set(starts)), None]
+    yield from pairwise(bounds)
+
+
+def _to_arrays(rows: Sequence[Json]) -> AssignmentArrays:
+    return AssignmentArrays(
+        device=np.array([row["device_id"] for row in rows], dtype=object),
+        is_used=np.array([row["outcome"] == str(UpdateStatus.USED) for row in rows], dtype=bool),
+        **{
+            name: make_column_array(rows, name)
+            for name in AssignmentArrays.__dataclass_fields__.keys() - {"device", "is_used"}
+        },
+    )
+
+
+def _concatenate(parts: Sequence[AssignmentArrays]) -> AssignmentArrays:
+    names = AssignmentArrays.__dataclass_fields__
+    return AssignmentArrays(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

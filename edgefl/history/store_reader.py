@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 from edgefl.core.types import Json
 from edgefl.history.series import RunInfo
+from edgefl.storage.queries.columns import HistoryFilters
 from edgefl.storage.queries.history import find_run_id, read_history
 from edgefl.storage.repositories.records import RunRecord
 from edgefl.storage.store import Store
@@ -29,14 +31,6 @@ class StoreHistoryReader:
             run_id=record.run_id, name=record.name, strategy=record.strategy, batch_size=self._batch_size(record)
         )
 
-    def read_rows(
-        self,
-        kind: str,
-        *,
-        run: str,
-        since: float | None = None,
-        until: float | None = None,
-        limit: int | None = None,
-    ) -> list[Json]:
+    def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
         """Returns rows of one run, oldest first."""
-        return read_history(self._store, kind, run=run, since=since, until=until, limit=limit)
+        return read_history(self._store, kind, **filters)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from edgefl.core.errors import EdgeflError, NotAllowedError, UsageError
 from edgefl.provision import provisioning_files
-from edgefl.provision.drop_ins import render_shard_drop_ins
+from edgefl.provision.payload import render_shard_drop_ins
+from edgefl.provision.provisioning_files import read_content
 
 DEFAULT_PYTHON = "/opt/edgefl/current/bin/python"
 UNITS_FOLDER = Path("/etc/systemd/system")
@@ -74,7 +75,7 @@ def render_units(installation: SystemdInstallation) -> dict[str, str]:
     }
     if installation.kind is MachineKind.DEVICE:
         drop_ins = render_shard_drop_ins(installation.shards)
-        units |= {name.removeprefix("units/"): _decode_content(content) for name, content in drop_ins.items()}
+        units |= {name.removeprefix("units/"): read_content(content).decode() for name, content in drop_ins.items()}
     if installation.has_gpu:
         units["edgefl-device.service.d/10-gpu.conf"] = provisioning_files.load_text("units/10-gpu.conf")
     if installation.has_broker:
@@ -161,7 +162,3 @@ def _has_user(name: str) -> bool:
     except KeyError:
         return False
     return True
-
-
-def _decode_content(content: bytes | Path) -> str:
-    return (content if isinstance(content, bytes) else content.read_bytes()).decode()

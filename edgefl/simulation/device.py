@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.types import DeviceInfo, DeviceThroughput, HealthMetrics, TrainConfig, TrainInstruction, derive_rng
+from edgefl.core.types import DeviceInfo, HealthMetrics, TrainConfig, TrainInstruction, derive_rng
 from edgefl.simulation.backends.backend import TrainingJob, TrainingResult
-from edgefl.simulation.profiles import DeviceProfile
-from edgefl.simulation.traces import IterationTimes, SlowdownTrace, value_at
+from edgefl.simulation.profiles import DeviceProfile, IterationTimes, SlowdownTrace, value_at
 
 MAX_JITTER_SAMPLES = 4096
 """Number of iterations after which an instruction's jitter repeats, so that a budget of millions costs no memory."""
-SPEED_SMOOTHING = 0.3
-"""Weight of the newest measurement in a device's speed, as in the live fleet."""
 REPORT_INTERVAL_S = 0.1
 """Minimum seconds between progress reports of a device."""
 
@@ -99,11 +96,9 @@ class SimulatedDevice:
         seed: of its own times.
         boot_count: number of reboots; work started before the last one is void.
         is_up: it is running; `is_present`: the coordinator sees it as present.
-        in_flight_ids: assignment ids, oldest first.
         queue, current: queued work, and the work being computed.
         downlink_free_s, uplink_free_s: end of the transfers queued on its own link.
         model_version: of the model last received; None when it holds none.
-        speed: as measured by the coordinator.
     """
 
     info: DeviceInfo
@@ -117,13 +112,11 @@ class SimulatedDevice:
     boot_count: int = 0
     is_up: bool = True
     is_present: bool = True
-    in_flight_ids: list[str] = field(default_factory=list)
     queue: deque[InFlightWork] = field(default_factory=deque)
     current: InFlightWork | None = None
     downlink_free_s: float = 0.0
     uplink_free_s: float = 0.0
     model_version: int | None = None
-    speed: DeviceThroughput = field(default_factory=DeviceThroughput)
     compute_slowdown: SlowdownTrace | None = None
     link_slowdown: SlowdownTrace | None = None
     _rng: Generator | None = None
@@ -186,16 +179,6 @@ class SimulatedDevice:
         work.job.iterations = min(1, work.max_iterations) if work.is_finishing_early else work.max_iterations
         work.due_s = work.compute_end_s(work.job.iterations)
 
-    def record_speed(self, *, iteration_s: float | None, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
-        """Records a measurement: seconds per iteration (None: none) and bytes per second both ways."""
-        previous = self.speed
-        estimate_s = previous.seconds_per_iteration
-        self.speed = DeviceThroughput(
-            seconds_per_iteration=estimate_s if iteration_s is None else _smooth(estimate_s, iteration_s),
-            up_bytes_per_s=_smooth(previous.up_bytes_per_s, up_bytes_per_s),
-            down_bytes_per_s=_smooth(previous.down_bytes_per_s, down_bytes_per_s),
-        )
-
     def compute_health(self, now_s: float) -> HealthMetrics | None:
         """Returns the health metrics of its heartbeats; None where its profile has none."""
         profile = self.profile
@@ -247,7 +230,3 @@ def compute_planned_iterations(config: TrainConfig, num_examples: int) -> int | 
     if config.epochs is not None:
         return max(1, round(config.epochs * math.ceil(num_examples / config.batch_size)))
     return config.iterations
-
-
-def _smooth(previous: float | None, newest: float) -> float:
-    return newest if previous is None else previous + SPEED_SMOOTHING * (newest - previous)

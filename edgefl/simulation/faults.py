@@ -25,8 +25,7 @@ from typing import Any, Literal
 from edgefl.core.config import from_mapping
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
-from edgefl.simulation.profiles import DeviceProfile
-from edgefl.simulation.traces import StepTrace, add_traces, merge_absences, multiply_traces
+from edgefl.simulation.profiles import DeviceProfile, StepTrace, add_traces, merge_absences, multiply_traces
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "cut", "link", "loss", "rate", "delay", "clock", "full-disk", "torn-tail", "damage"

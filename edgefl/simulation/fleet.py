@@ -1,14 +1,17 @@
 """The simulated fleet: an event queue in virtual time in place of devices and networks.
 
-Presence, evaluation and the events of the round loop; `instruction_lifecycle` carries instructions and updates. All
-times follow from profiles and seeds; the training is real. Every event costs O(log n) in the number of devices.
+Presence, churn, evaluation and the events of the round loop; `instruction_lifecycle` carries instructions and
+updates. All times follow from profiles and seeds; the training is real. Every event costs O(log n) in the number of
+devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from numpy.random import Generator
 
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import (
@@ -18,6 +21,7 @@ from edgefl.core.types import (
     EvaluateResult,
     Event,
     FinishEarlyInstruction,
+    HealthMetrics,
     Instruction,
     InstructionFailed,
     ModelProvider,
@@ -25,15 +29,91 @@ from edgefl.core.types import (
     TrainInstruction,
     Update,
     UpdateStatus,
+    derive_rng,
 )
+from edgefl.engine.fleet_state import FleetState
 from edgefl.simulation.backends.backend import EncodedModel, TrainingBackend, TrainingFailedError
-from edgefl.simulation.churn import ChurnSimulator
 from edgefl.simulation.device import SimulatedDevice
-from edgefl.simulation.downlink import SimulatedDownlink
-from edgefl.simulation.event_queue import SimulationEventQueue
-from edgefl.simulation.fleet_view import SimulatedFleetView
 from edgefl.simulation.instruction_lifecycle import InstructionLifecycle, make_failure
-from edgefl.simulation.network import SimulatedNetwork
+from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
+
+
+class ChurnSimulator:
+    """Takes devices down and brings them back.
+
+    Args:
+        event_queue: virtual time.
+        failure_detection_s: time until the coordinator detects a lost device.
+        on_failure: called when a device fails.
+        on_failure_detected: called when the coordinator detects it, unless the device is back by then.
+        on_recovery: called when it is running again.
+    """
+
+    def __init__(
+        self,
+        event_queue: SimulationEventQueue,
+        *,
+        failure_detection_s: float,
+        on_failure: Callable[[SimulatedDevice], None],
+        on_failure_detected: Callable[[SimulatedDevice], None],
+        on_recovery: Callable[[SimulatedDevice], None],
+    ) -> None:
+        self._event_queue, self._failure_detection_s = event_queue, failure_detection_s
+        self._on_failure, self._on_failure_detected, self._on_recovery = on_failure, on_failure_detected, on_recovery
+        self._rngs: dict[str, Generator] = {}
+
+    def register(self, device: SimulatedDevice) -> None:
+        """Schedules a device's first absence; one that is away from the start is marked as such."""
+        start_s, end_s = self._compute_next_absence(device)
+        if start_s > 0:
+            self._schedule_failure(device, start_s, end_s)
+            return
+        device.is_up = device.is_present = False
+        if math.isfinite(end_s):
+            self._event_queue.schedule(end_s, self._recover, device)
+
+    def _schedule_failure(self, device: SimulatedDevice, start_s: float, end_s: float) -> None:
+        if math.isfinite(start_s):
+            self._event_queue.schedule(start_s, self._fail, (device, end_s))
+
+    def _fail(self, argument: tuple[SimulatedDevice, float]) -> None:
+        board, end_s = argument
+        board.is_up = False
+        board.boot_count += 1
+        self._on_failure(board)
+        self._event_queue.schedule(
+            self._event_queue.now_s + self._failure_detection_s, self._detect_failure, (board, board.boot_count)
+        )
+        if math.isfinite(end_s):
+            self._event_queue.schedule(end_s, self._recover, board)
+
+    def _detect_failure(self, argument: tuple[SimulatedDevice, int]) -> None:
+        board, boot_count = argument
+        if board.boot_count == boot_count and not board.is_up and board.is_present:
+            board.is_present = False
+            self._on_failure_detected(board)
+
+    def _recover(self, device: SimulatedDevice) -> None:
+        device.is_up = device.is_present = True
+        self._on_recovery(device)
+        self._schedule_failure(device, *self._compute_next_absence(device))
+
+    def _compute_next_absence(self, device: SimulatedDevice) -> tuple[float, float]:
+        now_s = self._event_queue.now_s
+        scheduled = next((absence for absence in device.profile.offline if absence[1] > now_s), (math.inf, math.inf))
+        return min((max(scheduled[0], now_s), scheduled[1]), self._draw_absence(device))
+
+    def _draw_absence(self, device: SimulatedDevice) -> tuple[float, float]:
+        profile = device.profile
+        if profile.mtbf_s is None or profile.mttr_s is None:
+            return math.inf, math.inf
+        # A separate stream: the same devices fail at the same times whatever their instructions.
+        if device.device_id not in self._rngs:
+            self._rngs[device.device_id] = derive_rng(device.seed, "absence", device.device_id)
+        rng = self._rngs[device.device_id]
+        start_s = self._event_queue.now_s + float(rng.exponential(profile.mtbf_s))
+        return start_s, start_s + float(rng.exponential(profile.mttr_s))
+
 
 MAX_IDLE_WAITS = 10_000
 """Number of waits without events after which the run fails, if none can follow."""
@@ -59,6 +139,27 @@ class SimulationSettings:
     join_at_start: bool = False
 
 
+class _SimulatedHealth(Mapping[str, HealthMetrics]):
+    """Health metrics of the devices whose profiles define them."""
+
+    def __init__(self, devices: Mapping[str, SimulatedDevice], event_queue: SimulationEventQueue) -> None:
+        self._devices, self._event_queue = devices, event_queue
+
+    def __getitem__(self, device_id: str) -> HealthMetrics:
+        vitals = self._devices[device_id].compute_health(self._event_queue.now_s)
+        if vitals is None:
+            raise KeyError(device_id)
+        return vitals
+
+    def __iter__(self) -> Iterator[str]:
+        return (
+            name for name, board in self._devices.items() if board.compute_health(self._event_queue.now_s) is not None
+        )
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class SimulatedFleet:
     """Implements `Fleet` in virtual time.
 
@@ -81,7 +182,11 @@ class SimulatedFleet:
     ) -> None:
         self._backend, self._downlink, self._settings = backend, downlink, settings or SimulationSettings()
         self._event_queue, self._events = SimulationEventQueue(), list[Event]()
-        self._view = SimulatedFleetView(self._event_queue, devices, evaluators)
+        self._devices = {board.device_id: board for board in devices}
+        self._members: frozenset[str] | None = None
+        self._state = FleetState(_SimulatedHealth(self._devices, self._event_queue))
+        for info in evaluators:
+            self._state.update_device(info.device_id, info)
         self._lifecycle = InstructionLifecycle(
             event_queue=self._event_queue,
             network=SimulatedNetwork(
@@ -90,7 +195,7 @@ class SimulatedFleet:
                 down_bytes_per_s=self._settings.down_bytes_per_s,
             ),
             backend=backend,
-            view=self._view,
+            state=self._state,
             publish=self._publish,
         )
         self._num_idle_waits = self._num_lost = 0
@@ -104,14 +209,15 @@ class SimulatedFleet:
         for board in devices:
             presence.register(board)
             if board.is_present:
-                self._view.add_device(board)
+                self._state.update_device(board.device_id, board.info)
 
     @property
     def now_s(self) -> float:
         return self._event_queue.now_s
 
-    def view(self) -> SimulatedFleetView:
-        return self._view
+    def view(self) -> FleetState:
+        self._state.start_turn(self.now_s)
+        return self._state
 
     def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None:
         """Dispatches instructions now; one that cannot be dispatched comes back as `InstructionFailed`."""
@@ -140,10 +246,10 @@ class SimulatedFleet:
             self._event_queue.now_s = max(self.now_s, until_s)
         self._num_idle_waits = 0 if events or not self._event_queue.is_empty else self._num_idle_waits + 1
         if self._num_idle_waits > MAX_IDLE_WAITS:
-            num_trainers = sum(info.role == Role.TRAINER for info in self._view.devices.values())
+            num_trainers = sum(info.role == Role.TRAINER for info in self._state.devices.values())
             raise RunFailedError(
                 f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
-                f"{len(self._view.simulated_devices)} devices are there, none of them is given work, "
+                f"{len(self._devices)} devices are there, none of them is given work, "
                 "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unwell, "
                 "and at whom the strategy itself asks"
             )
@@ -155,17 +261,17 @@ class SimulatedFleet:
             self._num_lost = 0
         elif isinstance(event, InstructionFailed) and event.outcome == UpdateStatus.LOST:
             self._num_lost += 1
-            if self._num_lost > max(MAX_CONSECUTIVE_LOSSES, 20 * len(self._view.simulated_devices)):
+            if self._num_lost > max(MAX_CONSECUTIVE_LOSSES, 20 * len(self._devices)):
                 raise RunFailedError(
                     f"no device is ever back in time: {self._num_lost} assignments in a row were lost, the last at "
                     f"{self.now_s:.3g} virtual seconds; {event.device_id}: {event.reason}"
                 )
 
     def _assign(self, instruction: TrainInstruction, provider: ModelProvider) -> None:
-        if self._settings.join_at_start:
-            self._view.freeze_membership()
-        board = self._view.simulated_devices.get(instruction.device_id)
-        if board is None or instruction.device_id not in self._view.devices:
+        if self._settings.join_at_start and self._members is None:
+            self._members = frozenset(self._state.devices)
+        board = self._devices.get(instruction.device_id)
+        if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
             return
         if instruction.plan.node is None and not instruction.plan.inbox:
@@ -179,7 +285,7 @@ class SimulatedFleet:
 
     def _evaluate(self, request: tuple[EvaluateInstruction, EncodedModel]) -> None:
         order, encoded = request
-        info = self._view.devices.get(order.device_id)
+        info = self._state.devices.get(order.device_id)
         if info is None:
             self._reject(order)
             return
@@ -206,10 +312,12 @@ class SimulatedFleet:
 
     def _on_failure_detected(self, device: SimulatedDevice) -> None:
         self._lifecycle.fail_all(device, "device gone: it fell silent")
-        self._view.remove_device(device)
+        self._state.update_device(device.device_id, None)
 
     def _on_recovery(self, device: SimulatedDevice) -> None:
         # Back before the failure was detected: the contents of its memory are lost all the same.
         self._lifecycle.fail_all(device, "its agent restarted")
-        if self._view.add_device(device):
-            self._publish(DeviceAvailable(device_id=device.device_id))
+        name = device.device_id
+        if name not in self._state.devices and (self._members is None or name in self._members):
+            self._state.update_device(name, device.info)
+            self._publish(DeviceAvailable(device_id=name))

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgefl.coordinator.runs.history_recorder import HistoryRecorder
+from edgefl.coordinator.runs.history_recorder import ComputeMetrics, HistoryRecorder, compute_no_metrics
 from edgefl.coordinator.runs.history_writer import HistoryWriter
-from edgefl.coordinator.runs.strategy_metrics import ComputeMetrics, compute_no_metrics
 from edgefl.core.config import RunConfig
-from edgefl.core.types import Decision, DeviceInfo, Event, Json, Tensors
-from edgefl.engine.stopping import RoundCounter
+from edgefl.core.types import DeviceInfo, Json, Tensors
+from edgefl.engine.progress import RoundCounter
+from edgefl.engine.run_log import RunLog
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import RunStatus, SavedModelRow, SimulatedDeviceRow
 from edgefl.storage.store import Store
@@ -61,7 +61,7 @@ class SimulationHistory:
         self.run_id = _create_run_id(store, self._config, devices)
         self._name = config.run.name or f"{config.run.task}-{config.strategy.name}"
         self._history = _BatchedHistoryWriter(store, self.run_id)
-        self._recorder: HistoryRecorder | None = None
+        self._log: RunLog | None = None
         store.add_run(
             run_id=self.run_id,
             name=self._name,
@@ -74,20 +74,19 @@ class SimulationHistory:
         store.set_run_status(self.run_id, RunStatus.RUNNING, at=self._started_at)
         store.add_simulated_devices([_create_device_row(info) for info in devices], at=self._started_at)
 
-    def create_recorder(
+    def create_log(
         self,
         rounds: RoundCounter,
         policy: RunParticipationPolicy,
         compute_metrics: ComputeMetrics = compute_no_metrics,
-    ) -> HistoryRecorder:
-        """Returns the loop's recorder; `policy` lists excluded devices, `compute_metrics` is the strategy's."""
+    ) -> RunLog:
+        """Returns the loop's journal; `policy` lists excluded devices, `compute_metrics` is the strategy's."""
 
         def after(version: int) -> None:
             if self._on_change is not None and rounds.is_round_end(version):
                 self._on_change(self._create_progress_row(RunStatus.RUNNING, rounds.get_round(version)))
 
-        self._recorder = HistoryRecorder(
-            wal=_NullJournalWriter(),
+        recorder = HistoryRecorder(
             history=self._history,
             rounds=rounds,
             clock=self._now,
@@ -96,12 +95,14 @@ class SimulationHistory:
             get_blocked=lambda: policy.guard.blocked_devices,
             compute_metrics=compute_metrics,
         )
-        return self._recorder
+        self._log = RunLog(None, [recorder])
+        return self._log
 
     def finish(self, reason: str, models: Path, model: Tensors | None, version: int, round_number: int) -> None:
         """Writes all rows, and the model where there is one."""
-        if self._recorder is not None:
-            self._recorder.finish()
+        if self._log is not None:
+            self._log.finish()
+            self._history.finish()
         if model is not None:
             sha256, path = save_model(models, model)
             row = SavedModelRow(
@@ -168,17 +169,6 @@ class _BatchedHistoryWriter(HistoryWriter):
         self._turns = 0
         super().publish()
         super().flush()
-
-
-class _NullJournalWriter:
-    """A write-ahead log without storage: updates stay in memory until they are used."""
-
-    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
-        return events
-
-    def record_decision(self, decision: Decision) -> None: ...
-    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
-    def commit(self) -> None: ...
 
 
 def _create_device_row(info: DeviceInfo) -> SimulatedDeviceRow:

@@ -14,6 +14,7 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
+from edgefl.engine.fleet_state import FleetState
 from edgefl.simulation.backends.backend import (
     EncodedModel,
     TrainingBackend,
@@ -22,9 +23,7 @@ from edgefl.simulation.backends.backend import (
     TrainingResult,
 )
 from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
-from edgefl.simulation.event_queue import SimulationEventQueue
-from edgefl.simulation.fleet_view import SimulatedFleetView
-from edgefl.simulation.network import SimulatedNetwork
+from edgefl.simulation.network import SimulatedNetwork, SimulationEventQueue
 
 
 def make_failure(
@@ -42,7 +41,7 @@ class InstructionLifecycle:
         event_queue: virtual time.
         network: transfers of models and updates.
         backend: the training.
-        view: updated with each device's work.
+        state: updated with each device's work.
         publish: called with updates, losses and progress.
     """
 
@@ -52,11 +51,11 @@ class InstructionLifecycle:
         event_queue: SimulationEventQueue,
         network: SimulatedNetwork,
         backend: TrainingBackend,
-        view: SimulatedFleetView,
+        state: FleetState,
         publish: Callable[[Event], None],
     ) -> None:
         self._event_queue, self._network, self._backend = event_queue, network, backend
-        self._view, self._publish = view, publish
+        self._state, self._publish = state, publish
         self._in_flight: dict[str, InFlightWork] = {}
 
     def dispatch(
@@ -73,13 +72,13 @@ class InstructionLifecycle:
             download_bytes=num_bytes,
         )
         self._in_flight[instruction.assignment_id] = work
-        self._view.mark_busy(device, instruction.assignment_id)
+        self._state.assign(instruction)
         if instruction.deadline_s is not None:
             self._event_queue.schedule(now_s + instruction.deadline_s, self._on_deadline, work)
         if not device.is_up:
             return  # its failure is not detected yet; this instruction is failed with the others
         device.schedule_work(work)
-        is_next = len(device.in_flight_ids) == 1 and device.current is None
+        is_next = len(self._state.busy[device.device_id]) == 1 and device.current is None
         if is_next and work.max_iterations is not None and not work.is_open_ended and instruction.plan.node is None:
             # Training can start while others still download: the result is needed in any case. Only a device's
             # newest work can be rolled back, so any void computation of it is cancelled first.
@@ -100,7 +99,8 @@ class InstructionLifecycle:
     def discard_work(self, device: SimulatedDevice) -> None:
         """Discards a failed device's work; the failure is not detected yet."""
         started = [*device.queue, *([device.current] if device.current else [])]
-        for work in [*started, *(self._in_flight[assignment_id] for assignment_id in device.in_flight_ids)]:
+        in_flight = [self._in_flight[name] for name in self._state.busy.get(device.device_id, ())]
+        for work in [*started, *in_flight]:
             self._cancel_training(work)
         device.queue.clear()
         device.current = None
@@ -109,7 +109,7 @@ class InstructionLifecycle:
 
     def fail_all(self, device: SimulatedDevice, reason: str) -> None:
         """Fails all instructions of a device."""
-        for assignment_id in list(device.in_flight_ids):
+        for assignment_id in list(self._state.busy.get(device.device_id, ())):
             self._fail(self._in_flight[assignment_id], UpdateStatus.LOST, reason)
 
     def _on_download_end(self, work: InFlightWork) -> None:
@@ -172,8 +172,9 @@ class InstructionLifecycle:
         self._complete(work)
         now_s, trained = self._event_queue.now_s, work.result
         metrics = self._build_metrics(work, trained, now_s)
-        work.device.record_speed(
-            iteration_s=metrics.compute_s / metrics.iterations if metrics.iterations else None,
+        self._state.record_speed(work.instruction.device_id, metrics)
+        self._state.record_transfer(
+            work.instruction.device_id,
             up_bytes_per_s=metrics.bytes_up / max(1e-9, now_s - work.finished_s),
             down_bytes_per_s=metrics.bytes_down / max(1e-9, work.received_s - work.dispatched_s),
         )
@@ -262,7 +263,7 @@ class InstructionLifecycle:
     def _on_report(self, argument: tuple[InFlightWork, Progress]) -> None:
         work, report = argument
         if not work.is_completed:
-            self._view.progress_reports[report.device_id] = report
+            self._state.record_progress(report)
             self._publish(report)
 
     def _fail(self, work: InFlightWork, outcome: UpdateStatus, reason: str) -> None:
@@ -275,4 +276,4 @@ class InstructionLifecycle:
     def _complete(self, work: InFlightWork) -> None:
         work.is_completed = True
         del self._in_flight[work.instruction.assignment_id]
-        self._view.mark_idle(work.device, work.instruction.assignment_id)
+        self._state.complete(work.instruction)

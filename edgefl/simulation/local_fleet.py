@@ -23,7 +23,7 @@ from edgefl.core.config import RunConfig
 from edgefl.core.errors import NetworkError, RunFailedError
 from edgefl.core.types import Json
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
-from edgefl.system.process_control import exit_with_parent
+from edgefl.system.processes import exit_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0

@@ -13,10 +13,10 @@ from edgefl.core.config import RunConfig, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Json
 from edgefl.engine.build import build_run
-from edgefl.engine.run_summary import format_run_outcome, select_device_metrics
+from edgefl.engine.run_summary import compute_run_metrics, format_run_outcome
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+from edgefl.tasks.datasets.central import TEST_NAME, create_shards
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_creation import TEST_NAME, create_shards
 
 log = logging.getLogger(__name__)
 
@@ -150,20 +150,11 @@ def _partition_data(
 def _build_result(fleet: LocalFleet, run: Json) -> RunResult:
     run_id = run["run_id"]
     rounds = fleet.list_history("rounds", run=run_id)
-    # A round in progress when the goal was reached stays open.
-    last = next((row for row in reversed(rounds) if row["closed_at"] is not None), {})
     return RunResult(
         run_id=run_id,
         status=run["status"],
         reason=run["reason"],
-        metrics={
-            "accuracy": last.get("accuracy"),
-            "loss": last.get("loss"),
-            "bytes_up": sum(row["bytes_up"] for row in rounds),
-            "bytes_down": sum(row["bytes_down"] for row in rounds),
-            "seconds": run["finished_at"] - run["started_at"],
-            **select_device_metrics(last),
-        },
+        metrics=compute_run_metrics(rounds, run["finished_at"] - run["started_at"]),
         rounds=rounds,
         updates=fleet.list_history("updates", run=run_id),
         evaluations=fleet.list_history("evaluations", run=run_id),

@@ -13,28 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator.directory import default_directory
-from edgefl.coordinator.runs.strategy_memory import check_memory_for
-from edgefl.coordinator.runs.strategy_metrics import compute_no_metrics, find_metrics_hook
+from edgefl.coordinator.runs.history_recorder import compute_no_metrics
+from edgefl.coordinator.runs.requirements import check_memory_for
 from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, Role
 from edgefl.engine.build import build_run
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.run_summary import format_run_outcome, select_device_metrics
+from edgefl.engine.run_summary import compute_run_metrics, format_run_outcome
 from edgefl.simulation.backends.backend import TrainingBackend
-from edgefl.simulation.backends.no_op import PLACEHOLDER_TENSORS, NoOpBackend
-from edgefl.simulation.downlink import SimulatedDownlink
+from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, NoOpBackend
+from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory, read_shards
 from edgefl.simulation.fleet import SimulatedFleet
 from edgefl.simulation.history_recorder import OnChange, SimulationHistory
 from edgefl.simulation.local_run import count_devices, default_scheme
-from edgefl.simulation.partitioned_data import FleetData, partition_in_memory, read_shards
+from edgefl.simulation.network import SimulatedDownlink
 from edgefl.simulation.profiles import list_profile_names
 from edgefl.simulation.setup import load_run_faults, make_backend, make_device_names, make_devices, make_settings
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy, UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
 from edgefl.tasks.registry import make_task
@@ -205,19 +204,18 @@ class _Simulation:
         history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
         strategy, policy = assembled.strategy, self._make_policy()
         try:
+            compute_metrics = compute_no_metrics if self._data is None else strategy.facts
+            run_log = history.create_log(assembled.rounds, policy, compute_metrics)
             state, reason = run_rounds(
                 strategy,
                 strategy.init(PLACEHOLDER_TENSORS if self._data is None else assembled.model),
                 fleet=fleet,
-                journal=history.create_recorder(
-                    assembled.rounds,
-                    policy,
-                    compute_no_metrics if self._data is None else find_metrics_hook(strategy),
-                ),
+                journal=run_log,
                 goal=assembled.goal,
                 evaluate=EvaluationSchedule(evaluate_on="none") if self._data is None else assembled.evaluate,
                 rounds=assembled.rounds,
                 policy=policy,
+                on_score=run_log.record_score,
             )
             if isinstance(strategy, ValidatedStrategy):
                 strategy.check_final_state(state)
@@ -255,21 +253,12 @@ class _Simulation:
 def _build_result(store: Store, run_id: str, root: Path) -> SimulationResult:
     record = store.get_run(run_id)
     rounds = read_history(store, "rounds", run=run_id)
-    # A round in progress when the goal was reached stays open.
-    last = next((row for row in reversed(rounds) if row["closed_at"] is not None), {})
     saved = store.list_saved_models(run_id)
     return SimulationResult(
         run_id=run_id,
         status=str(record.status),
         reason=record.reason or "",
-        metrics={
-            "accuracy": last.get("accuracy"),
-            "loss": last.get("loss"),
-            "bytes_up": sum(row["bytes_up"] for row in rounds),
-            "bytes_down": sum(row["bytes_down"] for row in rounds),
-            "seconds": (record.finished_at or 0.0) - (record.started_at or 0.0),
-            **select_device_metrics(last),
-        },
+        metrics=compute_run_metrics(rounds, (record.finished_at or 0.0) - (record.started_at or 0.0)),
         rounds=rounds,
         updates=read_history(store, "updates", run=run_id),
         evaluations=read_history(store, "evaluations", run=run_id),

@@ -1,1 +1,5 @@
-"""The store of runs, rounds, updates, devices and models; the only package with SQL."""
+"""What a coordinator keeps on disk: its database, the journals of runs, and checkpoints.
+
+`store.Store` is the place to begin: the database of devices, runs and their history. `queries` reads the history.
+Imports `core` and `system` alone.
+"""

@@ -10,17 +10,21 @@ import contextlib
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.core.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
-from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_parsing import SHA256, parse_json
 from edgefl.core.types import Array, Tensors
-from edgefl.storage.format_version import check_format_version
-from edgefl.storage.state_serialisation import decode_model, decode_state, encode_model, encode_state
+from edgefl.storage.state_serialisation import (
+    check_format_version,
+    decode_model,
+    decode_state,
+    encode_model,
+    encode_state,
+)
 from edgefl.system.atomic_files import (
     TEMPORARY_SUFFIX,
     compute_sha256,
@@ -34,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
-_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _STATE_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".checkpoint.json"
 
@@ -94,10 +97,7 @@ def load_state(directory: Path, cls: type[T], checkpoint: Checkpoint | None = No
         if not checkpoints:
             raise NotFoundError(f"no checkpoint in {directory}")
         checkpoint = checkpoints[0]
-    path = _content_path(directory, checkpoint.sha256)
-    content = _read_content_file(path, f"checkpoint of record {checkpoint.last_record}")
-    with _prefix_errors(f"checkpoint {path}"):
-        return decode_state(content, cls)
+    return _load_dataclass(directory, checkpoint.sha256, f"checkpoint of record {checkpoint.last_record}", cls)
 
 
 def load_run_snapshot(directory: Path, cls: type[T], checkpoint: Checkpoint) -> T:
@@ -106,8 +106,12 @@ def load_run_snapshot(directory: Path, cls: type[T], checkpoint: Checkpoint) -> 
     Raises:
         JournalError: its file is missing or damaged, or holds another class.
     """
-    path = _content_path(directory, checkpoint.standing)
-    content = _read_content_file(path, f"standing of record {checkpoint.last_record}")
+    return _load_dataclass(directory, checkpoint.standing, f"standing of record {checkpoint.last_record}", cls)
+
+
+def _load_dataclass(directory: Path, sha256: str, description: str, cls: type[T]) -> T:
+    path = _content_path(directory, sha256)
+    content = _read_content_file(path, description)
     with _prefix_errors(f"checkpoint {path}"):
         return decode_state(content, cls)
 
@@ -165,7 +169,7 @@ def load_model_file(path: str | Path) -> dict[str, Array]:
     path = Path(path)
     if not path.is_file():
         raise NotFoundError(f"no model file {path}")
-    content = _read_content_file(path, "model") if _SHA256.match(path.stem) else path.read_bytes()
+    content = _read_content_file(path, "model") if SHA256.match(path.stem) else path.read_bytes()
     with _prefix_errors(f"model {path}"):
         return decode_model(content)
 
@@ -212,7 +216,7 @@ def _read_manifest(path: Path) -> Checkpoint | None:
         checkpoint = Checkpoint(**manifest)
         names = (checkpoint.sha256, *(() if checkpoint.standing == "" else (checkpoint.standing,)))
         if (
-            all(_SHA256.match(name) for name in names)
+            all(SHA256.match(name) for name in names)
             and f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}" == path.name
         ):
             return checkpoint

@@ -1,4 +1,4 @@
-"""A database connection: opening, upgrading, and transactions.
+"""A database connection: opening, upgrading, transactions, and driver errors as errors of edgefl.
 
 Writes run one at a time. Those that no journal could rebuild (devices, tokens, runs) are durable when they
 return; the others are so at the latest with the next durable one (SQLite's synchronous FULL and NORMAL), or when
@@ -10,29 +10,99 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, make_url, text
+from sqlalchemy import Connection, Engine, Executable, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
-from edgefl.core.errors import MissingPackageError, StoreError, StoreTooNewError, format_install_command
-from edgefl.storage.derived_tables import rebuild_derived_tables
-from edgefl.storage.error_translation import translate_errors
-from edgefl.system.atomic_files import make_store_error
+from edgefl.core.errors import (
+    MissingPackageError,
+    StoreBusyError,
+    StoreError,
+    StoreFullError,
+    StoreTooNewError,
+    format_install_command,
+)
+from edgefl.system.atomic_files import DISK_FULL_ERRNOS, make_store_error
 
-SCHEMA_REVISION = "0008"
-"""The newest revision in `migrations/`; a test compares them."""
+_MIN_FREE_BYTES = 64 * 1024
+_POSTGRES_DISK_FULL = "53100"
+_POSTGRES_LOCKED = ("55P03", "40P01")
+_SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
+_ADVICE = {
+    "SQLITE_NOTADB": "is not a database; move the file away or name another place",
+    "SQLITE_CORRUPT": "is damaged; restore a backup",
+    "SQLITE_READONLY": "cannot be written; check the file's owner and mode",
+    "SQLITE_CANTOPEN": "cannot be opened; check that the directory exists and is yours",
+}
+
+
+@contextmanager
+def translate_errors(location: str) -> Iterator[None]:
+    """Raises the driver's errors about the database at `location` as `StoreError` or one of its kinds."""
+    try:
+        yield
+    except DBAPIError as error:
+        raise _translate_error(error, location) from error
+    except SQLAlchemyError as error:
+        raise StoreError(f"store {location}: {_first_line(error)}") from error
+
+
+@contextmanager
+def translate_disk_full(location: str) -> Iterator[None]:
+    """Raises an `OSError` that means "no room" as `StoreFullError`; others pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL_ERRNOS:
+            raise
+        raise StoreFullError(
+            f"no room to write {location} ({error.strerror}); free some space and try again"
+        ) from error
+
+
+def _translate_error(error: DBAPIError, location: str) -> StoreError:
+    cause = error.orig
+    name = getattr(cause, "sqlite_errorname", "")
+    state = getattr(cause, "sqlstate", None)
+    # SQLite says no more than "I/O error" when its -shm file finds no room.
+    is_full = name == "SQLITE_FULL" or (name.startswith("SQLITE_IOERR") and not _has_free_space(location))
+    if is_full or state == _POSTGRES_DISK_FULL:
+        return StoreFullError(f"no room to write the store {location}: disk is full; free some space and try again")
+    if name.startswith(_SQLITE_LOCKED) or state in _POSTGRES_LOCKED:
+        return StoreBusyError(
+            f"store {location} is in use by another program; stop that and try again ({_first_line(cause)})"
+        )
+    for prefix, advice in _ADVICE.items():
+        if name.startswith(prefix):
+            return StoreError(f"store {location} {advice} ({_first_line(cause)})")
+    return StoreError(f"store {location}: {_first_line(cause)}")
+
+
+def _has_free_space(path: str) -> bool:
+    try:
+        disk = os.statvfs(Path(path).parent)
+    except OSError:
+        return True
+    return disk.f_bavail * disk.f_frsize >= _MIN_FREE_BYTES
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+FIRST_REVISION, SCHEMA_REVISION = "0009", "0009"
+"""The oldest and the newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 POSTGRES_DRIVER = "postgresql+psycopg"
 CONNECT_TIMEOUT_S = 10
 """Per address of a database server."""
 WAL_RETRY_S = 0.02
 _VERSION_TABLE = "alembic_version"
-_FIRST_REVISION_WITH_TOTALS = "0004"
 
 
 class Database:
@@ -86,6 +156,20 @@ class Database:
             return
         with translate_errors(self.location), self.engine.connect() as connection:
             yield connection
+
+    def read_rows(self, query: Executable) -> Sequence[Any]:
+        """Returns the rows of one query."""
+        with self.read() as connection:
+            return connection.execute(query).all()
+
+    def read_dicts(self, query: Executable) -> list[dict[str, Any]]:
+        """Returns the rows of one query by column."""
+        return [dict(row._mapping) for row in self.read_rows(query)]  # noqa: SLF001 SQLAlchemy's public name
+
+    def read_value(self, query: Executable) -> Any:
+        """Returns the first column of the first row, None without rows."""
+        with self.read() as connection:
+            return connection.execute(query).scalar()
 
     @contextmanager
     def write(self, *, durable: bool = False) -> Iterator[Connection]:
@@ -154,10 +238,14 @@ class Database:
             )
         with self._write_engines[True].begin() as connection:
             # Another process may have upgraded it during the wait for the lock; Alembic then finds nothing to do.
-            revision_before = _read_revision(connection, self.location)
             _upgrade(connection)
-            if revision_before is not None and revision_before < _FIRST_REVISION_WITH_TOTALS:
-                rebuild_derived_tables(connection)
+
+
+class Repository:
+    """Methods of the store on a group of tables."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
 
 
 def get_sqlite_path(url_or_path: str | Path) -> Path | None:
@@ -271,12 +359,27 @@ def _read_revision(connection: Connection, location: str) -> str | None:
         raise StoreError(
             f"{location} is a database, but not of edgefl: its tables are {', '.join(sorted(tables)[:5])}"
         )
+    return check_revision(str(revision), location)
+
+
+def check_revision(revision: str, location: object) -> str:
+    """Returns the revision of a store that this program can read, perhaps after an upgrade.
+
+    Raises:
+        StoreTooNewError: a newer edgefl wrote it.
+        StoreError: an edgefl before 0.2 wrote it.
+    """
     if int(revision) > int(SCHEMA_REVISION):
         raise StoreTooNewError(
             f"store {location} was written by a newer edgefl (revision {revision}, this program knows "
             f"{SCHEMA_REVISION}); update edgefl"
         )
-    return str(revision)
+    if int(revision) < int(FIRST_REVISION):
+        raise StoreError(
+            f"store {location} was written by an edgefl before 0.2 (revision {revision}, this program knows "
+            f"{FIRST_REVISION} and later); start a new one"
+        )
+    return revision
 
 
 def _upgrade(connection: Connection) -> None:

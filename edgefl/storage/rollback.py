@@ -7,16 +7,16 @@ still in flight are lost. So the history has no gap and counts no update twice.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, case, delete, func, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, func, select, update
 
-from edgefl.core.types import Decision, TrainInstruction, UpdateStatus
-from edgefl.core.types import EvaluateInstruction as EvaluationOrder
+from edgefl.core.types import Decision, EvaluateInstruction, TrainInstruction, UpdateStatus
 from edgefl.storage.journal.record_encoding import Aggregation, JournalEntry
 from edgefl.storage.repositories.records import UpdateRow
-from edgefl.storage.repositories.totals import update_totals
+from edgefl.storage.repositories.row_writing import execute_for_assignments
+from edgefl.storage.repositories.totals import NO_STRAGGLER, update_totals
 from edgefl.storage.store import Store
 from edgefl.storage.tables import (
     EvaluationTable,
@@ -35,7 +35,7 @@ MAX_INCARNATION_ROWS = 50_000
 """Number of newest assignments whose incarnations are read; devices are not told of older ones."""
 _IN_FLIGHT = (UpdateTable.outcome.is_(None), UpdateTable.received_at.is_(None))
 _CHUNK = 500
-_UNUSED_VALUES = {"outcome": None, "applied_version": None, "staleness": None, "wait_s": None}
+_UNUSED_VALUES: dict[str, Any] = {"outcome": None, "applied_version": None, "staleness": None, "wait_s": None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,8 @@ def count_versions_per_round(store: Store, run_id: str) -> int | None:
     query = select(RoundTable.version).where(
         RoundTable.run_id == run_id, RoundTable.round == 1, RoundTable.closed_at.is_not(None)
     )
-    with store.database.read() as connection:
-        return connection.execute(query).scalar()
+    num_versions: int | None = store.database.read_value(query)
+    return num_versions
 
 
 def roll_back_history(  # noqa: PLR0913 one keyword per fact
@@ -135,12 +135,8 @@ def _find_later_assignments(later_entries: Iterable[JournalEntry]) -> tuple[set[
     applied_ids: set[str] = set()
     for entry in later_entries:
         if isinstance(entry, Decision):
-            instructions = (
-                instruction
-                for instruction in entry.orders
-                if isinstance(instruction, TrainInstruction | EvaluationOrder)
-            )
-            dispatched_ids.update(instruction.assignment_id for instruction in instructions)
+            orders = (order for order in entry.orders if isinstance(order, TrainInstruction | EvaluateInstruction))
+            dispatched_ids.update(order.assignment_id for order in orders)
         elif isinstance(entry, Aggregation):
             applied_ids.update(entry.assignment_ids)
     return dispatched_ids, applied_ids
@@ -149,16 +145,9 @@ def _find_later_assignments(later_entries: Iterable[JournalEntry]) -> tuple[set[
 def _undo_assignments(
     connection: Connection, run_id: str, dispatched_ids: Collection[str], applied_ids: Collection[str]
 ) -> None:
-    parameters = [{"named": name} for name in sorted(dispatched_ids)]
     for table in (UpdateTable, EvaluationTable):
-        rows: Any = table.__table__
-        deletion = delete(rows).where(rows.c.run_id == run_id, rows.c.assignment_id == bindparam("named"))
-        if parameters:
-            connection.execute(deletion, parameters)
-    updates: Any = UpdateTable.__table__
-    reset = update(updates).where(updates.c.run_id == run_id, updates.c.assignment_id == bindparam("named"))
-    if applied_ids:
-        connection.execute(reset.values(**_UNUSED_VALUES), [{"named": name} for name in sorted(applied_ids)])
+        execute_for_assignments(connection, delete(table), run_id, sorted(dispatched_ids))
+    execute_for_assignments(connection, update(UpdateTable).values(**_UNUSED_VALUES), run_id, sorted(applied_ids))
     values = {"outcome": str(UpdateStatus.LOST), "reason": INTERRUPTION_REASON}
     connection.execute(update(UpdateTable).where(UpdateTable.run_id == run_id, *_IN_FLIGHT).values(values))
 
@@ -199,8 +188,7 @@ def _reopen_round(connection: Connection, run_id: str, point: RollbackPoint, now
         reopening = update(RoundTable).where(is_in_run, RoundTable.round == point.open_round)
         connection.execute(
             reopening.values(
-                started_at=started_at, closed_at=None, version=None, seconds=None, waited_for=None, waited_s=None,
-                waited_update_id=None,
+                started_at=started_at, closed_at=None, version=None, seconds=None, **NO_STRAGGLER
             )
         )  # fmt: skip
 
@@ -231,7 +219,7 @@ def _read_progress(connection: Connection, run_id: str) -> ProgressAtRollback:
         num_updates=int(num_used),
         num_bytes=int(num_bytes),
         elapsed_s=float(connection.execute(select(length_s).where(*is_closed)).scalar() or 0.0),
-        unused_updates=tuple(_read_unused_updates(connection, run_id)),
+        unused_updates=tuple(_read_received_updates(connection, run_id, UpdateTable.outcome.is_(None))),
         incarnations=tuple(_read_incarnations(connection, run_id)),
         participants=tuple(_list_newest_participants(connection, run_id)),
     )
@@ -245,19 +233,12 @@ def get_incarnations_by_time(store: Store, run_id: str) -> dict[str, int]:
 
 def list_unused_updates(store: Store, run_id: str, applied_later: Collection[str] = ()) -> tuple[UpdateRow, ...]:
     """Returns the updates that were unused before those of `applied_later` were applied."""
-    is_received = (UpdateTable.run_id == run_id, UpdateTable.received_at.is_not(None))
-    names, unused, later_ids = UpdateRow.__dataclass_fields__, list[UpdateRow](), sorted(applied_later)
+    later_ids = sorted(applied_later)
     with store.database.read() as connection:
-        unused += _read_unused_updates(connection, run_id)
-        for start in range(0, len(applied_later), _CHUNK):
-            chunk = later_ids[start : start + _CHUNK]
-            query = (
-                select(UpdateTable.__table__)
-                .where(*is_received, UpdateTable.assignment_id.in_(chunk))
-                .order_by(UpdateTable.id)
-            )
-            rows = [{name: row[name] for name in names} for row in connection.execute(query).mappings()]
-            unused += [UpdateRow(**{**row, **_UNUSED_VALUES}) for row in rows]
+        unused = _read_received_updates(connection, run_id, UpdateTable.outcome.is_(None))
+        for start in range(0, len(later_ids), _CHUNK):
+            chunk = UpdateTable.assignment_id.in_(later_ids[start : start + _CHUNK])
+            unused += [replace(row, **_UNUSED_VALUES) for row in _read_received_updates(connection, run_id, chunk)]
     return tuple(unused)
 
 
@@ -280,11 +261,10 @@ def _list_newest_participants(connection: Connection, run_id: str) -> Sequence[s
     return connection.execute(query).scalars().all()
 
 
-def _read_unused_updates(connection: Connection, run_id: str) -> list[UpdateRow]:
-    where = (UpdateTable.run_id == run_id, UpdateTable.outcome.is_(None), UpdateTable.received_at.is_not(None))
+def _read_received_updates(connection: Connection, run_id: str, condition: ColumnElement[bool]) -> list[UpdateRow]:
+    where = (UpdateTable.run_id == run_id, UpdateTable.received_at.is_not(None), condition)
     rows = connection.execute(select(UpdateTable.__table__).where(*where).order_by(UpdateTable.id)).mappings()
-    names = UpdateRow.__dataclass_fields__
-    return [UpdateRow(**{name: row[name] for name in names}) for row in rows]
+    return [UpdateRow(**{name: row[name] for name in UpdateRow.__dataclass_fields__}) for row in rows]
 
 
 def _read_incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:

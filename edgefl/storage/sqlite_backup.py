@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import StoreError, StoreTooNewError
-from edgefl.storage.database import BUSY_TIMEOUT_S, SCHEMA_REVISION
-from edgefl.storage.error_translation import translate_disk_full
+from edgefl.core.errors import StoreError
+from edgefl.storage.database import BUSY_TIMEOUT_S, check_revision, translate_disk_full
 
 _MAX_PROBLEMS = 3
 
@@ -57,12 +57,9 @@ def check_database(path: Path) -> IntegrityReport:
     """
     if not path.is_file():
         raise StoreError(f"no store at {path}")
-    try:
-        with closing(sqlite3.connect(_make_read_only_uri(path), uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
-            revision = _read_revision(connection, path)
-            messages = _run_quick_check(connection)
-    except sqlite3.Error as error:
-        raise StoreError(f"store {path} cannot be read: {error}") from None
+    with _open_read_only(path) as connection:
+        revision = _read_revision(connection, path)
+        messages = _run_quick_check(connection)
     problems = () if messages == ["ok"] else tuple(messages[:_MAX_PROBLEMS])
     return IntegrityReport(revision=revision, problems=problems)
 
@@ -89,9 +86,18 @@ def get_device_versions(path: Path) -> dict[str, str]:
 
 
 def _read_rows(path: Path, query: str) -> list[Any]:
+    with _open_read_only(path) as connection:
+        return connection.execute(query).fetchall()
+
+
+@contextmanager
+def _open_read_only(path: Path) -> Iterator[sqlite3.Connection]:
+    # With no other connection open, SQLite would create the WAL's two files to read a database in WAL mode.
+    options = "mode=ro" if Path(f"{path}-wal").exists() else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(_make_read_only_uri(path), uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
-            return connection.execute(query).fetchall()
+        uri = f"{path.absolute().as_uri()}?{options}"
+        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S)) as connection:
+            yield connection
     except sqlite3.Error as error:
         raise StoreError(f"store {path} cannot be read: {error}") from None
 
@@ -103,15 +109,4 @@ def _read_revision(connection: sqlite3.Connection, path: Path) -> str:
         row = None
     if row is None or not str(row[0]).isdigit():
         raise StoreError(f"{path} is a database, but not of edgefl")
-    if int(row[0]) > int(SCHEMA_REVISION):
-        raise StoreTooNewError(
-            f"store {path} was written by a newer edgefl (revision {row[0]}, this program knows {SCHEMA_REVISION}); "
-            "update edgefl"
-        )
-    return str(row[0])
-
-
-def _make_read_only_uri(path: Path) -> str:
-    # With no other connection open, SQLite would create the WAL's two files to read a database in WAL mode.
-    is_alone = not Path(f"{path}-wal").exists()
-    return f"{path.absolute().as_uri()}?mode=ro" + ("&immutable=1" if is_alone else "")
+    return check_revision(str(row[0]), path)

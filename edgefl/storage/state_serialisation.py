@@ -22,10 +22,26 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from edgefl.core.errors import JournalError, NotKeptError
+from edgefl.core.errors import JournalError, NotKeptError, StoreTooNewError
 from edgefl.core.safe_parsing import check_nesting, parse_json
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
-from edgefl.storage.format_version import check_format_version
+
+
+def check_format_version(what: str, found: object, supported: int) -> None:
+    """Checks that a file's format is not newer than this program's.
+
+    Raises:
+        StoreTooNewError: it is.
+        ValueError: there has never been such a format.
+    """
+    if not isinstance(found, int) or found < 1:
+        raise ValueError(f"format {found!r:.40}, this program knows {supported}")
+    if found > supported:
+        raise StoreTooNewError(
+            f"{what} has format {found}, this program knows {supported}: "
+            "a newer edgefl wrote it; start a newer edgefl"
+        )
+
 
 T = TypeVar("T")
 

@@ -222,21 +222,9 @@ class EvaluationTable(Base):
     subject: Mapped[str] = mapped_column(server_default="")
 
 
-class HeartbeatTable(Base):
-    """Hardware telemetry of a heartbeat received `at` (the coordinator's clock); retained for a day."""
+class HeartbeatColumns:
+    """Hardware telemetry of a heartbeat, or of several."""
 
-    __tablename__ = "heartbeats"
-    __table_args__ = (
-        Index("ix_heartbeats_device", "device_id", "at"),
-        Index("ix_heartbeats_at", "at", "device_id"),
-        Index("ix_heartbeats_run", "run", "at", "device_id"),
-    )
-
-    id: Mapped[int] = mapped_column(RowId, primary_key=True)
-    device_id: Mapped[str]
-    at: Mapped[float]
-    seq: Mapped[int | None]
-    session_no: Mapped[int | None]
     uptime_s: Mapped[float | None]
     clock_skew_s: Mapped[float | None]
     temperature_c: Mapped[float | None]
@@ -251,7 +239,24 @@ class HeartbeatTable(Base):
     iteration: Mapped[int | None]
 
 
-class HeartbeatRollupTable(Base):
+class HeartbeatTable(HeartbeatColumns, Base):
+    """Hardware telemetry of a heartbeat received `at` (the coordinator's clock); retained for a day."""
+
+    __tablename__ = "heartbeats"
+    __table_args__ = (
+        Index("ix_heartbeats_device", "device_id", "at"),
+        Index("ix_heartbeats_at", "at", "device_id"),
+        Index("ix_heartbeats_run", "run", "at", "device_id"),
+    )
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    device_id: Mapped[str]
+    at: Mapped[float]
+    seq: Mapped[int | None]
+    session_no: Mapped[int | None]
+
+
+class HeartbeatRollupTable(HeartbeatColumns, Base):
     """Rollup of five minutes of heartbeats from `at` on.
 
     Means, but the highest uptime, temperature, memory use and iteration, and the lowest battery and free disk;
@@ -267,18 +272,6 @@ class HeartbeatRollupTable(Base):
     device_id: Mapped[str] = mapped_column(primary_key=True)
     at: Mapped[float] = mapped_column(primary_key=True)
     num_heartbeats: Mapped[int]
-    uptime_s: Mapped[float | None]
-    clock_skew_s: Mapped[float | None]
-    temperature_c: Mapped[float | None]
-    throttled: Mapped[str | None]
-    cpu_fraction: Mapped[float | None]
-    memory_fraction: Mapped[float | None]
-    memory_bytes: Mapped[int | None]
-    disk_free_bytes: Mapped[int | None]
-    battery_fraction: Mapped[float | None]
-    power_w: Mapped[float | None]
-    run: Mapped[str | None]
-    iteration: Mapped[int | None]
 
 
 class EventTable(Base):

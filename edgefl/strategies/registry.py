@@ -15,31 +15,31 @@ from typing import Any
 
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import Scalar, Strategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 BUILT_IN_STRATEGIES = {
-    "ad-psgd": "edgefl.strategies.decentralised.method_configs:AdPsgdConfig",
+    "ad-psgd": "edgefl.strategies.decentralised.config:AdPsgdConfig",
     "adacomp": "edgefl.strategies.asynchronous.adacomp:AdaCompConfig",
-    "admm-isvr": "edgefl.strategies.decentralised.method_configs:AdmmIsvrConfig",
+    "admm-isvr": "edgefl.strategies.decentralised.config:AdmmIsvrConfig",
     "asgd": "edgefl.strategies.asynchronous.asgd:ASGDConfig",
-    "bounded": "edgefl.strategies.asynchronous.ssp:SSPConfig",
-    "d2": "edgefl.strategies.decentralised.method_configs:D2Config",
-    "dc-asgd": "edgefl.strategies.asynchronous.dc_asgd:DCASGDConfig",
-    "dsgd": "edgefl.strategies.decentralised.method_configs:DsgdConfig",
+    "bounded": "edgefl.strategies.asynchronous.asgd:SSPConfig",
+    "d2": "edgefl.strategies.decentralised.config:D2Config",
+    "dc-asgd": "edgefl.strategies.asynchronous.asgd:DCASGDConfig",
+    "dsgd": "edgefl.strategies.decentralised.config:DsgdConfig",
     "esync": "edgefl.strategies.synchronous.esync:ESyncConfig",
     "fedasync": "edgefl.strategies.asynchronous.fedasync:FedAsyncConfig",
     "fedavg": "edgefl.strategies.synchronous.fedavg:FedAvgConfig",
-    "fedbuff": "edgefl.strategies.asynchronous.fedbuff:FedBuffConfig",
+    "fedbuff": "edgefl.strategies.asynchronous.fedasync:FedBuffConfig",
     "fednova": "edgefl.strategies.synchronous.fednova:FedNovaConfig",
-    "fedprox": "edgefl.strategies.synchronous.fedprox:FedProxConfig",
-    "gradient-tracking": "edgefl.strategies.decentralised.method_configs:GradientTrackingConfig",
-    "k-gt": "edgefl.strategies.decentralised.method_configs:KGradientTrackingConfig",
-    "local": "edgefl.strategies.synchronous.single_device:SingleDeviceConfig",
-    "pdmm-isvr": "edgefl.strategies.decentralised.method_configs:PdmmIsvrConfig",
-    "redundant": "edgefl.strategies.robust.redundant_shards:RedundantShardsConfig",
+    "fedprox": "edgefl.strategies.synchronous.fedavg:FedProxConfig",
+    "gradient-tracking": "edgefl.strategies.decentralised.config:GradientTrackingConfig",
+    "k-gt": "edgefl.strategies.decentralised.config:KGradientTrackingConfig",
+    "local": "edgefl.strategies.synchronous.fedavg:SingleDeviceConfig",
+    "pdmm-isvr": "edgefl.strategies.decentralised.config:PdmmIsvrConfig",
+    "redundant": "edgefl.strategies.synchronous.redundant_shards:RedundantShardsConfig",
     "scaffold": "edgefl.strategies.synchronous.scaffold:ScaffoldConfig",
-    "signsgd": "edgefl.strategies.robust.signsgd:SignSGDConfig",
-    "ssgd": "edgefl.strategies.synchronous.ssgd:SSGDConfig",
+    "signsgd": "edgefl.strategies.synchronous.signsgd:SignSGDConfig",
+    "ssgd": "edgefl.strategies.synchronous.fedavg:SSGDConfig",
 }
 ENTRY_POINT_GROUP = "edgefl.strategies"
 REQUIRED = inspect.Parameter.empty

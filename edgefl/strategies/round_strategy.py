@@ -14,19 +14,19 @@ as `fedavg` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from edgefl.core.errors import StrategyError
-from edgefl.core.types import Array, FleetView, Tensor, TrainConfig, Update
-from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.core.types import Array, ComputedMapping, FleetView, Tensors, TrainConfig, Update
+from edgefl.strategies.aggregation import dense_tensor, unload_tensors
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.synchronous.fedavg import weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
-from edgefl.strategies.synchronous.ssgd import weight_uniformly
-from edgefl.strategies.synchronous.strategy import RoundRules, SynchronousStrategy
-from edgefl.strategies.synchronous.streaming_mean import dense_tensor, unload_tensors
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,31 +51,7 @@ class RoundStrategy(StrategyConfig):
             raise StrategyError(
                 f"strategy {format_strategy_name(self)} has no method combine(updates), which a RoundStrategy needs"
             )
-        return CombinedRoundStrategy(
-            plan=self.plan(),
-            compute_weight=weight_uniformly,
-            rules=rules,
-            lr_schedule=self.make_schedule(),
-            user_strategy=self,
-        )
-
-
-class DenseTensors(Mapping[str, Tensor]):
-    """The tensors of an update, dense, each in the model's shape."""
-
-    __slots__ = ("_model", "_update")
-
-    def __init__(self, update: Update, model: Mapping[str, Array]) -> None:
-        self._update, self._model = update, model
-
-    def __getitem__(self, name: str) -> Tensor:
-        return dense_tensor(self._update, name, self._model[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._model)
-
-    def __len__(self) -> int:
-        return len(self._model)
+        return self.make(CombinedRoundStrategy, rules, compute_weight=weight_uniformly, user_strategy=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +75,7 @@ class CombinedRoundStrategy(SynchronousStrategy[RoundState]):
         mean = current_round.fold
         slots = [slot for slot in mean.expected if slot in mean.waiting]
         updates = [mean.waiting[slot] for slot in slots]
-        dense_updates = [replace(update, tensors=DenseTensors(update, state.model)) for update in updates]
+        dense_updates = [_with_dense_tensors(update, state.model) for update in updates]
         displacement = self._validate_displacement(
             self._call("combine", lambda: self.user_strategy.combine(dense_updates)), state.model
         )
@@ -155,6 +131,12 @@ class CombinedRoundStrategy(SynchronousStrategy[RoundState]):
 
     def _make_error(self, method: str, fault: str) -> StrategyError:
         return StrategyError(f"strategy {format_strategy_name(self.user_strategy)}: {method} {fault}")
+
+
+def _with_dense_tensors(update: Update, model: Mapping[str, Array]) -> Update:
+    """Returns the update with dense tensors, each in the model's shape."""
+    tensors: Tensors = ComputedMapping(model, lambda name: dense_tensor(update, name, model[name]))
+    return replace(update, tensors=tensors)
 
 
 def format_strategy_name(strategy: RoundStrategy) -> str:

@@ -1,13 +1,31 @@
-"""Settings shared by most strategies: local training for one assignment."""
+"""Settings that strategies share: local training, the schedule of its learning rate, and the rules of a round.
+
+Schedules are one line of text: `constant`, `step:N:F` (times F every N rounds), `exponential:F` (times F every
+round), `inverse-sqrt` (over the square root of the round), `cosine:N` (down to zero in N rounds), `linear:N`
+(likewise, in a straight line).
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.config import RescuePolicy
+from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import Algorithm, TrainConfig
-from edgefl.strategies.learning_rate_schedules import LearningRateSchedule, parse_schedule
+from edgefl.strategies.aggregation import ServerOptimizer
+
+T = TypeVar("T")
+
+MAX_WAIT_S = 60.0
+"""Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
+TICK_S = 1e-6
+"""Times closer than this are equal: a sum of floats may miss the exact wake-up time."""
+MIN_SETTLED_IDS = 2
+"""Number of newest used updates that a device is always told of: a board whose card lost the last minutes learns from
+them that it did. Error feedback relies on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +34,7 @@ class StrategyConfig:
 
     Attributes:
         learning_rate: of the local optimiser, in the first round.
-        schedule: of the learning rate by round; see `learning_rate_schedules`.
+        schedule: of the learning rate by round; see `parse_schedule`.
         epochs: passes over the shard; `iterations`, when set, replaces them, and so does `seconds`.
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
@@ -32,6 +50,9 @@ class StrategyConfig:
     momentum: float = 0.0
     weight_decay: float = 0.0
     keep_optimizer: bool = False
+
+    summary: ClassVar[str] = ""
+    """One line for `edgefl strategies`; without it, the first paragraph of the strategy's module."""
 
     def plan(self) -> TrainConfig:
         """Returns the plan of the first round.
@@ -57,6 +78,27 @@ class StrategyConfig:
         """Returns the schedule: closed rounds -> factor of the learning rate."""
         return parse_schedule(self.schedule)
 
+    def make(self, strategy_class: Callable[..., T], rules: RoundRules, **settings: Any) -> T:
+        """Returns a strategy with this plan and schedule.
+
+        Raises:
+            ConfigError: an invalid setting.
+        """
+        return strategy_class(
+            **{"plan": self.plan(), "lr_schedule": self.make_schedule(), "rules": rules, **settings}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleStepConfig(StrategyConfig):
+    """Settings of devices that send every step; `iterations` = 0 leaves it to `epochs`, `seconds` replace it."""
+
+    iterations: int | None = 1
+
+    def plan(self) -> TrainConfig:
+        takes_more = self.iterations == 0 or self.seconds is not None
+        return StrategyConfig.plan(replace(self, iterations=None) if takes_more else self)
+
 
 def check_plan(plan: TrainConfig) -> None:
     """Checks a plan before the run begins, as every device would.
@@ -67,10 +109,115 @@ def check_plan(plan: TrainConfig) -> None:
     if plan.iterations is not None and plan.seconds is not None:
         raise ConfigError("strategy.iterations and strategy.seconds are two budgets; give one of them")
     for name in ("iterations", "epochs", "seconds", "batch_size"):
-        value = getattr(plan, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"strategy.{name} must be a number above 0, got {value!r}")
+        if getattr(plan, name) is not None:
+            check_positive(name, getattr(plan, name))
     for name in ("learning_rate", "momentum", "weight_decay"):
-        value = getattr(plan, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"strategy.{name} must be a number of 0 or more, got {value!r}")
+        check_at_least(name, getattr(plan, name), 0)
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raises `ConfigError` unless a setting of `[strategy]` is a finite number above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"strategy.{name} must be a number above 0, got {value!r}")
+
+
+def check_at_least(name: str, value: float, minimum: int) -> None:
+    """Raises `ConfigError` unless a setting of `[strategy]` is a finite number of `minimum` or more."""
+    if not (math.isfinite(value) and value >= minimum):
+        raise ConfigError(f"strategy.{name} must be a number of {minimum} or more, got {value!r}")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Raises `ConfigError` unless a setting of `[strategy]` is one of the choices."""
+    if value not in tuple(choices):
+        raise ConfigError(f"strategy.{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+SCHEDULES = ("constant", "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
+
+LearningRateSchedule = Callable[[int], float]
+"""Number of closed rounds -> factor of the learning rate, 1 at first."""
+
+
+def parse_schedule(spec: str) -> LearningRateSchedule:
+    """Returns the schedule of a line of text.
+
+    An unbounded one raises a StrategyError when its factor overflows.
+
+    Raises:
+        ConfigError: no such schedule, or an invalid number.
+    """
+    name, *numbers = spec.split(":")
+    try:
+        values = [float(number) for number in numbers]
+    except ValueError:
+        values = [math.nan]
+    if not all(math.isfinite(value) and value > 0 for value in values):
+        raise ConfigError(f"strategy.schedule: the numbers of {spec!r} must be finite and above 0")
+    match name, values:
+        case "constant", []:
+            return lambda _: 1.0
+        case "step", [every, factor]:
+            return lambda done: _compute_power(spec, factor, done // every, done)
+        case "exponential", [factor]:
+            return lambda done: _compute_power(spec, factor, done, done)
+        case "inverse-sqrt", []:
+            return lambda done: 1.0 / math.sqrt(done + 1)
+        case "cosine", [length]:
+            return lambda done: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / length)))
+        case "linear", [length]:
+            return lambda done: max(0.0, 1.0 - done / length)
+    raise ConfigError(f"strategy.schedule must be one of {', '.join(SCHEDULES)}, got {spec!r}")
+
+
+def _compute_power(spec: str, factor: float, exponent: float, closed_rounds: int) -> float:
+    """Returns the power, or raises when it overflows."""
+    try:
+        power = math.pow(factor, exponent)
+    except OverflowError:
+        power = math.inf
+    if math.isinf(power):
+        raise StrategyError(
+            f"strategy.schedule {spec!r} is too large for a number after {closed_rounds} closed rounds; "
+            "take a smaller factor"
+        )
+    return power
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRules:
+    """Round rules of a run file.
+
+    Attributes:
+        min_devices: idle devices needed to open the first round; later ones continue with those that are left.
+        max_devices: maximum of asked devices, None for all; drawn anew each round.
+        fraction: likewise, as a fraction of the idle ones, rounded up.
+        min_updates: k of n: the round closes when k updates are in, or with fewer when no device is left to ask; None
+            waits for all live devices.
+        deadline_s: an assignment that takes longer is given up; None for never.
+        barrier_s: time that a round waits for the asked devices; then `rescue` is tried once, and after the same
+            time again the run ends and names the missing ones. None waits without end.
+        rescue: recovery from a passed barrier: close the round with the received updates (k of n), ask the missing
+            devices again, or do nothing.
+        codec: spec of the codec for updates.
+        task: the task's name, under which devices list the blocks of their shards.
+        updates_per_round: updates per round of an asynchronous run, by which learning rates change; None for the
+            number of devices in the first dispatch.
+        rounds: number of rounds of the run; None where another criterion ends it.
+        server: optimiser from the mean displacement to the model's step.
+        seed: of the selection of devices.
+    """
+
+    min_devices: int = 1
+    max_devices: int | None = None
+    fraction: float | None = None
+    min_updates: int | None = None
+    deadline_s: float | None = None
+    barrier_s: float | None = None
+    rescue: RescuePolicy = "go-on"
+    codec: str | None = None
+    task: str = ""
+    updates_per_round: int | None = None
+    rounds: int | None = None
+    server: ServerOptimizer = field(default_factory=ServerOptimizer)
+    seed: int = 0

@@ -10,15 +10,16 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from types import FunctionType
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from edgefl.core.errors import EdgeflError, JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.core.types import (
+    ComputedMapping,
     Decision,
     EvaluateInstruction,
     FinishEarlyInstruction,
@@ -26,6 +27,7 @@ from edgefl.core.types import (
     Indices,
     Instruction,
     Role,
+    Scalar,
     SparseTensor,
     Strategy,
     Tensors,
@@ -33,7 +35,6 @@ from edgefl.core.types import (
     TrainInstruction,
     Update,
 )
-from edgefl.strategies.instruction_encoding import to_plain_instruction, to_plain_train_config
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,29 @@ MAX_OUTSTANDING = 2
 """Maximum of assignments in flight per device."""
 MAX_IDLE_AGGREGATIONS = 1000
 """Maximum of consecutive versions without an update, beyond the number of updates received."""
-REQUIRED_METHODS = tuple(
-    name for name, value in vars(Strategy).items() if isinstance(value, FunctionType) and name[0] != "_"
-)
+REQUIRED_METHODS = ("init", "assign", "receive", "ready", "aggregate", "model", "version", "used", "changed")
 
+MAX_ID_BYTES = 255
+"""Maximum id length in a journal record."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+_FIELD_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "int": ("a whole number", _is_int),
+    "float": ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
+}
+"""Values that the journal stores, by a field's annotation, as text and predicate; others have types of edgefl."""
+
+T = TypeVar("T")
 _TensorLayout = tuple[tuple[int, ...], str]
 
 
@@ -75,7 +95,7 @@ def make_validated_strategy(
 
 
 @dataclass(slots=True, kw_only=True)
-class ValidatedStrategy:
+class ValidatedStrategy(Strategy[Any]):
     """Implements `Strategy` around another one; it holds state of one run, so every run needs its own.
 
     Attributes:
@@ -114,13 +134,9 @@ class ValidatedStrategy:
         return bool(getattr(self.strategy, "goes_on_alone", False))
 
     def resumed(self, state: Any) -> Any:
-        if not hasattr(self.strategy, "resumed"):
-            return self._validate_state("resumed", state)  # assignments in flight are not in `busy`, and so lost
         return self._validate_state("resumed", self._call("resumed", state))
 
     def bytes_per_device(self, model_bytes: int) -> int:
-        if not hasattr(self.strategy, "bytes_per_device"):
-            return 0
         count = self._call("bytes_per_device", model_bytes)
         self._require(_is_int(count), "bytes_per_device", count, "a whole number")
         return int(count)
@@ -171,8 +187,6 @@ class ValidatedStrategy:
         return state
 
     def finish(self, state: Any) -> Any:
-        if not hasattr(self.strategy, "finish"):
-            return state
         return self._validate_state("finish", self._call("finish", state))
 
     def check_final_state(self, state: Any) -> None:
@@ -187,16 +201,13 @@ class ValidatedStrategy:
         return self._validate_model("model", self._call("model", state))
 
     def node_models(self, state: Any) -> Mapping[str, Tensors]:
-        if not hasattr(self.strategy, "node_models"):
-            return {}
         models = self._call("node_models", state)
         is_valid = isinstance(models, Mapping) and all(isinstance(device_id, str) for device_id in models)
         self._require(is_valid, "node_models", models, "models by device id")
-        return _ValidatedModels(models, lambda model: self._validate_model("node_models", model))
+        # Each is validated when it is read: there are as many as devices.
+        return ComputedMapping(models, lambda name: self._validate_model("node_models", models[name]))
 
     def facts(self, state: Any) -> Mapping[str, float]:
-        if not hasattr(self.strategy, "facts"):
-            return {}
         facts = self._call("facts", state)
         self._require(isinstance(facts, Mapping), "facts", facts, "numbers by name")
         for name, value in facts.items():
@@ -232,7 +243,9 @@ class ValidatedStrategy:
     def _call(self, method: str, *arguments: Any) -> Any:
         self.calling, self.num_calls = method, self.num_calls + 1
         try:
-            return getattr(self.strategy, method)(*arguments)
+            if (own := getattr(self.strategy, method, None)) is None:
+                return getattr(Strategy, method)(self.strategy, *arguments)
+            return own(*arguments)
         except NotKeptError as error:
             advice = "copy what is needed for longer than the next version"
             raise self._make_error(
@@ -327,14 +340,15 @@ class ValidatedStrategy:
         return tuple(plain_instructions)
 
     def _to_plain(self, instruction: Instruction, plans: dict[int, TrainConfig]) -> Instruction:
-        """Returns an instruction as `to_plain_instruction` does; a plan shared by many is converted once."""
+        """Returns an instruction with Python's numbers for NumPy's; a plan shared by many is converted once."""
         try:
-            instruction = to_plain_instruction(instruction)
+            _check_assignment_id(instruction.assignment_id)
+            instruction = _to_plain_fields(instruction, "the order's ")
             if not (isinstance(instruction, TrainInstruction) and isinstance(instruction.plan, TrainConfig)):
                 return instruction
             plan = plans.get(id(instruction.plan))
             if plan is None:
-                plan = plans[id(instruction.plan)] = to_plain_train_config(instruction.plan)
+                plan = plans[id(instruction.plan)] = _to_plain_train_config(instruction.plan)
         except ValueError as error:
             raise self._make_error(
                 "assign", f"gave device {instruction.device_id!r} what cannot be written down: {error}"
@@ -355,32 +369,6 @@ class ValidatedStrategy:
             raise self._make_error(
                 "assign", f"{prefix} a plan that needs exactly one of iterations, epochs and seconds"
             )
-
-
-class _ValidatedModels(Mapping[str, Tensors]):
-    """Models by device, each validated at its first access: there are as many as devices."""
-
-    __slots__ = ("_look_at", "_models")
-
-    def __init__(self, models: Mapping[str, Any], validate: Callable[[Any], Tensors]) -> None:
-        self._models, self._look_at = models, validate
-
-    def __getitem__(self, device_id: str) -> Tensors:
-        return self._look_at(self._models[device_id])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _describe_tensor(tensor: Any) -> _TensorLayout:
@@ -408,3 +396,62 @@ def _format_error(error: BaseException, strategy: object) -> str:
         file = None
     own_frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and frame.filename == file]
     return f"{text} (in {own_frames[-1].name}, line {own_frames[-1].lineno})" if own_frames else text
+
+
+def _check_assignment_id(assignment_id: object) -> None:
+    if not isinstance(assignment_id, str) or not assignment_id:
+        raise ValueError(_format_mismatch("the assignment id", assignment_id, "a text"))
+    size = len(assignment_id.encode())  # a lone surrogate raises a `ValueError` itself
+    if size > MAX_ID_BYTES:
+        raise ValueError(
+            f"the assignment id {assignment_id[:20]!r}… has {size} bytes, at most {MAX_ID_BYTES} are possible"
+        )
+
+
+def _to_plain_train_config(plan: TrainConfig) -> TrainConfig:
+    plan = _to_plain_fields(plan, "the plan's ")
+    options = {name: _to_plain_scalar(value) for name, value in plan.options.items()}
+    for name, value in options.items():
+        is_scalar = isinstance(value, str | bool) or (_is_number(value) and math.isfinite(cast("float", value)))
+        if not (isinstance(name, str) and is_scalar):
+            expectation = "a finite number, text, True or False"
+            raise ValueError(_format_mismatch(f"the plan's options[{name!r}]", value, expectation))
+    if any(options[name] is not value for name, value in plan.options.items()):
+        plan = replace(plan, options=cast("Mapping[str, Scalar]", options))
+    if plan.node is None:
+        return plan
+    node = _to_plain_fields(plan.node, "the plan's node: ")
+    return plan if node is plan.node else replace(plan, node=node)
+
+
+def _to_plain_fields(value: T, prefix: str) -> T:
+    """Returns a dataclass with plain texts and numbers, the same object where it has them, or raises `ValueError`."""
+    replacements = {}
+    for name, expectation, is_valid, is_optional in _get_field_checks(cast("Any", type(value))):
+        field_value = getattr(value, name)
+        plain_value = _to_plain_scalar(field_value)
+        if not (is_valid(plain_value) or (is_optional and plain_value is None)):
+            raise ValueError(_format_mismatch(prefix + name, field_value, expectation))
+        if plain_value is not field_value:
+            replacements[name] = plain_value
+    return cast("T", replace(cast("Any", value), **replacements)) if replacements else value
+
+
+@cache
+def _get_field_checks(cls: type[Any]) -> tuple[tuple[str, str, Callable[[Any], bool], bool], ...]:
+    checks = []
+    for item in fields(cls):
+        kind, _, rest = str(item.type).partition(" | ")
+        if kind in _FIELD_CHECKS and rest in {"", "None"}:
+            expectation, is_valid = _FIELD_CHECKS[kind]
+            checks.append((item.name, f"{expectation} or None" if rest else expectation, is_valid, bool(rest)))
+    return tuple(checks)
+
+
+def _to_plain_scalar(value: object) -> object:
+    is_numpy = isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0)
+    return cast("np.generic", value).item() if is_numpy else value
+
+
+def _format_mismatch(name: str, value: object, expected: str) -> str:
+    return f"{name} = {' '.join(repr(value).split()):.60}, it must be {expected}"

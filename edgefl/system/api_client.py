@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
-from edgefl.core.safe_parsing import parse_json, parse_toml
+from edgefl.core.safe_parsing import format_toml, parse_json, parse_toml
 from edgefl.core.types import Json
 
 TIMEOUT_S = 30.0
@@ -34,8 +34,8 @@ class OperatorFile:
     viewer_token: str = field(default="", repr=False)
 
     def to_toml(self) -> str:
-        """Returns the TOML text: JSON strings are TOML strings too."""
-        return "".join(f"{name} = {json.dumps(getattr(self, name))}\n" for name in _FIELDS)
+        """Returns the TOML text."""
+        return format_toml(asdict(self))
 
 
 _FIELDS = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer_token")
@@ -122,6 +122,9 @@ class CoordinatorClient:
             max_bytes=MAX_REPLY_BYTES,
         )
         return _parse_reply(self.url, status, reply)
+
+
+connect = CoordinatorClient.from_options
 
 
 def format_resource_path(kind: str, name: str) -> str:

@@ -82,6 +82,17 @@ def create_pinned_context(ca_pem: bytes) -> ssl.SSLContext:
     return context
 
 
+class ClosingSocket(ssl.SSLSocket):
+    """Closes when the handshake fails; paho leaves that to the garbage collector."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            super().do_handshake(block)
+        except OSError:
+            self.close()
+            raise
+
+
 def fetch_coordinator_info(address: str, context: ssl.SSLContext, *, timeout_s: float = TIMEOUT_S) -> CoordinatorInfo:
     """Returns the coordinator's info, including the difference of the clocks.
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar
-from edgefl.tasks.sharding.shard_files import read_shard
+from edgefl.tasks.datasets.shards import read_shard
 
 
 class TrainableModel(Protocol):

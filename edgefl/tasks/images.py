@@ -1,9 +1,10 @@
-"""`mnist` and `fashion-mnist`: 28x28 grey images, with torch networks or fully connected ones in NumPy."""
+"""Tasks of grey images: `digits` (8x8) in NumPy; `mnist` and `fashion-mnist` (28x28) with torch or NumPy networks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -18,11 +19,12 @@ from edgefl.tasks.export.onnx_graph import (
     make_scaling,
     register_node_builder,
 )
-from edgefl.tasks.learners import layer_specs, torch_networks
+from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.learners.torch_factory import TorchFactoryModel, is_factory_name, make_resizing_prepare
-from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name, make_resizing_prepare
 
+DIGITS_LAYER_SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
+DIGITS_MAX_PIXEL = 16.0
 SIDE = 28
 NUM_PIXELS = SIDE * SIDE
 MAX_PIXEL = 255.0
@@ -37,8 +39,25 @@ HIDDEN_SIZES = {"2nn": (200, 200), "mlp": (128, 128), "logistic": ()}
 """Sizes of the hidden layers of the NumPy models."""
 DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 32, "epochs": 1.0}
 DEEP_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.02, "batch_size": 64, "epochs": 1.0}
-WEIGHT_INITIALISERS = {"torch": layer_specs.make_uniform_weights, "adacomp": layer_specs.make_adacomp_weights}
+WEIGHT_INITIALISERS = {"torch": networks.make_uniform_weights, "adacomp": networks.make_adacomp_weights}
+CHAINS: Mapping[str, networks.Chain] = {
+    "cnn": networks.CNN, "cnn-small": networks.CNN_SMALL, "cnn-large": networks.CNN_LARGE, "lenet": networks.LENET,
+}  # fmt: skip
 MAX_CHANNELS, MIN_SIZE, MAX_SIZE = 4, 8, 512
+
+
+def digits(*, model: str = "mlp") -> ClassificationTask:
+    """Returns the task; `model` is mlp (64-64-10) or logistic."""
+    return ClassificationTask(
+        name="digits",
+        model=DenseModel(
+            sizes=DIGITS_LAYER_SIZES[validate_choice("digits", "model", model, tuple(DIGITS_LAYER_SIZES))],
+            prepare=_make_pixel_scaling(DIGITS_MAX_PIXEL),
+        ),
+        input_shape=(8, 8),
+        labels=tuple("0123456789"),
+        defaults={"learning_rate": 0.5, "batch_size": 8, "epochs": 2.0},
+    )
 
 
 def mnist(*, model: str = "cnn", init: str = "torch", channels: int = 1, size: int = SIDE) -> ClassificationTask:
@@ -60,6 +79,18 @@ def fashion_mnist(
     """Returns the task, with the options of `mnist`."""
     options = _ImageOptions(task="fashion-mnist", model=model, init=init, channels=channels, size=size)
     return _make_task(options, _normalise_fashion_pixels, FASHION_LABELS)
+
+
+def _make_pixel_scaling(max_pixel: float) -> Callable[[Array], Array]:
+    """Returns a `prepare` that maps pixels to 0 to 1."""
+
+    @register_node_builder(make_scaling(1.0 / max_pixel))
+    def scale(images: Array) -> Array:
+        scaled: Array = images.astype(np.float32)
+        scaled /= max_pixel
+        return scaled
+
+    return scale
 
 
 def _add_standardisation(graph: OnnxGraph, images: str) -> str:
@@ -127,19 +158,14 @@ def _make_built_in_model(options: _ImageOptions, prepare: Callable[[Array], Arra
             f"channels and size of task {options.task} are for a model of module:factory; {model} takes the images "
             "as they are"
         )
+    if model not in CHAINS:
+        _reject_init(options)
     if model in HIDDEN_SIZES:
-        _reject_init(options)
-        return DenseModel(sizes=(NUM_PIXELS, *HIDDEN_SIZES[model], 10), prepare=_scale_pixels)
+        return DenseModel(sizes=(NUM_PIXELS, *HIDDEN_SIZES[model], 10), prepare=_make_pixel_scaling(MAX_PIXEL))
     if model == "resnet18-gn":
-        _reject_init(options)
-        tensors, build = torch_networks.resnet18_specs(), torch_networks.resnet18_gn
+        tensors, build = networks.resnet18_specs(), networks.resnet18_gn
     else:
-        tensors, build = {
-            "cnn": (torch_networks.CNN, torch_networks.cnn),
-            "cnn-small": (torch_networks.CNN_SMALL, torch_networks.cnn_small),
-            "cnn-large": (torch_networks.CNN_LARGE, torch_networks.cnn_large),
-            "lenet": (torch_networks.LENET, torch_networks.lenet),
-        }[model]
+        tensors, build = networks.list_chain_specs(CHAINS[model]), partial(networks.build_chain, CHAINS[model])
     first_weights = WEIGHT_INITIALISERS[
         validate_choice(options.task, "init", options.init, tuple(WEIGHT_INITIALISERS))
     ]
@@ -161,13 +187,6 @@ def _validate_int(task: str, option: str, value: object, minimum: int, maximum: 
     return value
 
 
-@register_node_builder(make_scaling(1.0 / MAX_PIXEL))
-def _scale_pixels(images: Array) -> Array:
-    scaled: Array = images.astype(np.float32)
-    scaled /= MAX_PIXEL
-    return scaled
-
-
 def _add_fashion_normalisation(graph: OnnxGraph, images: str) -> str:
     pixels = make_scaling(1.0 / MAX_PIXEL, shape=(1, SIDE, SIDE))(graph, images)
     centred = graph.add("Sub", pixels, graph.add_constant(np.float32(FASHION_MEAN)))
@@ -176,7 +195,7 @@ def _add_fashion_normalisation(graph: OnnxGraph, images: str) -> str:
 
 @register_node_builder(_add_fashion_normalisation)
 def _normalise_fashion_pixels(images: Array) -> Array:
-    pixels = _scale_pixels(images).reshape(-1, 1, SIDE, SIDE)
+    pixels = _make_pixel_scaling(MAX_PIXEL)(images).reshape(-1, 1, SIDE, SIDE)
     pixels -= FASHION_MEAN
     pixels /= FASHION_STD
     return pixels

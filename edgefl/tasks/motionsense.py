@@ -1,15 +1,22 @@
-"""`motionsense`: a person's activity, from 2.56 s of phone motion; each person is a natural shard."""
+"""`motionsense`: a person's activity, from 2.56 s of phone motion; each person is a natural shard.
+
+The recordings (phones of 24 people at 50 Hz) are cut into windows.
+Source: Malekzadeh et al., Mobile Sensor Data Anonymization, IoTDI 2019.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.types import Array, Scalar
+from edgefl.core.errors import DataError
+from edgefl.core.types import Array, Dataset, Scalar
 from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
-from edgefl.tasks.datasets.motionsense_windows import CHANNELS, WINDOW_SAMPLES
+from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_reduction,
@@ -17,10 +24,93 @@ from edgefl.tasks.export.onnx_graph import (
     add_standard_deviation,
     register_node_builder,
 )
-from edgefl.tasks.learners import layer_specs, torch_networks
+from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.learners.torch_factory import TorchFactoryModel, is_factory_name
-from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name
+
+WINDOW_SAMPLES = 128
+STRIDE_SAMPLES = 64
+FIRST_TEST_TRIAL = 11
+CHANNELS = 9
+FILE_NAME = "motionsense.npz"
+_RECORDING_ARRAYS = ("length", "subject", "activity", "trial")
+_ARRAYS = ("q", "scale", *_RECORDING_ARRAYS)
+
+
+def read_motion_windows(path: Path) -> tuple[Dataset, Dataset, Array]:
+    """Returns training and test windows with their activities, and the people of the training windows.
+
+    Windows are [n, 9, 128] float32: gravity and acceleration in g, rotation in rad/s. Test recordings are whole, from
+    trial 11 on.
+
+    Raises:
+        DataError: the file is missing, damaged or inconsistent.
+    """
+    arrays = _load_arrays(path)
+    stops = np.cumsum(arrays["length"])
+    parts: dict[bool, list[int]] = {False: [], True: []}
+    for recording, trial in enumerate(arrays["trial"]):
+        parts[bool(trial >= FIRST_TEST_TRIAL)].append(recording)
+    (train, subjects), (test, _) = (_select_windows(arrays, stops, parts[is_test]) for is_test in (False, True))
+    return train, test, subjects
+
+
+def split_windows(recording: Array) -> Array:
+    """Returns [n, channels, 128] windows that start every 64 samples; a shorter remainder is dropped."""
+    if recording.shape[1] < WINDOW_SAMPLES:
+        return np.empty((0, recording.shape[0], WINDOW_SAMPLES), recording.dtype)
+    windows = np.lib.stride_tricks.sliding_window_view(recording, WINDOW_SAMPLES, axis=1)[:, ::STRIDE_SAMPLES]
+    return windows.transpose(1, 0, 2)
+
+
+def _select_windows(arrays: dict[str, Array], stops: Array, recordings: list[int]) -> tuple[Dataset, Array]:
+    inputs, labels, subjects = [], [], []
+    for recording in recordings:
+        stop = int(stops[recording])
+        windows = split_windows(arrays["q"][:, stop - int(arrays["length"][recording]) : stop])
+        inputs.append(windows)
+        labels.append(np.full(len(windows), arrays["activity"][recording], np.int64))
+        subjects.append(np.full(len(windows), arrays["subject"][recording], np.int64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = np.concatenate(inputs).astype(np.float32) * arrays["scale"].astype(np.float32)
+    if not np.all(np.isfinite(scaled)):
+        raise DataError(f"{FILE_NAME} holds samples that are no finite float32; download it again")
+    return Dataset(inputs=scaled, labels=np.concatenate(labels)), np.concatenate(subjects)
+
+
+def _load_arrays(path: Path) -> dict[str, Array]:
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; --data names the folder that holds {FILE_NAME}")
+    try:
+        with path.open("rb") as file:
+            arrays = read_npz(file, _ARRAYS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); download it again") from None
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise DataError(f"{path} has no array {missing[0]!r}; download it again")
+    _check_arrays(arrays, path)
+    return arrays
+
+
+def _check_arrays(arrays: Mapping[str, Array], path: Path) -> None:
+    """Checks that each array has one integer per recording, and that lengths match the samples."""
+    lengths, shape = arrays["length"], arrays["q"].shape
+    for name in _RECORDING_ARRAYS:
+        array = arrays[name]
+        if not np.issubdtype(array.dtype, np.integer) or array.ndim != 1 or array.shape != lengths.shape:
+            raise DataError(f"{path}: {name} must be whole numbers, one a recording; download it again")
+    is_number = np.issubdtype(arrays["q"].dtype, np.number) and np.issubdtype(arrays["scale"].dtype, np.floating)
+    if not len(lengths) or lengths.min() < 0 or not is_number or arrays["scale"].ndim:
+        raise DataError(f"{path} holds no recordings, or samples that are no numbers; download it again")
+    total = sum(map(int, lengths))
+    if shape != (CHANNELS, total):
+        raise DataError(f"{path} holds samples {list(shape)}, its recordings add up to {[CHANNELS, total]}")
+    is_test = arrays["trial"] >= FIRST_TEST_TRIAL
+    if is_test.all() or not is_test.any():
+        raise DataError(
+            f"{path} must hold recordings of trials before {FIRST_TEST_TRIAL} and later; download it again"
+        )
+
 
 LABELS = ("downstairs", "upstairs", "walking", "jogging", "sitting", "standing")
 # Mean and standard deviation of each channel over the training trials, fixed here: a device with data of
@@ -32,8 +122,7 @@ BAND_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 33)
 NUM_FEATURES = CHANNELS * (5 + len(BAND_EDGES) - 1)
 
 MODELS = ("cnn", "mlp", "logistic")
-CNN_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
-FEATURE_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
 
 
 def motionsense(*, model: str = "cnn") -> ClassificationTask:
@@ -49,7 +138,7 @@ def motionsense(*, model: str = "cnn") -> ClassificationTask:
         model=_make_model(model),
         input_shape=(CHANNELS, WINDOW_SAMPLES),
         labels=LABELS,
-        defaults=FEATURE_DEFAULTS if model in ("mlp", "logistic") else CNN_DEFAULTS,
+        defaults=DEFAULTS,
     )
 
 
@@ -122,10 +211,11 @@ def _make_model(model: str) -> TrainableModel:
             target=model, num_classes=len(LABELS), input_shape=(CHANNELS, WINDOW_SAMPLES), prepare=standardise_windows
         )
     if model == "cnn":
+        chain = networks.make_motion_cnn(CHANNELS, len(LABELS))
         return TorchModel(
-            tensors=torch_networks.motion_specs(CHANNELS, len(LABELS)),
-            build=partial(torch_networks.motion_cnn, CHANNELS, len(LABELS)),
-            first_weights=layer_specs.make_uniform_weights,
+            tensors=networks.list_chain_specs(chain),
+            build=partial(networks.build_chain, chain),
+            first_weights=networks.make_uniform_weights,
             prepare=standardise_windows,
         )
     hidden = (64,) if model == "mlp" else ()

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Tensors, TensorSpec, derive_rng
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, TensorSpec, derive_rng
 from edgefl.tasks.export.onnx_graph import OnnxGraph
-from edgefl.tasks.learners.accelerators import validate_accelerator
-from edgefl.tasks.learners.numpy_learner import Prepare, copy_tensor
+from edgefl.tasks.learners.backends import validate_accelerator
+from edgefl.tasks.learners.numpy_learner import NumpyLearner
 
 DEFAULT_MODEL_BYTES = 1_000_000
 NUM_EXAMPLES = 64
@@ -46,32 +46,13 @@ class NoopTask:
         return NoopLearner(self._shapes)
 
 
-class NoopLearner:
+class NoopLearner(NumpyLearner):
     """Holds the model and leaves it unchanged."""
 
     def __init__(self, shapes: ModelSpec) -> None:
+        super().__init__((), lambda inputs: inputs.astype(np.float32))
         self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
-
-    @property
-    def parameters(self) -> Mapping[str, Array]:
-        return self._parameters
-
-    @property
-    def gradients(self) -> Mapping[str, Array]:
-        return self._gradients
-
-    def load(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            copy_tensor(name, tensor if isinstance(tensor, np.ndarray) else tensor.dense(), self._parameters)
-
-    def read(self) -> dict[str, Array]:
-        return {name: value.copy() for name, value in self._parameters.items()}
-
-    @property
-    def prepare(self) -> Prepare:
-        """The identity on raw inputs."""
-        return lambda inputs: inputs.astype(np.float32)
 
     def logits(self, inputs: Array) -> Array:
         """Returns zeros, [n, 1]."""

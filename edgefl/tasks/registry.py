@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from edgefl.core.types import Scalar, Task
 ENTRY_POINT_GROUP = "edgefl.tasks"
 
 BUILT_IN: Mapping[str, str] = {
-    "digits": "edgefl.tasks.digits:digits",
+    "digits": "edgefl.tasks.images:digits",
     "fashion-mnist": "edgefl.tasks.images:fashion_mnist",
     "mnist": "edgefl.tasks.images:mnist",
     "motionsense": "edgefl.tasks.motionsense:motionsense",
@@ -54,11 +55,8 @@ def _find_factory(name: str) -> Callable[..., Task]:
 
 
 def _load_target(name: str, target: str) -> Callable[..., Task]:
-    module, _, attribute = target.partition(":")
     try:
-        target_object: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            target_object = getattr(target_object, part)
+        target_object = load_object(target)
     except (ImportError, AttributeError, ValueError) as error:
         raise TaskError(
             f"task {name!r} cannot be loaded: {error}; it must be module:Class, importable here"
@@ -69,6 +67,12 @@ def _load_target(name: str, target: str) -> Callable[..., Task]:
         )
     factory: Callable[..., Task] = target_object
     return factory
+
+
+def load_object(target: str) -> Any:
+    """Returns the object that `module:attribute` names; raises what its module raises when it is imported."""
+    module, _, attribute = target.partition(":")
+    return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
 def _validate_task_class(name: str, found: Any) -> Callable[..., Task]:

@@ -6,7 +6,7 @@ import numpy as np
 from torch import nn
 
 from edgefl.core.types import Dataset
-from edgefl.tasks.learners.torch_factory import TorchFactoryModel
+from edgefl.tasks.learners.torch_learner import TorchFactoryModel
 
 SIDE = 16
 LABELS = ("disc", "square", "cross")

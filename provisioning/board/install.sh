@@ -321,7 +321,7 @@ put_join_file() {
 # Nothing of it is changed: whoever owns the data decides who reads it. The device goes on without, and says so too.
 look_at_data() {
     [ "$joins" = yes ] || return 0
-    "$opt/current/bin/python" -I -m edgefl.device.enrolment.shard_permissions --join "$etc/join.json" "$user" || true
+    "$opt/current/bin/python" -I -m edgefl.device.enrolment.join_file --join "$etc/join.json" "$user" || true
 }
 
 enable_units() {

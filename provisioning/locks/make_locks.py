@@ -21,7 +21,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 from uv import find_uv_bin
 
-from edgefl.provision.wheel_locks import (
+from edgefl.provision.wheels import (
     LOCK_SUFFIXES,
     WHEEL_PLATFORMS,
     PinnedWheel,

@@ -3,6 +3,7 @@ from contextlib import closing
 
 import pytest
 
+from edgefl.core.protocol import Heartbeat
 from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
 
@@ -15,11 +16,11 @@ def growth(harness):
 
 
 def beat(number):
-    return HeartbeatRow(
-        device_id=f"device-{number % 5:02}", at=1.7e9 + number + 0.123, seq=number, session_no=3,
-        uptime_s=number * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok",
+    heartbeat = Heartbeat(
+        seq=number, session_no=3, uptime_s=number * 1.5, cpu_fraction=0.25, memory_bytes=80_000_000, throttled="ok",
         run="20260101-000000-aaaaaa",
     )  # fmt: skip
+    return HeartbeatRow(device_id=f"device-{number % 5:02}", at=1.7e9 + number + 0.123, heartbeat=heartbeat)
 
 
 def test_a_store_grows_as_its_rows_say_and_pages_that_are_half_empty_are_noticed(growth, tmp_path):

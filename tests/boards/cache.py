@@ -9,8 +9,7 @@ import subprocess
 from pathlib import Path
 
 from edgefl.provision.provisioning_files import find_path as source
-from edgefl.provision.wheel_locks import WheelPlatform, get_lock_name, load_lock_text, parse_lock
-from edgefl.provision.wheelhouse import fill_wheelhouse
+from edgefl.provision.wheels import WheelPlatform, fill_wheelhouse, get_lock_name, load_lock_text, parse_lock
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from boards import cache
 from boards.site import Site
 
-from edgefl.provision.wheel_locks import WheelPlatform
+from edgefl.provision.wheels import WheelPlatform
 
 # Below /home, which the units hide: the card's drop-in has to show it.
 SHARD_ON_BOARD = "/home/data/digits.npz"

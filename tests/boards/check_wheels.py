@@ -23,7 +23,7 @@ from pathlib import Path
 
 from boards import cache
 
-from edgefl.provision.wheel_locks import PinnedWheel, WheelPlatform, get_platform, load_lock_text, parse_lock
+from edgefl.provision.wheels import PinnedWheel, WheelPlatform, get_platform, load_lock_text, parse_lock
 
 SIGILL = -4
 # What a wheel brings besides packages, and modules that are meant for other systems or to be run.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from boards.time_line import TimeLine
 
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 TIME_LINES = pytest.StashKey[list[TimeLine]]()
 

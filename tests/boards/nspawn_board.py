@@ -15,7 +15,7 @@ from pathlib import Path
 
 from boards.console import Console
 
-from edgefl.system.process_control import exit_with_parent
+from edgefl.system.processes import exit_with_parent
 
 PROGRAMS = ("systemd-nspawn", "nsenter", "ip")
 STOP_S = 60.0

@@ -19,7 +19,7 @@ from boards import cache
 from boards.card import put_shard, put_stock
 from boards.console import Console
 
-from edgefl.system.process_control import exit_with_parent
+from edgefl.system.processes import exit_with_parent
 
 PROGRAMS = {
     "qemu-system-aarch64": "qemu-system-arm",

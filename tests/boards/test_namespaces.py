@@ -11,7 +11,7 @@ from boards.namespaces import BoardNetwork, why_not
 
 from edgefl.core.config import parse_run
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,8 @@ from boards.site import Site, eventually
 from boards.time_line import TimeLine
 from wheel_files import Signer
 
-from edgefl.bundles.keys import PUBLIC_KEY_FILE
-from edgefl.provision.wheel_locks import get_platform
+from edgefl.provision.wheels import get_platform
+from edgefl.system.bundles.keys import PUBLIC_KEY_FILE
 
 pytestmark = [pytest.mark.board, pytest.mark.timeout(900)]
 

@@ -13,7 +13,7 @@ from boards.qemu_board import COORDINATOR, CPU, MEMORY_MB, QemuBoard, stock_card
 from boards.site import Site, eventually
 from boards.time_line import TimeLine
 
-from edgefl.provision.wheel_locks import get_platform
+from edgefl.provision.wheels import get_platform
 
 pytestmark = [pytest.mark.board, pytest.mark.timeout(3600)]
 

@@ -21,7 +21,7 @@ from chaos.runs import NAMES, NUM_DEVICES, PYTHON_PATH, TASK, accuracy, config
 from chaos.schedule import EVERYTHING, each_once, random_kills
 
 from edgefl.simulation.faults import Fault, load_faults, render_fault_script
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 TOLERANCE = 0.03
 """So much worse a model may be that differs from the undisturbed one, since a device was dropped from a round."""

@@ -20,7 +20,7 @@ from chaos.schedule import GRAVE, HARMLESS, each_once
 from edgefl.core.config import RunConfig
 from edgefl.core.types import Json
 from edgefl.simulation.faults import FaultKind
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 PIECE_BYTES = 16 * 1024
+SLOW_PIECE_BYTES = 1024
+"""What is passed on as a whole where a piece of the usual size would take longer than a second."""
 HELD_BYTES = 256 * 1024
 """What lies in the proxy for one direction of one connection, before nothing more is read of it."""
 TICK_S = 0.02
@@ -140,8 +142,10 @@ class Proxy:
         ]
 
     def _read(self, way: _Way) -> None:
+        rates = [weather.bytes_per_s for weather in self._weathers(way.device)]
+        is_slow = any(rate is not None and rate < PIECE_BYTES for rate in rates)
         try:
-            piece = way.source.recv(PIECE_BYTES)
+            piece = way.source.recv(SLOW_PIECE_BYTES if is_slow else PIECE_BYTES)
         except BlockingIOError:
             return
         except OSError:

@@ -41,8 +41,8 @@ from coverage import Coverage
 
 ROOMS: dict[str, tuple[str, list[str]]] = {
     "compression": ("edgefl/compression/**/*.py", ["tests/compression"]),
-    "decentralised": ("edgefl/decentralised/**/*.py", ["tests/decentralised"]),
     "journal": ("edgefl/storage/journal/**/*.py", ["tests/storage"]),
+    "peer_algorithms": ("edgefl/strategies/peer_algorithms/**/*.py", ["tests/strategies/peer_algorithms"]),
     "protocol": ("edgefl/core/protocol.py", ["tests/core/test_protocol.py"]),
     "simulation": ("edgefl/simulation/**/*.py", ["tests/simulation"]),
     "storage": ("edgefl/storage/**/*.py", ["tests/storage"]),

@@ -7,8 +7,7 @@ import pytest
 
 from edgefl.cli.main import main
 from edgefl.core.types import Dataset
-from edgefl.tasks.sharding.shard_files import write_shard
-from edgefl.tasks.sharding.shard_metadata import ShardMetadata
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 
 OF_A_FLEET = ("EDGEFL_URL", "EDGEFL_TOKEN", "EDGEFL_JOIN_TOKEN")
 

@@ -14,9 +14,8 @@ import pytest
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.factory import find_mosquitto
-from edgefl.coordinator.directory import load_directory
+from edgefl.coordinator.directory import StartOptions, load_directory
 from edgefl.coordinator.service import Coordinator
-from edgefl.coordinator.start_options import StartOptions
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from edgefl.cli.model import COLUMNS as MODEL_COLUMNS
+from edgefl.cli.fleet.models import COLUMNS as MODEL_COLUMNS
 from edgefl.cli.run import COLUMNS
 from edgefl.coordinator import pki
 from edgefl.core.errors import NetworkError, NotFoundError, StoreError, WrongCaError

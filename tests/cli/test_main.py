@@ -1,6 +1,5 @@
 import importlib
 import sys
-from pathlib import Path
 
 import click
 import click.testing
@@ -9,8 +8,6 @@ import pytest
 from edgefl import __version__
 from edgefl.cli.main import COMMANDS, main
 from edgefl.core import errors
-
-CLI = Path(importlib.import_module("edgefl.cli").__file__).parent
 
 
 def leaves(command, path=()):
@@ -21,9 +18,8 @@ def leaves(command, path=()):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_a_module_and_says_in_a_whole_sentence_what_each_part_does(name):
-    module = name.replace("-", "_")
-    command = importlib.import_module(f"edgefl.cli.{module}").command
-    assert (CLI / f"{module}.py").exists()
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command = getattr(importlib.import_module(module), attribute)
     assert all(leaf.get_short_help_str() for _, leaf in leaves(command))
     text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
     assert "..." not in text.partition("Commands:")[2]
@@ -47,7 +43,7 @@ def test_an_error_is_one_line_on_stderr_and_its_exit_code(capsys, monkeypatch):
         raise errors.StoreError("the store is gone; it was at /a\n look there")
 
     command = click.Command("fails", callback=fail)
-    monkeypatch.setitem(COMMANDS, "fails", "for this test")
+    monkeypatch.setitem(COMMANDS, "fails", ("edgefl.cli.fails:command", "for this test"))
     monkeypatch.setitem(sys.modules, "edgefl.cli.fails", type("module", (), {"command": command}))
     with pytest.raises(SystemExit) as ended:
         main(["fails"])

@@ -1,6 +1,7 @@
-"""What `measure` says of a codec, on numbers that can be checked by hand."""
+"""What a codec costs, and the list of stages with examples."""
 
 import math
+import re
 from itertools import count
 
 import numpy as np
@@ -11,9 +12,12 @@ from edgefl.compression.codec_benchmark import (
     compute_expected_bytes,
     compute_index_cost,
     compute_relative_error,
+    make_example_specs,
     make_random_update,
     measure_codec,
 )
+from edgefl.compression.registry import STAGE_DESCRIPTIONS, STAGES, list_stage_names, list_stages, parse_spec
+from edgefl.core.errors import CodecError
 from edgefl.core.types import SparseTensor, TensorSpec
 
 SHAPES = (TensorSpec(name="w", shape=(40, 50)), TensorSpec(name="b", shape=(40,)))
@@ -99,3 +103,48 @@ def test_a_drawn_update_has_heavy_tails_and_is_the_same_every_time():
 def test_tensors_that_stay_on_the_board_are_not_measured():
     shapes = (*SHAPES, TensorSpec(name="own", shape=(1000,), shared=False))
     assert compute_expected_bytes("dense", shapes) == compute_expected_bytes("dense", SHAPES)
+
+
+UPDATE_SHAPES = (TensorSpec(name="w", shape=(60, 50)), TensorSpec(name="b", shape=(60,)))
+UPDATE = make_random_update(UPDATE_SHAPES, np.random.default_rng(3))
+
+
+def test_all_that_may_be_typed_is_listed_and_described():
+    names = {row.name for row in list_stages()}
+    assert {*STAGES, *list_stage_names()} <= names
+    assert set(STAGES) <= set(STAGE_DESCRIPTIONS), "describe the new stage in registry.py"
+    assert all(row.summary for row in list_stages())
+
+
+def test_kinds_come_in_the_order_of_a_line():
+    kinds = list(dict.fromkeys(row.kind for row in list_stages() if row.kind in {"tensors", "values", "lossless"}))
+    assert kinds == ["tensors", "values", "lossless"]
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in list_stages() if row.is_contraction is not None], ids=lambda row: row.name
+)
+def test_what_is_listed_as_a_contraction_works_behind_error_feedback_and_nothing_else(row):
+    argument = {"threshold": "1", "delta": ""}.get(row.name)
+    lines = STAGE_DESCRIPTIONS[row.name].example_specs
+    line = f"{row.name}:{argument}" if argument else lines[0].removeprefix("ef|")
+    if row.is_contraction:
+        assert make_codec(f"ef|{line}", UPDATE_SHAPES)
+    else:
+        with pytest.raises(CodecError, match="ef would pile it up"):
+            make_codec(f"ef|{line}", UPDATE_SHAPES)
+
+
+def test_usual_lines_work_and_show_every_stage():
+    lines = make_example_specs(UPDATE)
+    for line in lines:
+        assert measure_codec(line, UPDATE, UPDATE_SHAPES, clock=iter(range(100)).__next__, repeats=1).num_bytes
+    shown = {name for line in lines for name, _ in parse_spec(line).stages}
+    assert shown >= set(STAGES) - {"delta", "layers"}
+
+
+def test_the_usual_threshold_lets_one_entry_in_a_hundred_through():
+    (line,) = [line for line in make_example_specs(UPDATE) if line.startswith("threshold:")]
+    smallest = float(re.match(r"threshold:(.+)", line)[1])
+    values = np.concatenate([UPDATE[spec.name].reshape(-1) for spec in UPDATE_SHAPES])
+    assert np.mean(np.abs(values) >= smallest) == pytest.approx(0.01, abs=0.002)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies
 
-from edgefl.compression.codec import Codec, make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.delta import apply_delta, encode_delta, parse_downlink_codec
 from edgefl.compression.wire import read_frame, write_frame
 from edgefl.core.errors import CodecError

@@ -8,13 +8,27 @@ import numpy as np
 import pytest
 from codec_examples import EXAMPLES
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.compression.error_feedback import ErrorFeedback, has_error_feedback
-from edgefl.compression.sparsification.dense import Dense
+from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.error_feedback import (
+    ErrorFeedback,
+    has_error_feedback,
+    is_stateful_training,
+    require_stateless_training,
+)
+from edgefl.compression.sparsification.sparsifiers import Dense
 from edgefl.compression.stages import StageKind, ValueStage
-from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
+from edgefl.core.errors import CodecError, ConfigError
+from edgefl.core.types import (
+    Array,
+    GossipConfig,
+    ModelSpec,
+    SparseTensor,
+    Tensor,
+    TensorKind,
+    Tensors,
+    TensorSpec,
+    TrainConfig,
+)
 
 SHAPES: ModelSpec = (
     TensorSpec(name="weight", shape=(8, 25)),
@@ -291,3 +305,29 @@ def test_a_stage_forgets_what_it_learnt_of_an_update_that_was_refused() -> None:
     with pytest.raises(CodecError, match="fp16 carries magnitudes"):
         kept.encode("a2", displacement(2) | {"weight": np.full((8, 25), 1e6, dtype=np.float32)}, rng())
     assert num_encoded(kept) == 1
+
+
+OF_ALL = (TensorSpec(name="weight", shape=(4, 3)), TensorSpec(name="count", shape=(), dtype="int64"))
+WITH_ONE_OF_ITS_OWN = (*OF_ALL, TensorSpec(name="mean", shape=(3,), shared=False))
+PLAIN = TrainConfig(iterations=3)
+NODE = GossipConfig(method="dsgd", edges=(), learning_rate=0.1, period=1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "codec", "shapes", "leaves"),
+    [
+        (PLAIN, "dense", OF_ALL, False),
+        (PLAIN, "topk:0.1|int8", OF_ALL, False),
+        (PLAIN, "ef|topk:0.1|int8", OF_ALL, True),
+        (TrainConfig(iterations=3, keeps_state=True), "dense", OF_ALL, True),
+        (TrainConfig(iterations=3, node=NODE), "dense", OF_ALL, True),
+        (PLAIN, "dense", WITH_ONE_OF_ITS_OWN, True),
+    ],
+)
+def test_what_stays_is_state_residuals_and_tensors_of_its_own(plan, codec, shapes, leaves):
+    assert is_stateful_training(plan, codec, shapes) is leaves
+    if leaves:
+        with pytest.raises(ConfigError, match="redundant shard must give the same result on all"):
+            require_stateless_training(plan, codec, shapes)
+    else:
+        require_stateless_training(plan, codec, shapes)

@@ -9,7 +9,7 @@ import pytest
 from codec_examples import EXAMPLES, SHAPES, assert_declared, encoded, sealed
 from damaged_bodies import all_surfaces, damaged, decode_damaged, surfaces_of
 
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body
 from edgefl.core.errors import CodecError
 
 NUM_MUTATIONS = 6_400

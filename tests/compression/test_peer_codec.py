@@ -10,9 +10,9 @@ from edgefl.compression.peer_codec import PeerCodec, StaleReferenceError, select
 from edgefl.compression.wire import read_peer_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, TensorKind, TensorSpec
-from edgefl.decentralised.algorithm import GossipMessage
-from edgefl.decentralised.gossip_node import GossipNode
-from edgefl.decentralised.topology import make_topology
+from edgefl.strategies.peer_algorithms.algorithm import GossipMessage
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.topology import make_topology
 
 SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
 TWO_BITS = "qsgd:2:8"

@@ -5,13 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgefl.compression.codec import Codec, make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.entropy.indices import write_indices
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.per_layer import PerLayerStage, assign_codecs
-from edgefl.compression.registry import LAYERS, STAGES
-from edgefl.compression.specs import format_with_layers, parse_spec
+from edgefl.compression.registry import LAYERS, STAGES, format_with_layers, parse_spec
 from edgefl.compression.wire import encode_varint, write_frame
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import CodecError
@@ -39,7 +37,7 @@ def update(seed: int = 3) -> dict[str, Array]:
 
 def lines(codec: Codec) -> dict[str, str]:
     assert isinstance(codec.tensor_stage, PerLayerStage)
-    return {name: group.codec.spec for group in codec.tensor_stage.groups for name in group.names}
+    return {spec.name: group.spec for group in codec.tensor_stage.groups for spec in group.shapes}
 
 
 def test_the_first_pattern_that_matches_counts_and_the_rest_goes_through_the_first_codec() -> None:
@@ -53,7 +51,8 @@ def test_the_first_pattern_that_matches_counts_and_the_rest_goes_through_the_fir
     assert lines(make_codec("dense; 2.* = fp16; *.bias = int8", SHAPES))["2.bias"] == "fp16"
     same = make_codec("fp16; *.bias = dense; 0.* = fp16; count = dense", SHAPES).tensor_stage
     assert isinstance(same, PerLayerStage)
-    assert [group.names for group in same.groups] == [("0.weight", "2.weight"), ("0.bias", "2.bias", "count")]
+    names = [tuple(spec.name for spec in group.shapes) for group in same.groups]
+    assert names == [("0.weight", "2.weight"), ("0.bias", "2.bias", "count")]
 
 
 def test_patterns_have_the_wildcards_of_file_names_and_mind_upper_case() -> None:

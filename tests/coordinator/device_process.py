@@ -13,8 +13,10 @@ import uuid
 from pathlib import Path
 
 from edgefl.device.hardware.health import HealthReader
-from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles, ReconnectPolicy
+from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
 from edgefl.device.mqtt.heartbeat import HeartbeatPublisher
+from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
+from edgefl.device.state_dir import TlsFiles
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
 
     link = MqttConnection(
         [tuple(address) for address in settings["addresses"]],
-        MqttTlsFiles(**{name: Path(path) for name, path in settings["tls"].items()}),
+        TlsFiles(**{name: Path(path) for name, path in settings["tls"].items()}),
         MqttIdentity(fleet=settings["fleet"], device_id=settings["device"], boot_id=uuid.uuid4().hex),
         MqttCallbacks(
             on_wake_up=lambda: say("bell"),

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from edgefl.coordinator import backup as backups
-from edgefl.coordinator.backup import MANIFEST, create_backup
+from edgefl.coordinator.backup import MANIFEST, create_backup, restore_backup
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.restore import restore_backup
 from edgefl.core.errors import NotFoundError, StoreError, StoreTooNewError, UsageError
 from edgefl.storage.checkpoints import list_checkpoints, load_state, prune_checkpoints, save_state
-from edgefl.storage.journal.reader import read_records
+from edgefl.storage.journal.file_format import read_records
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.store import Store

@@ -56,7 +56,7 @@ class Site:
             delay_s=0.05,
         )
 
-    def spawn(self, arguments: list[str], _output: BinaryIO) -> Child:
+    def spawn(self, arguments: list[str], _output: BinaryIO) -> Any:
         self.commands.append(arguments)
         self.times_s.append(time.monotonic())
         return Child(self.codes.pop(0) if self.codes else None)

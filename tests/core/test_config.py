@@ -10,7 +10,6 @@ import pytest
 
 from edgefl.core.config import (
     MAX_NAME_CHARS,
-    CoordinatorSettings,
     RunConfig,
     RunSection,
     check_run_name,
@@ -251,15 +250,20 @@ class Outer:
     extra: Mapping[str, Scalar] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Listener:
+    port: int = field(default=8000, metadata={"at_least": 0, "at_most": 65535})
+
+
 def test_fills_any_dataclass_with_nested_optional_and_free_fields_and_names_the_whole_path_of_a_key():
     table = {"mode": "fast", "inner": {"rate": 2}, "names": ["a"], "extra": {"x": 1}}
     expected = Outer(mode="fast", inner=Inner(rate=2.0), names=("a",), extra={"x": 1})
     assert from_mapping(Outer, table, path="strategy") == expected
     with pytest.raises(ConfigError, match=r"^strategy\.inner\.rate must be a number above 0, got -1$"):
         from_mapping(Outer, {"mode": "fast", "inner": {"rate": -1}}, path="strategy")
-    assert from_mapping(CoordinatorSettings, {"port": 0}, "coordinator").port == 0
+    assert from_mapping(Listener, {"port": 0}, "coordinator").port == 0
     with pytest.raises(ConfigError, match=r"coordinator\.port must be a whole number at least 0 and at most 65535"):
-        from_mapping(CoordinatorSettings, {"port": 70000}, "coordinator")
+        from_mapping(Listener, {"port": 70000}, "coordinator")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from edgefl.core.safe_parsing import MAX_NESTING, MAX_TOML_CHARS, check_nesting, parse_json, parse_message, parse_toml
+from edgefl.core.safe_parsing import (
+    MAX_NESTING,
+    MAX_TOML_CHARS,
+    check_nesting,
+    format_toml,
+    parse_json,
+    parse_message,
+    parse_toml,
+)
 
 
 def nested(depth):
@@ -73,3 +81,10 @@ def test_a_value_that_stands_in_itself_or_in_many_places_is_looked_at_once_a_lay
 
 def test_many_dots_that_are_no_key_do_not_make_toml_deep():
     assert parse_toml(f"a = '{'.' * 1000}'\nb.c = [{', '.join(['1.5'] * 1000)}]")["b"]["c"][999] == 1.5
+
+
+def test_a_table_written_as_toml_is_read_back_with_the_kinds_of_its_values():
+    table = {"a": 1, "b": [1.5, 'x\x7f"'], "z z": True, "c": {"x": 3.0, "d e": {"f.g": "ü"}, "empty": {}}}
+    again = parse_toml(format_toml(table))
+    assert again == table
+    assert isinstance(again["c"]["x"], float)

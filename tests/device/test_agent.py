@@ -9,7 +9,11 @@ from peer_boards import eventually
 
 from edgefl.core.errors import NetworkError
 from edgefl.device.agent import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Agent
-from edgefl.device.mqtt import wake_up
+from edgefl.device.commands import WakeUpSignal
+
+
+def make_instruction(assignment):
+    return SimpleNamespace(header={"assignment": assignment}, body=b"", is_evaluation=False)
 
 
 class SlowNetwork:
@@ -22,14 +26,16 @@ class SlowNetwork:
         self.second_began = threading.Event()
 
     def pull(self):
-        return SimpleNamespace(header={"assignment": self.work.pop(0)}) if self.work else None
+        return make_instruction(self.work.pop(0)) if self.work else None
 
-    def run_app(self, instruction):
-        name = instruction.header["assignment"]
-        if name == "a-2":
+    def train(self, header, _body):
+        if header["assignment"] == "a-2":
             self.second_began.set()
-        self.trained.append(name)
-        return f"answer to {name}"
+        self.trained.append(header["assignment"])
+        return {"assignment": header["assignment"]}, b"update"
+
+    def create_reply(self, _instruction, answer):
+        return f"answer to {answer[0]['assignment']}"
 
     def push(self, reply):
         assert self.second_began.wait(60), "the device waited for its answer to be sent"
@@ -38,7 +44,7 @@ class SlowNetwork:
 
 def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     agent, network = Agent(state), SlowNetwork()
-    agent._work_loop.supernode = network
+    agent._work_loop.supernode, agent._trainer.train = network, network.train
     serving = threading.Thread(target=agent._run_work_loop)
     serving.start()
     for _ in range(2):
@@ -51,7 +57,7 @@ def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     assert network.sent == ["answer to a-1", "answer to a-2"]
 
 
-class Bell(wake_up.WakeUpSignal):
+class Bell(WakeUpSignal):
     """Notes for how long it was waited, and rings after a thousandth of that."""
 
     def __init__(self):
@@ -77,7 +83,7 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, 
         return answer
 
     def pull():
-        return attempt("to give work", SimpleNamespace(header={"assignment": work.pop()}) if work else None)
+        return attempt("to give work", make_instruction(work.pop()) if work else None)
 
     def connect():
         attempt("to greet")
@@ -85,7 +91,7 @@ def test_a_coordinator_that_fails_is_asked_ever_more_seldom(state, monkeypatch, 
 
     agent._endpoint.connect = connect
     agent._work_loop.supernode = SimpleNamespace(
-        pull=pull, run_app=lambda _instruction: "44 MB", push=lambda _reply: attempt("to take an answer"),
+        pull=pull, create_reply=lambda *_: "44 MB", push=lambda _reply: attempt("to take an answer"),
         close=lambda: None, incoming_assignment=None,
     )  # fmt: skip
     running = threading.Thread(target=agent.run)

@@ -22,7 +22,7 @@ from edgefl.cli.main import main
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 from edgefl.system.https_client import create_pinned_context, request
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 HERE = Path(__file__).parent
 PACKAGE_ROOT = HERE.parents[1]
@@ -265,12 +265,19 @@ class Tools:
         }
 
 
+def _is_meant(lines: Sequence[str]) -> bool:
+    """Whether a traceback at the start of these lines ends with an error that a test's release raises on purpose."""
+    error = next((line for line in lines[1:] if line[:1].strip()), "")
+    return error.endswith(": broken on purpose")
+
+
 def check_logs(root: Path) -> None:
     """Fails when a log below `root` holds a traceback, and shows it."""
     found = []
     for path in sorted(root.rglob("*.log")):
         lines = path.read_text(errors="replace").splitlines()
         starts = [number for number, line in enumerate(lines) if "Traceback" in line]
+        starts = [number for number in starts if not _is_meant(lines[number:])]
         found += ["\n".join([f"{path}:", *lines[max(0, at - 1) : at + 40]]) for at in starts]
     if found:
         pytest.fail("\n\n".join(found))

@@ -4,7 +4,7 @@ import random
 import sys
 
 from edgefl.cli.main import main
-from edgefl.device.peers.mqtt_transport import MqttPeerTransport
+from edgefl.device.peers.transports import MqttPeerTransport
 
 LOSS = 0.3
 _draw = random.Random(5).random

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from edgefl.system.process_control import exit_with_parent
+from edgefl.system.processes import exit_with_parent
 
 RESTART_S = 0.3
 LOOK_S = 0.2

@@ -25,10 +25,10 @@ from requirements import needs
 from edgefl import __version__
 from edgefl.compression.wire import write_frame
 from edgefl.coordinator import pki
+from edgefl.coordinator.auth import MAX_FAILURES
 from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
 from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
-from edgefl.coordinator.rate_limit import MAX_FAILURES
 from edgefl.core.config import parse_run
 from edgefl.core.errors import (
     ConfigError,
@@ -42,8 +42,8 @@ from edgefl.core.errors import (
     WrongCaError,
 )
 from edgefl.core.protocol import MAX_REQUEST_BYTES, JoinToken, error_from_code
+from edgefl.device.enrolment.certificates import create_key, create_signing_request, export_public_key
 from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
-from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key
 from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError, create_auth_headers
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import LocalFleet
@@ -115,10 +115,7 @@ class Scene:
 
     def node(self, name: str) -> SuperNode:
         """Speaks to Flower as this device, with its own key."""
-        node = SuperNode(
-            private_key_pem=self.state(name).key.read_bytes(), tls_context=self.trust, clock=time.time,
-            train=lambda header, body: ({}, b""), evaluate=lambda header, body: ({}, b""),
-        )  # fmt: skip
+        node = SuperNode(private_key_pem=self.state(name).key.read_bytes(), tls_context=self.trust, clock=time.time)
         node.connect(self.address)
         return node
 
@@ -302,10 +299,7 @@ def test_a_certificate_of_another_ca_is_refused_by_the_broker(scene: Scene, tmp_
 
 
 def test_an_unknown_key_and_another_device_s_node_are_refused_by_flower(scene: Scene) -> None:
-    unknown = SuperNode(
-        private_key_pem=create_key(), tls_context=scene.trust, clock=time.time, train=lambda h, b: ({}, b""),
-        evaluate=lambda h, b: ({}, b""),
-    )  # fmt: skip
+    unknown = SuperNode(private_key_pem=create_key(), tls_context=scene.trust, clock=time.time)
     with pytest.raises(UnauthorisedError):
         unknown.connect(scene.address)
     scene.is_recorded("signature from 127.0.0.1", "activate-node")

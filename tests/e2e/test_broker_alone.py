@@ -13,7 +13,9 @@ from requirements import needs
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import load_directory
 from edgefl.core.config import parse_run
-from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, MqttTlsFiles
+from edgefl.device.mqtt.connection import MqttConnection
+from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
+from edgefl.device.state_dir import TlsFiles
 from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
@@ -38,12 +40,12 @@ class Talker:
         self._stopping = threading.Event()
         self.link = MqttConnection(
             [("127.0.0.1", port)],
-            MqttTlsFiles(ca=directory.ca_cert, **files),
+            TlsFiles(ca=directory.ca_cert, **files),
             MqttIdentity(fleet=directory.fleet, device_id=name, boot_id="boot"),
             MqttCallbacks(on_wake_up=lambda: None, on_command=lambda _: None, on_peer_message=self._hear),
             next_session_no=self._next_session,
         )
-        self.link.subscribe_to_peers()
+        self.link.peers.subscribe()
         self.link.start()
         assert self.link.wait_connected(60)
         self._thread = threading.Thread(target=self._talk, name=f"talker-{name}")
@@ -61,7 +63,7 @@ class Talker:
     def _talk(self) -> None:
         while not self._stopping.wait(BETWEEN_S):
             self.said += 1
-            assert self.link.publish_to_peer(self.other, self.said.to_bytes(4, "big"))
+            assert self.link.peers.publish(self.other, self.said.to_bytes(4, "big"))
 
     def _hear(self, sender: str, payload: bytes) -> None:
         assert sender == self.other
@@ -95,7 +97,7 @@ def test_devices_talk_on_while_the_coordinator_is_killed_and_it_finds_everything
     one, two = talkers
     try:
         tools.eventually(lambda: len(one.heard) > 5 and len(two.heard) > 5, what="they talk")
-        one.link.publish_to_peer("pi-9", KEPT.to_bytes(4, "big"))
+        one.link.peers.publish("pi-9", KEPT.to_bytes(4, "big"))
         fleet.kill("coordinator")
         before = len(one.heard), len(two.heard)
         tools.eventually(

@@ -16,7 +16,7 @@ from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
 from edgefl.coordinator.directory import load_directory
 from edgefl.core.config import parse_run
 from edgefl.core.protocol import HEARTBEAT_S, POLL_S
-from edgefl.device.enrolment.keys import create_signing_request
+from edgefl.device.enrolment.certificates import create_signing_request
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import LocalFleet
 

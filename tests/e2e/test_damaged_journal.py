@@ -76,7 +76,7 @@ def test_what_is_whole_before_the_damage_is_kept_and_only_what_came_later_is_ask
     assert _is_far_enough(fleet.directory / "runs" / run, has_checkpoint=False)
     before = {row["assignment_id"]: row for row in tools.used(fleet, run)}
     _goes_on_after_damage(fleet, tools, run, 0.7)
-    (told,) = tools.events(fleet, "journal-followed", run=run)
+    (told,) = tools.events(fleet, "journal-replayed", run=run)
     version = int(told["message"].split("was followed to version ")[1].split()[0])
     assert version > 0
     used = {row["assignment_id"]: row for row in tools.used(fleet, run)}

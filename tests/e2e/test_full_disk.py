@@ -91,7 +91,7 @@ def test_a_full_disk_without_a_run_is_said_and_devices_are_heard_meanwhile(fleet
     tools.eventually(lambda: "what there is to write waits" in log.read_text()[seen:])
     assert set(fleet.get_presence().values()) == {"online"}
     filler.unlink()
-    tools.eventually(lambda: tools.events(fleet, "store-hindered"))
+    tools.eventually(lambda: tools.events(fleet, "store-unavailable"))
     assert fleet.processes["coordinator"].poll() is None
 
 
@@ -125,4 +125,4 @@ def test_a_store_that_another_program_holds_ends_nothing(fleet: LocalFleet, tool
     assert fleet.wait_for_run(run)["status"] == "finished"
     used = tools.used(fleet, run)
     assert len({row["assignment_id"] for row in used}) == len(used) == 120
-    assert tools.events(fleet, "store-hindered") or tools.events(fleet, "run-paused", run=run)
+    assert tools.events(fleet, "store-unavailable") or tools.events(fleet, "run-paused", run=run)

@@ -211,7 +211,7 @@ def test_a_device_whose_shard_gets_damaged_fails_in_its_run_is_left_out_of_the_n
     finally:
         shard.write_bytes(whole)
         fleet.terminate("device-03")  # else it says only at its next poll that the shard is whole again
-    (event,) = tools.events(fleet, "device-left-out", run=run_id)
+    (event,) = tools.events(fleet, "device-rejected", run=run_id)
     assert event["device_id"] == "device-03"
     assert "damaged" in event["message"]
     assert not fleet.list_history("updates", run=run_id, device="device-03")

@@ -21,8 +21,8 @@ from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.types import Array
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 from edgefl.storage.checkpoints import load_model_file
+from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_creation import create_shards
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 
@@ -206,4 +206,4 @@ def test_three_devices_train_in_step_over_direct_links_and_go_on_where_they_were
         fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/resume")
         assert fleet.wait_for_run(run_id)["status"] == "finished"
         assert [row["round"] for row in closed(fleet, run_id)] == list(range(1, 9))
-        assert not tools.events(fleet, "assignment-lost", run=run_id)
+        assert not tools.events(fleet, "assignment-failed", run=run_id)

@@ -53,7 +53,7 @@ def test_who_cannot_take_part_is_named_and_ends_only_a_run_that_requires_it(
         assert fleet.list_history("updates", run=run_id) == fleet.list_history("rounds", run=run_id) == []
         return
     assert fleet.wait_for_run(run_id)["status"] == "finished"
-    left_out = {row["device_id"]: row["message"] for row in tools.events(fleet, "device-left-out", run=run_id)}
+    left_out = {row["device_id"]: row["message"] for row in tools.events(fleet, "device-rejected", run=run_id)}
     assert [*left_out] == [name for name in devices["names"] if name not in BOTH]
     assert all(NO_SHARD in message for message in left_out.values())
     assert {row["device_id"] for row in tools.used(fleet, run_id)} == set(BOTH)

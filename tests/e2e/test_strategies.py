@@ -17,7 +17,7 @@ import pytest
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.tasks.datasets.central import create_shards
 
 pytestmark = pytest.mark.extended
 

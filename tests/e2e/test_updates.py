@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from slot_fleet import SlotFleet, slot_fleet
 
-from edgefl import __version__
+from edgefl import DISTRIBUTION, __version__
 from edgefl.core.config import parse_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 MAJOR, MINOR, PATCH = (int(part) for part in __version__.split("."))
 NEXT, BROKEN, DEAF = (f"{MAJOR}.{MINOR}.{PATCH + ahead}" for ahead in (1, 2, 3))
 BREAKS = {"edgefl/device/agent.py": ("self._connection.start()", 'raise RuntimeError("broken on purpose")')}
-DEAFENS = {"edgefl/device/mqtt/session.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")')}
+DEAFENS = {"edgefl/system/https_client.py": ("super().do_handshake(block)", 'raise OSError("broken on purpose")')}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,8 @@ def test_a_board_is_updated_trains_on_and_rolls_a_broken_release_back_by_itself(
     broken = updated.release(BROKEN, BREAKS)
     code, output = updated.run("devices", "update", "--to", BROKEN, "--bundle", broken, "board", "--wait")
     assert code == 41, output
-    assert f"edgefl {BROKEN} is not everywhere: board rolled-back: its agent did not come up within 40 s" in output
+    said = f"{DISTRIBUTION} {BROKEN} is not everywhere: board rolled-back: its agent did not come up within 40 s"
+    assert said in output
     updated.tools.eventually(lambda: updated.fleet.get_presence()["board"] == "online")
     updated.tools.eventually(lambda: updated.device()["version"] == NEXT)
     assert (updated.root / "current").readlink() == Path("b")

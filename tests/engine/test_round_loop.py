@@ -20,14 +20,14 @@ from edgefl.core.types import (
     InstructionFailed,
     Role,
     StopRequested,
+    Strategy,
     TrainConfig,
     TrainInstruction,
     Update,
     UpdateMetrics,
     UpdateStatus,
 )
-from edgefl.engine.round_loop import DRAIN_TIMEOUT_S, AcceptAllPolicy, run_rounds
-from edgefl.engine.stopping import (
+from edgefl.engine.progress import (
     MAX_CONSECUTIVE_FAILURES,
     EvaluationTracker,
     PriorProgress,
@@ -35,9 +35,10 @@ from edgefl.engine.stopping import (
     RoundCounter,
     StoppingCriteria,
 )
-from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.engine.round_loop import DRAIN_TIMEOUT_S, AcceptAllPolicy, run_rounds
+from edgefl.strategies.participation import EvaluationSchedule
 from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 NEVER = math.inf
 
@@ -215,7 +216,7 @@ def run(fleet, *, strategy=None, goal=None, who="auto", every=1, state=None, rul
 def watching(receive):
     """A strategy whose updates are seen on their way into it."""
     strategy = make_strategy("fedavg", {}, RoundRules())
-    names = ("init", "assign", "ready", "aggregate", "model", "version", "used", "changed")
+    names = ("init", "assign", "ready", "aggregate", "model", "version", "used", "changed", "finish", "node_models")
     return SimpleNamespace(
         **{name: getattr(strategy, name) for name in names},
         receive=lambda state, update: (receive(update), strategy.receive(state, update))[1],
@@ -384,7 +385,7 @@ class AsyncState:
     used: tuple = ()
 
 
-class EveryUpdateIsAVersion:
+class EveryUpdateIsAVersion(Strategy):
     """As small as an asynchronous strategy can be: no rounds, two devices at work on their own."""
 
     def init(self, model):
@@ -410,15 +411,6 @@ class EveryUpdateIsAVersion:
 
     def model(self, state):
         return {"w": np.array([state.value])}
-
-    def version(self, state):
-        return state.version
-
-    def used(self, state):
-        return state.used
-
-    def changed(self, state, since):
-        return None
 
 
 def test_versions_that_close_together_are_each_evaluated_with_their_own_model():

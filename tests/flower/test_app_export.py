@@ -37,14 +37,13 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
-from edgefl.flower.app_export import EXCLUDED_FOLDERS, export_flower_app, to_toml
-from edgefl.flower.app_messages import decode_content, encode_content
+from edgefl.flower.app_export import EXCLUDED_FOLDERS, export_flower_app
+from edgefl.flower.app_runtime import InMemoryJournal, decode_content, encode_content
 from edgefl.flower.grid_fleet import GridFleet
-from edgefl.flower.in_memory_journal import InMemoryJournal
-from edgefl.flower.process_globals import ensure_identity
+from edgefl.flower.isolation import ensure_identity
 from edgefl.storage.checkpoints import load_model_file
+from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_creation import create_shards
 
 CONFIG = {
     "run": {"task": "digits", "rounds": 3, "seed": 11},
@@ -235,11 +234,6 @@ def test_the_run_file_of_the_app_says_the_same_as_the_one_it_was_made_from(expor
     }
     out = export(config)
     assert load_run(out / "edgefl_app" / "run.toml") == parse_run(config)
-
-
-def test_numbers_keep_their_kind_in_toml():
-    assert tomllib.loads(to_toml({"a": {"x": 1.0, "y": 1, "z z": True}})) == {"a": {"x": 1.0, "y": 1, "z z": True}}
-    assert isinstance(tomllib.loads(to_toml({"a": {"x": 3.0}}))["a"]["x"], float)
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # of Flower's own
@@ -488,7 +482,7 @@ def test_a_message_of_somebody_else_is_refused():
 SIMULATION = """
 import json, sys, traceback
 from edgefl_app import client_app, server_app
-from edgefl.flower.in_memory_journal import InMemoryJournal
+from edgefl.flower.app_runtime import InMemoryJournal
 from flwr.simulation import run_simulation
 
 journals = []

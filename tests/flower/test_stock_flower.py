@@ -23,8 +23,8 @@ from edgefl.core.config import parse_run
 from edgefl.flower.app_export import export_flower_app
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import load_model_file
-from edgefl.system.process_control import exit_with_parent
-from edgefl.tasks.sharding.shard_creation import create_shards
+from edgefl.system.processes import exit_with_parent
+from edgefl.tasks.datasets.central import create_shards
 
 CONFIG = {
     "run": {"task": "digits", "rounds": 2, "seed": 11},

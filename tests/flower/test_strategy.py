@@ -16,17 +16,14 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics, UpdateStatus
 from edgefl.engine.build import build_run
-from edgefl.flower.process_globals import ensure_identity, seed_global_generators
-from edgefl.flower.strategy import FlowerState, compute_node_id, make_flower_strategy
-from edgefl.flower.strategy_attributes import export_attributes
-from edgefl.flower.strategy_names import is_flower_strategy
-from edgefl.flower.strategy_options import get_flower_settings, list_flower_strategies
-from edgefl.flower.stub_grid import MAX_QUERIES, StubGrid
+from edgefl.flower.isolation import MAX_QUERIES, StubGrid, ensure_identity, seed_global_generators
+from edgefl.flower.strategy import FlowerState, compute_node_id, export_attributes, make_flower_strategy
+from edgefl.flower.strategy_options import get_flower_settings, is_flower_strategy, list_flower_strategies
 from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.storage.state_serialisation import encode_state
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.registry import REQUIRED
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 DEVICES = tuple(f"pi-{i}" for i in range(4))
 NEEDED = {"flwr:QFedAvg": {"client_learning_rate": 0.1}}

@@ -31,8 +31,7 @@ from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_mess
 from fuzz.reader import MIB, Form, Reader, Seed
 from noted_calls import NotedCalls
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.api.server import make_app
 from edgefl.coordinator.directory import add_access_tokens, init_directory
 from edgefl.coordinator.execution.live_fleet import LiveFleet, RunSpec
@@ -437,10 +436,7 @@ def replies(_folder: Path) -> Reader:
 def instructions(_folder: Path) -> Reader:
     """What a device pulls: Flower's answer, its header, and the job that it is made into."""
     nodes = _Nodes()
-    node = SuperNode(
-        private_key_pem=nodes.pem, tls_context=None, clock=time.time, train=lambda header, body: (header, body),  # type: ignore[arg-type]
-        evaluate=lambda header, body: (header, body),
-    )  # fmt: skip
+    node = SuperNode(private_key_pem=nodes.pem, tls_context=None, clock=time.time)  # type: ignore[arg-type]
     header = {
         "v": 1, "run": "r", "assignment": "r/a", "version": 3, "seed": 7, "task": "digits", "codec": "dense",
         "block": None,

@@ -9,9 +9,9 @@ from typing import Any
 
 from fuzz.reader import Reader, Seed
 
-from edgefl.coordinator.brokers.mqtt.connection import ClientConnection
-from edgefl.coordinator.brokers.mqtt.packets import PacketReader, PublishPacket, _encode_length
-from edgefl.coordinator.brokers.mqtt.router import TopicRouter
+from edgefl.coordinator.brokers.embedded_broker import ClientConnection
+from edgefl.coordinator.brokers.packets import PacketReader, PublishPacket, _encode_length
+from edgefl.coordinator.brokers.topic_router import TopicRouter
 from edgefl.core.errors import NetworkError
 
 ROOT = b"edgefl/v1/lab/pi-1/"

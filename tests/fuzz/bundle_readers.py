@@ -13,10 +13,9 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from fuzz.storage_readers import _tar_sealed
 from made_wheels import make_wheel
 
-from edgefl.bundles.archive import read_bundle, write_bundle
-from edgefl.bundles.keys import TrustedKeys, compute_key_id, create_key_pair, load_public_key, sign_manifest
-from edgefl.bundles.manifest import BundleKind, BundleManifest, WheelEntry
-from edgefl.bundles.wheels import check_wheel, select_compatible_wheels
+from edgefl.system.bundles.archive import BundleKind, BundleManifest, WheelEntry, read_bundle, write_bundle
+from edgefl.system.bundles.keys import TrustedKeys, compute_key_id, create_key_pair, load_public_key, sign_manifest
+from edgefl.system.bundles.wheels import check_wheel, select_compatible_wheels
 
 
 class Workshop:

@@ -12,16 +12,15 @@ from codec_examples import EXAMPLES, SHAPES, rng, small_tensors
 from damaged_bodies import Surface, all_surfaces, decode_damaged, opened, surfaces_of
 from fuzz.reader import MIB, Reader, Seed
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta, encode_delta
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.peer_codec import PeerCodec
 from edgefl.compression.stages import select_shared_tensors
 from edgefl.compression.wire import PeerModelFrame, read_peer_frame, write_peer_frame
 from edgefl.core.types import TensorSpec
-from edgefl.device.training.run_arrays import load_arrays
-from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, restore_variate
+from edgefl.device.training.client_state import load_arrays
+from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, restore_variate
 
 EDGE_SHAPES = (TensorSpec(name="w", shape=(40,)), TensorSpec(name="b", shape=(3,)))
 

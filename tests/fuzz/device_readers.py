@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,27 +16,34 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
 from edgefl.core.errors import ClonedError
+from edgefl.device.diagnostics.diagnostic_report import format_summary, read_report
 from edgefl.device.diagnostics.json_log import read_page
-from edgefl.device.diagnostics.report_archive import format_summary, read_report
-from edgefl.device.enrolment.keys import create_key
+from edgefl.device.enrolment.certificates import create_key
 from edgefl.device.hardware.step_rate import _load
-from edgefl.device.identity_lockout import check_not_locked_out
-from edgefl.device.inference.model_store import DeployedModel, DeploymentReport, DeploymentState, ModelStore
+from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler
-from edgefl.device.peers.gossip_runner import GossipRunner
+from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
     DeviceSettings,
     DeviceStateDir,
     _encode_settings,
+    check_not_locked_out,
     load_pending_enrolment,
 )
-from edgefl.device.updates.health import AgentHealth, read_health
-from edgefl.device.updates.install_request import read_request
-from edgefl.device.updates.installation_client import InstallationClient
+from edgefl.device.training.gossip_worker import load_node_instruction
+from edgefl.device.updates.installations import load_report
+from edgefl.device.updates.protocol import (
+    AgentHealth,
+    InstallAttempt,
+    InstallPhase,
+    InstallResult,
+    read_health,
+    read_request,
+    read_status,
+)
 from edgefl.device.updates.slots import Slots
-from edgefl.device.updates.status import InstallAttempt, InstallPhase, InstallResult, read_status
 
 
 def states(folder: Path) -> Reader:
@@ -77,8 +83,6 @@ def notes(folder: Path) -> Reader:
     for place in (slots.work_dir, slots.path("a"), folder / "models", folder / "updates"):
         place.mkdir(parents=True, exist_ok=True)
     store = ModelStore(folder)
-    runner: Any = SimpleNamespace(_path=folder / "node.json")
-    installs: Any = SimpleNamespace(_folder=folder / "updates")
     places: dict[bytes, tuple[Path, Callable[[], object]]] = {
         b"h": (folder / "health.json", lambda: read_health(folder)),
         b"r": (folder / "updates" / "request.json", lambda: read_request(folder)),
@@ -89,9 +93,9 @@ def notes(folder: Path) -> Reader:
         ),
         b"m": (store.state_path, store.load),
         b"b": (folder / "speeds.json", lambda: _load(folder / "speeds.json")),
-        b"n": (folder / "node.json", lambda: GossipRunner.load_instruction(runner)),
+        b"n": (folder / "node.json", lambda: load_node_instruction(folder / "node.json")),
         b"w": (folder / LOCKOUT_FILE, lambda: _welcomed(folder)),
-        b"i": (folder / "updates" / _install_note_name(), lambda: InstallationClient._load_report(installs)),
+        b"i": (folder / "updates" / _install_note_name(), lambda: load_report(folder / "updates")),
     }
 
     def feed(data: bytes) -> None:
@@ -107,7 +111,7 @@ def notes(folder: Path) -> Reader:
         b"s": {"v": 1, "trial": asdict(trial), "outcome": asdict(InstallResult(id="i0", state="running"))},
         b"l": {"v": 1, "packs": {"p": {"version": "1", "projects": ["p", "q"]}}, "serials": {"k": 5}},
         b"m": {"v": 1, **asdict(DeploymentState(current=model, former=model,
-        report=DeploymentReport(id="d1", state="running"), pending="d2"))},
+        report=RolloutReport(id="d1", state="running")))},
         b"b": {"v": 1, "speeds": {"digits": {"steps_per_s": 5.0, "batch_size": 4, "backend": "numpy",
         "stamp": ["x"]}}},
         b"n": {"run": "r", "plan": {}},
@@ -259,9 +263,9 @@ def _record_name() -> str:
 
 
 def _install_note_name() -> str:
-    from edgefl.device.updates import installation_client  # noqa: PLC0415 a name of that file
+    from edgefl.device.updates import installations  # noqa: PLC0415 likewise
 
-    return installation_client.REPORT_FILE
+    return installations.REPORT_FILE
 
 
 def _log_name() -> str:
@@ -271,6 +275,6 @@ def _log_name() -> str:
 
 
 def _report_name() -> str:
-    from edgefl.device.diagnostics import report_archive  # noqa: PLC0415 a name of that file
+    from edgefl.device.diagnostics import diagnostic_report  # noqa: PLC0415 likewise
 
-    return report_archive.REPORT_FILE
+    return diagnostic_report.REPORT_FILE

@@ -15,17 +15,15 @@ from fuzz.reader import Form, Reader, Seed
 from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.core.config import load_run, parse_run_text
 from edgefl.core.protocol import JoinToken
-from edgefl.decentralised.topology_files import read_hosts, read_topology
 from edgefl.device.enrolment.join_file import JoinFile
-from edgefl.provision.cloud_init import _parse_network, render_user_data
-from edgefl.provision.hosts_file import parse_hosts
-from edgefl.provision.preseed import render_preseed
+from edgefl.provision.card_files import _parse_network, render_preseed, render_user_data
 from edgefl.provision.sd_card import CardOptions
-from edgefl.provision.ssh_connection import CommandResult
-from edgefl.provision.ssh_host_facts import HostFacts
+from edgefl.provision.ssh_host import CommandResult, parse_hosts
+from edgefl.provision.ssh_provisioning import HostFacts
 from edgefl.simulation.faults import apply_faults, load_faults
 from edgefl.simulation.profiles import load_catalogue
 from edgefl.storage.queries.filters import decode_cursor, encode_cursor
+from edgefl.strategies.peer_algorithms.topology_files import read_hosts, read_topology
 from edgefl.system.api_client import OperatorFile, _parse_reply, load_operator_file
 
 RUN = b"""[run]

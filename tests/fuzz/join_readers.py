@@ -23,18 +23,22 @@ from sqlalchemy import delete, update
 from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.enrolment.enrolment_service import BrokerEndpoint, EnrolmentService
-from edgefl.coordinator.enrolment.reenrolment import ReenrolmentService
-from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
+from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
 from edgefl.core.protocol import JoinToken, certificate_fingerprint
+from edgefl.device.enrolment.certificates import (
+    create_key,
+    create_signing_request,
+    export_public_key,
+    parse_certificate,
+    parse_expiry,
+)
 from edgefl.device.enrolment.enroll import _parse_settings
-from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key, parse_certificate
-from edgefl.device.enrolment.renewal import parse_expiry
-from edgefl.device.file_download import DownloadSource, parse_json_response
 from edgefl.device.flower.supernode import _parse_clone_reason
-from edgefl.device.inference import model_download
-from edgefl.device.updates import installation_client
+from edgefl.device.inference.deployments import DeployedModels, ModelOffer
+from edgefl.device.rollouts.download import DownloadSource, fetch_offer, parse_json_response
+from edgefl.device.updates.installations import InstalledBundles
 from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EventTable
 from edgefl.system import https_client
@@ -73,7 +77,7 @@ def enrolments(folder: Path) -> Reader:
         directory=directory,
         store=store,
         on_enrolled=lambda *_: None,
-        broker=BrokerEndpoint(port=8883),
+        broker_port=8883,
         clock=lambda: 5000.0,
     )
     token = make_token(store, directory, JoinTokenSpec(uses=1), now=5000.0)
@@ -233,8 +237,8 @@ def coordinator_answers(_folder: Path) -> Reader:
         b"h": lambda body: fetch_coordinator_info("pi:8000", source.tls_context),
         b"j": lambda body: _parse_settings(_parse_json_response("pi:8000", 200, body), site, token, wishes),
         b"c": lambda body: parse_certificate(_parse_json_response("pi:8000", 200, body), own),
-        b"o": lambda body: model_download.fetch_model_offer(source, "d1"),
-        b"b": lambda body: installation_client.fetch_bundle_offer(source, "i1"),
+        b"o": lambda body: ModelOffer.from_json(fetch_offer(source, DeployedModels.artefact, "d1")[0]),
+        b"b": lambda body: fetch_offer(source, InstalledBundles.artefact, "i1"),
         b"e": lambda body: _parse_json_response("pi:8000", 403, body),
         b"f": lambda body: parse_json_response("pi:8000", 404, body),
     }

@@ -15,15 +15,14 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from fuzz.reader import Form, Reader, Seed
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.execution.rpc import DeviceRpc
+from edgefl.coordinator.api.feed_state import make_device_row
+from edgefl.coordinator.execution.messaging import DeviceRpc
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
-from edgefl.coordinator.monitoring.device_series import render_device_series
-from edgefl.coordinator.rollouts.bundle_store import BundleStore
-from edgefl.coordinator.rollouts.deployments import DeploymentService
-from edgefl.coordinator.rollouts.installations import InstallationService
-from edgefl.coordinator.web.feed_state import make_device_row
+from edgefl.coordinator.monitoring.metrics import render_device_series
+from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService
+from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
 from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import (
     Capabilities,
@@ -38,14 +37,19 @@ from edgefl.core.protocol import (
     parse_topic,
 )
 from edgefl.core.types import PeerMessage, Progress
-from edgefl.decentralised.message_bundle import decode_messages, decode_peer_message, encode_peer_message
-from edgefl.device.diagnostics.json_log import read_page
-from edgefl.device.diagnostics.log_requests import _parse_query
-from edgefl.device.identity_lockout import parse_lockout
-from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
-from edgefl.device.peers.framing import FRAME_VERSION, HEADER, MAGIC, FrameKind, read_frame
-from edgefl.device.peers.tls import verify_certificate
+from edgefl.device.diagnostics.json_log import _parse_query, read_page
+from edgefl.device.mqtt.session import MessageDispatcher, MqttCallbacks
+from edgefl.device.peers.peer_connection import (
+    FRAME_VERSION,
+    HEADER,
+    MAGIC,
+    FrameKind,
+    read_frame,
+    verify_certificate,
+)
+from edgefl.device.state_dir import parse_lockout
 from edgefl.storage.store import Store
+from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, decode_peer_message, encode_peer_message
 
 FLUSHED_EVERY = 8
 """Writing to the store takes a hundred times longer than hearing a message."""
@@ -61,12 +65,16 @@ class Fleet:
         self.roster.record_broker_link(connected=True)
         self.progress: list[Progress] = []
         common: dict[str, Any] = {
-            "store": self.store, "registry": self.roster,
-            "command_sender": SimpleNamespace(send_command=lambda *_: None), "on_fatal": self._fatal,
+            "store": self.store, "registry": self.roster, "send_command": lambda *_: None, "on_fatal": self._fatal,
         }  # fmt: skip
+        parts: dict[str, Any] = {"store": self.store, "registry": self.roster}
         directory: Any = SimpleNamespace(models=folder / "models", root=folder)
-        self.deployments = DeploymentService(directory=directory, export=lambda *_: None, **common)
-        self.installations = InstallationService(bundle_store=BundleStore(folder / "bundles"), **common)
+        self.deployments = DeploymentService(
+            Deployments(directory=directory, export=lambda *_: None, **parts), **common
+        )
+        self.installations = InstallationService(
+            Installations(bundle_store=BundleStore(folder / "bundles"), **parts), **common
+        )
         self.diary = TelemetryWriter(
             store=self.store, registry=self.roster, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
             on_heartbeat=self._beat,
@@ -190,7 +198,7 @@ def commands(folder: Path) -> Reader:
             assert command.argument is None or isinstance(command.argument, str)
             if command.kind == CommandKind.LOGS:
                 json.dumps(read_page(folder, _parse_query(command)))
-            if command.kind == CommandKind.REFUSED:
+            if command.kind == CommandKind.LOCKOUT:
                 with suppress(ValueError):
                     parse_lockout(command.argument or "", "b1")
 

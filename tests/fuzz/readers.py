@@ -44,22 +44,20 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "compression/wire.py:read_frame",
             "compression/wire.py:_read_stage_ids",
             "compression/wire.py:PayloadReader.read_array",
-            "compression/entropy/exp_golomb.py:read_exp_golomb",
-            "compression/entropy/zstd_frames.py:decompress",
+            "compression/entropy/golomb.py:read_exp_golomb",
+            "compression/entropy/zstd.py:decompress",
             "compression/entropy/indices.py:_read_mask_bits",
-            "compression/entropy/labels.py:read_labels",
-            "compression/entropy/golomb_rice.py:read_narrow_bits",
-            "compression/entropy/golomb_rice.py:read_binary_values",
-            "compression/entropy/golomb_rice.py:_read_unary_stream",
-            "compression/entropy/lossless.py:ByteShuffle.decode",
-            "compression/entropy/lossless.py:Zstd.decode",
+            "compression/entropy/levels.py:read_labels",
+            "compression/entropy/golomb.py:read_narrow_bits",
+            "compression/entropy/golomb.py:read_binary_values",
+            "compression/entropy/golomb.py:_read_unary_stream",
+            "compression/entropy/zstd.py:ByteShuffle.decode",
+            "compression/entropy/zstd.py:Zstd.decode",
         ),
         "codec-deltas": _entry(codec_readers.deltas),
         "edge-bodies": _entry(codec_readers.edge_bodies, "compression/wire.py:read_peer_frame"),
-        "kept-residuals": _entry(codec_readers.kept_residuals, "device/training/run_arrays.py:load_arrays"),
-        "kept-variates": _entry(
-            codec_readers.kept_variates, "tasks/local_algorithms/control_variates.py:restore_variate"
-        ),
+        "kept-residuals": _entry(codec_readers.kept_residuals, "device/training/client_state.py:load_arrays"),
+        "kept-variates": _entry(codec_readers.kept_variates, "tasks/local_algorithms/scaffold.py:restore_variate"),
         "mqtt-status": _entry(
             message_readers.status,
             "coordinator/fleet/telemetry_writer.py:TelemetryWriter.on_message",
@@ -71,28 +69,32 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "mqtt-capabilities": _entry(message_readers.capabilities, "core/protocol.py:_Message.load"),
         "mqtt-progress": _entry(message_readers.progress),
-        "mqtt-answer": _entry(message_readers.answer, "coordinator/execution/rpc.py:DeviceRpc.on_reply"),
+        "mqtt-answer": _entry(message_readers.answer, "coordinator/execution/messaging.py:DeviceRpc.on_reply"),
         "mqtt-command": _entry(
             message_readers.commands,
-            "device/mqtt/dispatch.py:MessageDispatcher._on_message",
-            "device/diagnostics/log_requests.py:_parse_query",
-            "device/identity_lockout.py:parse_lockout",
+            "device/mqtt/session.py:MessageDispatcher._on_message",
+            "device/diagnostics/json_log.py:_parse_query",
+            "device/state_dir.py:parse_lockout",
         ),
         "mqtt-topics": _entry(message_readers.topics),
         "mqtt-packets": _entry(
             broker_readers.packets,
-            "coordinator/brokers/mqtt/packets.py:PacketReader.feed",
+            "coordinator/brokers/packets.py:PacketReader.feed",
             *(
-                f"coordinator/brokers/mqtt/packets.py:_decode_{kind}"
+                f"coordinator/brokers/packets.py:_decode_{kind}"
                 for kind in ("connect", "publish", "puback", "subscribe", "unsubscribe")
             ),
         ),
         "mqtt-connections": _entry(
-            broker_readers.connections, "coordinator/brokers/mqtt/connection.py:ClientConnection.data_received"
+            broker_readers.connections, "coordinator/brokers/embedded_broker.py:ClientConnection.data_received"
         ),
-        "peer-messages": _entry(message_readers.neighbours, "decentralised/message_bundle.py:decode_peer_message"),
-        "peer-frames": _entry(message_readers.frames, "device/peers/framing.py:_parse_header"),
-        "peer-certificates": _entry(message_readers.shown_certificates, "device/peers/tls.py:verify_certificate"),
+        "peer-messages": _entry(
+            message_readers.neighbours, "strategies/peer_algorithms/gossip_node.py:decode_peer_message"
+        ),
+        "peer-frames": _entry(message_readers.frames, "device/peers/peer_connection.py:_parse_header"),
+        "peer-certificates": _entry(
+            message_readers.shown_certificates, "device/peers/peer_connection.py:verify_certificate"
+        ),
         "join-enrol": _entry(
             join_readers.enrolments,
             "coordinator/enrolment/enrolment_service.py:EnrolmentService.enroll",
@@ -102,28 +104,28 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "join-renew": _entry(join_readers.renewals, "coordinator/enrolment/renewal.py:RenewalService.renew"),
         "join-readmit": _entry(
             join_readers.readmissions,
-            "coordinator/enrolment/reenrolment.py:ReenrolmentService.reenroll",
-            "coordinator/enrolment/reenrolment.py:_parse_certificate",
+            "coordinator/enrolment/renewal.py:ReenrolmentService.reenroll",
+            "coordinator/enrolment/renewal.py:_parse_certificate",
         ),
         "join-certificates": _entry(
             join_readers.certificates,
             "coordinator/pki.py:parse_revocation_number",
             "coordinator/pki.py:_load_certificate",
             "coordinator/pki.py:_load_key",
-            "device/enrolment/renewal.py:_load_certificate",
+            "device/enrolment/certificates.py:_load_certificate",
             "system/diagnostics.py:check_certificate",
             "core/protocol.py:_certificate",
         ),
         "join-answers": _entry(
             join_readers.coordinator_answers,
             "system/https_client.py:_parse_json_response",
-            "device/file_download.py:parse_json_response",
-            "device/enrolment/keys.py:_load_key",
+            "device/rollouts/download.py:parse_json_response",
+            "device/enrolment/certificates.py:_load_key",
             "device/flower/supernode.py:_parse_clone_reason",
         ),
         "operator-api": _entry(
             api_readers.operator_api,
-            "coordinator/asgi.py:require_valid_json.guard",
+            "coordinator/api/server.py:_require_valid_json.guard",
             "storage/queries/filters.py:decode_cursor",
             "core/safe_parsing.py:parse_message",
         ),
@@ -131,13 +133,17 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-api": _entry(
             api_readers.fleet_api,
             "coordinator/flower/superlink.py:SuperLink._decode_reply",
-            "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
-            "coordinator/flower/superlink.py:FlowerFleetServicer.handle",
-            "coordinator/flower/superlink.py:FlowerFleetServicer._check_node",
-            "coordinator/flower/superlink.py:_is_signed",
+            "coordinator/flower/fleet_api.py:FlowerFleetServicer.authenticate",
+            "coordinator/flower/fleet_api.py:FlowerFleetServicer.handle",
+            "coordinator/flower/fleet_api.py:FlowerFleetServicer._check_node",
+            "coordinator/flower/fleet_api.py:_is_signed",
         ),
-        "fleet-replies": _entry(api_readers.replies, "decentralised/message_bundle.py:decode_messages"),
-        "fleet-instructions": _entry(api_readers.instructions, "device/flower/supernode.py:SuperNode.pull"),
+        "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
+        "fleet-instructions": _entry(
+            api_readers.instructions,
+            "device/flower/supernode.py:SuperNode.pull",
+            "device/flower/supernode.py:_parse_header",
+        ),
         "file-run": _entry(
             file_readers.run_files,
             "core/config.py:load_run",
@@ -148,9 +154,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "file-profiles": _entry(
             file_readers.profiles, "simulation/profiles.py:load_catalogue", "simulation/profiles.py:_load_table"
         ),
-        "file-graph": _entry(file_readers.graphs, "decentralised/topology_files.py:_read_json"),
+        "file-graph": _entry(file_readers.graphs, "strategies/peer_algorithms/topology_files.py:_read_json"),
         "file-node-hosts": _entry(file_readers.node_hosts),
-        "file-ssh-hosts": _entry(file_readers.ssh_hosts, "provision/hosts_file.py:parse_hosts"),
+        "file-ssh-hosts": _entry(file_readers.ssh_hosts, "provision/ssh_host.py:parse_hosts"),
         "file-join": _entry(file_readers.join_files, "device/enrolment/join_file.py:JoinFile.parse"),
         "file-token": _entry(file_readers.tokens, "core/protocol.py:JoinToken.parse"),
         "file-operator": _entry(file_readers.operator_files, "system/api_client.py:load_operator_file"),
@@ -158,27 +164,33 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "operator-answers": _entry(file_readers.operator_answers, "system/api_client.py:_parse_reply"),
         "card-user-data": _entry(
             file_readers.cards_user_data,
-            "provision/cloud_init.py:_parse_yaml",
-            "provision/cloud_init.py:_check_depth",
+            "provision/card_files.py:_parse_yaml",
+            "provision/card_files.py:_check_depth",
         ),
-        "card-preseed": _entry(file_readers.cards_preseed, "provision/preseed.py:render_preseed"),
-        "ssh-facts": _entry(file_readers.board_facts, "provision/ssh_host_facts.py:_parse_device"),
+        "card-preseed": _entry(file_readers.cards_preseed, "provision/card_files.py:render_preseed"),
+        "ssh-facts": _entry(file_readers.board_facts, "provision/ssh_provisioning.py:_parse_device"),
         "history-places": _entry(file_readers.places, "storage/queries/filters.py:decode_cursor"),
         "shard-npz": _entry(
-            shard_readers.shards, "tasks/datasets/npz.py:read_npz", "tasks/datasets/npz.py:_read_member"
+            shard_readers.shards,
+            "tasks/datasets/array_files.py:read_npz",
+            "tasks/datasets/array_files.py:_read_member",
         ),
-        "shard-card": _entry(shard_readers.cards, "tasks/sharding/shard_metadata.py:read_metadata"),
+        "shard-card": _entry(shard_readers.cards, "tasks/datasets/shards.py:read_metadata"),
         "shard-idx": _entry(
-            shard_readers.idx_files, "tasks/datasets/idx.py:read_idx", "tasks/datasets/idx.py:_read_decompressed"
+            shard_readers.idx_files,
+            "tasks/datasets/array_files.py:read_idx",
+            "tasks/datasets/array_files.py:_read_decompressed",
         ),
-        "shard-motion": _entry(shard_readers.motion_sets, "tasks/datasets/motionsense_windows.py:_load_arrays"),
+        "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(
             shard_readers.gradients,
             "tasks/datasets/sample_updates.py:_read_npz",
             "tasks/datasets/sample_updates.py:read_sample_update",
         ),
         "infer-rows": _entry(
-            shard_readers.rows, "tasks/datasets/npz.py:read_npy", "device/inference/inputs.py:_read_csv_file"
+            shard_readers.rows,
+            "tasks/datasets/array_files.py:read_npy",
+            "device/inference/onnx_model.py:_read_csv_file",
         ),
         "infer-requests": _entry(
             device_readers.inference_requests, "device/inference/server.py:_RequestHandler._parse_rows"
@@ -206,8 +218,8 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
         "disk-backup": _entry(
             storage_readers.backups,
-            "coordinator/restore.py:_extract_archive",
-            "coordinator/restore.py:_read_manifest",
+            "coordinator/backup.py:_extract_archive",
+            "coordinator/backup.py:_read_manifest",
         ),
         "disk-device": _entry(
             device_readers.states,
@@ -217,61 +229,62 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "disk-notes": _entry(
             device_readers.notes,
-            "device/updates/health.py:read_health",
-            "device/updates/install_request.py:read_request",
-            "device/updates/status.py:read_status",
+            "device/updates/protocol.py:read_health",
+            "device/updates/protocol.py:read_request",
+            "device/updates/protocol.py:read_status",
             "device/updates/slots.py:Slots.load_record",
             "device/inference/model_store.py:ModelStore.load",
             "device/hardware/step_rate.py:_load",
-            "device/peers/gossip_runner.py:GossipRunner.load_instruction",
-            "device/updates/installation_client.py:InstallationClient._load_report",
-            "device/identity_lockout.py:check_not_locked_out",
+            "device/training/gossip_worker.py:load_node_instruction",
+            "device/updates/installations.py:load_report",
+            "device/state_dir.py:check_not_locked_out",
         ),
         "disk-logbook": _entry(device_readers.logbooks, "device/diagnostics/json_log.py:read_lines"),
-        "report-archive": _entry(device_readers.reports, "device/diagnostics/report_archive.py:read_report"),
-        "bundle": _entry(bundle_readers.bundles, "bundles/archive.py:read_bundle", "bundles/archive.py:_read_header"),
-        "bundle-manifest": _entry(bundle_readers.manifests, "bundles/manifest.py:BundleManifest.decode"),
-        "bundle-wheel": _entry(bundle_readers.wheels, "bundles/wheels.py:check_wheel"),
-        "bundle-keys": _entry(bundle_readers.signing_keys, "bundles/keys.py:load_public_key"),
+        "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
+        "bundle": _entry(
+            bundle_readers.bundles, "system/bundles/archive.py:read_bundle", "system/bundles/archive.py:_read_header"
+        ),
+        "bundle-manifest": _entry(bundle_readers.manifests, "system/bundles/archive.py:BundleManifest.decode"),
+        "bundle-wheel": _entry(bundle_readers.wheels, "system/bundles/wheels.py:check_wheel"),
+        "bundle-keys": _entry(bundle_readers.signing_keys, "system/bundles/keys.py:load_public_key"),
     }
 )
 
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
-        "compression/entropy/zstd_frames.py:compress": "encodes",
-        "compression/entropy/zstd_frames.py:_decompress_empty": (
+        "compression/entropy/zstd.py:compress": "encodes",
+        "compression/entropy/zstd.py:_decompress_empty": (
             "reads nothing: the end of a stream that `decompress` reads"
         ),
         "compression/error_feedback.py:ErrorFeedback.state": "encodes",
         "compression/per_layer.py:PerLayerStage.encode": "encodes",
-        "compression/entropy/lossless.py:_shuffle_bytes": "encodes",
-        "tasks/datasets/train_test_split.py:compute_sample_hashes": "of hashes that were computed a line before",
-        "tasks/local_algorithms/control_variates.py:ClientControlVariate.to_arrays": "encodes",
+        "compression/entropy/zstd.py:_shuffle_bytes": "encodes",
+        "tasks/datasets/shards.py:compute_sample_hashes": "of hashes that were computed a line before",
+        "tasks/local_algorithms/scaffold.py:ClientControlVariate.to_arrays": "encodes",
         "tasks/local_algorithms/scaffold.py:_decode_server_variate": (
             "bytes of a length that is checked, any of which are numbers"
         ),
-        "flower/app_messages.py:make_body_record": "encodes",
-        "flower/app_messages.py:decode_content": (
+        "flower/app_runtime.py:make_body_record": "encodes",
+        "flower/app_runtime.py:decode_content": (
             "a message between the halves of an exported app, which Flower carries"
         ),
-        "system/subprocesses.py:call_in_subprocess": "the answer of a child of this very program",
-        "system/subprocesses.py:serve_call": "the question of this child's parent",
-        "simulation/backends/worker_process.py:read_message": "the other end is this very program",
-        "simulation/backends/worker_process.py:main": "a file that the parent has just written",
-        "simulation/partitioned_data.py:load_data": "files that the parent has just written",
+        "system/processes.py:call_in_subprocess": "the answer of a child of this very program",
+        "system/processes.py:serve_call": "the question of this child's parent",
+        "simulation/backends/process_pool.py:read_message": "the other end is this very program",
+        "simulation/backends/process_pool.py:main": "a file that the parent has just written",
+        "simulation/backends/partitioned_data.py:load_data": "files that the parent has just written",
         "device/hardware/step_rate.py:_parse_result": "the answer of a child of this very program",
         "device/updates/trial.py:can_reach": "the answer of a child of this very program",
         "device/diagnostics/timings.py:measure_import_times": "the answer of a child of this very program",
-        "device/hardware/jetson.py:read_cuda_version": "a file of the board's own system",
-        "device/hardware/link_quality.py:read_wireless_bits_per_s": "the kernel's answer",
+        "device/hardware/board_sensors.py:read_cuda_version": "a file of the board's own system",
+        "device/hardware/health_sampler.py:read_wireless_bits_per_s": "the kernel's answer",
         "device/mqtt/session.py:MqttSession._is_transferring": "the kernel's answer",
         "device/diagnostics/diagnostic_report.py:make_report": "what was dumped in the same line",
         "device/diagnostics/diagnostic_report.py:_make_device_section": (
             "speeds.json: see disk-notes; a report goes on without it"
         ),
-        "device/flower/supernode.py:_create_client_app.run": "the header that `pull` has read before",
-        "device/peers/tls.py:PeerTls.load": "the files of the own join",
-        "coordinator/flower/superlink.py:FlowerFleetServicer.is_from_other_device": (
+        "device/peers/peer_connection.py:PeerTls.load": "the files of the own join",
+        "coordinator/flower/fleet_api.py:FlowerFleetServicer.is_from_other_device": (
             "what `handle` has refused before, for the event's text"
         ),
         "coordinator/monitoring/metrics.py:load_grafana_dashboard": "a file of the package",
@@ -279,25 +292,24 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "coordinator/backup.py:_write_archive": "writes",
         "coordinator/runs/recovery.py:_has_crashed_too_often": "a note of its own; a damaged one counts anew",
         "coordinator/runs/recovery.py:_load_final_incarnations": "a note of its own; rows replace a damaged one",
-        "bundles/wheels.py:compute_unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",
-        "bundles/keys.py:load_private_key": "the operator's own key, by the parser of join-certificates",
-        "provision/payload_extras.py:_load_public_key": "as bundle-keys, and refuses all but Ed25519",
-        "provision/cloud_init.py:render_user_data": (
+        "system/bundles/wheels.py:compute_unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",
+        "system/bundles/keys.py:load_private_key": "the operator's own key, by the parser of join-certificates",
+        "provision/payload.py:_load_public_key": "as bundle-keys, and refuses all but Ed25519",
+        "provision/card_files.py:render_user_data": (
             "a file of the package; the card's own goes through `_parse_yaml`"
         ),
-        "provision/jetson_overlay.py:write_overlay": "writes",
-        "provision/preseed.py:_render_checked_toml": "what was written a line before",
-        "provision/ssh_connection.py:write_tar": "writes",
+        "provision/payload.py:write_overlay": "writes",
+        "provision/ssh_host.py:write_tar": "writes",
         "provision/ssh_provisioning.py:_HostProvisioning._check_data": (
             "the answer of edgefl on the board, by the parser of ssh-facts"
         ),
-        "provision/boot_image.py:_open_image": "an image that is unpacked block by block, into a file of its own",
-        "device/diagnostics/report_archive.py:write_report": "writes",
+        "provision/boot_partition.py:_open_image": "an image that is unpacked block by block, into a file of its own",
+        "device/diagnostics/diagnostic_report.py:write_report": "writes",
         "cli/history.py:parse_time": "a time that the operator has typed",
-        "cli/device_shards.py:_read_card_task": "the operator's own card, by the parser of shard-card",
+        "cli/device_join.py:_read_card_task": "the operator's own card, by the parser of shard-card",
         "storage/journal/file_format.py:_is_durable": "looks for records in a damaged journal: see disk-journal",
-        "tasks/export/onnx_verification.py:quantise_model": "a file that was exported a moment ago",
-        "tasks/export/onnx_verification.py:open_session": "a file that was exported a moment ago",
+        "tasks/export/model_export.py:quantise_model": "a file that was exported a moment ago",
+        "tasks/export/model_export.py:open_session": "a file that was exported a moment ago",
     }
 )
 """Functions that call a parser, and yet read nothing that somebody outside chose: with the reason."""

@@ -16,12 +16,12 @@ import numpy as np
 from fuzz.codec_readers import npz_seeds
 from fuzz.reader import MIB, Form, Reader, Seed
 
-from edgefl.device.inference.inputs import read_inputs
-from edgefl.tasks.datasets.idx import MAX_BYTES, read_idx
-from edgefl.tasks.datasets.motionsense_windows import read_motion_windows
+from edgefl.device.inference.onnx_model import read_inputs
+from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx
 from edgefl.tasks.datasets.sample_updates import read_sample_update
+from edgefl.tasks.datasets.shards import check_shard
+from edgefl.tasks.motionsense import read_motion_windows
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_files import check_shard
 
 PIXELS = {"inputs": np.arange(192, dtype=np.uint8).reshape(3, 8, 8) % 17, "labels": np.array([0, 9, 3])}
 

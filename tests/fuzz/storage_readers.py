@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.coordinator.restore import _check_manifest, _extract_archive
+from edgefl.compression.codec import decode_body, make_codec
+from edgefl.coordinator.backup import _check_manifest, _extract_archive
 from edgefl.core.types import (
     Array,
     Decision,
@@ -45,8 +44,8 @@ from edgefl.storage.journal.file_format import (
     RecordKind,
     list_journal_files,
     read_header,
+    read_records,
 )
-from edgefl.storage.journal.reader import read_records
 from edgefl.storage.journal.record_encoding import decode_record, encode_decision, encode_event
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.state_serialisation import (
@@ -257,7 +256,7 @@ def backups(folder: Path) -> Reader:
         path.write_bytes(data)
         stage.mkdir()
         try:
-            _check_manifest(path, _extract_archive(path, stage))
+            _check_manifest(path, *_extract_archive(path, stage))
         finally:
             _remove(stage)
 

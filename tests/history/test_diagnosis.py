@@ -5,7 +5,7 @@ import pytest
 from edgefl.core.errors import NotFoundError
 from edgefl.core.types import UpdateStatus
 from edgefl.history.diagnosis import diagnose_round
-from edgefl.storage.queries.round_details import get_round_details
+from edgefl.storage.queries.history import get_round_details
 from edgefl.storage.repositories.records import AssignmentRow, RunStatus, UpdateRow
 from edgefl.storage.store import Store
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from edgefl.core.errors import DataError, StoreError, UsageError
+from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import UpdateStatus
 from edgefl.history import export as export_module
 from edgefl.history.export import DEVICE_FILE_COLUMNS, export_history
@@ -34,7 +35,11 @@ def store(tmp_path):
                 opened.record_updates(run_id, rows)
                 opened.close_round(run_id, round_number, version=1, closed_at=at + 0.5)
             opened.record_event("run-finished", 'said "done"', at=1010.0 * number, run_id=run_id)
-            beat = HeartbeatRow(device_id="pi-1", at=1000.0 * number, seq=1, session_no=1, uptime_s=1.0, run=run_id)
+            beat = HeartbeatRow(
+                device_id="pi-1",
+                at=1000.0 * number,
+                heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=1.0, run=run_id),
+            )
             opened.record_heartbeats([beat])
     with Store.open(tmp_path / "edgefl.db") as opened:
         yield opened

@@ -3,16 +3,24 @@ import plotted_store as made
 import pytest
 
 from edgefl.core.errors import NotFoundError, UsageError
-from edgefl.history.series import RoundRange, find_runs, parse_round_range, read_rounds
+from edgefl.history import series as assignments
+from edgefl.history.series import (
+    RoundRange,
+    find_runs,
+    parse_round_range,
+    read_assignments,
+    read_assignments_between,
+    read_rounds,
+)
 from edgefl.history.store_reader import StoreHistoryReader
 
 
-def read(store, run, **options):
+def read_series(store, run, **options):
     return read_rounds(StoreHistoryReader(store), made.head(run), **options)
 
 
 def test_time_and_bytes_count_from_the_first_round_in_a_range_too(store):
-    series = read(store, made.add_synchronous(store, "a"))
+    series = read_series(store, made.add_synchronous(store, "a"))
     assert series.round.tolist() == [1, 2, 3]
     assert series.elapsed_s.tolist() == [5, 11, 17]
     assert series.transferred_bytes.tolist() == [800, 1600, 2400]
@@ -33,12 +41,12 @@ def test_time_and_bytes_count_from_the_first_round_in_a_range_too(store):
 def test_what_nobody_knows_is_no_number_and_an_open_round_is_left_out(store):
     run = made.add_synchronous(store, "a", accuracies={2: 0.5})
     store.open_round(run, 4, started_at=2000.0)
-    series = read(store, run)
+    series = read_series(store, run)
     assert np.isnan(series.accuracy).tolist() == [True, False, True]
     assert [series.has_values(name) for name in ("accuracy", "node_accuracy", "disagreement")] == [True, False, False]
-    assert read(store, run, newest=2).round.tolist() == [2, 3]
+    assert read_series(store, run, newest=2).round.tolist() == [2, 3]
     with pytest.raises(NotFoundError, match="no closed round"):
-        read(store, made.add_run(store, "b"))
+        read_series(store, made.add_run(store, "b"))
 
 
 @pytest.mark.parametrize(
@@ -62,3 +70,50 @@ def test_runs_are_called_by_name_and_those_of_one_name_by_id_too(store):
     assert list(find_runs(source, ["r2", "latest"])) == ["same", "other"]
     with pytest.raises(NotFoundError, match="no run 'none'"):
         find_runs(source, ["none"])
+
+
+class Listening(StoreHistoryReader):
+    """A real source that remembers how many rows it gave."""
+
+    def __init__(self, store):
+        super().__init__(store)
+        self.sizes = []
+
+    def read_rows(self, kind, **filters):
+        rows = super().read_rows(kind, **filters)
+        self.sizes.append(len(rows))
+        return rows
+
+
+def read(source, run, *within):
+    return read_assignments(source, read_rounds(source, made.head(run)), *within)
+
+
+def test_every_assignment_is_read_with_its_times(store):
+    run = made.add_synchronous(store, "a")
+    made.add_lost(store, run, 2, "pi-3", at=1006.0)
+    work = read(StoreHistoryReader(store), run)
+    assert len(work) == 7
+    own = work.select(work.device == "pi-2")
+    assert own.compute_s.tolist() == [3.0] * 3
+    assert (own.received_at - own.dispatched_at).tolist() == pytest.approx([3.4] * 3)
+    assert (own.is_used.all(), work.is_used.sum()) == (True, 6)
+
+
+def test_a_stale_update_belongs_to_the_round_that_applied_it(store):
+    work = read(StoreHistoryReader(store), made.add_asynchronous(store, "a", [0, 1, 2, 3]), RoundRange(4, 4))
+    assert (work.staleness.tolist(), work.dispatched_at.tolist()) == ([3], [made.BEGIN])
+
+
+def test_a_large_run_is_read_in_parts_and_nothing_twice(store, monkeypatch):
+    run, source = made.add_synchronous(store, "a", rounds=25), Listening(store)
+    whole = read(source, run)
+    monkeypatch.setattr(assignments, "READ_BATCH_ROWS", 10)
+    series = read_rounds(source, made.head(run))
+    source.sizes.clear()
+    parts = read_assignments(source, series)
+    assert max(source.sizes) <= 12
+    assert len(source.sizes) >= 5
+    assert sorted(parts.dispatched_at) == sorted(whole.dispatched_at)
+    assert len(parts) == 50
+    assert sorted(set(read_assignments_between(source, run, 1006.0, 1013.0).round)) == [2, 3]

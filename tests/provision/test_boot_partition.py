@@ -12,8 +12,7 @@ import pytest
 from requirements import require
 
 from edgefl.core.errors import ConfigError, StoreError, StoreFullError
-from edgefl.provision.boot_folder import BootFolder
-from edgefl.provision.boot_image import BootImage, find_fat_offset, open_copy
+from edgefl.provision.boot_partition import BootFolder, BootImage, find_fat_offset, open_copy
 
 MIB = 1 << 20
 START = 1 * MIB

@@ -11,15 +11,15 @@ import yaml
 from apt_packages import python_packages, unpacked
 
 from edgefl.core.errors import ConfigError
-from edgefl.provision.cloud_init import (
+from edgefl.provision.card_files import (
     _edit_cmdline,
-    render_files,
+    render_card_files,
+    render_cloud_init_files,
     render_meta_data,
     render_network_config,
     render_user_data,
 )
 from edgefl.provision.sd_card import CardNetwork, CardOptions, OsFlavour
-from edgefl.provision.sd_card_files import render_card_files
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIFIp2etN me@pc"
 WIFI = CardNetwork(ssid="Lab: net 'x'", psk="ab" * 32, country="DE", is_hidden=True)
@@ -170,20 +170,22 @@ def test_user_data_that_cannot_be_kept_is_refused_not_lost(text):
 def test_a_wi_fi_that_imager_configured_stays_without_one_here():
     known = b"network:\n  version: 2\n  wifis:\n    wlan0:\n      access-points:\n        home: {password: x}\n"
     card = {"network-config": known}
-    assert "network-config" not in render_files(CardOptions(name="pi-01"), card.get)
-    assert "network-config" in render_files(CardOptions(name="pi-01", network=WIFI), card.get)
+    assert "network-config" not in render_cloud_init_files(CardOptions(name="pi-01"), card.get)
+    assert "network-config" in render_cloud_init_files(CardOptions(name="pi-01", network=WIFI), card.get)
 
 
 @pytest.mark.parametrize("network", [WIFI, STATIC, CardNetwork(interface="end0")])
 def test_a_network_that_an_earlier_call_said_stays_where_a_later_one_says_none(network):
-    ours = render_files(CardOptions(name="pi-01", network=network), {}.get)["network-config"]
+    ours = render_cloud_init_files(CardOptions(name="pi-01", network=network), {}.get)["network-config"]
     for card in ({"network-config": ours}, {"network-config": ours, "network-config.before-edgefl": STOCK.encode()}):
         assert "network-config" not in render_card_files(OsFlavour.TRIXIE, CardOptions(name="pi-02"), {}, card.get)
 
 
 def test_a_fixed_address_of_the_wire_takes_no_wi_fi_away():
     known = b"network: {version: 2, wifis: {wlan0: {access-points: {home: {password: x}}}}}\n"
-    made = render_files(CardOptions(name="pi-01", network=STATIC), {"network-config": known}.get)["network-config"]
+    made = render_cloud_init_files(CardOptions(name="pi-01", network=STATIC), {"network-config": known}.get)[
+        "network-config"
+    ]
     value = loaded(bytes(made))["network"]
     assert value["wifis"] == {"wlan0": {"access-points": {"home": {"password": "x"}}}}
     assert value["ethernets"]["eth0"]["addresses"] == ["10.0.0.7/24"]
@@ -194,7 +196,7 @@ STOCK = "network: {version: 2, ethernets: {eth0: {dhcp4: true, optional: true}}}
 
 @pytest.mark.parametrize("known", ["", "# only words\n", STOCK])
 def test_the_stock_network_is_replaced_by_one_that_the_first_boot_waits_for(known):
-    made = render_files(CardOptions(name="pi-01"), {"network-config": known.encode()}.get)
+    made = render_cloud_init_files(CardOptions(name="pi-01"), {"network-config": known.encode()}.get)
     assert loaded(bytes(made["network-config"]))["network"]["ethernets"]["eth0"]["optional"] is False
 
 

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 from made_wheels import make_wheel
 
-from edgefl.device.updates.slots import InstalledPack, SlotRecord, Slots
-from edgefl.device.updates.status import (
+from edgefl.device.updates.protocol import (
     InstallAttempt,
     InstallPhase,
     InstallResult,
@@ -28,9 +27,10 @@ from edgefl.device.updates.status import (
     read_status,
     write_status,
 )
+from edgefl.device.updates.slots import InstalledPack, SlotRecord, Slots
 from edgefl.provision.payload import make_payload
 from edgefl.provision.provisioning_files import find_path as source
-from edgefl.provision.ssh_connection import CommandResult
+from edgefl.provision.ssh_host import CommandResult
 from edgefl.system.atomic_files import is_locked
 
 SCRIPT = source("board/install.sh")

@@ -1,9 +1,14 @@
 import hashlib
 import json
+import subprocess
+import tarfile
 from pathlib import Path
 
-from edgefl.provision.payload import MANIFEST_NAME, make_payload
-from edgefl.provision.wheel_locks import WHEEL_PLATFORMS, parse_lock
+import pytest
+from requirements import require
+
+from edgefl.provision.payload import MANIFEST_NAME, make_payload, write_overlay
+from edgefl.provision.wheels import WHEEL_PLATFORMS, parse_lock
 
 
 def test_the_manifest_names_every_file_but_the_secret_one_with_its_sum() -> None:
@@ -30,3 +35,48 @@ def test_a_payload_has_the_lock_of_every_kind_of_board_unless_one_was_chosen(tmp
         "{}", {"requirements.txt": tmp_path / "lock"} if (tmp_path / "lock").write_text("x") else {}
     )
     assert not [name for name in chosen if name.startswith("locks/")]
+
+
+PAYLOAD = make_payload('{"token": "secret"}', {"wheels/a.whl": b"wheel"})
+
+
+@pytest.fixture
+def overlay(tmp_path):
+    write_overlay(tmp_path / "overlay.tar.gz", PAYLOAD)
+    return tmp_path / "overlay.tar.gz"
+
+
+def test_everything_belongs_to_root_and_the_token_to_root_alone(overlay, tmp_path):
+    assert overlay.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(overlay) as tar:
+        entries = {entry.name: entry for entry in tar}
+    assert all((entry.uid, entry.gid) == (0, 0) for entry in entries.values())
+    for name in ("var/lib/edgefl-card", "var/lib/edgefl-card/edgefl", "var/lib/edgefl-firstboot"):
+        assert entries[name].mode == 0o700
+    assert entries["var/lib/edgefl-card/edgefl/join.json"].mode == 0o600
+    assert entries["etc/systemd/system/edgefl-firstboot.service"].mode == 0o644
+    folders = [name for name, entry in entries.items() if entry.isdir()]
+    assert all(name.startswith("var/lib/edgefl-") for name in folders), "a folder of the system is in it"
+    write_overlay(tmp_path / "second.tar.gz", PAYLOAD)
+    with tarfile.open(tmp_path / "second.tar.gz") as again:
+        assert [entry.get_info() for entry in again] == [entry.get_info() for entry in entries.values()]
+
+
+def test_unpacked_it_is_a_board_whose_first_boot_works(overlay, tmp_path):
+    require("systemd")
+    root = tmp_path / "rootfs"
+    (root / "etc/systemd/system").mkdir(parents=True)
+    subprocess.run(["tar", "-xpzf", overlay, "-C", root, "--numeric-owner"], check=True)
+    enabled = subprocess.run(
+        ["systemctl", "--root", root, "is-enabled", "edgefl-firstboot.service"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert enabled.stdout.strip() == "enabled"
+    assert (root / "var/lib/edgefl-firstboot/source").read_text() == "/var/lib/edgefl-card/edgefl\n"
+    card = root / "var/lib/edgefl-card/edgefl"
+    assert {str(path.relative_to(card)) for path in card.rglob("*") if path.is_file()} == set(PAYLOAD)
+    gpu = (root / "etc/systemd/system/edgefl-device.service.d/10-gpu.conf").read_text()
+    assert "PrivateDevices=no" in gpu
+    assert "SupplementaryGroups=video render" in gpu

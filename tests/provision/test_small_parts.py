@@ -11,10 +11,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from edgefl.core.errors import ConfigError, NotFoundError, UsageError
-from edgefl.provision import payload_extras, sd_card, wifi
-from edgefl.provision.diff import redact_secrets, render_diff
-from edgefl.provision.drop_ins import render_shard_drop_ins
-from edgefl.provision.name_pattern import expand_name_pattern
+from edgefl.provision import payload, sd_card
+from edgefl.provision import sd_card as wifi
+from edgefl.provision.boot_partition import redact_secrets, render_diff
+from edgefl.provision.label_sheet import expand_name_pattern
+from edgefl.provision.payload import render_shard_drop_ins
 
 
 @pytest.mark.parametrize(
@@ -105,25 +106,25 @@ def test_public_keys_are_taken_and_private_ones_never(tmp_path: Path) -> None:
 
 def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError):
-        payload_extras.list_wheels(tmp_path / "none")
+        payload.list_wheels(tmp_path / "none")
     with pytest.raises(ConfigError, match="one wheel of edgefl-fleet, has none"):
-        payload_extras.list_wheels(tmp_path)
+        payload.list_wheels(tmp_path)
     (tmp_path / "edgefl_fleet-0.1-py3-none-any.whl").touch()
     (tmp_path / "numpy-2.whl").touch()
-    assert set(payload_extras.list_wheels(tmp_path)) == {
+    assert set(payload.list_wheels(tmp_path)) == {
         "wheels/edgefl_fleet-0.1-py3-none-any.whl",
         "wheels/numpy-2.whl",
     }
     (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").touch()
     with pytest.raises(ConfigError, match="one wheel"):
-        payload_extras.list_wheels(tmp_path)
+        payload.list_wheels(tmp_path)
     (tmp_path / "edgefl_fleet-0.2-py3-none-any.whl").rename(tmp_path / "edgefl-0.1.0-py3-none-any.whl")
     with pytest.raises(ConfigError, match=r"holds edgefl-0\.1\.0-.*another project"):
-        payload_extras.list_wheels(tmp_path)
+        payload.list_wheels(tmp_path)
     (tmp_path / "edgefl-0.1.0-py3-none-any.whl").unlink()
     (tmp_path / "flwr-1.tar.gz").touch()
     with pytest.raises(ConfigError, match=r"no wheel: flwr-1\.tar\.gz"):
-        payload_extras.list_wheels(tmp_path)
+        payload.list_wheels(tmp_path)
     # Names that a shell or the manifest would misread.
     for number, name in enumerate(
         (
@@ -136,20 +137,20 @@ def test_a_wheel_folder_has_one_edgefl_and_wheels_only(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / name).touch()
         with pytest.raises(ConfigError, match="rename it"):
-            payload_extras.list_wheels(tmp_path / str(number))
+            payload.list_wheels(tmp_path / str(number))
 
 
 def test_a_lock_pins_by_hash(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("numpy==2.0\n")
     with pytest.raises(ConfigError, match="no hashes"):
-        payload_extras.load_lock(tmp_path / "lock")
+        payload.load_lock(tmp_path / "lock")
     (tmp_path / "lock").write_text("numpy==2.0 --hash=sha256:00\n")
-    assert payload_extras.load_lock(tmp_path / "lock") == {"requirements.txt": tmp_path / "lock"}
+    assert payload.load_lock(tmp_path / "lock") == {"requirements.txt": tmp_path / "lock"}
     with pytest.raises(NotFoundError):
-        payload_extras.load_lock(tmp_path / "none")
+        payload.load_lock(tmp_path / "none")
     (tmp_path / "lock").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is no text"):
-        payload_extras.load_lock(tmp_path / "lock")
+        payload.load_lock(tmp_path / "lock")
 
 
 def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_for_it_is_refused(
@@ -158,15 +159,15 @@ def test_a_payload_says_which_edgefl_it_brings_and_one_that_would_ask_an_index_f
     wheel = {"wheels/edgefl_fleet-1.2-py3-none-any.whl": b""}
     lock = tmp_path / "lock"
     lock.write_text("numpy==2.0 --hash=sha256:00\n")
-    assert payload_extras.find_edgefl_version(wheel) == "1.2"
-    assert payload_extras.find_edgefl_version({**wheel, **payload_extras.load_lock(lock)}) == "1.2"
-    for files in ({}, {"wheels/numpy-2-py3-none-any.whl": b""}, payload_extras.load_lock(lock)):
+    assert payload.find_edgefl_version(wheel) == "1.2"
+    assert payload.find_edgefl_version({**wheel, **payload.load_lock(lock)}) == "1.2"
+    for files in ({}, {"wheels/numpy-2-py3-none-any.whl": b""}, payload.load_lock(lock)):
         with pytest.raises(UsageError, match="another package of this name"):
-            payload_extras.find_edgefl_version(files)
+            payload.find_edgefl_version(files)
     lock.write_text("edgefl-fleet==1.3 --hash=sha256:00\n")
-    assert payload_extras.find_edgefl_version(payload_extras.load_lock(lock)) == "1.3"
+    assert payload.find_edgefl_version(payload.load_lock(lock)) == "1.3"
     with pytest.raises(ConfigError, match="says no version"):
-        payload_extras.find_edgefl_version({"wheels/edgefl_fleet-": b""})
+        payload.find_edgefl_version({"wheels/edgefl_fleet-": b""})
 
 
 def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
@@ -178,16 +179,16 @@ def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
     other = ec.generate_private_key(ec.SECP256R1()).public_key()
     (tmp_path / "ec.pem").write_bytes(other.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     (tmp_path / "text.pem").write_text("hello")
-    assert list(payload_extras.load_signers([tmp_path / "team.pub.pem"])) == ["signers/team.pub.pem"]
+    assert list(payload.load_signers([tmp_path / "team.pub.pem"])) == ["signers/team.pub.pem"]
     for name, words in (("private.pem", "private key"), ("ec.pem", "no public Ed25519"), ("text.pem", "no public")):
         with pytest.raises(ConfigError, match=words):
-            payload_extras.load_signers([tmp_path / name])
+            payload.load_signers([tmp_path / name])
     with pytest.raises(NotFoundError):
-        payload_extras.load_signers([tmp_path / "none.pem"])
+        payload.load_signers([tmp_path / "none.pem"])
     (tmp_path / "other").mkdir()
     other = shutil.copy(tmp_path / "team.pub.pem", tmp_path / "other")
     with pytest.raises(ConfigError, match="two signers' keys are called team"):
-        payload_extras.load_signers([tmp_path / "team.pub.pem", Path(other)])
+        payload.load_signers([tmp_path / "team.pub.pem", Path(other)])
 
 
 def test_a_shard_in_a_home_is_shown_to_the_units_and_others_need_nothing() -> None:

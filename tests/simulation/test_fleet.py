@@ -36,9 +36,9 @@ from edgefl.simulation.backends.backend import (
     TrainingResult,
 )
 from edgefl.simulation.device import SimulatedDevice
-from edgefl.simulation.downlink import SimulatedDownlink
 from edgefl.simulation.faults import Fault, apply_faults
 from edgefl.simulation.fleet import MAX_CONSECUTIVE_LOSSES, MAX_IDLE_WAITS, SimulatedFleet, SimulationSettings
+from edgefl.simulation.network import SimulatedDownlink
 from edgefl.simulation.profiles import DeviceProfile
 
 MODEL: Tensors = {"w": np.zeros(1, np.float32)}

@@ -11,7 +11,7 @@ import pytest
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import Decision, DeviceInfo, Json, TrainConfig, TrainInstruction, Update, UpdateMetrics
-from edgefl.engine.stopping import RoundCounter
+from edgefl.engine.progress import RoundCounter
 from edgefl.simulation.history_recorder import BETWEEN_RUNS_S, FLUSH_EVERY_TURNS, SIMULATION_EPOCH, SimulationHistory
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
@@ -40,16 +40,16 @@ def played(store: Store, book_config: RunConfig, told: list[Json] | None = None)
     now = [0.0]
     on_change = None if told is None else told.append
     book = SimulationHistory(store, book_config, DEVICES, clock=lambda: now[0], on_change=on_change)
-    recorder = book.create_recorder(RoundCounter(), RunParticipationPolicy())
+    log = book.create_log(RoundCounter(), RunParticipationPolicy())
     order = TrainInstruction(assignment_id="a", device_id="device-01", base_version=0, plan=TrainConfig(iterations=1))
-    recorder.record_decision(Decision(orders=(order,)))
+    log.record_decision(Decision(orders=(order,)))
     now[0] = 10.0
     update = Update(
         assignment_id="a", device_id="device-01", base_version=0, tensors={}, received_s=10.0,
         metrics=UpdateMetrics(iterations=1, bytes_up=5),
     )  # fmt: skip
-    assert recorder.record_events([update]) == [update]
-    recorder.record_aggregation(1, ["a"], object())
+    assert log.record_events([update]) == [update]
+    log.record_aggregation(1, ["a"], object())
     return book
 
 
@@ -113,9 +113,9 @@ def test_a_run_that_failed_keeps_its_rows_and_says_why(
 
 def test_rows_are_written_while_the_run_goes_on(store: Store) -> None:
     book = played(store, config())
-    recorder = book.create_recorder(RoundCounter(), RunParticipationPolicy())
+    log = book.create_log(RoundCounter(), RunParticipationPolicy())
     for _ in range(FLUSH_EVERY_TURNS - 1):
-        recorder.commit()
+        log.commit()
     assert read_history(store, "updates", run=book.run_id) == []
-    recorder.commit()
+    log.commit()
     assert len(read_history(store, "updates", run=book.run_id)) == 1

@@ -12,21 +12,18 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, event
+from sqlalchemy import event
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 from synced_wal import SyncedWal
 
 import edgefl.storage.database as database_module
 from edgefl.core.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
-from edgefl.storage.database import SCHEMA_REVISION, Database
-from edgefl.storage.queries.history import read_history
-from edgefl.storage.repositories.records import UpdateRow
+from edgefl.storage.database import FIRST_REVISION, SCHEMA_REVISION, Database
 from edgefl.storage.store import Store
 from edgefl.storage.tables import Base
 
@@ -48,7 +45,8 @@ def test_the_program_knows_its_newest_migration():
     config = Config()
     config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
     config.set_main_option("path_separator", "os")
-    assert ScriptDirectory.from_config(config).get_current_head() == SCHEMA_REVISION
+    scripts = ScriptDirectory.from_config(config)
+    assert (scripts.get_bases(), scripts.get_current_head()) == ([FIRST_REVISION], SCHEMA_REVISION)
 
 
 def test_tables_are_possible_in_postgresql():
@@ -265,53 +263,15 @@ def test_two_programs_may_open_a_new_store_at_once(tmp_path):
         assert process.returncode == 0
 
 
-def old_store(path, revision):
-    """Writes a store of an earlier revision with a run, a round, an update and an evaluation."""
-    config = Config()
-    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
-    config.set_main_option("path_separator", "os")
-    old = create_engine(f"sqlite:///{path}")
-    with old.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, revision)
-        connection.exec_driver_sql(
-            "INSERT INTO runs (run_id, name, task, strategy, config, status, submitted_at, rounds, version, seed)"
-            " VALUES ('r', 'n', 'digits', 'fedavg', '{}', 'finished', 1.0, 1, 1, 7)"
-        )
-        connection.exec_driver_sql(
-            "INSERT INTO rounds (run_id, round, started_at, closed_at, num_devices, num_updates, bytes_up,"
-            " bytes_down) VALUES ('r', 1, 1.0, 9.0, 1, 1, 5, 6)"
-        )
-        connection.exec_driver_sql(
-            "INSERT INTO updates (run_id, round, assignment_id, device_id, base_version, metrics, bytes_up,"
-            " received_at) VALUES ('r', 1, 'a', 'd', 0, '{}', 5, 8.0)"
-        )
-        connection.exec_driver_sql(
-            "INSERT INTO evaluations (run_id, assignment_id, round, version, device_id, source, loss, accuracy,"
-            " num_examples, bytes_up, bytes_down, at, metrics)"
-            " VALUES ('r', 'e', 1, 1, 'd', 'device', 0.5, 0.75, 8, 0, 0, 2.0, '{}')"
-        )
-    old.dispose()
-
-
-@pytest.mark.parametrize("revision", ["0001", "0003", "0004"])
-def test_a_store_of_an_earlier_revision_is_upgraded_with_its_rows(tmp_path, revision):
+def test_refuses_a_store_older_than_the_first_revision_and_leaves_it_alone(tmp_path):
     path = tmp_path / "edgefl.db"
-    old_store(path, revision)
-    with Store.open(path) as store:
-        with store.database.read() as connection:
-            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
-            rows = connection.exec_driver_sql("SELECT run_name, device_id, codec, paced_s FROM v_updates").all()
-        assert [tuple(row) for row in rows] == [("n", "d", None, None)]
-        (round_,), (evaluation,) = read_history(store, "rounds"), read_history(store, "evaluations")
-        traffic = [(row["day"], row["bytes_up"]) for row in read_history(store, "traffic", by="day")]
-        new = UpdateRow(assignment_id="b", device_id="d", round=1, base_version=0, paced_s=2.5, received_at=9.0)
-        store.record_updates("r", [new])
-        told = [(row["assignment_id"], row["bytes_up"], row["paced_s"]) for row in read_history(store, "updates")]
-    assert sorted(told) == [("a", 5, None), ("b", None, 2.5)]
-    assert (round_["accuracy"], round_["source"], round_["bytes_up"]) == (0.75, "device", 5)
-    assert (round_["node_accuracy"], round_["worst_node_accuracy"], round_["facts"]) == (None, None, None)
-    assert (evaluation["accuracy"], evaluation["subject"]) == (0.75, "")
-    if revision < "0004":  # which has sums and what rounds waited for
-        assert (round_["seconds"], round_["waited_for"], round_["waited_s"]) == (8.0, "d", 0.0)
-        assert traffic == [("1970-01-01", 5)]
+    Store.open(path).close()
+    with sqlite3.connect(path) as raw:
+        raw.execute("UPDATE alembic_version SET version_num = '0008'")
+    raw.close()
+    before = path.read_bytes()
+    for read_only in (False, True):
+        with pytest.raises(StoreError) as error:
+            Store.open(path, read_only=read_only)
+        assert re.search(rf"before 0.2 .*0008.*{FIRST_REVISION}", one_line(error))
+    assert path.read_bytes() == before

@@ -3,7 +3,8 @@
 import pytest
 
 from edgefl.coordinator.fleet.presence import DevicePresence
-from edgefl.storage import retention
+from edgefl.core.protocol import Heartbeat
+from edgefl.storage import store as retention
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import HeartbeatRow, RunStatus
 
@@ -22,7 +23,9 @@ def lived(store, monkeypatch):
         store.evaluate(run_id, 1, "coordinator", at=at)
         store.set_run_status(run_id, status, at=at + 9)
     for at in (10 * DAY, 90 * DAY):
-        store.record_heartbeats([HeartbeatRow(device_id="a", at=at, seq=1, session_no=1, uptime_s=1.0)])
+        store.record_heartbeats(
+            [HeartbeatRow(device_id="a", at=at, heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=1.0))]
+        )
     store.prune_heartbeats(100 * DAY)
     return store
 
@@ -67,11 +70,18 @@ def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
 def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monkeypatch):
     monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
     for at in (10 * DAY, 90 * DAY):
-        for kind in ("device-online", "device-gone", "device-restarted", "refused", "device-joined", "drain-asked"):
+        for kind in (
+            "device-online",
+            "device-gone",
+            "device-restarted",
+            "refused",
+            "device-joined",
+            "drain-requested",
+        ):
             store.record_event(kind, "", at=at, device_id="a")
     assert store.prune_history(50 * DAY) == 4
     left = [(row["kind"], row["at"] / DAY) for row in read_history(store, "events")]
-    assert left[:2] == [("device-joined", 10), ("drain-asked", 10)]
+    assert left[:2] == [("device-joined", 10), ("drain-requested", 10)]
     assert len(left) == 2 + 6
 
 

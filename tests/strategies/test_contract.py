@@ -12,15 +12,15 @@ from strategy_turns import update_of, view_of
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import DeviceInfo, TrainInstruction
+from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.stopping import RoundCounter, StoppingCriteria
 from edgefl.storage.state_serialisation import decode_state, encode_state
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.decentralised.strategy import DecentralisedStrategy
-from edgefl.strategies.evaluation import EvaluationSchedule
+from edgefl.strategies.participation import EvaluationSchedule
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, make_strategy
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 DEVICES = tuple(f"pi-{i}" for i in range(5))
 # As many updates fill a buffer as there are devices below, so that a round of them all is used.
@@ -53,7 +53,7 @@ def built(case, **rules):
 
 
 # Nodes of a graph send messages and now and then a model, no updates; see `test_decentralised`.
-each_strategy = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not hasattr(built(c), "node_models")])
+each_strategy = pytest.mark.parametrize("case", [c for c in sorted(CASES) if not built(c).has_nodes])
 # Those that apply updates in the order of arrival promise no more than what is the same for the same order.
 each_in_rounds = pytest.mark.parametrize(
     "case", [c for c in sorted(CASES) if not isinstance(built(c), AsynchronousStrategy | DecentralisedStrategy)]
@@ -282,7 +282,7 @@ class Forgetful:
 @each_of_all
 def test_a_run_whose_state_is_saved_and_loaded_at_every_step_is_the_same_run(case):
     # A round of those without a server is as many exchanges, and their states hold all nodes.
-    goal = StoppingCriteria(rounds=1 if hasattr(built(case), "node_models") else 3)
+    goal = StoppingCriteria(rounds=1 if built(case).has_nodes else 3)
     first, model, _ = run(built(case, deadline_s=4.0), 0, goal)
     second, same, _ = run(Forgetful(built(case, deadline_s=4.0)), 0, goal)
     assert [order.assignment_id for order in first.given] == [order.assignment_id for order in second.given]
@@ -295,7 +295,7 @@ def test_a_server_optimiser_changes_the_run_or_is_refused_before_it(case):
     goal = StoppingCriteria(updates=10)
     _, plain, _ = run(built(case), 0, goal, faults={})
     server = replace(TRACKING, kind="yogi", learning_rate=0.1)
-    if case.startswith("adacomp") or hasattr(built(case), "node_models"):
+    if case.startswith("adacomp") or built(case).has_nodes:
         with pytest.raises(ConfigError, match=r"server\.optimizer"):
             built(case, server=server)
         return

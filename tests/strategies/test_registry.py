@@ -12,7 +12,7 @@ from edgefl.strategies.registry import (
     list_strategy_names,
     make_strategy,
 )
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 OWN = """
 from dataclasses import dataclass

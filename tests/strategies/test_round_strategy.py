@@ -11,7 +11,7 @@ from edgefl.core.errors import StrategyError
 from edgefl.core.types import LazyTensors, SparseTensor, Update, UpdateMetrics
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.round_strategy import RoundStrategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 WHOLE_STRATEGY = """
 from dataclasses import dataclass

@@ -22,8 +22,8 @@ from edgefl.core.types import (
     UpdateMetrics,
 )
 from edgefl.engine.build import build_run
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.stopping import StoppingCriteria
 from edgefl.storage.journal.record_encoding import encode_decision
 from edgefl.storage.state_serialisation import encode_state
 from edgefl.strategies.validated_strategy import REQUIRED_METHODS, ValidatedStrategy, make_validated_strategy

@@ -2,8 +2,13 @@ import numpy as np
 import pytest
 
 from edgefl.core.errors import DataError
-from edgefl.tasks.datasets.motionsense_windows import read_motion_windows, split_windows
-from edgefl.tasks.motionsense import NUM_FEATURES, compute_window_features, standardise_windows
+from edgefl.tasks.motionsense import (
+    NUM_FEATURES,
+    compute_window_features,
+    read_motion_windows,
+    split_windows,
+    standardise_windows,
+)
 
 
 @pytest.fixture
@@ -33,12 +38,12 @@ def test_windows_start_every_64_samples_and_drop_the_rest():
 
 
 def test_no_window_spans_two_recordings_and_late_trials_are_the_test_part(write):
-    train, test = read_motion_windows(write([200, 127, 300, 128], [1, 2, 10, 11]))
-    assert train.subjects.tolist() == [1, 1, 3, 3, 3]
+    train, test, subjects = read_motion_windows(write([200, 127, 300, 128], [1, 2, 10, 11]))
+    assert subjects.tolist() == [1, 1, 3, 3, 3]
     assert train.labels.tolist() == [0, 0, 2, 2, 2]
     assert np.all(train.inputs == train.inputs[:, :1, :1])
     assert train.inputs[:, 0, 0].tolist() == [0, 0, 1, 1, 1]
-    assert (test.subjects.tolist(), train.inputs.dtype) == ([4], np.float32)
+    assert (test.labels.tolist(), train.inputs.dtype) == ([3], np.float32)
 
 
 def test_recordings_that_do_not_add_up_and_a_truncated_file_are_one_clear_line(write):

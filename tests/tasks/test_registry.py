@@ -11,7 +11,7 @@ from edgefl.tasks.registry import BUILT_IN, list_task_names, make_task
 
 OWN = """
 from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.sharding.shard_files import read_shard
+from edgefl.tasks.datasets.shards import read_shard
 
 class Doorbell:
     name = "doorbell"

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from edgefl.compression.entropy.chunked_indexing import compute_gaps
-from edgefl.compression.entropy.exp_golomb import compute_exp_golomb_cost, read_exp_golomb, write_exp_golomb
-from edgefl.compression.entropy.golomb_rice import (
+from edgefl.compression.entropy.golomb import (
     MAX_PARAMETER,
+    compute_exp_golomb_cost,
+    compute_gaps,
     count_values,
     pack_bits,
     read_bits,
+    read_exp_golomb,
     read_rice_sums,
-    select_rice_parameter_by_counts,
+    select_rice_parameter,
+    write_exp_golomb,
     write_rice,
 )
 from edgefl.compression.wire import PayloadReader, encode_varint
@@ -114,7 +116,7 @@ def _is_dense(mask: Array) -> bool:
         return False
     numbers, counts = count_values(np.diff(positions, prepend=-1))
     return (
-        min(compute_exp_golomb_cost(numbers, counts), select_rice_parameter_by_counts(numbers - 1, counts)[1])
+        min(compute_exp_golomb_cost(numbers, counts), select_rice_parameter(numbers - 1, counts)[1])
         > _DENSE_THRESHOLD * sample.size
     )
 
@@ -123,7 +125,7 @@ def _read_form(reader: PayloadReader, form: int, count: int, size: int) -> Array
     if form == _FIXED:
         return _validate_indices(read_bits(reader, count, _compute_width(size)), size)
     if form == _BITMAP:
-        return _read_bitmap(reader, count, size)
+        return np.flatnonzero(_read_mask_bits(reader, count, size))
     if form == _EXP_GOLOMB:
         return _validate_indices(np.cumsum(read_exp_golomb(reader, count)) - 1, size)
     if form - _RICE > MAX_PARAMETER:
@@ -137,7 +139,7 @@ def _encode_smallest_form(gaps: Array, size: int) -> tuple[int, list[Array]]:
     bits = {_FIXED: gaps.size * _compute_width(size), _BITMAP: size}
     if gaps.size >= _MIN_EXP_GOLOMB_COUNT:
         bits[_EXP_GOLOMB] = compute_exp_golomb_cost(numbers, counts)
-    parameter, cost = select_rice_parameter_by_counts(numbers - 1, counts)
+    parameter, cost = select_rice_parameter(numbers - 1, counts)
     # The stream's length stands before it: two bytes in most cases.
     bits[_RICE + parameter] = cost + 16
     form = min(bits, key=lambda candidate: bits[candidate])
@@ -157,10 +159,6 @@ def _compute_complement(indices: Array, size: int) -> Array:
     mask = np.ones(size, dtype=np.bool_)
     mask[indices] = False
     return np.flatnonzero(mask)
-
-
-def _read_bitmap(reader: PayloadReader, count: int, size: int) -> Array:
-    return np.flatnonzero(_read_mask_bits(reader, count, size))
 
 
 def _read_mask_bits(reader: PayloadReader, count: int, size: int) -> Array:

@@ -23,50 +23,137 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.lowrank.factors import MAX_WEIGHT, normalise_rows, quantise_vectors
+from edgefl.compression.entropy.golomb import iterate_chunks
 from edgefl.compression.lowrank.matrices import (
+    DENSE_FORM,
+    ENTRIES_FORM,
+    MAX_WEIGHT,
+    VECTORS_FORM,
     MatrixRule,
     compute_matrix_shape,
+    compute_sum_of_products,
+    encode_dense_form,
+    encode_form,
     from_matrix,
     is_smaller_as_vectors,
+    normalise_rows,
+    parse_form,
     parse_rule,
+    quantise_vectors,
+    read_pair_count,
+    read_vectors,
+    require_magnitude,
     to_matrix,
 )
-from edgefl.compression.lowrank.singular_triples import (
-    Spectrum,
-    compute_spectrum,
-    compute_triples,
-    read_triples,
-    write_triples,
+from edgefl.compression.sparsification.atomo import (
+    compute_expected_square,
+    compute_level,
+    parse_budget,
+    read_entries,
+    sample_atoms,
+    write_entries,
 )
-from edgefl.compression.sparsification.atomo import read_entries, write_entries
-from edgefl.compression.sparsification.atomo_sampling import compute_expected_square, compute_level, parse_budget
 from edgefl.compression.stages import (
-    StageKind,
+    FLOAT32,
+    EachTensorStage,
     ValueStage,
-    add_tensor_name_to_errors,
     compute_max_magnitude,
-    is_lossy,
-    read_exact,
-    to_spec_array,
+    read_finite,
 )
-from edgefl.compression.wire import PayloadReader
+from edgefl.compression.wire import PayloadReader, encode_varint
 from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, TensorSpec
+from edgefl.core.types import Array, Tensor, TensorSpec
+
+_MIN_RELATIVE_WEIGHT = 2.0**-22
+_GRAM_CHUNK_ROWS = 4096
+
+
+class Spectrum(NamedTuple):
+    """A matrix as a sum of orthonormal atoms: its products with the [n, n] orthonormal columns of `basis`.
+
+    `weights` are the norms of the [n] products. They are singular values, but their accuracy does not matter:
+    the products with any orthonormal basis are orthogonal to each other and add up to the matrix.
+    """
+
+    weights: Array
+    basis: Array
+
+
+def compute_spectrum(matrix: Array) -> Spectrum:
+    """Returns the weights, largest first, and the shorter side's basis; rounding noise has weight 0.
+
+    Computed from the Gram matrix of the longer side, ten times faster than a singular value decomposition. In float64
+    the squares of all float32 numbers do not overflow.
+    """
+    tall = matrix if matrix.shape[0] >= matrix.shape[1] else matrix.T
+    gram = np.zeros((tall.shape[1], tall.shape[1]))
+    for chunk in iterate_chunks(len(tall), _GRAM_CHUNK_ROWS):
+        rows = tall[chunk].astype(np.float64)
+        gram += rows.T @ rows
+    squares, basis = np.linalg.eigh(gram)
+    weights = np.sqrt(np.maximum(squares[::-1], 0))
+    weights[weights <= _MIN_RELATIVE_WEIGHT * math.sqrt(float(np.trace(gram)))] = 0
+    return Spectrum(weights, basis[:, ::-1])
+
+
+def write_triples(
+    matrix: Array, spectrum: Spectrum, budget: float, values: ValueStage, rng: Generator
+) -> Iterator[Array]:
+    """Yields the arrays to write for an [m, n] matrix; `budget` triples are kept on average.
+
+    Raises:
+        CodecError: a weight is too large.
+    """
+    at_level = compute_level(spectrum.weights, budget)
+    atoms = np.sort(np.concatenate(sample_atoms(spectrum.weights, at_level, rng)))
+    yield encode_varint(atoms.size)
+    if not atoms.size:
+        return
+    norms, left, right = compute_triples(matrix, spectrum, atoms)
+    weights = norms / np.minimum(spectrum.weights[atoms] / at_level, 1)
+    if weights.sum() > MAX_WEIGHT:
+        raise CodecError(f"atomo-svd carries weights up to {MAX_WEIGHT:g}, got {weights.sum():.6g}: use dense")
+    yield weights.astype(FLOAT32)
+    yield from values.encode(left, rng)
+    yield from values.encode(right, rng)
+
+
+def compute_triples(matrix: Array, spectrum: Spectrum, indices: Array) -> tuple[Array, Array, Array]:
+    """Returns [k] norms, unit [k, m] left and [k, n] right vectors of atoms with non-zero weights."""
+    is_tall = matrix.shape[0] >= matrix.shape[1]
+    short_side = np.ascontiguousarray(spectrum.basis[:, indices].T, dtype=np.float32)
+    long_side = short_side @ (matrix.T if is_tall else matrix)
+    norms = np.linalg.norm(long_side.astype(np.float64), axis=1)
+    # A product of denormal numbers can be zero although its weight is not.
+    long_side = (long_side / np.where(norms > 0, norms, 1)[:, None]).astype(np.float32)
+    return (norms, long_side, short_side) if is_tall else (norms, short_side, long_side)
+
+
+def read_triples(reader: PayloadReader, sides: tuple[int, int], values: type[ValueStage]) -> Array:
+    """Returns the [m, n] matrix that `write_triples` wrote.
+
+    Raises:
+        CodecError: damaged.
+    """
+    count = read_pair_count(reader, sides)
+    if not count:
+        return np.zeros(sides, dtype=np.float32)
+    weights = read_finite(reader, count, "a singular value that is not finite")
+    left, right = (read_vectors(reader, count, side, values) for side in sides)
+    return compute_sum_of_products(left, weights, right)
+
 
 MAX_KERNEL_SIDE, MAX_DECOMPOSED_SIDE = 1024, 2048
 """Smaller sides of matrices over which kernels are made matrices by `out`, and over which entries travel: the time to
 decompose a matrix grows with the third power, and 1536 takes 3 s where 512 takes 0.1 s."""
 
-_DENSE_FORM, _ENTRIES_FORM, _TRIPLES_FORM = 0, 1, 2
 _SAMPLE_SIZE, _BISECTION_STEPS = 2**14, 16
 
 
 @dataclass(frozen=True, slots=True)
-class AtomoSvd:
+class AtomoSvd(EachTensorStage):
     """Sends `budget` triples of each matrix on average; those below the rounding error never."""
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     is_unbiased: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = False
     codes_indices: ClassVar[bool] = True
@@ -79,38 +166,33 @@ class AtomoSvd:
         budget, _, rule = argument.partition(":")
         return cls(budget=parse_budget("atomo-svd", budget), rule=parse_rule("atomo-svd", rule))
 
-    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        for spec in shapes:
-            array = to_spec_array(spec, tensors[spec.name])
-            if not is_lossy(spec):
-                yield array
-                continue
-            with add_tensor_name_to_errors(spec):
-                largest = compute_max_magnitude("atomo-svd", array)
-                yield from self._write_tensor(array, largest, values, rng)
-
-    @staticmethod
-    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
-        return {spec.name: _read_tensor(reader, spec, values) for spec in shapes}
-
-    def _write_tensor(self, array: Array, largest: float, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        rule = self._select_rule(array.shape)
-        sides = compute_matrix_shape(array.shape, rule)
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        largest = compute_max_magnitude("atomo-svd", array)
+        rule = self._select_rule(spec.shape)
+        sides = compute_matrix_shape(spec.shape, rule)
         if not is_smaller_as_vectors(math.ceil(self.budget), sides):
-            yield np.array([_DENSE_FORM], dtype=np.uint8)
-            yield from values.encode(array, rng)
+            yield from encode_dense_form(array, values, rng)
             return
-        if largest > MAX_WEIGHT:
-            raise CodecError(f"atomo-svd carries magnitudes up to {MAX_WEIGHT:g}, got {largest:g}: use dense")
+        require_magnitude("atomo-svd", largest)
         matrix = to_matrix(array, rule)
         spectrum = compute_spectrum(matrix) if min(sides) <= MAX_DECOMPOSED_SIDE else None
         entries = self._compute_entry_budget(array, matrix, spectrum, values)
         if entries is not None:
-            yield np.array([_ENTRIES_FORM], dtype=np.uint8)
+            yield encode_form(ENTRIES_FORM)
             yield from write_entries(array.reshape(-1), entries, values, rng)
         elif spectrum is not None:
-            yield np.array([_TRIPLES_FORM + rule], dtype=np.uint8)
+            yield encode_form(VECTORS_FORM + rule)
             yield from write_triples(matrix, spectrum, self.budget, values, rng)
+
+    @staticmethod
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Tensor:
+        form = reader.read_bytes(1)[0]
+        if form == DENSE_FORM:
+            return values.decode(reader, spec.size).reshape(spec.shape)
+        if form == ENTRIES_FORM:
+            return read_entries(reader, spec, values)
+        rule = parse_form(form)
+        return from_matrix(read_triples(reader, compute_matrix_shape(spec.shape, rule), values), spec.shape, rule)
 
     def _compute_entry_budget(
         self, array: Array, matrix: Array, spectrum: Spectrum | None, values: ValueStage
@@ -207,18 +289,3 @@ def _compute_entry_square(magnitudes: Array, budget: float, noise: float) -> flo
     return compute_expected_square(magnitudes, at_level) + noise * float(
         np.square(certain_magnitudes, dtype=np.float64).sum()
     )
-
-
-def _read_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Tensor:
-    if not is_lossy(spec):
-        return read_exact(reader, spec, spec.size).reshape(spec.shape)
-    form = reader.read_bytes(1)[0]
-    if form == _DENSE_FORM:
-        return values.decode(reader, spec.size).reshape(spec.shape)
-    if form == _ENTRIES_FORM:
-        indices, entries = read_entries(reader, spec.size, values)
-        return SparseTensor(indices=indices, values=entries, shape=spec.shape)
-    if form - _TRIPLES_FORM not in list(MatrixRule):
-        raise CodecError(f"payload holds a tensor in form {form}, which this edgefl does not know")
-    rule = MatrixRule(form - _TRIPLES_FORM)
-    return from_matrix(read_triples(reader, compute_matrix_shape(spec.shape, rule), values), spec.shape, rule)

@@ -22,44 +22,44 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.lowrank.factors import (
-    MAX_WEIGHT,
-    compute_sum_of_products,
-    normalise_rows,
-    quantise_vectors,
-    read_vectors,
-)
 from edgefl.compression.lowrank.matrices import (
+    DENSE_FORM,
+    VECTORS_FORM,
     MatrixRule,
     compute_matrix_shape,
+    compute_sum_of_products,
+    encode_dense_form,
+    encode_form,
     from_matrix,
     is_smaller_as_vectors,
+    normalise_rows,
+    parse_form,
     parse_rule,
+    quantise_vectors,
+    read_pair_count,
+    read_vectors,
+    require_magnitude,
     to_matrix,
 )
-from edgefl.compression.quantisation.floats import Float32
+from edgefl.compression.quantisation.rounding import Float32
 from edgefl.compression.stages import (
-    StageKind,
+    EachTensorStage,
     ValueStage,
-    add_tensor_name_to_errors,
     compute_max_magnitude,
-    is_lossy,
+    encode_lossy_tensors,
     parse_int_argument,
-    read_exact,
-    to_spec_array,
 )
 from edgefl.compression.wire import PayloadReader, encode_varint
-from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, Tensor, Tensors, TensorSpec
+from edgefl.core.types import Array, ModelSpec, Tensors, TensorSpec
 
 _MAX_RANK = 4096
-_DENSE_FORM, _VECTORS_FORM, _EXACT_FLAG = 0, 2, 128
+_EXACT_FLAG = 128
 _MAX_SKEW = 0.5
 _MIN_PROJECTION = 2.0**-20
 
 
 @dataclass(frozen=True, slots=True)
-class PowerSgd:
+class PowerSgd(EachTensorStage):
     """Low-rank stage with one rank for all matrices.
 
     Why it is a contraction: with orthonormal P the squared error of P R^T is |M - P P^T M|^2 + |R - M^T P|^2, where
@@ -67,7 +67,6 @@ class PowerSgd:
     over 0, since vectors without projection on M are sampled again.
     """
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
     remembers: ClassVar[bool] = True
@@ -90,36 +89,36 @@ class PowerSgd:
         memory: MutableMapping[str, Array] | None = None,
     ) -> Iterator[Array]:
         warm_starts = {} if memory is None else memory
-        for spec in shapes:
-            array = to_spec_array(spec, tensors[spec.name])
-            if not is_lossy(spec):
-                yield array
-                continue
-            with add_tensor_name_to_errors(spec):
-                largest = compute_max_magnitude("powersgd", array)
-                if not is_smaller_as_vectors(self.rank, compute_matrix_shape(spec.shape, self.rule)):
-                    yield np.array([_DENSE_FORM], dtype=np.uint8)
-                    yield from values.encode(array, rng)
-                elif largest == 0:
-                    yield from self._write_zero()
-                else:
-                    yield from self._write_vectors(array, f"powersgd/{spec.name}", warm_starts, values, rng)
+
+        def encode_tensor(spec: TensorSpec, array: Array) -> Iterator[Array]:
+            largest = compute_max_magnitude("powersgd", array)
+            if not is_smaller_as_vectors(self.rank, compute_matrix_shape(spec.shape, self.rule)):
+                return encode_dense_form(array, values, rng)
+            if largest == 0:  # vectors of an earlier matrix stay in memory
+                return iter((encode_form(VECTORS_FORM + self.rule), encode_varint(0)))
+            require_magnitude("powersgd", largest)
+            return self._write_vectors(array, f"powersgd/{spec.name}", warm_starts, values, rng)
+
+        return encode_lossy_tensors(tensors, shapes, encode_tensor)
 
     @staticmethod
-    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
-        return {spec.name: _read_tensor(reader, spec, values) for spec in shapes}
-
-    def _write_zero(self) -> Iterator[Array]:
-        """Yields the code of a zero matrix; vectors of an earlier one stay in memory."""
-        yield np.array([_VECTORS_FORM + self.rule], dtype=np.uint8)
-        yield encode_varint(0)
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Array:
+        form = reader.read_bytes(1)[0]
+        if form == DENSE_FORM:
+            return values.decode(reader, spec.size).reshape(spec.shape)
+        rule = parse_form(form, _EXACT_FLAG)
+        sides = compute_matrix_shape(spec.shape, rule)
+        count = read_pair_count(reader, sides)
+        if not count:
+            return np.zeros(spec.shape, dtype=np.float32)
+        left = read_vectors(reader, count, sides[0], Float32 if form & _EXACT_FLAG else values)
+        right = read_vectors(reader, count, sides[1], values)
+        ones = np.ones(count, dtype=np.float32)
+        return from_matrix(compute_sum_of_products(_orthonormalise(left), ones, right), spec.shape, rule)
 
     def _write_vectors(
         self, array: Array, key: str, memory: MutableMapping[str, Array], values: ValueStage, rng: Generator
     ) -> Iterator[Array]:
-        largest = float(np.abs(array).max())
-        if largest > MAX_WEIGHT:
-            raise CodecError(f"powersgd carries magnitudes up to {MAX_WEIGHT:g}, got {largest:g}: use dense")
         matrix = to_matrix(array, self.rule)
         left = _orthonormalise(
             _compute_products(matrix, self._get_start_vectors(memory.get(key), matrix.shape[1], rng), rng)
@@ -131,7 +130,7 @@ class PowerSgd:
             sent_left, parts = left, [left]
         right = _orthonormalise(sent_left) @ matrix
         memory[key] = right
-        yield np.array([_VECTORS_FORM + self.rule + is_skewed * _EXACT_FLAG], dtype=np.uint8)
+        yield encode_form(VECTORS_FORM + self.rule + is_skewed * _EXACT_FLAG)
         yield encode_varint(self.rank)
         yield from parts
         yield from values.encode(right, rng)
@@ -165,30 +164,3 @@ def _orthonormalise(vectors: Array) -> Array:
     basis *= np.where(np.diag(triangle) < 0, -1, 1)
     rows: Array = np.ascontiguousarray(basis.T, dtype=np.float32)
     return rows
-
-
-def _read_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Array:
-    if not is_lossy(spec):
-        return read_exact(reader, spec, spec.size).reshape(spec.shape)
-    form = reader.read_bytes(1)[0]
-    if form == _DENSE_FORM:
-        return values.decode(reader, spec.size).reshape(spec.shape)
-    number = (form & ~_EXACT_FLAG) - _VECTORS_FORM
-    if number not in list(MatrixRule):
-        raise CodecError(f"payload holds a tensor in form {form}, which this edgefl does not know")
-    stages = (Float32 if form & _EXACT_FLAG else values, values)
-    return _read_vectors(reader, spec, MatrixRule(number), stages)
-
-
-def _read_vectors(
-    reader: PayloadReader, spec: TensorSpec, rule: MatrixRule, stages: tuple[type[ValueStage], type[ValueStage]]
-) -> Array:
-    sides = compute_matrix_shape(spec.shape, rule)
-    count = reader.read_varint(min(sides))
-    if not count:
-        return np.zeros(spec.shape, dtype=np.float32)
-    if not is_smaller_as_vectors(count, sides):
-        raise CodecError(f"payload holds {count} pairs of vectors for a matrix of {sides[0]} x {sides[1]}")
-    left, right = (read_vectors(reader, count, side, stage) for side, stage in zip(sides, stages, strict=True))
-    ones = np.ones(count, dtype=np.float32)
-    return from_matrix(compute_sum_of_products(_orthonormalise(left), ones, right), spec.shape, rule)

@@ -1,1 +1,4 @@
-"""Tensor stages: selection of the sent entries of a model. One family a file, beside its mathematics."""
+"""Tensor stages that send some entries (top-k, ATOMO), or means of similar ones (LSS).
+
+Begin with `sparsifiers.py`: its stages encode each tensor by itself, as `stages.EachTensorStage` has it.
+"""

@@ -1,51 +1,146 @@
-"""`atomo:s`: random entries of each float32 parameter, the larger the likelier; unbiased.
+"""`atomo:s`: random entries of each float32 parameter, the larger the likelier; unbiased with the least variance.
 
-Of the unbiased codecs that keep s entries of a tensor on average it has the least variance. A randomly
-chosen entry decodes to plus or minus the level of its tensor, so it takes an index and a sign; entries above the
-level always travel, and their values pass the value stage.
+A tensor is a sum of orthonormal atoms (its entries, or its singular vectors) with weights. Atom i is kept with
+probability p_i and then counts 1 / p_i times its weight, so the expectation is the tensor and the expected squared
+norm is the sum of weight_i**2 / p_i. Under the budget sum(p) = s the best are p_i = min(1, |weight_i| / t): kept
+atoms that are not certain decode to the magnitude t, the same for all, so such an entry takes an index and a sign.
+Entries above the level t always travel, and their values pass the value stage.
 
 Written for each such parameter: the indices of all kept entries; the certain ones, as indices among them; the
 level and the signs of the others, if there are any; the values of the certain ones, if there are any.
 
 Source: Wang et al., ATOMO: Communication-efficient Learning via Atomic Sparsification, NeurIPS 2018, section 3.
+Differs from the authors' program: the budget of capped atoms goes to the others, and there is no redraw of an empty
+sample (that biases); atoms are drawn systematically, which keeps each one's probability.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb_rice import pack_bits, read_bits
+from edgefl.compression.entropy.golomb import iterate_chunks, pack_bits, read_bits
 from edgefl.compression.entropy.indices import read_indices, write_indices
-from edgefl.compression.sparsification.atomo_sampling import compute_float32_level, parse_budget, sample_atoms
 from edgefl.compression.stages import (
-    StageKind,
+    FLOAT32,
+    EachTensorStage,
     ValueStage,
-    add_tensor_name_to_errors,
     compute_max_magnitude,
-    is_lossy,
-    read_exact,
-    to_spec_array,
+    parse_decimal_argument,
+    read_finite,
 )
 from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors
+from edgefl.core.types import Array, SparseTensor, TensorSpec
 
-_FLOAT32 = np.dtype("<f4")
+# Number of magnitudes converted to float64 at a time.
+_CHUNK = 2**18
+_MIN_BUDGET, _MAX_BUDGET = Decimal("1e-12"), Decimal("1e12")
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+
+def compute_level(magnitudes: Array, budget: float) -> float:
+    """Returns the magnitude t whose probabilities have the least variance within the budget.
+
+    The capped atoms are the largest, and at most budget - 1 others: of the others only the sum matters. With a budget
+    for all atoms that are not zero, t is the smallest of them; 1 when all are zero.
+
+    Args:
+        magnitudes: [n] finite, non-negative, any order.
+        budget: expected number of kept atoms, 0 < budget.
+    """
+    num_atoms = int(np.count_nonzero(magnitudes))
+    if budget >= num_atoms:
+        return float(np.min(magnitudes, initial=np.inf, where=magnitudes > 0)) if num_atoms else 1.0
+    partitioned = np.partition(magnitudes, magnitudes.size - math.ceil(budget))
+    largest = np.sort(partitioned[magnitudes.size - math.ceil(budget) :].astype(np.float64))
+    remaining_sum = float(partitioned[: magnitudes.size - largest.size].sum(dtype=np.float64))
+    # Summed from the smallest up: taking prefixes from the total would leave nothing of small atoms.
+    sums = (remaining_sum + np.cumsum(largest))[::-1]
+    budgets = budget - np.arange(largest.size)
+    first_uncapped = int(np.argmax(largest[::-1] * budgets <= sums))
+    return float(sums[first_uncapped] / budgets[first_uncapped])
+
+
+def compute_float32_level(magnitudes: Array, budget: float) -> np.float32:
+    """Returns `level` as the float32 that travels, rounded up, so that its probabilities are exact.
+
+    Raises:
+        CodecError: it overflows float32.
+    """
+    exact = compute_level(magnitudes, budget)
+    if exact > _MAX_FLOAT32:
+        raise CodecError(f"atomo multiplies up to {exact:.6g}, beyond float32: use topk, or a larger budget")
+    rounded = np.float32(exact)
+    return rounded if float(rounded) >= exact else np.nextafter(rounded, np.float32(np.inf))
+
+
+def compute_probabilities(magnitudes: Array, level: float) -> Array:
+    """Returns the keep-probability of each atom, float64."""
+    chances = magnitudes.astype(np.float64)
+    chances /= level
+    return np.minimum(chances, 1, out=chances)
+
+
+def compute_expected_square(magnitudes: Array, level: float) -> float:
+    """Returns the expected squared norm of the kept sum; its variance is that less the full squared norm."""
+    squares = 0.0
+    for chunk in iterate_chunks(magnitudes.size, _CHUNK):
+        exact = magnitudes[chunk].astype(np.float64)
+        squares += float((exact * np.maximum(exact, level)).sum())
+    return squares
+
+
+def sample_atoms(magnitudes: Array, level: float, rng: Generator) -> tuple[Array, Array]:
+    """Returns the ascending indices of kept atoms, the certain and the randomly chosen ones.
+
+    Each is kept with probability min(1, magnitude / level).
+
+    Systematic sampling: the probabilities of the uncertain atoms lie one behind the other on a line, and those are
+    kept that cover a mark; marks are 1 apart and the first is drawn uniformly from [0, 1). So each atom is kept with
+    exactly its probability, and the number of kept ones is the budget, rounded up or down. In floating point the
+    length of an atom on the line is off by half a unit in the last place of all the line's length, 2**-53 of it.
+    """
+    first = rng.random()
+    certain_parts, chosen_parts = [np.arange(0)], [np.arange(0)]
+    offset = 0.0
+    for chunk in iterate_chunks(magnitudes.size, _CHUNK):
+        chances = compute_probabilities(magnitudes[chunk], level)
+        is_certain = chances == 1
+        certain_parts.append(chunk.start + np.flatnonzero(is_certain))
+        chances[is_certain] = 0
+        chances[0] += offset
+        ends = np.cumsum(chances, out=chances)
+        marks = first + np.arange(max(0, math.ceil(offset - first)), math.ceil(ends[-1] - first) + 1)
+        marks = marks[(marks >= offset) & (marks < ends[-1])]
+        # The first end behind a mark; an atom without length has the end of the one before it and is never selected.
+        chosen_parts.append(chunk.start + np.unique(np.searchsorted(ends, marks, side="right")))
+        offset = float(ends[-1])
+    return np.concatenate(certain_parts), np.concatenate(chosen_parts)
+
+
+def parse_budget(name: str, argument: str) -> float:
+    """Returns the budget of a stage's argument.
+
+    Raises:
+        CodecError: no number over 0.
+    """
+    return float(parse_decimal_argument(name, argument, _MIN_BUDGET, _MAX_BUDGET, "a number over 0"))
 
 
 @dataclass(frozen=True, slots=True)
-class Atomo:
+class Atomo(EachTensorStage):
     """ATOMO's sparsifier.
 
     A budget below 1 is the expected share of a tensor's sent entries, at least one, and else their number.
     """
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     is_unbiased: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = False
     codes_indices: ClassVar[bool] = True
@@ -56,27 +151,14 @@ class Atomo:
     def parse(cls, argument: str) -> Self:
         return cls(budget=parse_budget("atomo", argument))
 
-    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        for spec in shapes:
-            array = to_spec_array(spec, tensors[spec.name])
-            if not is_lossy(spec):
-                yield array
-                continue
-            with add_tensor_name_to_errors(spec):
-                compute_max_magnitude("atomo", array)
-                budget = self.budget if self.budget >= 1 else max(1.0, self.budget * spec.size)
-                yield from write_entries(array.reshape(-1), budget, values, rng)
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        compute_max_magnitude("atomo", array)
+        budget = self.budget if self.budget >= 1 else max(1.0, self.budget * spec.size)
+        yield from write_entries(array.reshape(-1), budget, values, rng)
 
     @staticmethod
-    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
-        decoded: dict[str, Tensor] = {}
-        for spec in shapes:
-            if is_lossy(spec):
-                indices, entries = read_entries(reader, spec.size, values)
-                decoded[spec.name] = SparseTensor(indices=indices, values=entries, shape=spec.shape)
-            else:
-                decoded[spec.name] = read_exact(reader, spec, spec.size).reshape(spec.shape)
-        return decoded
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> SparseTensor:
+        return read_entries(reader, spec, values)
 
 
 def write_entries(flat: Array, budget: float, values: ValueStage, rng: Generator) -> Iterator[Array]:
@@ -93,34 +175,27 @@ def write_entries(flat: Array, budget: float, values: ValueStage, rng: Generator
     if atoms.size:
         yield from write_indices(np.searchsorted(atoms, certain_atoms), atoms.size)
     if chance_atoms.size:
-        yield np.array([level], dtype=_FLOAT32)
+        yield np.array([level], dtype=FLOAT32)
         yield pack_bits(flat[chance_atoms] < 0, 1)
     if certain_atoms.size:
         yield from values.encode(flat[certain_atoms], rng)
 
 
-def read_entries(reader: PayloadReader, size: int, values: type[ValueStage]) -> tuple[Array, Array]:
-    """Returns the ascending indices below `size` and the values that `write_entries` wrote.
+def read_entries(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> SparseTensor:
+    """Returns the entries that `write_entries` wrote.
 
     Raises:
         CodecError: damaged.
     """
-    atoms = read_indices(reader, size)
+    atoms = read_indices(reader, spec.size)
     certain_atoms = read_indices(reader, atoms.size) if atoms.size else atoms
     is_chosen = np.ones(atoms.size, dtype=np.bool_)
     is_chosen[certain_atoms] = False
     entries = np.empty(atoms.size, dtype=np.float32)
     if certain_atoms.size < atoms.size:
-        level = _read_level(reader)
+        level = read_finite(reader, 1, "the level {}, expected a finite number")[0]
         signs = read_bits(reader, atoms.size - certain_atoms.size, 1)
         entries[is_chosen] = np.where(signs, -level, level)
     if certain_atoms.size:
         entries[certain_atoms] = values.decode(reader, certain_atoms.size)
-    return atoms, entries
-
-
-def _read_level(reader: PayloadReader) -> np.float32:
-    level = np.float32(reader.read_array(_FLOAT32, 1)[0])
-    if not np.isfinite(level):
-        raise CodecError(f"payload holds the level {level}, expected a finite number")
-    return level
+    return SparseTensor(indices=atoms, values=entries, shape=spec.shape)

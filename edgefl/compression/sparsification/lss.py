@@ -1,10 +1,14 @@
 """`lss:b`: all parameters as one sketch: values in 2**b clusters, and means of buckets of similar values.
 
+Clusters are of values of one sign, by k-means on most of them, with a separate cluster for the outliers. They are
+trained for each update, so that nothing has to be kept or agreed upon.
+
 Source: Fu et al., LSS (CASQ): locality-sensitive sketching of gradients, 2019, arXiv 1905.03113. Differs from the
 paper: a bucket holds members of its cluster that follow one another instead of those with the same hash. Both sides
 know the members, so no bucket is empty and none is larger than its neighbours by more than one; and entries of one
 layer or filter are of one size, so that on the gradient of a ResNet-18 the error is half of that with a hash or less.
-Clusters are trained for each update, so that nothing has to be kept or agreed upon.
+Differs from the authors' code: a value is an outlier when it is beyond their percentile, and not already when that is
+the nearest centre, which would double their number; and zeros, which they count as negative, are a separate cluster.
 """
 
 from __future__ import annotations
@@ -17,29 +21,151 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.chunked_indexing import scatter_masked, select_masked
-from edgefl.compression.entropy.labels import count_labels, read_labels, write_labels
-from edgefl.compression.sparsification.clusters import assign_buckets, compute_bucket_weights, train_clusters
+from edgefl.compression.entropy.golomb import iterate_chunks, scatter_masked, select_masked
+from edgefl.compression.entropy.levels import count_labels, read_labels, write_labels
 from edgefl.compression.stages import (
     StageKind,
     ValueStage,
-    add_tensor_name_to_errors,
     compute_max_magnitude,
+    encode_lossy_tensors,
     is_lossy,
     parse_int_argument,
     read_exact,
-    to_spec_array,
 )
 from edgefl.compression.wire import PayloadReader, encode_varint
 from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, Tensor, Tensors
+from edgefl.core.types import Array, ModelSpec, Tensor, Tensors, TensorSpec
+
+OUTLIER_QUANTILE = 0.95
+"""Values beyond this quantile of their sign are outliers."""
+
+_MAX_STEPS = 100
+_NUM_BINS = 100
+_OUTLIER_WEIGHT = 3.0
+_MIN_BUCKETS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clusters:
+    """Bounds between the clusters of positive values and, by magnitude, of negative ones.
+
+    Label 0 is for zeros; the positive clusters follow from the smallest magnitudes to the largest, then the
+    negative ones. A value on a bound belongs below it.
+    """
+
+    positive: tuple[float, ...]
+    negative: tuple[float, ...]
+
+    @property
+    def num_labels(self) -> int:
+        return 3 + len(self.positive) + len(self.negative)
+
+    def assign_labels(self, values: Array) -> Array:
+        """Returns the label of each of [n] float32 values as [n] uint8."""
+        labels = np.empty(values.size, dtype=np.uint8)
+        for chunk in iterate_chunks(values.size):
+            labels[chunk] = self._assign_chunk(values[chunk])
+        return labels
+
+    def _assign_chunk(self, values: Array) -> Array:
+        positive, negative = np.ones(values.size, np.uint8), np.full(values.size, 2 + len(self.positive), np.uint8)
+        for bound in self.positive:
+            positive += values > np.float32(bound)
+        for bound in self.negative:
+            negative += values < np.float32(-bound)
+        positive *= values > 0
+        negative *= values < 0
+        return positive + negative
+
+
+def train_clusters(sample: Array, clusters_per_sign: int) -> Clusters:
+    """Returns clusters fitted to float32 samples; `clusters_per_sign` each, one for an absent sign.
+
+    There are `clusters_per_sign` for each sign, one where it does not occur.
+    """
+    return Clusters(
+        positive=_compute_bounds(sample[sample > 0], clusters_per_sign),
+        negative=_compute_bounds(-sample[sample < 0], clusters_per_sign),
+    )
+
+
+def compute_bucket_weights(sample: Array, labels: Array, clusters: Clusters) -> Array:
+    """Returns each label's weight for buckets: its values' entropy times their mean magnitude.
+
+    Outliers count three times: they dominate an update, and differ most among each other.
+    """
+    weights = np.zeros(clusters.num_labels)
+    for label in range(1, clusters.num_labels):
+        magnitudes = np.abs(sample[labels == label], dtype=np.float64)
+        if magnitudes.size:
+            weights[label] = magnitudes.mean() * (1 + _compute_entropy(magnitudes))
+    weights[1 + len(clusters.positive)] *= _OUTLIER_WEIGHT if clusters.positive else 1
+    weights[-1] *= _OUTLIER_WEIGHT if clusters.negative else 1
+    return weights
+
+
+def assign_buckets(budget: int, weights: Array, members: Array) -> Array:
+    """Returns the number of buckets per label: by weight, at least ten, at most its members.
+
+    Args:
+        budget: their total; exceeded where ten each take more.
+        weights: [labels] weights, 0 for a label that gets none.
+        members: [labels] numbers of values.
+    """
+    sizes = np.where(weights > 0, np.minimum(_MIN_BUCKETS, members), 0)
+    while True:
+        open_weights = np.where(sizes < members, weights, 0.0)
+        remaining = budget - int(sizes.sum())
+        if remaining <= 0 or not open_weights.any():
+            return sizes
+        increments = np.minimum((remaining * (open_weights / open_weights.sum())).astype(np.int64), members - sizes)
+        if not increments.any():
+            return sizes
+        sizes = sizes + increments
+
+
+def _compute_bounds(magnitudes: Array, clusters_per_sign: int) -> tuple[float, ...]:
+    """Returns the ascending bounds of up to `clusters_per_sign` clusters of positive numbers."""
+    if clusters_per_sign == 1 or not magnitudes.size:
+        return ()
+    ordered = np.sort(magnitudes).astype(np.float64)
+    tail = float(ordered[int(OUTLIER_QUANTILE * (ordered.size - 1))])
+    centres = _compute_centres(ordered[ordered <= tail], clusters_per_sign - 1)
+    midpoints = (centres[1:] + centres[:-1]) / 2
+    return (*(float(bound) for bound in midpoints), tail)
+
+
+def _compute_centres(ordered: Array, count: int) -> Array:
+    """Returns the centres of Lloyd's algorithm, started at the quantiles of [n] ascending numbers, n > 0."""
+    sums = np.concatenate([[0.0], np.cumsum(ordered)])
+    centres = np.unique(ordered[(np.arange(count) * 2 + 1) * ordered.size // (2 * count)])
+    for _ in range(_MAX_STEPS):
+        inner = np.searchsorted(ordered, (centres[1:] + centres[:-1]) / 2, side="right")
+        bounds = np.unique(np.concatenate([[0], inner, [ordered.size]]))
+        new_centres = np.diff(sums[bounds]) / np.diff(bounds)
+        if np.array_equal(new_centres, centres):
+            break
+        centres = new_centres
+    return centres
+
+
+def _compute_entropy(magnitudes: Array) -> float:
+    """Returns the bits of a histogram of [n] numbers, n > 0."""
+    smallest, span = magnitudes.min(), np.ptp(magnitudes)
+    if not span > 0:
+        return 0.0
+    bins = np.minimum((magnitudes - smallest) / span * _NUM_BINS, _NUM_BINS - 1).astype(np.int64)
+    shares = np.bincount(bins) / magnitudes.size
+    shares = shares[shares > 0]
+    return -float(shares @ np.log2(shares))
+
 
 DEFAULT_FRACTION = 0.05
 _MAX_BITS = 6
 _MAX_LABEL = 2**_MAX_BITS
 _MAX_SAMPLE_SIZE = 100_000
 # Number of buckets summed at a time, in double precision.
-_CHUNK = 2**14
+_BUCKET_CHUNK = 2**14
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +193,14 @@ class Lss:
         return cls(bits=parse_int_argument("lss", bits, 1, _MAX_BITS), fraction=_parse_fraction(fraction))
 
     def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        runs = []
-        for spec in shapes:
-            array = to_spec_array(spec, tensors[spec.name])
-            if not is_lossy(spec):
-                yield array
-                continue
-            with add_tensor_name_to_errors(spec):
-                compute_max_magnitude("lss", array)
+        runs: list[Array] = []
+
+        def collect(_spec: TensorSpec, array: Array) -> tuple[Array, ...]:
+            compute_max_magnitude("lss", array)
             runs.append(array.reshape(-1))
+            return ()
+
+        yield from encode_lossy_tensors(tensors, shapes, collect)
         flat = np.concatenate(runs) if runs else np.zeros(0, dtype=np.float32)
         if not flat.size:
             return
@@ -125,14 +250,14 @@ def compute_sketch(flat: Array, labels: Array, sizes: Sequence[int] | Array) -> 
             if members.size:
                 yield members
             continue
-        bounds = _compute_bounds(members.size, int(sizes[label]))
+        bounds = _compute_bucket_starts(members.size, int(sizes[label]))
         means = np.empty(int(sizes[label]), dtype=np.float32)
-        for start in range(0, means.size, _CHUNK):
-            chunk_bounds = bounds[start : start + _CHUNK + 1]
+        for chunk in iterate_chunks(means.size, _BUCKET_CHUNK):
+            chunk_bounds = bounds[chunk.start : chunk.stop + 1]
             sums = np.add.reduceat(
                 members[chunk_bounds[0] : chunk_bounds[-1]], chunk_bounds[:-1] - chunk_bounds[0], dtype=np.float64
             )
-            means[start : start + _CHUNK] = sums / np.diff(chunk_bounds)
+            means[chunk] = sums / np.diff(chunk_bounds)
         yield means
 
 
@@ -143,7 +268,7 @@ def estimate_values(labels: Array, tables: dict[int, Array]) -> Array:
         is_member = labels == label
         num_members = int(np.count_nonzero(is_member))
         is_exact = means.size == num_members
-        estimates = means if is_exact else np.repeat(means, np.diff(_compute_bounds(num_members, means.size)))
+        estimates = means if is_exact else np.repeat(means, np.diff(_compute_bucket_starts(num_members, means.size)))
         scatter_masked(estimates, is_member, values)
     return values
 
@@ -162,7 +287,7 @@ def _read_sketch(reader: PayloadReader, size: int, values: type[ValueStage]) -> 
     return estimate_values(labels, tables)
 
 
-def _compute_bounds(num_members: int, num_buckets: int) -> Array:
+def _compute_bucket_starts(num_members: int, num_buckets: int) -> Array:
     """Returns the start of each bucket among its cluster's members, and the end of the last."""
     return np.arange(num_buckets + 1) * num_members // num_buckets
 

@@ -1,58 +1,117 @@
-"""Sparsifiers of float32 parameters: the largest entries (`topk`), those over a threshold, or random ones (`randk`).
+"""The sent entries of tensors: all (`dense`), the largest (`topk`), large ones (`threshold`), random ones (`randk`).
 
-They decode to `SparseTensor`s. All other tensors travel whole and exactly.
+The stages but `dense` decode to `SparseTensor`s. `delta` sends changed entries of a model, which `delta.py` finds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from fractions import Fraction
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.entropy.indices import read_indices, write_indices
-from edgefl.compression.sparsification.top_k import find_top_k
 from edgefl.compression.stages import (
+    EachTensorStage,
     StageKind,
+    StageWithoutArgument,
     ValueStage,
     add_tensor_name_to_errors,
     compute_max_magnitude,
     is_lossy,
+    parse_decimal_argument,
     read_exact,
-    to_spec_array,
+    to_spec_values,
 )
 from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors
+from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, TensorSpec
+
+
+class Dense(StageWithoutArgument, EachTensorStage):
+    """All entries in order. Decoded tensors are read-only views of the body where no cast is needed."""
+
+    name: ClassVar[str] = "dense"
+    is_unbiased: ClassVar[bool] = True
+    is_contraction: ClassVar[bool] = True
+
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterable[Array]:  # noqa: ARG002 interface of tensor stages
+        return values.encode(array, rng)
+
+    @staticmethod
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Array:
+        return values.decode(reader, spec.size).reshape(spec.shape)
+
+
+_MIN_SAMPLED_SIZE = 2**16
+_SAMPLE_SIZE = 2**14
+
+
+def find_top_k(flat: Array, count: int) -> Array:
+    """Returns the ascending int64 indices of the `count` entries of [n] that are largest by magnitude.
+
+    Among equals the lowest index wins.
+
+    Raises:
+        CodecError: an entry is NaN or infinite.
+    """
+    compute_max_magnitude("topk", flat)
+    if count >= flat.size:
+        return np.arange(flat.size)
+    if count == 0:
+        return np.arange(0)
+    magnitudes = np.abs(flat)
+    candidates = _find_candidates(magnitudes, count)
+    searched = magnitudes if candidates is None else magnitudes[candidates]
+    smallest = np.partition(searched, searched.size - count)[searched.size - count]
+    above = np.flatnonzero(searched > smallest)
+    equal = np.flatnonzero(searched == smallest)[: count - above.size]
+    indices = np.sort(np.concatenate([above, equal]))
+    return indices if candidates is None else candidates[indices]
+
+
+def _find_candidates(magnitudes: Array, count: int) -> Array | None:
+    """Returns the ascending indices of a few more than the `count` largest; None when not worthwhile.
+
+    A sample estimates their magnitude. It only saves time: with too few candidates the result is None.
+    """
+    if magnitudes.size < _MIN_SAMPLED_SIZE:
+        return None
+    sample = magnitudes[:: magnitudes.size // _SAMPLE_SIZE]
+    expected = count / magnitudes.size * sample.size
+    rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
+    if 2 * rank >= sample.size:
+        return None
+    floor = np.partition(sample, sample.size - rank)[sample.size - rank]
+    candidates = np.flatnonzero(magnitudes >= floor)
+    return candidates if candidates.size >= count else None
+
 
 _MIN_FRACTION = Decimal("1e-12")
-_MIN_THRESHOLD, _MAX_THRESHOLD = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+_MIN_THRESHOLD, _MAX_FLOAT32 = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
 
-class EntrySelector(Protocol):
-    """Selector of a flat parameter's sent entries, and their values."""
-
-    def __call__(self, flat: Array, rng: Generator) -> tuple[Array, Array]: ...
-
-
-class _Sparsifier:
+class _Sparsifier(EachTensorStage):
     """Base of stages that send some entries of each float32 parameter; a subclass selects them."""
 
     __slots__ = ()
 
-    kind: ClassVar[StageKind] = StageKind.TENSORS
     codes_indices: ClassVar[bool] = True
 
-    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
-        return _write_selected(self._select, tensors, shapes, values, rng)
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        indices, selected_values = self._select(array.reshape(-1), rng)
+        yield from write_indices(indices, spec.size)
+        yield from values.encode(selected_values, rng)
 
     @staticmethod
-    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
-        return _read_selected(reader, shapes, values)
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> SparseTensor:
+        indices = read_indices(reader, spec.size)
+        return SparseTensor(indices=indices, values=values.decode(reader, indices.size), shape=spec.shape)
 
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
         """Returns the indices, in ascending order, and their values."""
@@ -92,16 +151,14 @@ class Threshold(_Sparsifier):
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        try:
-            smallest = float(argument)
-        except ValueError:
-            smallest = -1.0
-        if not _MIN_THRESHOLD <= smallest <= _MAX_THRESHOLD:
-            raise CodecError(
-                "codec stage 'threshold' needs a number over 0 that float32 has, "
-                f"{_MIN_THRESHOLD:.3g} to {_MAX_THRESHOLD:.3g}, got threshold:{argument}"
-            )
-        return cls(min_magnitude=smallest)
+        smallest = parse_decimal_argument(
+            "threshold",
+            argument,
+            Decimal(_MIN_THRESHOLD),
+            Decimal(_MAX_FLOAT32),
+            f"a number over 0 that float32 has, {_MIN_THRESHOLD:.3g} to {_MAX_FLOAT32:.3g}",
+        )
+        return cls(min_magnitude=float(smallest))
 
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:  # noqa: ARG002 interface of selections
         compute_max_magnitude("threshold", flat)
@@ -126,7 +183,7 @@ class RandK(_Sparsifier):
         count = count_kept(self.fraction, flat.size)
         largest = compute_max_magnitude("randk", flat)
         scale = flat.size / max(count, 1)
-        if largest * scale > float(np.finfo(np.float32).max):
+        if largest * scale > _MAX_FLOAT32:
             raise CodecError(f"randk multiplies by {scale:.6g}, too much for {largest:.6g}: use topk")
         indices = np.sort(rng.choice(flat.size, count, replace=False, shuffle=False)) if count else np.arange(0)
         return indices, flat[indices] * np.float32(scale)
@@ -137,40 +194,54 @@ def count_kept(fraction: Fraction, size: int) -> int:
     return min(size, max(1, int(fraction * size)))
 
 
-def _write_selected(
-    select: EntrySelector, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator
-) -> Iterator[Array]:
-    for spec in shapes:
-        array = to_spec_array(spec, tensors[spec.name])
-        if not is_lossy(spec):
-            yield array
-            continue
-        with add_tensor_name_to_errors(spec):
-            indices, selected_values = select(array.reshape(-1), rng)
-            yield from write_indices(indices, spec.size)
-            yield from values.encode(selected_values, rng)
-
-
-def _read_selected(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
-    decoded: dict[str, Tensor] = {}
-    for spec in shapes:
-        if is_lossy(spec):
-            indices = read_indices(reader, spec.size)
-            decoded[spec.name] = SparseTensor(
-                indices=indices, values=values.decode(reader, indices.size), shape=spec.shape
-            )
-        else:
-            decoded[spec.name] = read_exact(reader, spec, spec.size).reshape(spec.shape)
-    return decoded
-
-
 def _parse_fraction(name: str, argument: str) -> Fraction:
     """Returns the exact fraction as typed: 0.29 of 100 entries are 29, in floating point 28."""
-    try:
-        fraction = Decimal(argument)
-        is_right = _MIN_FRACTION <= fraction <= 1
-    except InvalidOperation:  # the comparison rejects a NaN
-        is_right = False
-    if not is_right:
-        raise CodecError(f"codec stage {name!r} needs a fraction over 0 and at most 1, got {name}:{argument}")
-    return Fraction(fraction)
+    return Fraction(
+        parse_decimal_argument(name, argument, _MIN_FRACTION, Decimal(1), "a fraction over 0 and at most 1")
+    )
+
+
+class SparseDelta(StageWithoutArgument):
+    """Some entries of every shared tensor, of any type, with their present values; only `delta.py` makes them."""
+
+    name: ClassVar[str] = "delta"
+    kind: ClassVar[StageKind] = StageKind.TENSORS
+    is_unbiased: ClassVar[bool] = True
+    is_contraction: ClassVar[bool] = True
+    codes_indices: ClassVar[bool] = True
+
+    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        for spec in shapes:
+            sparse = tensors[spec.name]
+            if not isinstance(sparse, SparseTensor):
+                raise CodecError(f"tensor {spec.name!r}: a delta is made of changed entries, got all of them")
+            yield from write_indices(sparse.indices, spec.size)
+            sent_values = to_spec_values(spec, sparse.values)
+            with add_tensor_name_to_errors(spec):
+                yield from values.encode(sent_values, rng) if is_lossy(spec) else (sent_values,)
+
+    @staticmethod
+    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
+        return {spec.name: _read_changed(reader, spec, values) for spec in shapes}
+
+
+def select_changed_entries(spec: TensorSpec, tensor: Array, indices: Array) -> SparseTensor:
+    """Returns the entries at flat `indices` (any order, repeats allowed), with their present values.
+
+    Raises:
+        CodecError: the tensor's shape is not the task's, or an index is out of range.
+    """
+    if tensor.shape != spec.shape:
+        raise CodecError(f"tensor {spec.name!r} must have the shape {spec.shape}, got {tensor.shape}")
+    positions = np.asarray(indices, dtype=np.int64).reshape(-1)
+    if np.any(np.diff(positions) <= 0):
+        positions = np.unique(positions)
+    if positions.size and not 0 <= int(positions[0]) <= int(positions[-1]) < spec.size:
+        raise CodecError(f"tensor {spec.name!r}: changed indices must lie in 0 to {spec.size - 1}")
+    return SparseTensor(indices=positions, values=tensor.reshape(-1)[positions], shape=spec.shape)
+
+
+def _read_changed(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> SparseTensor:
+    indices = read_indices(reader, spec.size)
+    changed_values = values.decode(reader, indices.size) if is_lossy(spec) else read_exact(reader, spec, indices.size)
+    return SparseTensor(indices=indices, values=changed_values, shape=spec.shape)

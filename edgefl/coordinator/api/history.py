@@ -1,33 +1,43 @@
-"""Routes of the history: rows of one kind, the newest or by pages, and the diagnosis of a round."""
+"""Routes of the history (rows of one kind, the newest or by pages, the diagnosis of a round) and of saved models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import IO, Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
+from fastapi.responses import StreamingResponse
 
-from edgefl.core.errors import UsageError
+from edgefl.coordinator.api.context import ApiContext
+from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
 from edgefl.history.diagnosis import diagnose_round
-from edgefl.storage.queries.history import PAGE_ROWS, HistoryFilters, read_history, read_history_page
-from edgefl.storage.queries.round_details import get_round_details
-from edgefl.storage.store import Store
+from edgefl.storage.queries.columns import HistoryFilters
+from edgefl.storage.queries.history import (
+    PAGE_ROWS,
+    get_round_details,
+    read_history,
+    read_history_page,
+)
+from edgefl.storage.repositories.saved_models import find_model, list_models
 
 MAX_ROWS = 50_000
 """Maximum rows of one response; more come by pages."""
+CHUNK_BYTES = 1 << 20
 
 
-def add_history_routes(router: APIRouter, store: Store, reads: Sequence[Any]) -> None:
-    """Adds the routes; `reads` are the dependencies that admit viewers."""
+def history_router(context: ApiContext) -> APIRouter:
+    """Returns the routes below `/edgefl/v1/history` and `/edgefl/v1/models`."""
+    router, store = APIRouter(prefix="/edgefl/v1", dependencies=[Depends(context.viewer)]), context.store
+    _add_model_routes(router, context)
 
-    @router.get("/edgefl/v1/history/why", dependencies=reads)
-    def why(run: str, round: int | None = None) -> Json:  # noqa: A002 the parameter's name in the URL
+    @router.get("/history/why")
+    def diagnose(run: str, round: int | None = None) -> Json:  # noqa: A002 the parameter's name in the URL
         return {"v": PROTOCOL_VERSION, **diagnose_round(get_round_details(store, run, round))}
 
-    @router.get("/edgefl/v1/history/{kind}", dependencies=reads)
-    def past(  # noqa: PLR0913 one parameter per filter
+    @router.get("/history/{kind}")
+    def list_rows(  # noqa: PLR0913 one parameter per filter
         *,
         kind: str,
         run: str | None = None,
@@ -50,3 +60,36 @@ def add_history_routes(router: APIRouter, store: Store, reads: Sequence[Any]) ->
             raise UsageError(f"one answer holds {MAX_ROWS} rows at most, got {limit}; ask page by page with `after`")
         filters["limit"] = limit or PAGE_ROWS
         return {**response, "rows": read_history(store, kind, **filters)}
+
+    return router
+
+
+def _add_model_routes(router: APIRouter, context: ApiContext) -> None:
+    store, folder = context.store, context.directory.models
+
+    @router.get("/models")
+    def list_saved_models(run: str | None = None) -> Json:
+        return {"v": PROTOCOL_VERSION, "rows": list_models(store, run)}
+
+    @router.get("/models/{model}")
+    def get_model(model: str, run: str | None = None) -> Json:
+        return {"v": PROTOCOL_VERSION, **find_model(store, model, run)}
+
+    @router.get("/models/{model}/file")
+    def get_model_file(model: str, run: str | None = None) -> StreamingResponse:
+        sha256 = find_model(store, model, run)["sha256"]
+        try:
+            # Opened here: the file may be deleted for a newer model, but an open one stays readable.
+            opened = (folder / f"{sha256}.safetensors").open("rb")
+        except OSError:
+            raise NotFoundError(f"the file of model {sha256[:12]} is missing in {folder}") from None
+        size = str(opened.seek(0, 2))
+        opened.seek(0)
+        headers = {"Content-Length": size, "ETag": f'"{sha256}"'}
+        return StreamingResponse(_read_chunks(opened), media_type="application/octet-stream", headers=headers)
+
+
+def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk

@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import socket
 import threading
+from collections.abc import Callable
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgefl import __version__
-from edgefl.bundles.archive import MAX_BUNDLE_FILE_BYTES
-from edgefl.coordinator.asgi import limit_body_size, require_valid_json
-from edgefl.coordinator.auth import MAX_PATH_CHARS, error_response, register_error_handler
+from edgefl.coordinator.api.context import ApiContext
+from edgefl.coordinator.api.dashboard import dashboard_router, page_router
+from edgefl.coordinator.api.devices import devices_router
+from edgefl.coordinator.api.history import history_router
+from edgefl.coordinator.api.rollouts import bundle_router, rollout_router
+from edgefl.coordinator.api.runs import runs_router
+from edgefl.coordinator.auth import (
+    MAX_PATH_CHARS,
+    RecordRejection,
+    error_response,
+    get_request_source,
+    ignore_rejection,
+    register_error_handler,
+)
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.rejected_requests import RecordRejection, get_client_network, ignore_rejection
+from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
+from edgefl.coordinator.enrolment.renewal import reenrolment_router, renewal_router
+from edgefl.coordinator.flower.asgi import (
+    CLOSE_CONNECTION_HEADER,
+    FLEET_PREFIX,
+    encode_error,
+    read_chunks,
+    send_response,
+)
 from edgefl.core.errors import NetworkError, PortInUseError, UsageError
-from edgefl.core.protocol import BUNDLES_PATH
+from edgefl.core.protocol import BUNDLES_PATH, MAX_BODY_BYTES, PROTOCOL_VERSION
+from edgefl.core.safe_parsing import parse_message
+from edgefl.core.types import Json
+from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES
 
-FLEET_PREFIX = "/v1/fleet/"
 KEEP_ALIVE_S = 3600
 MAX_REQUEST_BYTES = 1024 * 1024
 """Maximum body of a request to our own API: a run file is a few kilobytes."""
@@ -47,11 +71,11 @@ def make_app(
         app.include_router(router)
 
     def on_too_large(request: Request) -> None:
-        address = get_client_network(request.client.host if request.client else None)
-        record_rejection("size", address, f"{request.url.path[:MAX_PATH_CHARS]}: a body that is too large")
+        path = request.url.path[:MAX_PATH_CHARS]
+        record_rejection("size", get_request_source(request), f"{path}: a body that is too large")
 
-    own_api = limit_body_size(require_valid_json(app, _send_rejection), MAX_REQUEST_BYTES, on_too_large)
-    bundles = limit_body_size(app, MAX_BUNDLE_FILE_BYTES, on_too_large)
+    own_api = _limit_body_size(_require_valid_json(app), MAX_REQUEST_BYTES, on_too_large)
+    bundles = _limit_body_size(app, MAX_BUNDLE_FILE_BYTES, on_too_large)
 
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
@@ -67,10 +91,38 @@ def make_app(
     return switch
 
 
-async def _send_rejection(send: Send, reason: str) -> None:
-    response = error_response(UsageError(reason))
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": bytes(response.body)})
+def make_routers(context: ApiContext) -> list[APIRouter]:
+    """Returns the routers of our own API."""
+    viewer, operator, device = context.viewer, context.operator, context.device
+    return [
+        status_router(context),
+        enrolment_router(context.enrolment, record_rejection=context.record_rejection),
+        renewal_router(context.renewal, device_check=device),
+        reenrolment_router(context.reenrolment, record_rejection=context.record_rejection),
+        devices_router(context),
+        runs_router(context),
+        history_router(context),
+        rollout_router(context.clients.deployments, viewer=viewer, operator=operator, device=device),
+        rollout_router(context.clients.installations, viewer=viewer, operator=operator, device=device),
+        bundle_router(context.clients.bundle_store, viewer=viewer, operator=operator),
+        dashboard_router(context),
+        page_router(),
+    ]
+
+
+def status_router(context: ApiContext) -> APIRouter:
+    """Returns the routes for other programs: `/healthz` for all, `/metrics` for viewers."""
+    router = APIRouter()
+
+    @router.get("/healthz")
+    def get_health() -> Json:
+        return {"v": PROTOCOL_VERSION, "status": "ok", "version": __version__}
+
+    @router.get("/metrics", dependencies=[Depends(context.viewer)])
+    def get_metrics() -> Response:
+        return Response(context.render_metrics(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    return router
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -181,3 +233,79 @@ class WebServer:
 
     def _run(self) -> None:
         self._server.run(sockets=[self._listener])
+
+
+def _limit_body_size(app: ASGIApp, limit_bytes: int, on_too_large: Callable[[Request], None]) -> ASGIApp:
+    """Returns the app with bodies cut off at the limit, before parsing and authentication.
+
+    `on_too_large` is called with requests that were cut off.
+    """
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        declared_size = Request(scope).headers.get("content-length", "0") if scope["type"] == "http" else "0"
+        if not declared_size.isdigit() or int(declared_size) > limit_bytes:
+            on_too_large(Request(scope))
+            await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
+            return
+        size = 0
+
+        async def send_with_close(message: Message) -> None:
+            if size > limit_bytes and message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), CLOSE_CONNECTION_HEADER]}
+            await send(message)
+
+        async def receive_counted() -> Message:
+            nonlocal size
+            event = await receive()
+            size += len(event.get("body", b""))
+            if size <= limit_bytes:
+                return event
+            on_too_large(Request(scope))
+            return {"type": "http.disconnect"}
+
+        await app(scope, receive_counted, send_with_close)
+
+    return guard
+
+
+def _require_valid_json(app: ASGIApp) -> ASGIApp:
+    """Returns the app with POST bodies restricted to JSON that can be stored and encoded again.
+
+    The app's own parser accepts NaN, infinities and lone surrogates; encoding one of these again, even in an error
+    message, would end as an internal error. An empty body stays as it is.
+    """
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        chunks: list[bytes] = []
+        if not await read_chunks(Request(scope), receive, MAX_BODY_BYTES, chunks.append):
+            await app(scope, _receive_disconnect, send)
+            return
+        body = b"".join(chunks)
+        try:
+            value = parse_message(body, should_keep_nul=True) if body else None
+        except ValueError as error:
+            await _send_rejection(send, f"the body of the request is no JSON that can be used: {error}")
+            return
+        # Only an escape can hold a lone surrogate, and most bodies have none.
+        content = json.dumps(value).encode() if b"\\u" in body else body
+        events = iter([{"type": "http.request", "body": content, "more_body": False}])
+
+        async def replay_body() -> Message:
+            return next(events, None) or await receive()
+
+        await app(scope, replay_body, send)
+
+    return guard
+
+
+async def _receive_disconnect() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def _send_rejection(send: Send, reason: str) -> None:
+    response = error_response(UsageError(reason))
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": bytes(response.body)})

@@ -6,15 +6,19 @@ embedded broker calls the functions. A client's identity is the common name of i
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from edgefl.coordinator import pki
 from edgefl.core.errors import BrokerError, PortInUseError
 from edgefl.core.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
+from edgefl.system.https_client import ClosingSocket
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum MQTT packet of our brokers: room for an edge variable of a large model, never a flood."""
@@ -23,11 +27,14 @@ MAX_RETAINED_BYTES = 16 * MAX_MESSAGE_BYTES
 MAX_QUEUED_BYTES = 16 * MAX_MESSAGE_BYTES
 """Maximum bytes queued for one client."""
 CONNECT_TIMEOUT_S = 5.0
+TEMPORARY_CERTIFICATE_DAYS = 1 / 24
 
 # Topics of a device below its fleet, as mosquitto's patterns: %u is its name, + one level of any content.
 DEVICE_PUBLISH_TOPICS = (*(f"%u/{kind}" for kind in FROM_DEVICE), f"%u/{PEER}/+")
 # Its own status as well: a device must see an `offline` that it did not send, to correct it.
 DEVICE_SUBSCRIBE_TOPICS = (*(f"%u/{kind}" for kind in (*TO_DEVICE, Topic.STATUS)), f"+/{PEER}/%u")
+UNTRUSTED_CERTIFICATE = "a connection with a certificate that does not count"
+MISSING_CERTIFICATE = "a connection without a certificate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +57,6 @@ class BrokerAddress:
 
 OnDenied = Callable[[str, str], None]
 """(identity, denied action); the identity is empty without a valid certificate"""
-
-
-UNTRUSTED_CERTIFICATE = "a connection with a certificate that does not count"
-MISSING_CERTIFICATE = "a connection without a certificate"
 
 
 def ignore_denied(_identity: str, _action: str) -> None:
@@ -137,7 +140,7 @@ def make_client_context(tls: BrokerTls) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_verify_locations(tls.ca)
         context.load_cert_chain(tls.cert, tls.key)
-        context.sslsocket_class = _ClosingBrokerSocket
+        context.sslsocket_class = ClosingSocket
     except (OSError, ssl.SSLError) as error:
         raise BrokerError(
             f"the TLS files for the broker cannot be used ({tls.ca}, {tls.cert}, {tls.key}): {error}"
@@ -145,15 +148,16 @@ def make_client_context(tls: BrokerTls) -> ssl.SSLContext:
     return context
 
 
-class _ClosingBrokerSocket(ssl.SSLSocket):
-    """Closes when the handshake fails; paho leaves that to the garbage collector."""
-
-    def do_handshake(self, block: bool = False) -> None:
-        try:
-            super().do_handshake(block)
-        except OSError:
-            self.close()
-            raise
+@contextlib.contextmanager
+def issue_temporary_identity(authority: pki.KeyPair, name: str, *, ca: Path) -> Iterator[BrokerTls]:
+    """Yields a client certificate that is valid for an hour; its files are removed at the end."""
+    pair = pki.issue_client_certificate(authority, name, days=TEMPORARY_CERTIFICATE_DAYS)
+    with tempfile.TemporaryDirectory() as folder:
+        tls = BrokerTls(ca=ca, cert=Path(folder) / "cert.pem", key=Path(folder) / "key.pem")
+        tls.key.touch(mode=0o600)
+        tls.key.write_bytes(pair.key_pem)
+        tls.cert.write_bytes(pair.cert_pem)
+        yield tls
 
 
 def _is_allowed(fleet: str, identity: str, name: str, patterns: Collection[str]) -> bool:

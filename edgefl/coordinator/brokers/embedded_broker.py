@@ -1,4 +1,4 @@
-"""Embedded broker, for fleets of up to about 100 devices: an event loop in a thread of its own."""
+"""Embedded broker, for fleets of up to about 100 devices: an event loop in a thread, and its clients' connections."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import contextlib
 import logging
 import ssl
 import threading
+from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
+from edgefl.coordinator.brokers import packets
 from edgefl.coordinator.brokers.broker import (
+    MAX_QUEUED_BYTES,
     MISSING_CERTIFICATE,
     UNTRUSTED_CERTIFICATE,
     BrokerAddress,
@@ -20,9 +24,19 @@ from edgefl.coordinator.brokers.broker import (
     ignore_denied,
     make_port_error,
 )
-from edgefl.coordinator.brokers.mqtt.connection import ClientConnection
-from edgefl.coordinator.brokers.mqtt.router import TopicRouter
-from edgefl.core.errors import BrokerError, EdgeflError
+from edgefl.coordinator.brokers.packets import (
+    ConnectPacket,
+    DisconnectPacket,
+    Packet,
+    PacketReader,
+    PingPacket,
+    PubackPacket,
+    PublishPacket,
+    SubscribePacket,
+    UnsubscribePacket,
+)
+from edgefl.coordinator.brokers.topic_router import TopicRouter
+from edgefl.core.errors import BrokerError, EdgeflError, NetworkError
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +45,12 @@ CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 BACKLOG = 1000
 """Connections queued by the system until accepted: a whole fleet reconnects at once."""
+KEEP_ALIVE_FACTOR = 1.5
+MAX_IN_FLIGHT = 10_000
+"""Maximum unacknowledged messages at QoS 1 of a client; others wait behind them."""
+PACKET_OVERHEAD_BYTES = 200
+"""Memory of a queued packet beside its content."""
+WRITE_BATCH_BYTES = 64 * 1024
 
 
 class EmbeddedBroker:
@@ -68,7 +88,8 @@ class EmbeddedBroker:
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
             raise BrokerError(f"the embedded broker does not start within {START_TIMEOUT_S:.0f} s")
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         return BrokerAddress(host=get_connect_host(self._host), port=self._port)
 
     def stop(self) -> None:
@@ -97,10 +118,6 @@ class EmbeddedBroker:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # stopped meanwhile
                 self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _run(self) -> None:
         try:
@@ -199,3 +216,223 @@ def _log_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     error = context.get("exception")
     is_expected = error is None or isinstance(error, OSError)
     log.log(logging.DEBUG if is_expected else logging.ERROR, "broker: %s", context.get("message"), exc_info=error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    message: PublishPacket
+    qos: int
+    is_retained: bool
+
+
+class ClientConnection(asyncio.Protocol):
+    """Runs in the broker's event loop, behind TLS. The common name of the certificate is the client's identity.
+
+    Sessions are always clean, and the client id is ignored.
+
+    Args:
+        router: has its session from CONNECT on.
+        connections: holds this connection while it is open.
+        connect_timeout_s: how long a client may take to its CONNECT.
+    """
+
+    def __init__(self, router: TopicRouter, connections: set[ClientConnection], connect_timeout_s: float) -> None:
+        self.identity = ""
+        self._serial = ""
+        self._router, self._connections, self._connect_timeout_s = router, connections, connect_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._reader = PacketReader()
+        self._has_session = self._is_closing = False
+        self._will: PublishPacket | None = None
+        self._keep_alive_s = 0.0
+        self._received_at_s = 0.0
+        self._queue: deque[bytes | _Delivery] = deque()
+        self._queued_bytes = 0
+        self._is_flush_due = self._is_paused = False
+        self._in_flight: set[int] = set()
+        self._last_packet_id = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._connections.add(self)
+        self.identity, self._serial = get_certificate_identity(transport.get_extra_info("ssl_object"))
+        self._timer = self._loop.call_later(self._connect_timeout_s, self.abort)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._received_at_s = self._loop.time()
+        try:
+            for packet in self._reader.feed(data):
+                self._receive(packet)
+                if self._transport.is_closing():
+                    return
+        except NetworkError as error:
+            log.debug("cut the connection of %s: %s", self.identity, error)
+            self.abort()
+
+    def pause_writing(self) -> None:
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        self._is_paused = False
+        self._flush()
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        self._close_session()
+        self._connections.discard(self)
+
+    def deliver(self, message: PublishPacket, qos: int, *, is_retained: bool) -> None:
+        """Queues a message; cuts the connection of a client that reads too slowly for what it has subscribed to."""
+        self._enqueue(_Delivery(message, qos, is_retained))
+
+    def abort(self, *, should_publish_will: bool = True) -> None:
+        """Cuts the connection; its will is published unless `should_publish_will` is false."""
+        if not should_publish_will:
+            self._will = None
+        self._close_session()
+        self._transport.abort()
+
+    def _receive(self, packet: Packet) -> None:
+        match packet:
+            case PublishPacket():
+                self._router.publish(self.identity, packet)
+                if packet.qos:
+                    self._enqueue(packets.encode_puback(packet.packet_id))
+            case PubackPacket():
+                self._in_flight.discard(packet.packet_id)
+                self._schedule_flush()
+            case PingPacket():
+                self._enqueue(packets.PINGRESP)
+            case SubscribePacket():
+                self._subscribe(packet)
+            case UnsubscribePacket():
+                for name in packet.filters:
+                    self._router.unsubscribe(self, name)
+                self._enqueue(packets.encode_unsuback(packet.packet_id))
+            case ConnectPacket():
+                self._connect(packet)
+            case DisconnectPacket():
+                self._will = None
+                self._close()
+
+    def _connect(self, packet: ConnectPacket) -> None:
+        if packet.level != packets.PROTOCOL_LEVEL:
+            self._reject(packets.BAD_PROTOCOL_LEVEL)
+        elif not packet.client_id and not packet.is_clean:
+            self._reject(packets.BAD_CLIENT_ID)  # [MQTT-3.1.3-8]
+        elif self._router.is_revoked(self.identity, self._serial):
+            host = str((self._transport.get_extra_info("peername") or "?")[0])
+            self._router.on_denied(
+                self.identity, f"a connection from {host}: it was removed, or renewed its certificate"
+            )
+            self._reject(packets.NOT_AUTHORISED)
+        else:
+            self._timer.cancel()
+            self._router.connect(self)
+            self._has_session, self._will = True, packet.will
+            self._enqueue(packets.encode_connack(packets.ACCEPTED))
+            self._keep_alive_s = packet.keep_alive_s * KEEP_ALIVE_FACTOR
+            if self._keep_alive_s:
+                self._timer = self._loop.call_later(self._keep_alive_s, self._check_keep_alive)
+
+    def _reject(self, code: int) -> None:
+        self._enqueue(packets.encode_connack(code))
+        self._close()
+
+    def _subscribe(self, packet: SubscribePacket) -> None:
+        granted = [(name, self._router.subscribe(self, name, qos)) for name, qos in packet.filters]
+        self._enqueue(packets.encode_suback(packet.packet_id, [code for _, code in granted]))
+        for name, code in dict(granted).items():
+            if code != packets.SUBSCRIPTION_FAILED:
+                self._router.replay_retained(self, name, code)
+
+    def _check_keep_alive(self) -> None:
+        """Cuts the connection when nothing came for too long; bytes in the middle of a large packet count."""
+        remaining_s = self._received_at_s + self._keep_alive_s - self._loop.time()
+        if remaining_s <= 0:
+            log.debug("%s sent nothing for %.1f s", self.identity, self._keep_alive_s)
+            self.abort()
+        else:
+            self._timer = self._loop.call_later(remaining_s, self._check_keep_alive)
+
+    def _enqueue(self, item: bytes | _Delivery) -> None:
+        if self._is_closing:
+            return
+        self._queue.append(item)
+        self._queued_bytes += _num_bytes(item)
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            log.warning(
+                "cut the connection of %s, which reads too slowly: %d packets of %d bytes wait for it",
+                self.identity, len(self._queue), self._queued_bytes,
+            )  # fmt: skip
+            self._is_closing = True
+            self._queue.clear()
+            self._loop.call_soon(self.abort)  # not now: its will could fill another queue, and so on
+        else:
+            self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        """Writes the queue once the received packets have been handled: fewer, larger writes."""
+        if not self._is_flush_due:
+            self._is_flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flush_due = False
+        while not self._is_paused and (content := self._pop_write_batch()):
+            self._transport.write(content)
+
+    def _pop_write_batch(self) -> bytes:
+        """Pops about `WRITE_BATCH_BYTES` off the queue; nothing while the next packet has to wait."""
+        encoded, size = [], 0
+        while self._queue and size < WRITE_BATCH_BYTES:
+            item = self._queue[0]
+            if isinstance(item, _Delivery) and item.qos and len(self._in_flight) >= MAX_IN_FLIGHT:
+                break
+            self._queue.popleft()
+            self._queued_bytes -= _num_bytes(item)
+            encoded.append(item if isinstance(item, bytes) else self._encode(item))
+            size += len(encoded[-1])
+        return b"".join(encoded)
+
+    def _encode(self, delivery: _Delivery) -> bytes:
+        packet_id = 0
+        if delivery.qos:
+            packet_id = self._last_packet_id % packets.MAX_FIELD_BYTES + 1
+            while packet_id in self._in_flight:
+                packet_id = packet_id % packets.MAX_FIELD_BYTES + 1
+            self._last_packet_id = packet_id
+            self._in_flight.add(packet_id)
+        return packets.encode_publish(
+            delivery.message, qos=delivery.qos, is_retained=delivery.is_retained, packet_id=packet_id
+        )
+
+    def _close(self) -> None:
+        """Writes the queue and closes the connection; the listener's timeout bounds how long that takes."""
+        self._flush()
+        self._close_session()
+        self._transport.close()
+
+    def _close_session(self) -> None:
+        self._timer.cancel()
+        self._is_closing = True
+        self._queue.clear()
+        if self._has_session:
+            self._has_session = False
+            self._router.disconnect(self, self._will)
+
+
+def get_certificate_identity(connection: ssl.SSLObject | None) -> tuple[str, str]:
+    """Returns the common name of the client's certificate, or an empty string, and its serial in hexadecimal."""
+    certificate: Any = (connection.getpeercert() if connection is not None else None) or {}
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    serial = f"{int(certificate.get('serialNumber', '0'), 16):x}"
+    return (str(names[0]) if len(names) == 1 else ""), serial
+
+
+def _num_bytes(item: bytes | _Delivery) -> int:
+    """Returns the size of a queued packet."""
+    if isinstance(item, bytes):
+        return PACKET_OVERHEAD_BYTES + len(item)
+    return PACKET_OVERHEAD_BYTES + len(item.message.topic) + len(item.message.payload)

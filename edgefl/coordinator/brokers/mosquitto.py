@@ -1,4 +1,8 @@
-"""Private mosquitto: generated configuration, a child process, and a thread that restarts it."""
+"""Private mosquitto: generated configuration, a child process, a thread that restarts it, and its log.
+
+Mosquitto logs denied messages only at debug level, which has a line for every packet; so it writes into a pipe, and
+most lines are discarded. The pipe never blocks mosquitto: lines that do not fit are lost.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import (
     MAX_MESSAGE_BYTES,
     MAX_QUEUED_BYTES,
+    MISSING_CERTIFICATE,
+    UNTRUSTED_CERTIFICATE,
     BrokerAddress,
     BrokerTls,
     OnDenied,
@@ -28,8 +36,7 @@ from edgefl.coordinator.brokers.broker import (
     ignore_denied,
     render_acl_file,
 )
-from edgefl.coordinator.brokers.mosquitto_log import LOG_TYPES, MosquittoLog
-from edgefl.coordinator.brokers.session_takeover import disconnect_client
+from edgefl.coordinator.brokers.revocation import disconnect_client
 from edgefl.core.errors import BrokerError, EdgeflError, StoreError
 from edgefl.system.atomic_files import make_private_directory, write_atomic
 
@@ -55,6 +62,15 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit(1)
 os.execv(sys.argv[2], sys.argv[2:])
 """
+MAX_LOG_BYTES = 1_000_000
+MAX_TAIL_LINES = 20
+CLOSE_TIMEOUT_S = 5.0
+LOG_TYPES = ("error", "warning", "notice", "debug")
+_STAMP = rb"\A(?:\S+: )?"
+_DENIED_LINE = re.compile(_STAMP + rb"Denied (\w+) from (\S+) \([^']*'(.*)', ")
+_UNTRUSTED_LINE = re.compile(rb"certificate verify failed")
+_NO_CERTIFICATE_LINE = re.compile(rb"did not return a certificate")
+_TRACE_LINE = re.compile(_STAMP + rb"(?:Received |Sending |Denied |No will message|Will message|\t)")
 
 
 class Mosquitto:
@@ -98,7 +114,8 @@ class Mosquitto:
         self._supervisor = threading.Thread(target=self._supervise, name="mosquitto-supervisor", daemon=True)
         self._supervisor.start()
         self._has_started.wait()
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._failure
         return BrokerAddress(host=get_connect_host(self._host), port=self._port)
 
     def stop(self) -> None:
@@ -202,10 +219,6 @@ class Mosquitto:
             "use_username_as_clientid true",
         ]
         return "\n".join(lines) + "\n"
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     def _supervise(self) -> None:
         failures = 0
@@ -317,3 +330,62 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+class MosquittoLog:
+    """Reads mosquitto's lines from a pipe, in a thread, until mosquitto ends."""
+
+    def __init__(self, path: Path, on_denied: OnDenied) -> None:
+        self._path, self._on_denied = path, on_denied
+        self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        self._thread: threading.Thread | None = None
+        self._num_probes = 0
+
+    def expect_probe(self) -> None:
+        """Announces a probe of the coordinator itself, which connects without a certificate."""
+        self._num_probes += 1
+
+    def open(self) -> int:
+        """Returns the write end of a new pipe; close it once mosquitto has it."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        self._tail.clear()
+        self._thread = threading.Thread(target=self._read, args=(read_end,), name="mosquitto-log", daemon=True)
+        self._thread.start()
+        return write_end
+
+    def read_tail(self) -> list[str]:
+        """Returns the last lines; call it after mosquitto has ended."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_TIMEOUT_S)
+        return list(self._tail)
+
+    def _read(self, read_end: int) -> None:
+        file = _LogFile(self._path, maxBytes=MAX_LOG_BYTES, backupCount=1, encoding="utf-8", delay=True)
+        with os.fdopen(read_end, "rb") as pipe:
+            for line in pipe:
+                self._report_denied(line)
+                if not _TRACE_LINE.search(line):
+                    text = line.decode(errors="replace").strip()
+                    self._tail.append(text)
+                    file.emit(logging.makeLogRecord({"msg": text}))
+        with contextlib.suppress(OSError):  # the last lines are lost on a full disk
+            file.close()
+
+    def _report_denied(self, line: bytes) -> None:
+        if match := _DENIED_LINE.search(line):
+            kind, identity, topic = (part.decode(errors="replace") for part in match.groups())
+            self._on_denied(identity, f"{kind} to {topic!r}")
+        elif _UNTRUSTED_LINE.search(line):
+            self._on_denied("", UNTRUSTED_CERTIFICATE)
+        elif _NO_CERTIFICATE_LINE.search(line) and self._num_probes:
+            self._num_probes -= 1
+        elif _NO_CERTIFICATE_LINE.search(line):
+            self._on_denied("", MISSING_CERTIFICATE)
+
+
+class _LogFile(RotatingFileHandler):
+    """A rotating log file; lines that cannot be written are lost."""
+
+    def handleError(self, _record: logging.LogRecord) -> None:  # noqa: N802 the name in the standard library
+        log.debug("a line of the broker is not kept: %s", sys.exception())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls, make_client_context
 from edgefl.core.errors import EdgeflError, NetworkError
 from edgefl.core.protocol import COORDINATOR_NAME, FROM_DEVICE, MAX_JSON_BYTES, Command, Topic, parse_topic, topic
+from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,6 @@ log = logging.getLogger(__name__)
 # presence stops its clock while the client is disconnected.
 KEEP_ALIVE_S = 4
 MAX_RECONNECT_DELAY_S = 2
-LOG_INTERVAL_S = 60.0
 
 QOS = {Topic.STATUS: 1, Topic.CAPABILITIES: 1, Topic.HEARTBEAT: 0, Topic.PROGRESS: 0, Topic.ANSWER: 1}
 
@@ -49,7 +49,7 @@ class MqttClient:
         self._fleet = fleet
         self._on_message = on_message
         self._on_connection = on_connection
-        self._malformed = _DroppedMessageLog()
+        self._rate_limited_log, self._malformed_counts = RateLimitedLog(log), Counter[str]()
         self._is_connected = threading.Event()
         self._client = mqtt.Client(
             CallbackAPIVersion.VERSION2, client_id=COORDINATOR_NAME, clean_session=True, protocol=mqtt.MQTTv311
@@ -100,7 +100,7 @@ class MqttClient:
 
     def malformed_counts(self) -> dict[str, int]:
         """Returns the number of dropped messages by device."""
-        return self._malformed.counts()
+        return dict(self._malformed_counts)
 
     def _handle_connect(self, client: mqtt.Client, _data: Any, _flags: Any, reason: ReasonCode, _props: Any) -> None:
         if reason.is_failure:
@@ -121,8 +121,8 @@ class MqttClient:
             log.warning("lost the broker at %s:%d (%s)", self._address.host, self._address.port, reason)
 
     def _handle_connect_failure(self, _client: Any, _data: Any) -> None:
-        if self._malformed.should_log("", time.monotonic()):
-            log.warning("cannot reach the broker at %s:%d; trying again", self._address.host, self._address.port)
+        text = "cannot reach the broker at %s:%d; trying again"
+        self._rate_limited_log.warning("", text, self._address.host, self._address.port)
 
     def _notify_connection(self, *, connected: bool) -> None:
         try:
@@ -138,7 +138,8 @@ class MqttClient:
             if message.payload:  # an empty one only clears a retained message
                 self._on_message(sender, kind, self._validate_payload(fleet, kind, message))
         except EdgeflError as error:
-            self._malformed.record(sender, str(error), time.monotonic())
+            self._malformed_counts[sender] += 1
+            self._rate_limited_log.warning(sender, "dropped a message of %s: %s", sender, error)
         except Exception:
             # One message must not stop the others; see `_notify_connection`.
             log.exception("the coordinator failed to handle a message of %s", sender)
@@ -149,30 +150,3 @@ class MqttClient:
         if len(message.payload) > MAX_JSON_BYTES:
             raise NetworkError(f"{kind} of {len(message.payload)} bytes, at most {MAX_JSON_BYTES} are read")
         return bytes(message.payload)
-
-
-class _DroppedMessageLog:
-    """Counts dropped messages, and logs one line a minute per device."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._logged_s: dict[str, float] = {}
-
-    def record(self, device_id: str, reason: str, now_s: float) -> None:
-        with self._lock:
-            self._counts[device_id] = self._counts.get(device_id, 0) + 1
-        if self.should_log(device_id, now_s):
-            log.warning("dropped a message of %s: %s", device_id, reason)
-
-    def should_log(self, device_id: str, now_s: float) -> bool:
-        with self._lock:
-            last_s = self._logged_s.get(device_id)
-            if last_s is not None and now_s - last_s < LOG_INTERVAL_S:
-                return False
-            self._logged_s[device_id] = now_s
-            return True
-
-    def counts(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._counts)

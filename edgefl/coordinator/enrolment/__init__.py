@@ -1,1 +1,1 @@
-"""Enrolment of devices: join tokens, certificates and their renewal."""
+"""Enrolment of devices: join tokens, certificates, their renewal and rotation. Begin with `enrolment_service`."""

@@ -17,19 +17,18 @@ from dataclasses import dataclass
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
 
 from edgefl import __version__
 from edgefl.coordinator import pki
+from edgefl.coordinator.auth import RateLimiter, RecordRejection, error_response, get_request_source, ignore_rejection
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
-from edgefl.coordinator.enrolment.request_handling import encode_public_key, handle_unauthenticated
-from edgefl.coordinator.enrolment.server_certificates import DAY_S, compute_renewal_window
+from edgefl.coordinator.enrolment.certificates import DAY_S, compute_renewal_window
 from edgefl.coordinator.enrolment.tokens import ROLES
-from edgefl.coordinator.fleet.shard_errors import record_capabilities
-from edgefl.coordinator.rate_limit import RateLimiter
-from edgefl.coordinator.rejected_requests import RecordRejection, ignore_rejection
+from edgefl.coordinator.fleet.telemetry_writer import record_capabilities
 from edgefl.core.errors import (
     EdgeflError,
     JoinError,
@@ -41,10 +40,12 @@ from edgefl.core.errors import (
 )
 from edgefl.core.protocol import (
     EVALUATOR_NAME,
+    MAX_JSON_BYTES,
     PROTOCOL_VERSION,
     RESERVED_NAMES,
     check_facts,
     check_version,
+    error_code,
     load_json,
     validate_slug,
 )
@@ -56,14 +57,7 @@ log = logging.getLogger(__name__)
 
 REISSUE_WINDOW_S = 600.0
 """How long a repeated request gets the same certificate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerEndpoint:
-    """Address of the MQTT broker for devices; `host` is None for the coordinator's own host."""
-
-    port: int = 8883
-    host: str | None = None
+MAX_PEM_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +88,9 @@ class EnrolmentService:
     """Checks requests, records devices in the store and signs certificates. Thread-safe.
 
     `on_enrolled(device_id, public_key)` is called after the store has the device and before it is answered, again for
-    a repeated request; public keys are PEM SubjectPublicKeyInfo bytes. `evaluator_token` returns the id of the only
-    token that may enrol under the name of the coordinator's own evaluator, None while there is none.
+    a repeated request; public keys are PEM SubjectPublicKeyInfo bytes. `broker_host` is None for the host of the
+    coordinator. `evaluator_token` returns the id of the only token that may enrol under the name of the coordinator's
+    own evaluator, None while there is none.
     """
 
     def __init__(  # noqa: PLR0913 one keyword per neighbour
@@ -104,7 +99,8 @@ class EnrolmentService:
         directory: CoordinatorDirectory,
         store: Store,
         on_enrolled: Callable[[str, bytes], None],
-        broker: BrokerEndpoint,
+        broker_port: int,
+        broker_host: str | None = None,
         evaluator_token: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.time,
         version: str = __version__,
@@ -114,7 +110,7 @@ class EnrolmentService:
         self._directory = directory
         self._store = store
         self._on_enrolled = on_enrolled
-        self._broker = broker
+        self._broker = {"port": broker_port, "host": broker_host}
         self._evaluator_token = evaluator_token
         self._clock = clock
         self._version = version
@@ -195,7 +191,7 @@ class EnrolmentService:
         return {
             "fleet": self._directory.fleet,
             "addresses": list(self._directory.addresses),
-            "broker": {"port": self._broker.port, "host": self._broker.host},
+            "broker": self._broker,
         }
 
 
@@ -284,3 +280,66 @@ def _load_public_key(pem: bytes) -> ec.EllipticCurvePublicKey:
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise JoinError("the public key must be an EC key")
     return key
+
+
+async def handle_unauthenticated(
+    request: Request,
+    handler: Callable[[bytes], Json],
+    *,
+    kind: str,
+    is_bad_attempt: Callable[[EdgeflError], bool],
+    rate_limiter: RateLimiter,
+    record_rejection: RecordRejection,
+) -> JSONResponse:
+    """Returns the response to an unauthenticated request.
+
+    Args:
+        request: its body is read here.
+        handler: body -> answer, in another thread; may raise an EdgeflError.
+        kind: of the request, in a word.
+        is_bad_attempt: returns whether an error counts as a failed try.
+        rate_limiter: limits failed tries by address.
+        record_rejection: called for rejected requests.
+    """
+    address = get_request_source(request)
+    try:
+        rate_limiter.check(address)
+        return JSONResponse(await run_in_threadpool(handler, await read_limited_body(request)))
+    except EdgeflError as error:
+        if is_bad_attempt(error):
+            rate_limiter.record_failure(address)
+        level = logging.DEBUG if isinstance(error, TooManyTriesError) else logging.WARNING
+        log.log(level, "refused a %s from %s: %s", kind, address, error)
+        record_rejection(f"{kind} ({error_code(error)})", address, str(error))
+        return error_response(error)
+
+
+async def read_limited_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:
+    """Returns the request's body.
+
+    Raises:
+        NetworkError: it is larger than `limit`; the rest is not read.
+    """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise NetworkError(f"the request is larger than {limit} bytes")
+    return bytes(body)
+
+
+def parse_pem(value: Json, name: str) -> bytes:
+    """Returns a PEM field of a request; its content is not checked.
+
+    Raises:
+        NetworkError: it is no short text.
+    """
+    text = value.get(name)
+    if not isinstance(text, str) or len(text) > MAX_PEM_CHARS or not text.isascii():
+        raise NetworkError(f"malformed request: {name} must be a text of at most {MAX_PEM_CHARS} characters")
+    return text.encode()
+
+
+def encode_public_key(key: ec.EllipticCurvePublicKey) -> bytes:
+    """Returns a public key in the format of the store: PEM, SubjectPublicKeyInfo."""
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)

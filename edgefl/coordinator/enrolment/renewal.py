@@ -1,29 +1,46 @@
-"""Renewal of certificates without enrolling again: `POST /edgefl/v1/renew`, signed with the device's present key.
+"""Renewal of device certificates without a new token: `renew`, and `readmit` after a restore.
 
-A device sends a certificate request, usually for a new key; from the answer on that key is the device's, for MQTT and
-for signing alike, and its membership stays. A repeated request, since the answer was lost, gets the same answer; it
-is then signed with the new key, for the old one is no longer valid.
+`POST /edgefl/v1/renew` is signed with the device's present key. A device sends a certificate request, usually for a
+new key; from the answer on that key is the device's, for MQTT and for signing alike, and its membership stays. A
+repeated request, since the answer was lost, gets the same answer; it is then signed with the new key, for the old one
+is no longer valid.
+
+`POST /edgefl/v1/readmit` re-enrols a device with a certificate not in the store. The store has every certificate that
+it has issued. One with the fleet's signature that is not among them was issued after the backup that the coordinator
+was restored from. Its device is admitted with its present key; of two such certificates of one device, one a renewal
+of the other, the one that ends last is valid.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.auth import AccessCheck
+from edgefl.coordinator.auth import AccessCheck, RateLimiter, RecordRejection, ignore_rejection
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.enrolment.enrolment_service import REISSUE_WINDOW_S
-from edgefl.coordinator.enrolment.request_handling import encode_public_key, parse_pem, read_limited_body
-from edgefl.core.errors import TooManyTriesError
+from edgefl.coordinator.enrolment.enrolment_service import (
+    REISSUE_WINDOW_S,
+    encode_public_key,
+    handle_unauthenticated,
+    parse_pem,
+    read_limited_body,
+)
+from edgefl.core.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, TooManyTriesError
 from edgefl.core.protocol import PROTOCOL_VERSION, load_json
 from edgefl.core.types import Json
-from edgefl.storage.repositories.certificates import renew_certificate
+from edgefl.storage.repositories.certificates import CERTIFICATE_READMITTED, is_known_certificate, renew_certificate
 from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -108,3 +125,108 @@ def renewal_router(service: RenewalService, *, device_check: AccessCheck) -> API
         return await run_in_threadpool(service.renew, request.state.device_id, body)
 
     return router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PresentedCertificate:
+    device_id: str
+    public_key: bytes
+    serial: str
+    ends_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class ReenrolmentService:
+    """Records certificates issued after the backup. Thread-safe.
+
+    `on_reenrolled(device_id, public_key)` is called when the store has the key, and before the device is answered.
+    """
+
+    directory: CoordinatorDirectory
+    store: Store
+    on_reenrolled: Callable[[str, bytes], None]
+    clock: Callable[[], float]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def reenroll(self, body: bytes) -> Json:
+        """Re-enrols a device and returns the answer for it.
+
+        Raises:
+            NetworkError: the request is malformed.
+            JoinError: its certificate is none of this fleet, or not its own.
+            NotAllowedError: the certificate was known before, or has ended.
+            NotFoundError: no such device is in the fleet.
+            NameTakenError: another device has its key.
+        """
+        certificate = _parse_certificate(load_json(body), self.directory.load_authority().cert_pem)
+        if certificate.ends_at <= self.clock():
+            raise NotAllowedError(
+                f"the certificate of {certificate.device_id} has ended; join again with a new token"
+            )
+        with self._lock:
+            if is_known_certificate(
+                self.store, certificate.device_id, serial=certificate.serial, expires_at=certificate.ends_at
+            ):
+                raise NotAllowedError(
+                    f"this certificate of {certificate.device_id} counts no more, or its key is known"
+                )
+            renew_certificate(
+                self.store, certificate.device_id, public_key=certificate.public_key, serial=certificate.serial,
+                expires_at=certificate.ends_at, at=self.clock(), kind=CERTIFICATE_READMITTED,
+            )  # fmt: skip
+            self.on_reenrolled(certificate.device_id, certificate.public_key)
+        log.info("%s is readmitted: its certificate was issued after the backup", certificate.device_id)
+        return {"v": PROTOCOL_VERSION, "device_id": certificate.device_id}
+
+
+def reenrolment_router(
+    service: ReenrolmentService,
+    *,
+    rate_limiter: RateLimiter | None = None,
+    record_rejection: RecordRejection = ignore_rejection,
+) -> APIRouter:
+    """Returns the route, which needs no known signature.
+
+    Failed tries are counted by address, and `record_rejection` is called with them.
+    """
+    router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
+
+    @router.post("/readmit")
+    async def readmit(request: Request) -> JSONResponse:
+        return await handle_unauthenticated(
+            request,
+            service.reenroll,
+            kind="certificate",
+            is_bad_attempt=_is_bad_attempt,
+            rate_limiter=limiter,
+            record_rejection=record_rejection,
+        )
+
+    return router
+
+
+def _is_bad_attempt(error: EdgeflError) -> bool:
+    return isinstance(error, JoinError | NetworkError | NotAllowedError)
+
+
+def _parse_certificate(value: Json, ca_pem: bytes) -> _PresentedCertificate:
+    """Returns the presented certificate; the certificate request proves possession of its key."""
+    csr, certificate_pem = parse_pem(value, "csr"), parse_pem(value, "certificate")
+    authority = x509.load_pem_x509_certificate(ca_pem)
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        certificate.verify_directly_issued_by(authority)
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        key = certificate.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    except (*pki.PARSE_ERRORS, InvalidSignature, x509.ExtensionNotFound) as error:
+        raise JoinError(f"the certificate is none of this fleet: {error!r}") from None
+    request_key = encode_public_key(pki.verify_request(csr))
+    if request_key != key or ExtendedKeyUsageOID.CLIENT_AUTH not in usage:
+        raise JoinError("the certificate is not that of the device which shows it")
+    return _PresentedCertificate(
+        device_id=str(name.value),
+        public_key=key,
+        serial=f"{certificate.serial_number:x}",
+        ends_at=certificate.not_valid_after_utc.timestamp(),
+    )

@@ -14,15 +14,24 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from edgefl import __version__
-from edgefl.coordinator.execution.candidates import AdmissionStatus, Candidate, Candidates
-from edgefl.coordinator.execution.eligibility import RunSpec
-from edgefl.coordinator.execution.in_flight import RESEND_AFTER_S, DeviceNotifier, InstructionTransport
-from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.execution.eligibility import AdmissionStatus, Candidate, Candidates, RunSpec
+from edgefl.coordinator.execution.fleet_view import LiveFleetView
+from edgefl.coordinator.execution.messaging import RESEND_AFTER_S, DeviceNotifier, InstructionTransport
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.registry import (
+    DeviceAdded,
+    DeviceChanged,
+    DeviceRegistry,
+    DeviceRemoved,
+    DeviceRestarted,
+    HeldInstructions,
+    RegistryEvent,
+)
 from edgefl.coordinator.flower.messages import PreparedBody, Reply
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.errors import NetworkError, RunFailedError
 from edgefl.core.protocol import Command, CommandKind, ReadinessPhase
-from edgefl.core.types import Json
+from edgefl.core.types import DeviceAvailable, Json
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +50,8 @@ class NotEnoughDevicesError(RunFailedError):
 class AdmissionEvent(StrEnum):
     """Kinds of admission events in the history."""
 
-    REJECTED = "device-left-out"
-    ADMITTED = "device-let-in"
+    REJECTED = "device-rejected"
+    ADMITTED = "device-admitted"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +190,7 @@ class AdmissionController:
         assignment = heartbeat.assignment if heartbeat is not None else None
         candidate.is_busy, candidate.current_assignment = bool(assignment), assignment or ""
         if assignment:  # left over from another run, or from an earlier incarnation of this one
-            command = Command(id=f"recall-{assignment}", kind=CommandKind.RECALL, argument=assignment)
+            command = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)
             self.notifier.send_command(device_id, command)
             return
         is_not_held = (
@@ -341,7 +350,9 @@ class AdmissionController:
                 and now_s >= candidate.sent_s + HEARTBEAT_REQUEST_AFTER_S
             ):
                 candidate.is_heartbeat_requested = True
-                self.notifier.send_command(candidate.device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.BEAT))
+                self.notifier.send_command(
+                    candidate.device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.HEARTBEAT)
+                )
 
     def _make_wire_id(self, phase: ReadinessPhase) -> str:
         return f"{self.run.run_id}/{phase}"
@@ -381,3 +392,77 @@ class AdmissionController:
             return header, prepare_body(b"")
         candidate.model_version, body = self.get_model()
         return {**header, "version": candidate.model_version}, body
+
+
+class RunMembership:
+    """Late joiners and leavers of a run. Not thread-safe: used by the run's thread alone.
+
+    Args:
+        admission: of the run; None to admit every device.
+        view: knows which devices are eligible, and receives the admitted ones.
+        roster: the device registry.
+    """
+
+    def __init__(self, admission: AdmissionController | None, view: LiveFleetView, roster: DeviceRegistry) -> None:
+        self._admission, self._view, self._roster = admission, view, roster
+        self._is_started = False
+
+    def poll(self) -> list[DeviceAvailable]:
+        """Queries devices not queried yet, and returns the newly admitted.
+
+        Starts when the run first waits: only then replies are processed and the model is known.
+
+        Raises:
+            RunFailedError: fewer devices are ready than the run requires.
+        """
+        if self._admission is None:
+            return []
+        if not self._is_started:
+            self._is_started = True
+            for info in self._roster.list_schedulable():
+                if self._view.is_eligible(info.device_id):
+                    self._admission.query(info.device_id)
+        admitted = self._admission.poll()
+        for device_id in admitted:
+            self._view.admit(device_id)
+        return [DeviceAvailable(device_id=device_id) for device_id in admitted]
+
+    def on_roster_event(self, event: RegistryEvent) -> None:
+        """Forwards arrivals, departures, restarts and held instructions to admission."""
+        if self._admission is None:
+            return
+        match event:
+            case (
+                PresenceChanged(after=DevicePresence.GONE | DevicePresence.OFFLINE | DevicePresence.DRAINING)
+                | DeviceRemoved()
+            ):
+                self._admission.remove(event.device_id)
+            case PresenceChanged(after=DevicePresence.ONLINE, before=before) if before is DevicePresence.LATE:
+                pass
+            case DeviceChanged() if self._roster.is_drained(event.device_id):
+                self._admission.remove(event.device_id)
+            case PresenceChanged(after=DevicePresence.ONLINE) | DeviceAdded() | DeviceChanged():
+                if self._is_started and self._view.is_eligible(event.device_id):
+                    self._admission.query(event.device_id)
+            case DeviceRestarted():
+                self._admission.on_restart(event.device_id)
+            case HeldInstructions():
+                self._admission.on_heartbeat(event.device_id, event.assignment_ids, event.at_s)
+            case _:
+                pass
+
+    def on_reply(self, device_id: str, reply: Reply) -> bool:
+        """Returns whether a reply answered an admission query."""
+        return self._admission is not None and self._admission.on_reply(device_id, reply)
+
+    def pop_traffic(self, device_id: str) -> tuple[int, int]:
+        """Returns and clears the bytes up and down that a device spent on admission."""
+        return self._admission.pop_traffic(device_id) if self._admission is not None else (0, 0)
+
+    def next_deadline_s(self) -> float | None:
+        """Returns when to poll admission next."""
+        return self._admission.next_deadline_s() if self._admission is not None else None
+
+    def close(self) -> None:
+        if self._admission is not None:
+            self._admission.close()

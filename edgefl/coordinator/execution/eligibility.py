@@ -1,12 +1,15 @@
-"""Eligibility of devices for a run, by its run file."""
+"""Which devices a run selects: its specification, its filter, and its candidates for admission."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from edgefl import DISTRIBUTION
-from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.coordinator.execution.headers import RunIncarnations
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.core.protocol import ReadinessPhase
 from edgefl.core.types import DeviceInfo, Indices, Json, Role, Tensors
 
 NO_TORCH = f"it has no torch, and can only use finished models; on the board: install {DISTRIBUTION}[train]"
@@ -94,3 +97,107 @@ def has_torch(info: DeviceInfo) -> bool:
     """Returns whether a device has torch; True if it does not report its backends."""
     backends = info.capabilities.get("backends")
     return not isinstance(backends, list) or "torch" in backends
+
+
+class AdmissionStatus(StrEnum):
+    """Admission status of a device."""
+
+    PENDING = "asked"
+    READY = "ready"
+    REJECTED = "refused"
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidate:
+    """Admission state of one device.
+
+    Attributes:
+        phase, status: the phase of the query pending or answered last, and its outcome.
+        first_query_s, sent_s: when the first and the newest query were sent.
+        not_held_since_s: since when the newest query is delivered and not held; it may still be on the way.
+        message_id: of the pending query; empty if there is none.
+        model_version: of the model sent along; None if there was none.
+        reason: why it was rejected.
+        is_busy, current_assignment: it works on another assignment, and its id.
+        is_heartbeat_requested: a heartbeat was requested.
+        is_unannounced: it is ready, and `poll` has not returned it yet.
+        is_rejection_recorded: the history has its rejection.
+    """
+
+    device_id: str
+    first_query_s: float
+    phase: ReadinessPhase = ReadinessPhase.CAN
+    status: AdmissionStatus = AdmissionStatus.PENDING
+    sent_s: float = 0.0
+    not_held_since_s: float | None = None
+    message_id: str = ""
+    model_version: int | None = None
+    reason: str = ""
+    is_busy: bool = False
+    current_assignment: str = ""
+    is_heartbeat_requested: bool = False
+    is_unannounced: bool = False
+    is_rejection_recorded: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Candidates:
+    """All candidates, and the devices that the run selects; `ready_s` limits admission, in seconds of `clock`."""
+
+    run: RunSpec
+    roster: DeviceRegistry
+    ready_s: float
+    clock: Callable[[], float]
+    by_device: dict[str, Candidate] = field(default_factory=dict)
+
+    def get_not_ready(self) -> dict[str, str]:
+        """Returns the selected devices that are not ready, with the reason."""
+        return {
+            name: self.get_reason(name)
+            for name in self.list_selected()
+            if self.get_status(name) is not AdmissionStatus.READY
+        }
+
+    def list_selected(self) -> list[str]:
+        """Returns the devices that the run file selects, sorted, present or not."""
+        run = self.run
+        if run.names and not run.groups:
+            return sorted(run.names)
+        trainers = [info for info in self.roster.list_devices() if info.role == Role.TRAINER]
+        return sorted(
+            info.device_id
+            for info in trainers
+            if (not run.groups or not set(run.groups).isdisjoint(info.groups))
+            and (not run.names or info.device_id in run.names)
+            and (run.groups or not self._get_permanent_reason(info))
+        )
+
+    def get_status(self, device_id: str) -> AdmissionStatus | None:
+        """Returns the status of a device; None if it may still come."""
+        candidate, info = self.by_device.get(device_id), self.roster.get_device(device_id)
+        if candidate is None and (info is None or self._get_permanent_reason(info)):
+            return AdmissionStatus.REJECTED
+        return candidate.status if candidate is not None else None
+
+    def get_reason(self, device_id: str) -> str:
+        """Returns why a device is not ready."""
+        candidate, info = self.by_device.get(device_id), self.roster.get_device(device_id)
+        if candidate is not None:
+            is_late = self.clock() >= candidate.first_query_s + self.ready_s
+            no_answer = f"it has not answered within {self.ready_s:g} s" if is_late else "it has not answered yet"
+            return candidate.reason or (
+                f"it is busy with {candidate.current_assignment}"
+                if candidate.is_busy
+                else f"{no_answer} ({candidate.phase})"
+            )
+        if info is None:
+            return "there is no such device in the fleet"
+        return self._get_permanent_reason(info) or f"it is {self.roster.format_state(device_id) or 'not there'}"
+
+    def _get_permanent_reason(self, info: DeviceInfo) -> str:
+        """Returns why a device could not take part even if present; empty if it could."""
+        if info.role != Role.TRAINER:
+            return f"it is an {info.role}, and trains nothing"
+        if self.run.task not in info.tasks:
+            return f"it has no shard for task {self.run.task!r}; on the board: edgefl device shard add"
+        return find_training_blocker(info, needs_torch=self.run.needs_torch)

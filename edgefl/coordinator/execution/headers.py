@@ -1,7 +1,12 @@
-"""Instruction headers for devices, and validated parsing of reply headers.
+"""Wire ids and headers of instructions, and validated parsing of reply headers.
 
 An assignment id is unique within its run. On the wire the run id precedes it, so that a device never takes an answer,
 a recall or a report of an earlier run for one of this run.
+
+Every resume of a run starts another incarnation: strategies count their assignments on from the checkpoint, so an id
+may be used a second time, for other work. On the wire the incarnation precedes it. Every turn of the journal and
+every fleet snapshot of a checkpoint records the incarnation: neither a clock nor a row that was not on the disk yet
+may decide it.
 """
 
 from __future__ import annotations
@@ -10,10 +15,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from edgefl.coordinator.execution.incarnations import RunIncarnations
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import (
     PREFETCH_BYTE_KEYS,
@@ -24,7 +29,67 @@ from edgefl.core.types import (
     TrainInstruction,
     UpdateMetrics,
 )
-from edgefl.decentralised.message_bundle import decode_messages
+from edgefl.storage.rollback import MAX_INCARNATION_ROWS
+from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
+
+FIRST_INCARNATION = 0
+
+
+def format_wire_id(run_id: str, assignment_id: str, incarnation: int = FIRST_INCARNATION) -> str:
+    """Returns the id of an assignment on the wire."""
+    return (
+        f"{run_id}/{assignment_id}" if incarnation == FIRST_INCARNATION else f"{run_id}/{incarnation}/{assignment_id}"
+    )
+
+
+class RunIncarnations:
+    """Wire ids of the assignments of one run.
+
+    Args:
+        run_id: of the run.
+        current: its present incarnation, 0 for the first.
+        previous: the incarnations of earlier assignments, oldest first; assignments not listed are of the first.
+    """
+
+    def __init__(
+        self, run_id: str, current: int = FIRST_INCARNATION, previous: Mapping[str, int] | None = None
+    ) -> None:
+        self.run_id, self.current = run_id, current
+        self._previous = dict(previous or {})
+        self._current_ids: dict[str, None] = {}
+
+    def assign_wire_id(self, assignment_id: str) -> str:
+        """Returns the wire id of an assignment that is dispatched now."""
+        if self.current != FIRST_INCARNATION:
+            self._current_ids.pop(assignment_id, None)
+            self._current_ids[assignment_id] = None
+            if len(self._current_ids) > MAX_INCARNATION_ROWS:
+                del self._current_ids[next(iter(self._current_ids))]
+        return format_wire_id(self.run_id, assignment_id, self.current)
+
+    def get_wire_id(self, assignment_id: str) -> str:
+        """Returns the wire id of a recent assignment, the newest if there were several."""
+        incarnation = (
+            self.current
+            if assignment_id in self._current_ids
+            else self._previous.get(assignment_id, FIRST_INCARNATION)
+        )
+        return format_wire_id(self.run_id, assignment_id, incarnation)
+
+    def to_dict(self) -> dict[int, list[str]]:
+        """Returns the newest assignments of each incarnation but the first, oldest first, to be stored."""
+        incarnation_by_id = {
+            assignment_id: incarnation
+            for assignment_id, incarnation in self._previous.items()
+            if assignment_id not in self._current_ids
+        }
+        incarnation_by_id |= dict.fromkeys(self._current_ids, self.current)
+        ids_by_incarnation: dict[int, list[str]] = {}
+        for assignment_id in islice(incarnation_by_id, max(0, len(incarnation_by_id) - MAX_INCARNATION_ROWS), None):
+            if incarnation_by_id[assignment_id] != FIRST_INCARNATION:
+                ids_by_incarnation.setdefault(incarnation_by_id[assignment_id], []).append(assignment_id)
+        return ids_by_incarnation
+
 
 MAX_COUNT = 2**53
 """Largest valid count: JSON numbers are exact up to here."""
@@ -41,13 +106,10 @@ PLAUSIBLE_RANGES = MappingProxyType(
 
 
 def create_instruction_header(
-    incarnations: RunIncarnations, instruction: TrainInstruction | EvaluateInstruction, *, wire_id: str | None = None
+    incarnations: RunIncarnations, instruction: TrainInstruction | EvaluateInstruction
 ) -> Json:
-    """Returns the header of one instruction, without the fields common to the run.
-
-    `wire_id` is the wire id of an instruction dispatched before; without it a new one is assigned.
-    """
-    header: Json = {"assignment": wire_id or incarnations.assign_wire_id(instruction.assignment_id)}
+    """Returns the header of one instruction with an assigned wire id, without the fields common to the run."""
+    header: Json = {"assignment": incarnations.get_wire_id(instruction.assignment_id)}
     if isinstance(instruction, EvaluateInstruction):
         return {**header, "version": instruction.version}
     if instruction.block is not None:

@@ -18,27 +18,26 @@ from edgefl.coordinator.execution.admission import (
     AdmissionController,
     AdmissionRequirements,
     RecordEvent,
+    RunMembership,
 )
 from edgefl.coordinator.execution.eligibility import RunSpec
-from edgefl.coordinator.execution.event_queue import BoundedEventQueue, LoadItem
+from edgefl.coordinator.execution.fleet_view import IdleRunReporter, LiveFleetView
 from edgefl.coordinator.execution.headers import (
+    RunIncarnations,
     create_instruction_header,
     parse_evaluate_result,
     parse_peer_messages,
     parse_update_metrics,
 )
-from edgefl.coordinator.execution.idle_reporter import IdleRunReporter
-from edgefl.coordinator.execution.in_flight import (
+from edgefl.coordinator.execution.messaging import (
+    BoundedEventQueue,
     DeviceNotifier,
     InFlightInstructions,
     InstructionTransport,
+    LoadItem,
     PendingInstruction,
 )
-from edgefl.coordinator.execution.incarnations import RunIncarnations
-from edgefl.coordinator.execution.live_fleet_view import LiveFleetView
-from edgefl.coordinator.execution.model_distribution import PREFETCHED_KEY, REPLY_ONLY, ModelDistributor
-from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction
-from edgefl.coordinator.execution.run_membership import RunMembership
+from edgefl.coordinator.execution.model_distribution import PREFETCHED_KEY, REPLY_ONLY, ModelDistributor, ModelPayload
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
     DeviceChanged,
@@ -48,8 +47,7 @@ from edgefl.coordinator.fleet.registry import (
     HeldInstructions,
     RegistryEvent,
 )
-from edgefl.coordinator.flower.messages import Reply
-from edgefl.coordinator.flower.spool import spool_to_disk
+from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError
 from edgefl.core.types import (
@@ -68,7 +66,8 @@ from edgefl.core.types import (
     UpdateStatus,
     size_of_tensors,
 )
-from edgefl.storage.retention import REJECTED_EVENT_KIND
+from edgefl.engine.fleet_state import DispatchedInstruction
+from edgefl.storage.store import REJECTED_EVENT_KIND
 
 __all__ = ["DeviceNotifier", "InterruptedRunError", "LiveFleet", "LiveFleetView", "RunSpec"]
 
@@ -150,6 +149,7 @@ class LiveFleet:
             )
         self._idle_reporter = IdleRunReporter(run, clock, lambda kind, message: record_event(kind, "", message))
         self._resumed_until_s: float | None = None
+        self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
             run, roster, run_clock or clock, is_admitted=admission.is_admitted if admission else lambda _: True
         )
@@ -191,13 +191,14 @@ class LiveFleet:
         self._distributor.update_source(source)
         for instruction in instructions:
             if isinstance(instruction, FinishEarlyInstruction):
+                self._view.finish_early(instruction.assignment_id)
                 self._in_flight.finish_early(
                     self._incarnations.get_wire_id(instruction.assignment_id), instruction.device_id
                 )
-                continue
-            if isinstance(instruction, TrainInstruction):
+            else:
                 self._view.assign(instruction)
-            self._dispatch_instruction(instruction, source)
+                payload, now_s = self._distributor.create_payload(instruction, source), self.clock()
+                self._in_flight.dispatch(self._make_pending(instruction, payload, now_s))
 
     def resume_in_flight(self, in_flight: Sequence[DispatchedInstruction], source: ModelProvider) -> None:
         """Resumes instructions that an earlier coordinator dispatched; devices may have finished them by now.
@@ -206,27 +207,11 @@ class LiveFleet:
         Evaluations are always sent again.
         """
         self._distributor.update_source(source)
-        now_s = self.clock()
+        now_s, unsent = self.clock(), ModelPayload(body=prepare_body(b""), header=REPLY_ONLY)
         for dispatched in in_flight:
-            instruction, pending_id = dispatched.order, self._incarnations.get_wire_id(dispatched.order.assignment_id)
-            deadline_s = (
-                instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_DEADLINE_S
-            )
-            pending = PendingInstruction(
-                wire_id=pending_id,
-                instruction=instruction,
-                header={
-                    **self._run.header,
-                    **create_instruction_header(self._incarnations, instruction, wire_id=pending_id),
-                },
-                body=prepare_body(b""),
-                dispatched_s=dispatched.given_s,
-                deadline_s=None if deadline_s is None else dispatched.given_s + deadline_s,
-                sent_s=now_s,
-                model_header=REPLY_ONLY,
-            )
+            pending = self._make_pending(dispatched.order, unsent, dispatched.given_s)
             self._in_flight.add(pending)
-            if isinstance(instruction, EvaluateInstruction):
+            if isinstance(dispatched.order, EvaluateInstruction):
                 self._resend_evaluation(pending, source)
         self._resumed_until_s = now_s + REJOIN_TIMEOUT_S
         for device_id in dict.fromkeys(dispatched.order.device_id for dispatched in in_flight):
@@ -273,26 +258,21 @@ class LiveFleet:
             if not pending.message_id
         ]
 
-    def _dispatch_instruction(
-        self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
-    ) -> None:
-        now_s, payload, header = (
-            self.clock(),
-            self._distributor.create_payload(instruction, source),
-            create_instruction_header(self._incarnations, instruction),
-        )
+    def _make_pending(
+        self, instruction: TrainInstruction | EvaluateInstruction, payload: ModelPayload, dispatched_s: float
+    ) -> PendingInstruction:
+        header = create_instruction_header(self._incarnations, instruction)
         deadline_s = instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_DEADLINE_S
-        pending = PendingInstruction(
+        return PendingInstruction(
             wire_id=header["assignment"],
             instruction=instruction,
             header={**self._run.header, **header},
             body=payload.body,
-            dispatched_s=now_s,
-            deadline_s=None if deadline_s is None else now_s + deadline_s,
-            sent_s=now_s,
+            dispatched_s=dispatched_s,
+            deadline_s=None if deadline_s is None else dispatched_s + deadline_s,
+            sent_s=self.clock(),
             model_header=payload.header,
         )
-        self._in_flight.dispatch(pending)
 
     def _on_send_failed(self, wire_id: str, reason: str) -> None:
         self._queue.put(_SendFailure(wire_id=wire_id, reason=reason))
@@ -305,6 +285,8 @@ class LiveFleet:
             RunFailedError: fewer devices are ready than the run requires.
         """
         while True:
+            if self._interruption is not None:
+                raise self._interruption
             has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
             if self._idle_reporter.poll(self._view.idle, has_work=has_work):
                 return []  # so that the event is committed now
@@ -315,12 +297,12 @@ class LiveFleet:
             # Replies first: an instruction no longer held may have been answered at the same time.
             self._backlog = deque(sorted(batch, key=lambda item: not isinstance(item, Reply)))
             num_bytes = 0
-            while self._backlog and num_bytes < self._max_decoded_bytes:
+            while self._backlog and num_bytes < self._max_decoded_bytes and self._interruption is None:
                 item_events = self._process_item(self._backlog.popleft())
                 num_bytes += sum(size_of_tensors(event.tensors) for event in item_events if isinstance(event, Update))
                 events += item_events
             events += self._membership.poll()
-            if events or self.clock() >= until_s:
+            if events or (self.clock() >= until_s and self._interruption is None):
                 return events
 
     def _next_wake_s(self, until_s: float) -> float:
@@ -341,7 +323,8 @@ class LiveFleet:
     def _process_item(self, item: _QueueItem) -> list[Event]:
         match item:
             case InterruptedRunError():
-                raise item
+                self._interruption = item  # raised once the events before it are in the journal
+                return []
             case Reply():
                 return self._on_reply(item)
             case Progress():
@@ -416,8 +399,7 @@ class LiveFleet:
 
     def _complete(self, pending: PendingInstruction) -> None:
         self._in_flight.complete(pending)
-        if isinstance(pending.instruction, TrainInstruction):
-            self._view.complete(pending.instruction)
+        self._view.complete(pending.instruction)
 
     def _fail(self, pending: PendingInstruction, status: UpdateStatus, reason: str) -> InstructionFailed:
         self._complete(pending)

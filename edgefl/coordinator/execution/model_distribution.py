@@ -16,7 +16,7 @@ from edgefl.coordinator.execution.eligibility import RunSpec
 from edgefl.coordinator.flower.messages import PreparedBody
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.types import EvaluateInstruction, Json, ModelProvider, TrainInstruction
-from edgefl.decentralised.message_bundle import encode_messages
+from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 
 MAX_CACHE_BYTES = 64 * 1024 * 1024
 """Maximum bytes of cached full models of versions sent as a delta; the newest is always cached."""

@@ -10,15 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from edgefl.coordinator.execution.fleet_state import FleetState
-from edgefl.coordinator.execution.incarnations import RunIncarnations
-from edgefl.coordinator.execution.live_fleet_view import LiveFleetView
+from edgefl.coordinator.execution.fleet_view import LiveFleetView
+from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.replay import JournalReplay, ReplayError, RunClock
 from edgefl.core.types import (
     Decision,
     DeviceInfo,
     DeviceThroughput,
-    EvaluateInstruction,
     EvaluateResult,
     Event,
     FinishEarlyInstruction,
@@ -29,20 +27,11 @@ from edgefl.core.types import (
     ModelProvider,
     Progress,
     Role,
-    TrainInstruction,
     Update,
 )
+from edgefl.engine.fleet_state import DispatchedInstruction, FleetState
 from edgefl.storage.journal.record_encoding import HealthObserved, TurnStarted
-
-
-class TurnJournalWriter(Protocol):
-    """The write-ahead log of one run (`storage.journal`)."""
-
-    def record_events(self, events: Sequence[Event]) -> Sequence[Event]: ...
-    def record_decision(self, decision: Decision) -> None: ...
-    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
-    def record_turn(self, entry: TurnStarted | HealthObserved) -> None: ...
-    def commit(self) -> None: ...
+from edgefl.storage.journal.wal_journal import WalJournal
 
 
 class UnderlyingFleet(Protocol):
@@ -52,14 +41,6 @@ class UnderlyingFleet(Protocol):
     def resume_in_flight(self, in_flight: Sequence[DispatchedInstruction], source: ModelProvider) -> None: ...
     def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None: ...
     def wait(self, until_s: float) -> Sequence[Event]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DispatchedInstruction:
-    """An in-flight instruction, and when it was dispatched, in seconds of the run's own clock."""
-
-    order: TrainInstruction | EvaluateInstruction
-    given_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +99,7 @@ class RecordingFleet:
     def __init__(
         self,
         fleet: UnderlyingFleet,
-        wal: TurnJournalWriter,
+        wal: WalJournal,
         replay: JournalReplay,
         clock: RunClock,
         snapshot: FleetSnapshot | None = None,
@@ -128,7 +109,6 @@ class RecordingFleet:
         self._fleet, self._wal, self._replay, self._clock = fleet, wal, replay, clock
         self._incarnations = incarnations or RunIncarnations("")
         snapshot = snapshot or FleetSnapshot()
-        self._in_flight, self._finishing_early = dict(snapshot.out), set(snapshot.recalled)
         self._health: dict[str, HealthMetrics] = {}
         self._known_health: dict[str, HealthMetrics | None] = {}
         self._update_health(snapshot.vitals)
@@ -162,38 +142,31 @@ class RecordingFleet:
 
     def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
         """Dispatches new instructions; replayed ones are only recorded as in flight."""
-        self._source, now_s = source, self._clock.now_s()
-        for instruction in instructions:
-            if not isinstance(instruction, FinishEarlyInstruction):
-                self._in_flight[instruction.assignment_id] = DispatchedInstruction(order=instruction, given_s=now_s)
-                if self._is_live:
-                    self._incarnations.assign_wire_id(instruction.assignment_id)
+        self._source = source
         if self._is_live:
+            for instruction in instructions:
+                if not isinstance(instruction, FinishEarlyInstruction):
+                    self._incarnations.assign_wire_id(instruction.assignment_id)
             self._resume_in_flight(source)
             self._fleet.dispatch(instructions, source)
-        else:
-            for instruction in instructions:
-                if isinstance(instruction, TrainInstruction):
-                    self._replayed_state.assign(instruction)
-        recalled = {
-            instruction.assignment_id
-            for instruction in instructions
-            if isinstance(instruction, FinishEarlyInstruction)
-        }
-        self._finishing_early |= recalled & self._in_flight.keys()
+            return
+        for instruction in instructions:
+            if isinstance(instruction, FinishEarlyInstruction):
+                self._replayed_state.finish_early(instruction.assignment_id)
+            else:
+                self._replayed_state.assign(instruction)
 
     def wait(self, until_s: float) -> Sequence[Event]:
         if self._is_live or self._replay.is_exhausted:
             self._start_live()
             if self._source is not None:
                 self._resume_in_flight(self._source)
-            events = [self._to_run_time(event) for event in self._fleet.wait(until_s - self._clock.offset_s)]
-        else:
-            events = self._replay.read_events()
-            if (next_turn := self._replay.next_turn) is not None:
-                self._clock.set_time(next_turn.now_s, next_turn.at)  # its events came right before it
+            return [self._to_run_time(event) for event in self._fleet.wait(until_s - self._clock.offset_s)]
+        events = self._replay.read_events()
+        if (next_turn := self._replay.next_turn) is not None:
+            self._clock.set_time(next_turn.now_s, next_turn.at)  # its events came right before it
         for event in events:
-            self._complete(event)
+            self._complete_replayed(event)
         return events
 
     # The write-ahead log.
@@ -236,8 +209,8 @@ class RecordingFleet:
         return FleetSnapshot(
             now_s=view.now_s,
             at=self._clock.unix_s(),
-            out=dict(self._in_flight),
-            recalled=set(self._finishing_early),
+            out=dict(view.in_flight),
+            recalled=set(view.finishing_early),
             devices=dict(view.devices),
             speeds=dict(view.speeds),
             progress=dict(view.progress),
@@ -268,12 +241,11 @@ class RecordingFleet:
             else:
                 self._health[device_id] = metrics
 
-    def _complete(self, event: Event) -> None:
+    def _complete_replayed(self, event: Event) -> None:
         if not isinstance(event, Update | EvaluateResult | InstructionFailed):
             return
-        dispatched = self._in_flight.pop(event.assignment_id, None)
-        self._finishing_early.discard(event.assignment_id)
-        if self._is_live or dispatched is None or not isinstance(dispatched.order, TrainInstruction):
+        dispatched = self._replayed_state.in_flight.get(event.assignment_id)
+        if dispatched is None:
             return
         self._replayed_state.complete(dispatched.order)
         if isinstance(event, Update):
@@ -283,7 +255,7 @@ class RecordingFleet:
         """Ends the replay and goes over to the live fleet."""
         if self._is_live:
             return
-        self._is_live, self._to_resume = True, list(self._in_flight.values())
+        self._is_live, self._to_resume = True, list(self._replayed_state.in_flight.values())
         self._clock.start()
         view = self._fleet.view()
         view.restore_from(self._replayed_state)
@@ -302,7 +274,7 @@ class RecordingFleet:
             recalled = [
                 dispatched.order
                 for dispatched in remaining
-                if dispatched.order.assignment_id in self._finishing_early
+                if dispatched.order.assignment_id in self._replayed_state.finishing_early
             ]
             recalls = [
                 FinishEarlyInstruction(assignment_id=instruction.assignment_id, device_id=instruction.device_id)
@@ -328,8 +300,5 @@ def _restore_fleet_state(snapshot: FleetSnapshot, health: dict[str, HealthMetric
     state.start_turn(snapshot.now_s)
     for device_id, info in snapshot.devices.items():
         state.update_device(device_id, replace(info, role=Role(info.role)))
-    for dispatched in snapshot.out.values():
-        if isinstance(dispatched.order, TrainInstruction):
-            state.assign(dispatched.order)
-    state.restore_measurements(snapshot.speeds, snapshot.progress)
+    state.restore(snapshot.out, snapshot.recalled, snapshot.speeds, snapshot.progress)
     return state

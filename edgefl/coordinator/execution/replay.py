@@ -171,7 +171,7 @@ def _get_comparable_fields(instruction: Instruction) -> tuple[object, ...]:
             instruction.block,
         )
     if isinstance(instruction, FinishEarlyInstruction):
-        return "recall", instruction.assignment_id, instruction.device_id
+        return "finish-early", instruction.assignment_id, instruction.device_id
     return (
         "evaluation",
         instruction.assignment_id,

@@ -1,1 +1,1 @@
-"""Fleet: presence, device registry, telemetry, membership, draining and clone detection."""
+"""Fleet: presence, device registry, telemetry, membership, draining and clone detection. Begin with `registry`."""

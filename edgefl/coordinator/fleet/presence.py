@@ -145,7 +145,7 @@ class PresenceTracker:
         self._is_broker_link_up = connected
 
     def tick(self, now_s: float) -> list[PresenceEvent]:
-        """Returns the devices that became late or gone by silence; call it at `next_check_s` or once a second."""
+        """Returns the devices that became late or gone by silence; call it once a second."""
         if not self._is_broker_link_up:
             return []
         events: list[PresenceEvent] = []
@@ -154,15 +154,6 @@ class PresenceTracker:
             if change is not None:
                 events += _set_state(device_id, device, *change)
         return events
-
-    def next_check_s(self) -> float | None:
-        """Returns the earliest time at which silence can change something, or None."""
-        if not self._is_broker_link_up:
-            return None
-        deadlines = [
-            deadline_s for device in self._devices.values() for deadline_s in self._compute_deadlines_s(device)
-        ]
-        return min(deadlines, default=None)
 
     def remove(self, device_id: str) -> None:
         """Drops a device that was removed, or that joined anew and counts its sessions from one again."""
@@ -176,13 +167,6 @@ class PresenceTracker:
         """Returns the last heartbeat of a device's present session, if it sent one."""
         device = self._devices.get(device_id)
         return device.heartbeat if device else None
-
-    def is_present(self, device_id: str) -> bool:
-        return self.get_state(device_id) in PRESENT_STATES
-
-    def list_present(self) -> list[str]:
-        """Returns the ids of those online, late or draining, sorted."""
-        return sorted(name for name, device in self._devices.items() if device.state in PRESENT_STATES)
 
     def list_records(self, now_s: float) -> list[PresenceRecord]:
         """Returns one record per known device, sorted by id."""
@@ -269,14 +253,6 @@ class PresenceTracker:
 
     def _compute_will_deadline_s(self, will_s: float) -> float:
         return max(will_s, self._broker_link_up_s) + self._gone_after_will_s
-
-    def _compute_deadlines_s(self, device: _TrackedDevice) -> list[float]:
-        if device.state not in PRESENT_STATES:
-            return []
-        since_s = max(device.last_contact_s, self._broker_link_up_s)
-        silence_s = self._late_after_s if device.state is DevicePresence.ONLINE else self._gone_after_s
-        will_deadlines = [] if device.last_will_s is None else [self._compute_will_deadline_s(device.last_will_s)]
-        return [since_s + silence_s, *will_deadlines]
 
 
 def _set_state(device_id: str, device: _TrackedDevice, after: DevicePresence, reason: str) -> list[PresenceEvent]:

@@ -7,21 +7,19 @@ changes to its subscribers: the telemetry writer and the live fleet.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneDetector, CloneRejected
 from edgefl.coordinator.fleet.event_bus import EventBus
-from edgefl.coordinator.fleet.live_health import LiveHealth
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
+from edgefl.engine.fleet_state import update_moving_average
 
 _SCHEDULABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
-SMOOTHING_FACTOR = 0.3
-"""Weight of the newest measurement in a device's smoothed speed."""
 _HEARTBEAT_FIELDS = ("temperature_c", "run", "iteration")
 DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
     {
@@ -249,7 +247,7 @@ class DeviceRegistry:
     @property
     def health(self) -> Mapping[str, HealthMetrics]:
         """Live health of the devices that sent a heartbeat."""
-        return LiveHealth(self)
+        return _LiveHealth(self)
 
     def list_heartbeats(self) -> dict[str, Heartbeat]:
         """Returns the last heartbeat of every device that sent one, by id, sorted."""
@@ -395,11 +393,6 @@ class DeviceRegistry:
         return self._presence.list_records(self._clock())
 
 
-def update_moving_average(previous: float | None, newest: float) -> float:
-    """Returns the moving average of a measurement, the newest one included."""
-    return newest if previous is None else previous + SMOOTHING_FACTOR * (newest - previous)
-
-
 def _parse_blocks(reported: object) -> dict[str, tuple[int, ...]]:
     """Returns the blocks of redundant shards by task; drops invalid ones."""
     if not isinstance(reported, Mapping):
@@ -409,3 +402,28 @@ def _parse_blocks(reported: object) -> dict[str, tuple[int, ...]]:
         for task, blocks in reported.items()
         if isinstance(blocks, list)
     }
+
+
+class _LiveHealth(Mapping[str, HealthMetrics]):
+    """Current health of the devices that sent a heartbeat."""
+
+    def __init__(self, registry: DeviceRegistry) -> None:
+        self._registry = registry
+
+    def __getitem__(self, device_id: str) -> HealthMetrics:
+        heartbeat = self._registry.get_heartbeat(device_id)
+        if heartbeat is None:
+            raise KeyError(device_id)
+        throttled = heartbeat.throttled
+        return HealthMetrics(
+            temperature_c=heartbeat.temperature_c,
+            is_throttled=None if throttled is None else throttled != "ok",
+            battery_fraction=heartbeat.battery_fraction,
+            power_w=heartbeat.power_w,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._registry.list_heartbeats())
+
+    def __len__(self) -> int:
+        return len(self._registry.list_heartbeats())

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from edgefl.coordinator.fleet.clone_detection import CloneDetected
 from edgefl.coordinator.fleet.presence import PresenceChanged, SessionConflict
 from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, RegistryEvent
-from edgefl.coordinator.fleet.shard_errors import record_capabilities
-from edgefl.coordinator.fleet.stable_clock import StableClock
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Capabilities, Heartbeat, ProgressReport, StatusMessage, Topic
-from edgefl.core.types import Progress
+from edgefl.core.safe_parsing import sanitise_line
+from edgefl.core.types import Json, Progress
 from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
 
@@ -27,6 +26,13 @@ DAY_S = 86_400.0
 MAX_VERSION_CHARS = 40
 MAX_PENDING_ROWS = 20_000
 """Maximum number of buffered heartbeats, and of events; the oldest beyond it are dropped, and counted."""
+
+SHARD_UNREADABLE = "shard-unreadable"
+MAX_SHARD_ERRORS = 8
+MAX_ERROR_CHARS = 200
+MAX_JUMP_S = 86_400.0
+SETTLING_TIME_S = 3600.0
+"""A clock is trusted this long after its last jump, or after a start that does not follow the stored times."""
 
 
 @dataclass(slots=True)
@@ -149,7 +155,7 @@ class TelemetryWriter:
             if pending.num_dropped:
                 message = f"{pending.num_dropped} heartbeats and events were dropped: the store could not be written"
                 log.warning("%s", message)
-                self._store.record_event("diary-dropped", message, at=self._clock())
+                self._store.record_event("events-dropped", message, at=self._clock())
             for event, at in pending.events:
                 self._write_event(event, at)
 
@@ -166,24 +172,7 @@ class TelemetryWriter:
             return
         self._registry.record_heartbeat(device_id, heartbeat)
         self._on_heartbeat(device_id, heartbeat)
-        row = HeartbeatRow(
-            device_id=device_id,
-            at=self._clock(),
-            seq=heartbeat.seq,
-            session_no=heartbeat.session_no,
-            uptime_s=heartbeat.uptime_s,
-            clock_skew_s=heartbeat.clock_skew_s,
-            temperature_c=heartbeat.temperature_c,
-            throttled=heartbeat.throttled,
-            cpu_fraction=heartbeat.cpu_fraction,
-            memory_fraction=heartbeat.memory_fraction,
-            memory_bytes=heartbeat.memory_bytes,
-            disk_free_bytes=heartbeat.disk_free_bytes,
-            battery_fraction=heartbeat.battery_fraction,
-            power_w=heartbeat.power_w,
-            run=heartbeat.run,
-            iteration=heartbeat.iteration,
-        )
+        row = HeartbeatRow(device_id=device_id, at=self._clock(), heartbeat=heartbeat)
         with self._lock:
             self._pending.heartbeats.append(row)
 
@@ -228,3 +217,56 @@ class TelemetryWriter:
                 self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)
             case DeviceRestarted():
                 self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
+
+
+def parse_shard_errors(facts: Json) -> dict[str, str]:
+    """Returns `shard_errors` of a device's capabilities, by task; drops invalid entries, and shortens long ones."""
+    reported = facts.get("shard_errors")
+    if not isinstance(reported, dict):
+        return {}
+    errors = [(str(task), reason) for task, reason in reported.items() if isinstance(reason, str)][:MAX_SHARD_ERRORS]
+    return {sanitise_line(task, MAX_ERROR_CHARS): sanitise_line(reason, MAX_ERROR_CHARS) for task, reason in errors}
+
+
+def record_capabilities(store: Store, device_id: str, facts: Json, shards: Json, *, at: float) -> None:
+    """Stores a device's capabilities; if they are new, also records their shard errors as events.
+
+    Raises:
+        NotFoundError: no such device.
+    """
+    if store.record_capabilities(device_id, facts, shards, at):
+        for task, reason in parse_shard_errors(facts).items():
+            store.record_event(SHARD_UNREADABLE, f"{task}: {reason}", at=at, device_id=device_id, data={"task": task})
+
+
+class StableClock:
+    """Unix time that ignores recent jumps. Not thread-safe.
+
+    A machine without a clock chip may start in any year, and be set right later.
+
+    Args:
+        clock: Unix seconds.
+        monotonic: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._clock, self._monotonic = clock, monotonic
+        self._offset_s: float | None = None
+        self._trusted_from_s = 0.0
+
+    @property
+    def is_started(self) -> bool:
+        return self._offset_s is not None
+
+    def start(self, newest_at: float | None) -> None:
+        """Starts it; `newest_at` is the newest time stored before this start."""
+        now, now_s = self._clock(), self._monotonic()
+        is_continuous = newest_at is not None and abs(now - newest_at) <= MAX_JUMP_S
+        self._offset_s, self._trusted_from_s = now - now_s, now_s if is_continuous else now_s + SETTLING_TIME_S
+
+    def now(self) -> float | None:
+        """Returns Unix seconds; None while the clock is not trusted. Call it regularly, to notice jumps."""
+        now, now_s = self._clock(), self._monotonic()
+        if self._offset_s is None or abs(now - now_s - self._offset_s) > MAX_JUMP_S:
+            self._offset_s, self._trusted_from_s = now - now_s, now_s + SETTLING_TIME_S
+        return now if now_s >= self._trusted_from_s else None

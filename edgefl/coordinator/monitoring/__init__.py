@@ -1,1 +1,1 @@
-"""Monitoring: alerts, their webhook, and metrics for Prometheus."""
+"""Monitoring: metrics for Prometheus, alerts, and their webhook. Begin with `monitoring`."""

@@ -1,25 +1,46 @@
-"""`/metrics` in Prometheus' text format: the collector registry, HTTP response counters, and the route.
+"""`/metrics` in Prometheus' text format: the collector registry and HTTP response counters.
 
 Nothing here reads history from the store: values come from the device registry, `RunMetrics` and a few `stat` calls.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 
-from fastapi import APIRouter, Depends, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl import __version__
-from edgefl.coordinator.auth import AccessCheck
+from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.flower.asgi import FLEET_PREFIX
+from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.core.errors import StoreError
+from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import Json
+from edgefl.storage.repositories.records import RunStatus
 
-FLEET_PREFIX = "/v1/fleet/"
+NEVER_SEEN = "never-seen"
+PRESENCE_LABELS = (*(str(state) for state in DevicePresence), NEVER_SEEN)
+METRIC_PREFIX = "edgefl_device_"
+_HEALTH_METRICS: Mapping[str, tuple[str, Callable[[Heartbeat], float | None]]] = {
+    "temperature_celsius": ("Of its processor.", lambda h: h.temperature_c),
+    "throttled": (
+        "1 while the board is throttled.",
+        lambda h: None if h.throttled is None else float(h.throttled != "ok"),
+    ),
+    "battery_ratio": ("Charge, 0 to 1.", lambda h: h.battery_fraction),
+    "power_watts": ("What the board draws.", lambda h: h.power_w),
+}
 
 
 class Metrics:
@@ -65,18 +86,149 @@ class Metrics:
         return count
 
 
-def metrics_router(render: Callable[[], bytes], viewer: AccessCheck) -> APIRouter:
-    """Returns the route `/metrics`, for viewers."""
-    router = APIRouter()
-
-    @router.get("/metrics", dependencies=[Depends(viewer)])
-    def metrics() -> Response:
-        return Response(render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    return router
-
-
 def load_grafana_dashboard() -> Json:
     """Returns a Grafana dashboard over these metrics, for `Dashboards > Import`."""
     content: Json = json.loads((files("edgefl.coordinator.monitoring") / "grafana.json").read_text(encoding="utf-8"))
     return content
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class FleetCollector(Collector):
+    """Collects the metrics of fleet, active run, store and broker at each scrape.
+
+    Attributes:
+        registry: of the devices.
+        run_metrics: of the active run.
+        directory: of the coordinator, on the monitored disk.
+        store_file: the SQLite database, None for a store elsewhere.
+        num_queued: number of queued runs.
+        is_broker_connected: whether the MQTT client is connected.
+        num_dropped: malformed MQTT messages so far.
+        expiries: certificate -> its end, in Unix seconds.
+        max_devices: a larger fleet gets no series per device; 0 for no series at all.
+    """
+
+    registry: DeviceRegistry
+    run_metrics: RunMetrics
+    directory: Path
+    store_file: Path | None
+    num_queued: Callable[[], int]
+    is_broker_connected: Callable[[], bool]
+    num_dropped: Callable[[], int]
+    expiries: Mapping[str, float] = field(default_factory=dict)
+    max_devices: int
+
+    def describe(self) -> list[Metric]:
+        """Returns nothing, so that registration does not collect."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._collect_fleet()
+        yield from self._collect_run()
+        yield from self._collect_coordinator()
+
+    def _collect_fleet(self) -> Iterator[Metric]:
+        rows = self.registry.list_status_rows()
+        counts = collections.Counter(str(row["presence"]).replace(" ", "-") for row in rows)
+        devices = GaugeMetricFamily("edgefl_devices", "Devices that have joined, by presence.", labels=["presence"])
+        for presence in PRESENCE_LABELS:
+            devices.add_metric([presence], counts.get(presence, 0))
+        yield devices
+        has_series = len(rows) <= self.max_devices
+        yield GaugeMetricFamily(
+            "edgefl_devices_without_series",
+            "Devices that are only counted: a fleet of more than --device-metrics has no series for each.",
+            value=0 if has_series else len(rows),
+        )
+
+    def _collect_run(self) -> Iterator[Metric]:
+        run = self.run_metrics.get_active_run()
+        runs = GaugeMetricFamily("edgefl_runs", "Runs that wait or are at work, by status.", labels=["status"])
+        with contextlib.suppress(StoreError):  # a scrape returns what is available
+            runs.add_metric([str(RunStatus.QUEUED)], self.num_queued())
+        for status in (RunStatus.RUNNING, RunStatus.STOPPING):
+            runs.add_metric([str(status)], int(run is not None and run.status is status))
+        yield runs
+        if run is None:
+            return
+        info = GaugeMetricFamily(
+            "edgefl_run_info", "1, with the active run.", labels=["run", "name", "task", "strategy"]
+        )
+        info.add_metric([run.run_id, run.name, run.task, run.strategy], 1)
+        yield info
+        yield GaugeMetricFamily("edgefl_run_round", "The active run's last closed round.", value=run.round)
+        yield GaugeMetricFamily("edgefl_run_version", "The active run's model version.", value=run.version)
+        if run.accuracy is not None:
+            yield GaugeMetricFamily(
+                "edgefl_run_accuracy_ratio", "The active run's newest accuracy, 0 to 1.", value=run.accuracy
+            )
+
+    def _collect_coordinator(self) -> Iterator[Metric]:
+        if self.store_file is not None:
+            size = sum(_get_file_size(Path(f"{self.store_file}{part}")) for part in ("", "-wal"))
+            yield GaugeMetricFamily("edgefl_store_size_bytes", "The database and its write-ahead log.", value=size)
+        with contextlib.suppress(OSError):
+            yield GaugeMetricFamily(
+                "edgefl_disk_free_bytes",
+                "Room on the disk of the coordinator's directory.",
+                value=shutil.disk_usage(self.directory).free,
+            )
+        yield GaugeMetricFamily(
+            "edgefl_broker_connected", "1 while the MQTT broker is reached.", value=int(self.is_broker_connected())
+        )
+        yield CounterMetricFamily(
+            "edgefl_mqtt_messages_dropped", "Malformed MQTT messages of devices.", value=self.num_dropped()
+        )
+        expiries = GaugeMetricFamily(
+            "edgefl_certificate_expiry_timestamp_seconds", "When a certificate ends.", labels=["certificate"]
+        )
+        for name, ends_at in self.expiries.items():
+            expiries.add_metric([name], ends_at)
+        yield expiries
+
+
+def _get_file_size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def render_device_series(registry: DeviceRegistry, *, max_devices: int, now: float) -> str:
+    """Returns the text of all series with the label `device`; nothing for a fleet of more than `max_devices`.
+
+    Device ids need no escaping: they are slugs.
+
+    Args:
+        registry: of the devices.
+        max_devices: maximum number of devices with series.
+        now: Unix seconds.
+    """
+    rows = registry.list_status_rows()
+    if len(rows) > max_devices:
+        return ""
+    heartbeats = registry.list_heartbeats()
+    parts = [
+        _render_family(
+            "present",
+            "1 while the device is there.",
+            {r["device_id"]: int(r["presence"] in PRESENT_STATES) for r in rows},
+        ),
+        _render_family(
+            "last_seen_timestamp_seconds",
+            "Last sign of life.",
+            {r["device_id"]: round(now - r["silent_s"], 1) for r in rows if r["silent_s"] is not None},
+        ),
+    ]
+    for name, (text, read) in _HEALTH_METRICS.items():
+        values = {device_id: read(heartbeat) for device_id, heartbeat in heartbeats.items()}
+        parts.append(
+            _render_family(name, text, {device_id: value for device_id, value in values.items() if value is not None})
+        )
+    return "".join(parts)
+
+
+def _render_family(name: str, text: str, values: Mapping[str, float]) -> str:
+    full_name = METRIC_PREFIX + name
+    lines = [f'{full_name}{{device="{device_id}"}} {value!r}\n' for device_id, value in values.items()]
+    return f"# HELP {full_name} {text}\n# TYPE {full_name} gauge\n{''.join(lines)}" if lines else ""

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from edgefl import __version__
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import Json
+from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class WebhookSender:
     """Queues messages without blocking; `num_queued` are not delivered yet."""
 
     def __init__(self, config: WebhookConfig, *, initial_backoff_s: float = INITIAL_BACKOFF_S) -> None:
-        self._config, self._initial_backoff_s = config, initial_backoff_s
+        self._config, self._backoff = config, Backoff(initial_s=initial_backoff_s, max_s=MAX_BACKOFF_S)
         self._queue: deque[Json] = deque()
         self._changed = threading.Condition()
         self._stop_deadline_s: float | None = None
@@ -115,17 +116,15 @@ class WebhookSender:
         self._thread.join(FLUSH_TIMEOUT_S + TIMEOUT_S)
 
     def _run(self) -> None:
-        pause_s = self._initial_backoff_s
         while (body := self._wait_next()) is not None:
             if self._deliver(body):
                 with self._changed:
                     if self._queue and self._queue[0] is body:
                         self._queue.popleft()
-                pause_s = self._initial_backoff_s
+                self._backoff.reset()
             elif self._stop_deadline_s is None:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stop_deadline_s is not None, pause_s)
-                pause_s = min(2 * pause_s, MAX_BACKOFF_S)
+                    self._changed.wait_for(lambda: self._stop_deadline_s is not None, self._backoff.next_s())
             else:
                 log.warning("%d alerts never reached %s", len(self._queue), self._config.host)
                 return

@@ -1,59 +1,42 @@
-"""Installations of releases and task packs on devices; survives restarts.
+"""Installations of releases and task packs on devices, and the store of uploaded bundles.
 
 The coordinator distributes bundles and trusts none: a device decides by their signatures what it runs.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from edgefl import __version__
-from edgefl.bundles.manifest import BundleKind
-from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.rollouts.bundle_store import BundleStore, StoredBundle
-from edgefl.coordinator.rollouts.controller import RolloutController
-from edgefl.coordinator.rollouts.notifications import (
-    MAX_REASON_CHARS,
-    CommandSender,
-    RolloutNotifier,
-    StatusUpdates,
-    list_present,
-    make_rollout_id,
-    parse_reason,
-)
-from edgefl.coordinator.rollouts.state_machine import (
-    RolloutTransition,
-    advance_rollout,
-    check_canaries,
-    fail_removed_devices,
-    start_rollout,
-    update_canary_deadline,
-)
-from edgefl.core.errors import ConfigError, EdgeflError, NotFoundError, UsageError
-from edgefl.core.protocol import EVALUATOR_NAME, CommandKind, Heartbeat, check_version
+from edgefl.coordinator.rollouts.service import MAX_REASON_CHARS, RolloutService, make_rollout_id
+from edgefl.coordinator.rollouts.state_machine import check_canaries
+from edgefl.core.errors import BundleError, ConfigError, NotFoundError, StoreError, UsageError
+from edgefl.core.protocol import EVALUATOR_NAME, CommandKind, check_version
 from edgefl.core.types import DeviceInfo, Json
-from edgefl.storage.repositories.deployment_records import RolloutStage, RolloutStatus
-from edgefl.storage.repositories.installation_records import InstallationDeviceRecord, InstallationRecord
+from edgefl.storage.repositories.rollouts import InstallationRecord, RolloutDeviceRecord, RolloutStage, RolloutStatus
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import make_private_directory, make_store_error, sync_directory
+from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES, BundleKind, BundleManifest, read_bundle
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CANARY_S = 1800.0
-IN_PROGRESS_STATES = frozenset({"fetching", "requested"})
-REPORTED_STAGES = {
-    "running": (RolloutStage.RUNNING, "updated"),
-    "refused": (RolloutStage.REJECTED, "update-refused"),
-    "failed": (RolloutStage.FAILED, "update-failed"),
-    "rolled-back": (RolloutStage.ROLLED_BACK, "update-rolled-back"),
-}
-"""State that a device may report -> (its stage, kind of event)."""
-_REPORTABLE_STAGES = frozenset({RolloutStage.NOTIFIED, RolloutStage.SUPERSEDED})
 OUTDATED_AGENT_REASON = "its agent is older than this: it says nothing of updates; update it by hand"
+SUFFIX = ".bundle"
+MIN_HASH_DIGITS = 6
+MAX_BUNDLES = 20
+UPLOAD_PREFIX = ".upload-"
+STALE_AFTER_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,30 +63,31 @@ class InstallationRequest:
         check_canaries(self.canary, self.canary_s)
 
 
-class InstallationService:
-    """All installations of a coordinator; `submit` and `on_heartbeat` may be called from any thread."""
+InstallationService = RolloutService[InstallationRequest, InstallationRecord]
 
-    def __init__(
-        self,
-        *,
-        store: Store,
-        registry: DeviceRegistry,
-        bundle_store: BundleStore,
-        command_sender: CommandSender,
-        on_fatal: Callable[[EdgeflError], None],
-    ) -> None:
+
+class Installations:
+    """The kind of rollout that brings a release or task pack; see `RolloutKind`."""
+
+    request = InstallationRequest
+    artefact = "bundle"
+    commands: Mapping[RolloutStage, CommandKind] = {RolloutStage.NOTIFIED: CommandKind.INSTALL}
+    # A device that was slow is believed.
+    reports: Mapping[RolloutStage, Collection[RolloutStage]] = {
+        stage: {RolloutStage.NOTIFIED, RolloutStage.SUPERSEDED}
+        for stage in (RolloutStage.RUNNING, RolloutStage.REJECTED, RolloutStage.FAILED, RolloutStage.ROLLED_BACK)
+    }
+    states_in_progress: Collection[str] = ("fetching", "requested")
+    offered_stages: Collection[RolloutStage] = (RolloutStage.NOTIFIED,)
+    is_ready = True
+    is_queued = True
+
+    def __init__(self, *, store: Store, registry: DeviceRegistry, bundle_store: BundleStore) -> None:
+        self.repository = store.installations
         self._store, self._registry, self.bundle_store = store, registry, bundle_store
-        self._status_updates, self._notifier = StatusUpdates(), RolloutNotifier(registry, command_sender)
-        self._controller = RolloutController("installations", self._reconcile, on_fatal)
 
-    def start(self) -> None:
-        self._controller.start()
-
-    def stop(self) -> None:
-        self._controller.stop()
-
-    def submit(self, request: InstallationRequest) -> tuple[InstallationRecord, dict[str, str]]:
-        """Stores a new installation; returns it, and the excluded devices with the reason.
+    def plan(self, request: InstallationRequest) -> tuple[InstallationRecord, list[str], dict[str, str]]:
+        """Returns the new installation, its devices, and the excluded ones with the reason.
 
         Raises:
             NotFoundError: no such bundle or device.
@@ -115,59 +99,63 @@ class InstallationService:
             if request.bundle is not None
             else self.bundle_store.find_release(request.version or "")
         )
-        if bundle.manifest.kind is BundleKind.RELEASE:
-            check_version(bundle.manifest.version, __version__)
+        manifest = bundle.manifest
+        if manifest.kind is BundleKind.RELEASE:
+            check_version(manifest.version, __version__)
         names, excluded = self._select_devices(request.devices)
-        record = _make_record(request, bundle)
-        with self._store.batch(durable=True):
-            self._store.add_installation(record, names)
-            for name in names:
-                message = f"{record.installation_id}: {record.kind} {record.name} {record.version}"
-                self._store.record_event("update-requested", message, at=time.time(), device_id=name)
-            first_step = start_rollout(
-                record,
-                self._store.list_installation_devices(record.installation_id),
-                list_present(self._registry),
-                time.time(),
-            )
-            self._apply(record, first_step)
-        log.info(
-            "installation %s: %s %s to %d devices", record.installation_id, record.name, record.version, len(names)
+        record = InstallationRecord(
+            installation_id=make_rollout_id(),
+            kind=str(manifest.kind),
+            name=manifest.name,
+            version=manifest.version,
+            key=manifest.key,
+            sha256=bundle.sha256,
+            bytes_file=bundle.num_bytes,
+            canary=request.canary,
+            canary_s=request.canary_s,
+            status=RolloutStatus.PREPARING,
+            created_at=time.time(),
         )
-        self.bundle_store.prune({installation.sha256 for installation in self._store.list_open_installations()})
-        self._controller.wake()
-        return self._store.get_installation(record.installation_id), excluded
+        return record, names, excluded
 
-    def on_heartbeat(self, device_id: str, heartbeat: Heartbeat) -> None:
-        """Records the installation status in a heartbeat."""
-        if self._status_updates.record(device_id, heartbeat.installation):
-            self._controller.wake()
+    def on_submitted(self, record: InstallationRecord, names: Sequence[str]) -> None:
+        message = f"{record.installation_id}: {record.kind} {record.name} {record.version}"
+        for name in names:
+            self._store.record_event("update-requested", message, at=time.time(), device_id=name)
 
-    def offer(self, installation_id: str, device_id: str) -> Json:
-        """Returns the offer that a device needs to fetch the bundle.
+    def prepare(self, record: InstallationRecord) -> Mapping[str, Any]:  # noqa: ARG002 the bundle is there already
+        return {}
 
-        Raises:
-            NotFoundError: there is no such installation for this device.
-        """
-        record = self._find_offered(installation_id, device_id)
+    def prune(self) -> None:
+        self.bundle_store.prune({record.sha256 for record in self.repository.list_open()})
+
+    def make_offer(self, record: InstallationRecord) -> Json:
         return {
             "installation": record.installation_id, "sha256": record.sha256, "bytes": record.bytes_file,
             "kind": record.kind, "name": record.name, "version": record.version,
         }  # fmt: skip
 
-    def get_file(self, installation_id: str, device_id: str) -> Path:
-        """Returns the file that a device fetches; raises as `offer`."""
-        path = self.bundle_store.get_path(self._find_offered(installation_id, device_id).sha256)
+    def get_path(self, record: InstallationRecord) -> Path:
+        path = self.bundle_store.get_path(record.sha256)
         if not path.is_file():
             raise NotFoundError("the coordinator has the bundle no more; bring it again")
         return path
 
-    def _find_offered(self, installation_id: str, device_id: str) -> InstallationRecord:
-        record = self._store.get_installation(installation_id)
-        rows = self._store.list_installation_devices(installation_id)
-        if not any(row.device_id == device_id and row.state is RolloutStage.NOTIFIED for row in rows):
-            raise NotFoundError(f"installation {installation_id} is not for {device_id} now")
-        return record
+    def on_status(self, record: InstallationRecord, status: str, reason: str | None) -> None:
+        """Each device has its own events."""
+
+    def describe_report(self, record: InstallationRecord, stage: RolloutStage) -> tuple[str, str]:
+        event = "updated" if stage is RolloutStage.RUNNING else f"update-{stage}"
+        return event, f"{record.name} {record.version}"
+
+    def parse_scores(self, report: Json) -> Mapping[str, Any]:  # noqa: ARG002 it has none
+        return {}
+
+    def on_other_report(self, device_id: str, rows: Sequence[RolloutDeviceRecord], report: Json) -> None:
+        """A device keeps what it has installed."""
+
+    def add_late_devices(self) -> None:
+        """Software is brought to a new device by hand."""
 
     def _select_devices(self, names: Sequence[str] | None) -> tuple[list[str], dict[str, str]]:
         """Returns the selected devices, and the excluded ones with the reason; raises for a named one."""
@@ -188,84 +176,6 @@ class InstallationService:
             raise UsageError(f"no device can be updated from here ({details or 'none has joined'})")
         return selected, excluded
 
-    def _reconcile(self) -> bool:
-        all_reported = self._controller.run_each(
-            self._status_updates.list_pending(), lambda name: self._status_updates.dispatch(name, self._on_report)
-        )
-        busy: set[str] = set()
-        return (
-            self._controller.run_each(
-                self._store.list_open_installations(), lambda record: self._advance(record, busy)
-            )
-            and all_reported
-        )
-
-    def _on_report(self, device_id: str, report: Json) -> None:
-        rows = self._store.list_device_installations(device_id)
-        row = next((row for row in rows if row.installation_id == report.get("id")), None)
-        if row is not None and row.state in _REPORTABLE_STAGES and str(report.get("state")) in REPORTED_STAGES:
-            self._record_report(row, report)
-
-    def _record_report(self, row: InstallationDeviceRecord, report: Json) -> None:
-        stage, event = REPORTED_STAGES[str(report["state"])]
-        reason = parse_reason(report)
-        values = {"state": stage, "reason": reason, "reported_at": time.time()}
-        record = self._store.get_installation(row.installation_id)
-        message = f"{row.installation_id}: {record.name} {record.version}" + (f", {reason}" if reason else "")
-        with self._store.batch(durable=True):
-            self._store.update_installation_devices(row.installation_id, {row.device_id: values})
-            self._store.record_event(event, message, at=time.time(), device_id=row.device_id)
-        log.info("%s: %s: %s", row.device_id, event, message)
-
-    def _advance(self, record: InstallationRecord, busy: set[str]) -> None:
-        rows = self._store.list_installation_devices(record.installation_id)
-        if (step := fail_removed_devices(rows, self._is_known)) is not None:
-            self._apply(record, step)
-            rows = self._store.list_installation_devices(record.installation_id)
-        if (
-            step := update_canary_deadline(record, rows, lambda name: self._is_queued(name, busy), time.time())
-        ) is not None:
-            self._apply(record, step)
-            record = replace(record, **step.values)
-        if (step := advance_rollout(record, rows, time.time())) is not None:
-            self._apply(record, step)
-        self._notify_devices(record.installation_id, busy)
-
-    def _apply(self, record: InstallationRecord, step: RolloutTransition) -> None:
-        with self._store.batch(durable=True):
-            self._store.update_installation_devices(record.installation_id, step.devices)
-            if step.values:
-                self._store.update_installation(record.installation_id, **step.values)
-        if status := step.values.get("status"):
-            log.info("installation %s is %s %s", record.installation_id, status, step.values.get("reason") or "")
-
-    def _is_known(self, device_id: str) -> bool:
-        return self._registry.get_device(device_id) is not None
-
-    def _is_queued(self, device_id: str, busy: set[str]) -> bool:
-        """Returns whether a device is present, and has an older installation to answer first."""
-        return device_id in busy and self._registry.get_state(device_id) in PRESENT_STATES
-
-    def _notify_devices(self, installation_id: str, busy: set[str]) -> None:
-        """Sends the command to present devices that have not started; the others get it later.
-
-        Args:
-            installation_id: to be installed.
-            busy: devices that have not answered an older one yet; those of this one are added. Each gets one bundle
-                at a time: two would share a slow link, and the updater takes one request.
-        """
-
-        def is_in_progress(heartbeat: Heartbeat) -> bool:
-            status = heartbeat.installation or {}
-            return status.get("id") == installation_id and str(status.get("state")) in IN_PROGRESS_STATES
-
-        for row in self._store.list_installation_devices(installation_id):
-            if row.state is RolloutStage.NOTIFIED and row.device_id not in busy:
-                busy.add(row.device_id)
-                self._notifier.notify(
-                    row.device_id, CommandKind.INSTALL, installation_id, is_in_progress=is_in_progress
-                )
-
 
 def get_incompatibility_reason(info: DeviceInfo) -> str:
     """Returns why a device cannot be updated remotely, in its own words; empty if it can."""
@@ -279,18 +189,148 @@ def get_incompatibility_reason(info: DeviceInfo) -> str:
     )
 
 
-def _make_record(request: InstallationRequest, bundle: StoredBundle) -> InstallationRecord:
-    manifest = bundle.manifest
-    return InstallationRecord(
-        installation_id=make_rollout_id(),
-        kind=str(manifest.kind),
-        name=manifest.name,
-        version=manifest.version,
-        key=manifest.key,
-        sha256=bundle.sha256,
-        bytes_file=bundle.num_bytes,
-        canary=request.canary,
-        canary_s=request.canary_s,
-        status=RolloutStatus.PREPARING,
-        created_at=time.time(),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBundle:
+    """A bundle in the coordinator's folder."""
+
+    sha256: str
+    num_bytes: int
+    kept_at: float
+    manifest: BundleManifest
+
+    def to_json(self) -> Json:
+        manifest = self.manifest
+        return {
+            "sha256": self.sha256, "bytes": self.num_bytes, "kept_at": self.kept_at, "kind": str(manifest.kind),
+            "name": manifest.name, "version": manifest.version, "serial": manifest.serial, "key": manifest.key,
+            "wheels": [wheel.file for wheel in manifest.wheels],
+        }  # fmt: skip
+
+
+class BundleStore:
+    """The folder of a coordinator's bundles."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_BUNDLE_FILE_BYTES) -> None:
+        self.folder, self._max_bytes = folder, max_bytes
+
+    def start_upload(self) -> BundleUpload:
+        """Returns an upload, which takes a bundle by chunks.
+
+        Raises:
+            StoreError: there is no room.
+        """
+        make_private_directory(self.folder)
+        self._remove_stale_uploads()
+        try:
+            return BundleUpload(self, self._max_bytes)
+        except OSError as error:
+            raise make_store_error(self.folder, error) from None
+
+    def get_path(self, sha256: str) -> Path:
+        return self.folder / f"{sha256}{SUFFIX}"
+
+    def list_bundles(self) -> list[StoredBundle]:
+        """Returns the valid bundles, newest first; skips those damaged, or of an unknown format."""
+        bundles = []
+        for path in self.folder.glob(f"*{SUFFIX}") if self.folder.is_dir() else ():
+            try:
+                bundles.append(self.read(path))
+            except (BundleError, StoreError) as error:
+                log.warning("%s is left aside: %s", path, error)
+        return sorted(bundles, key=lambda bundle: bundle.kept_at, reverse=True)
+
+    def find(self, text: str) -> StoredBundle:
+        """Returns a bundle by its SHA-256, or a prefix of it.
+
+        Raises:
+            NotFoundError: there is none, or several match.
+        """
+        matches = [
+            bundle
+            for bundle in self.list_bundles()
+            if len(text) >= MIN_HASH_DIGITS and bundle.sha256.startswith(text)
+        ]
+        if len(matches) != 1:
+            raise NotFoundError(f"{len(matches)} bundles begin with {text[:64]!r}; bring it with --bundle FILE")
+        return matches[0]
+
+    def find_release(self, version: str) -> StoredBundle:
+        """Returns the newest bundle of a release.
+
+        Raises:
+            NotFoundError: this version was never uploaded.
+        """
+        releases = [bundle for bundle in self.list_bundles() if bundle.manifest.kind is BundleKind.RELEASE]
+        matches = [bundle for bundle in releases if bundle.manifest.version == version]
+        if not matches:
+            known_versions = ", ".join(sorted({bundle.manifest.version for bundle in releases})) or "none"
+            raise NotFoundError(
+                f"the coordinator has no release {version!r} (it has: {known_versions}); bring it: --bundle FILE"
+            )
+        return max(matches, key=lambda bundle: bundle.manifest.serial)
+
+    def read(self, path: Path) -> StoredBundle:
+        """Returns the bundle in a file of the folder."""
+        try:
+            with path.open("rb") as file:
+                manifest, status = read_bundle(file).manifest, path.stat()
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+        return StoredBundle(sha256=path.stem, num_bytes=status.st_size, kept_at=status.st_mtime, manifest=manifest)
+
+    def prune(self, keep: Collection[str]) -> None:
+        """Removes all bundles but the newest and those in `keep`."""
+        for bundle in self.list_bundles()[MAX_BUNDLES:]:
+            if bundle.sha256 not in keep:
+                self.get_path(bundle.sha256).unlink(missing_ok=True)
+
+    def _remove_stale_uploads(self) -> None:
+        """Removes uploads left over from a killed coordinator."""
+        for path in self.folder.glob(f"{UPLOAD_PREFIX}*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > STALE_AFTER_S:
+                    path.unlink()
+
+
+class BundleUpload:
+    """Upload of a bundle; `close` removes an unfinished one."""
+
+    def __init__(self, store: BundleStore, max_bytes: int) -> None:
+        self._store, self._max_bytes = store, max_bytes
+        handle, name = tempfile.mkstemp(dir=store.folder, prefix=UPLOAD_PREFIX)
+        self._temporary_path, self._file = Path(name), os.fdopen(handle, "w+b")
+        self._digest, self._num_bytes = hashlib.sha256(), 0
+
+    def write(self, chunk: bytes) -> None:
+        """Adds the next chunk; raises BundleError beyond the size limit, StoreError when the disk is full."""
+        self._num_bytes += len(chunk)
+        if self._num_bytes > self._max_bytes:
+            raise BundleError(f"the bundle has more than {self._max_bytes} bytes")
+        self._digest.update(chunk)
+        try:
+            self._file.write(chunk)
+        except OSError as error:
+            raise make_store_error(self._temporary_path, error) from None
+
+    def complete(self) -> StoredBundle:
+        """Checks the structure of a complete bundle and moves it into the store.
+
+        Raises:
+            BundleError: it is no valid bundle.
+            StoreError: it cannot be written.
+        """
+        path = self._store.get_path(self._digest.hexdigest())
+        try:
+            self._file.flush()
+            read_bundle(self._file)
+            os.fsync(self._file.fileno())
+            self._temporary_path.replace(path)
+            sync_directory(self._store.folder)
+        except OSError as error:
+            raise make_store_error(self._temporary_path, error) from None
+        return self._store.read(path)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+        self._temporary_path.unlink(missing_ok=True)

@@ -10,40 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import DeviceInfo
-from edgefl.storage.repositories.deployment_records import CANARY_PART, RolloutStage, RolloutStatus
-
-
-class RolloutRecord(Protocol):
-    """A deployment or an installation."""
-
-    @property
-    def canary(self) -> int: ...
-    @property
-    def canary_s(self) -> float: ...
-    @property
-    def canary_until(self) -> float | None: ...
-    @property
-    def status(self) -> RolloutStatus: ...
-    @property
-    def should_roll_back(self) -> bool: ...
-
-
-class RolloutDeviceRecord(Protocol):
-    """Stage of one device of a rollout."""
-
-    @property
-    def device_id(self) -> str: ...
-    @property
-    def part(self) -> str: ...
-    @property
-    def state(self) -> RolloutStage: ...
-    @property
-    def reason(self) -> str | None: ...
-
+from edgefl.storage.repositories.rollouts import (
+    CANARY_PART,
+    RolloutDeviceRecord,
+    RolloutRecord,
+    RolloutStage,
+    RolloutStatus,
+)
 
 MAX_CANARY_S = 7 * 24 * 3600.0
 
@@ -53,10 +30,6 @@ _UNANSWERED_STAGES = frozenset({RolloutStage.PENDING, RolloutStage.NOTIFIED})
 _AWAITED_STAGES = frozenset({*_UNANSWERED_STAGES, RolloutStage.REVERTING})
 _FAILED_STAGES = frozenset({RolloutStage.REJECTED, RolloutStage.FAILED, RolloutStage.ROLLED_BACK})
 _POSSIBLY_RUNNING_STAGES = frozenset({RolloutStage.NOTIFIED, RolloutStage.RUNNING})
-STAGES_BEFORE_REPORT = dict.fromkeys(
-    (RolloutStage.RUNNING, RolloutStage.REJECTED, RolloutStage.FAILED), RolloutStage.NOTIFIED
-) | {RolloutStage.REVERTED: RolloutStage.REVERTING}
-"""The stages that a device may report, with the stage that each requires."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +63,10 @@ def start_rollout(
     rollout: RolloutRecord, rows: RolloutDeviceRecords, present: Sequence[DeviceInfo], now: float
 ) -> RolloutTransition:
     """Returns the first step, once the file for the devices is ready."""
-    pending = [row.device_id for row in rows if row.state is RolloutStage.PENDING]
     if not rollout.canary:
-        notified = {name: {"state": RolloutStage.NOTIFIED} for name in pending}
-        return RolloutTransition(values={"status": RolloutStatus.ROLLING}, devices=notified)
-    canaries = select_canaries([info for info in present if info.device_id in set(pending)], rollout.canary)
+        return _notify_pending(rows)
+    pending = {row.device_id for row in rows if row.state is RolloutStage.PENDING}
+    canaries = select_canaries([info for info in present if info.device_id in pending], rollout.canary)
     if not canaries:
         return fail_rollout(rollout, rows, "no device is online that could be a canary", now)
     return RolloutTransition(
@@ -139,7 +111,7 @@ def fail_rollout(rollout: RolloutRecord, rows: RolloutDeviceRecords, reason: str
     """Returns the failure of a rollout; devices that may run its model are reverted to the previous one."""
     changes: dict[str, Mapping[str, Any]] = {}
     for row in rows:
-        if row.state in _POSSIBLY_RUNNING_STAGES and rollout.should_roll_back:
+        if row.state in _POSSIBLY_RUNNING_STAGES and rollout.ROLLS_BACK:
             changes[row.device_id] = {"state": RolloutStage.REVERTING, "reason": reason}
         elif row.state is RolloutStage.PENDING:
             changes[row.device_id] = {"state": RolloutStage.SUPERSEDED, "reason": "never told: it failed elsewhere"}
@@ -150,27 +122,8 @@ def fail_rollout(rollout: RolloutRecord, rows: RolloutDeviceRecords, reason: str
     )
 
 
-def _evaluate_canaries(
-    rollout: RolloutRecord, canaries: RolloutDeviceRecords, rows: RolloutDeviceRecords, now: float
-) -> RolloutTransition | None:
-    failed = next((row for row in canaries if row.state in _FAILED_STAGES), None)
-    if failed is not None:
-        return fail_rollout(rollout, rows, f"canary {failed.device_id}: {failed.reason or failed.state}", now)
-    if any(row.state is RolloutStage.SUPERSEDED for row in canaries):
-        return _supersede(rows, now)
-    unconfirmed = [row.device_id for row in canaries if row.state is not RolloutStage.RUNNING]
-    if not unconfirmed:
-        notified = {
-            row.device_id: {"state": RolloutStage.NOTIFIED} for row in rows if row.state is RolloutStage.PENDING
-        }
-        return RolloutTransition(values={"status": RolloutStatus.ROLLING}, devices=notified)
-    if rollout.canary_until is not None and now >= rollout.canary_until:
-        reason = f"canary {', '.join(unconfirmed)} did not report within {rollout.canary_s:g} s"
-        return fail_rollout(rollout, rows, reason, now)
-    return None
-
-
-def _supersede(rows: RolloutDeviceRecords, now: float) -> RolloutTransition:
+def supersede_rollout(rows: RolloutDeviceRecords, now: float) -> RolloutTransition:
+    """Returns the end of a rollout that a newer one replaces."""
     superseded = {
         row.device_id: {"state": RolloutStage.SUPERSEDED} for row in rows if row.state in _UNANSWERED_STAGES
     }
@@ -178,10 +131,32 @@ def _supersede(rows: RolloutDeviceRecords, now: float) -> RolloutTransition:
     return RolloutTransition(values=values, devices=superseded)
 
 
+def _notify_pending(rows: RolloutDeviceRecords) -> RolloutTransition:
+    notified = {row.device_id: {"state": RolloutStage.NOTIFIED} for row in rows if row.state is RolloutStage.PENDING}
+    return RolloutTransition(values={"status": RolloutStatus.ROLLING}, devices=notified)
+
+
+def _evaluate_canaries(
+    rollout: RolloutRecord, canaries: RolloutDeviceRecords, rows: RolloutDeviceRecords, now: float
+) -> RolloutTransition | None:
+    failed = next((row for row in canaries if row.state in _FAILED_STAGES), None)
+    if failed is not None:
+        return fail_rollout(rollout, rows, f"canary {failed.device_id}: {failed.reason or failed.state}", now)
+    if any(row.state is RolloutStage.SUPERSEDED for row in canaries):
+        return supersede_rollout(rows, now)
+    unconfirmed = [row.device_id for row in canaries if row.state is not RolloutStage.RUNNING]
+    if not unconfirmed:
+        return _notify_pending(rows)
+    if rollout.canary_until is not None and now >= rollout.canary_until:
+        reason = f"canary {', '.join(unconfirmed)} did not report within {rollout.canary_s:g} s"
+        return fail_rollout(rollout, rows, reason, now)
+    return None
+
+
 def _complete(rows: RolloutDeviceRecords, now: float) -> RolloutTransition:
     answered = [row for row in rows if row.state is not RolloutStage.SUPERSEDED]
     if not answered:
-        return _supersede(rows, now)
+        return supersede_rollout(rows, now)
     if not any(row.state is RolloutStage.RUNNING for row in answered):
         first = answered[0]
         reason = f"no device took it; {first.device_id}: {first.reason or first.state}"

@@ -1,28 +1,124 @@
-"""Checkpoints of a run's state, and its final model."""
+"""Checkpoints of a run: the strategy's state, a snapshot of all else for an exact resume, and the final model."""
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
 
+from edgefl.compression.codec_selection import LinkEstimates
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.incarnations import FIRST_INCARNATION, RunIncarnations
+from edgefl.coordinator.execution.headers import FIRST_INCARNATION, RunIncarnations
+from edgefl.coordinator.execution.recording_fleet import FleetSnapshot
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
-from edgefl.coordinator.runs.run_snapshot import (
-    GUARD_FILE,
-    INCARNATIONS_FILE,
-    NEW_INCARNATION_FILE,
-    GuardSnapshot,
-    RunSnapshot,
-)
+from edgefl.core.errors import JournalError
 from edgefl.core.types import Tensors
+from edgefl.engine.progress import RoundCounter
+from edgefl.engine.round_loop import LoopState
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal
-from edgefl.storage.state_serialisation import encode_state
+from edgefl.storage.state_serialisation import decode_state, encode_state
+from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
 from edgefl.system.atomic_files import write_atomic
+
+log = logging.getLogger(__name__)
+
+NEW_INCARNATION_FILE = "another-life"
+"""Marker file beside the journal of a run restored from a backup, or truncated at damage.
+
+Its devices may have done other work since, under the same ids, so it goes on from a checkpoint under new ids. The
+next checkpoint removes the file.
+"""
+
+
+INCARNATIONS_FILE = "lives.json"
+"""File beside the journal of a run that ended in a later incarnation than its first: the assignments of each.
+
+Its last checkpoint has no snapshot, and the run may be resumed from there.
+"""
+
+GUARD_FILE = "guard.safetensors"
+"""File beside the journal of a run whose newest checkpoint has no snapshot: the state of its guard."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GuardSnapshot:
+    """Update guard: rejections by device, norms of the updates accepted last, and blocked devices."""
+
+    strikes: dict[str, int] = field(default_factory=dict)
+    norms: list[float] = field(default_factory=list)
+    flagged: set[str] = field(default_factory=set)
+
+    @classmethod
+    def from_guard(cls, guard: UpdateGuard) -> GuardSnapshot:
+        # The norms of full models are of no use, and would make every snapshot differ.
+        norms = [] if guard.has_full_models else list(guard.norms)
+        return cls(strikes=dict(guard.rejection_counts), norms=norms, flagged=set(guard.blocked_devices))
+
+    def restore(self, guard: UpdateGuard) -> None:
+        """Restores a guard."""
+        guard.rejection_counts, guard.blocked_devices = dict(self.strikes), set(self.flagged)
+        guard.norms = deque(self.norms, maxlen=guard.norms.maxlen)
+
+
+@dataclass(slots=True, kw_only=True)
+class RunSnapshot:
+    """State of a run between two turns, without the strategy's; `opened_s` has the start of open rounds."""
+
+    course: LoopState = field(default_factory=LoopState)
+    fleet: FleetSnapshot = field(default_factory=FleetSnapshot)
+    guard: GuardSnapshot = field(default_factory=GuardSnapshot)
+    codecs: LinkEstimates | None = None
+    opened_s: dict[int, float] = field(default_factory=dict)
+
+    def restore_loop_state(self, rounds: RoundCounter) -> LoopState:
+        """Returns a copy of the loop state, with the run's own round counter, restored."""
+        loop_state = copy.deepcopy(self.course)
+        rounds.versions_per_round = loop_state.tally.rounds.versions_per_round
+        loop_state.tally.rounds = rounds
+        return loop_state
+
+    def restore(self, policy: RunParticipationPolicy) -> None:
+        """Restores guard and codec selection of a policy."""
+        self.guard.restore(policy.guard)
+        if policy.codec_policy is not None and self.codecs is not None:
+            policy.codec_policy.link_estimates = copy.deepcopy(self.codecs)
+
+
+def load_guard_snapshot(folder: Path) -> GuardSnapshot:
+    """Returns the content of `GUARD_FILE`; empty, with a warning, if it cannot be read."""
+    try:
+        return decode_state((folder / GUARD_FILE).read_bytes(), GuardSnapshot)
+    except FileNotFoundError:
+        return GuardSnapshot()
+    except (OSError, JournalError) as error:
+        log.warning("%s cannot be read, all devices of the run are asked again: %s", folder / GUARD_FILE, error)
+        return GuardSnapshot()
+
+
+def create_run_snapshot(
+    loop_state: LoopState,
+    fleet: FleetSnapshot,
+    policy: RunParticipationPolicy,
+    opened_s: Mapping[int, float] = MappingProxyType({}),
+) -> RunSnapshot:
+    codecs = policy.codec_policy
+    return RunSnapshot(
+        course=loop_state,
+        fleet=fleet,
+        guard=GuardSnapshot.from_guard(policy.guard),
+        codecs=None if codecs is None else codecs.link_estimates,
+        opened_s=dict(opened_s),
+    )
+
 
 CHECKPOINT_EVERY_VERSIONS = 10
 MIN_CHECKPOINT_INTERVAL_S = 10.0

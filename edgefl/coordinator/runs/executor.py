@@ -1,45 +1,60 @@
-"""Run executor: runs the round loop with the run's journal, history and fleet."""
+"""Run executor: the round loop with the run's journal, history and fleet; and the repair of a damaged journal.
+
+Damage means changed bytes that had been durable: a failing card, not a crash, whose torn tail is truncated without
+loss. The journal before the checkpoint is no longer read, so damage there does not matter.
+
+The intact entries before the damage are replayed up to the turn with the damage, and checkpointed there. A turn is
+the smallest unit of a replay: the decision of an incomplete one is unknown.
+
+From there the run goes on in another incarnation. Devices may hold answers to assignments dispatched after the
+damage; under the same ids the run would dispatch other work, and count such an answer for it. So everything
+dispatched in that turn and later, or in flight by then, is dispatched again under other ids, the history is rolled
+back with it, and no update is counted twice. Without a replayable turn the run goes on from its checkpoint; without
+any checkpoint it starts anew. Only where no checkpoint is intact it waits for the operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.admission import NotEnoughDevicesError
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
-from edgefl.coordinator.execution.recording_fleet import RecordingFleet, UnderlyingFleet
+from edgefl.coordinator.execution.recording_fleet import RecordingFleet, ReplayOnlyFleet, UnderlyingFleet
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
-from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.checkpointing import (
+    NEW_INCARNATION_FILE,
+    Checkpointer,
+    GuardSnapshot,
+    create_run_snapshot,
+)
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
-from edgefl.coordinator.runs.model_retention import ModelRetention
-from edgefl.coordinator.runs.model_saving_journal import ModelSavingJournal
-from edgefl.coordinator.runs.recovery import RunStart
-from edgefl.coordinator.runs.run_snapshot import GuardSnapshot, create_run_snapshot
-from edgefl.coordinator.runs.strategy_metrics import find_metrics_hook
+from edgefl.coordinator.runs.model_retention import EvaluatedModelSaver, ModelRetention
+from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, restore_before_damage
 from edgefl.core.errors import JournalError, NotKeptError, StoreError, StrategyError
-from edgefl.core.types import Strategy, TrainInstruction
-from edgefl.engine.round_loop import EvaluationRule, LoopState, run_rounds
-from edgefl.engine.stopping import RoundCounter, StoppingCriteria
-from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.core.types import TrainInstruction
+from edgefl.engine.round_loop import LoopState, run_rounds
+from edgefl.engine.run_log import RunLog
+from edgefl.storage.journal.file_format import (
+    RecordKind,
+    list_files_after,
+    list_journal_files,
+    parse_file_number,
+    read_records,
+)
+from edgefl.storage.journal.wal_journal import WalJournal, create_journal_file
+from edgefl.storage.repositories.records import RunRecord
 from edgefl.storage.state_serialisation import count_encoded_updates
-from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.storage.store import Store
+from edgefl.system.atomic_files import make_private_directory, sync_directory, write_atomic
 
-
-class ExecutableRun(Protocol):
-    """The part of an assembled run that the loop needs."""
-
-    @property
-    def strategy(self) -> Strategy[Any]: ...
-    @property
-    def goal(self) -> StoppingCriteria: ...
-    @property
-    def evaluate(self) -> EvaluationRule: ...
-    @property
-    def rounds(self) -> RoundCounter: ...
-    @property
-    def policy(self) -> RunParticipationPolicy: ...
+if TYPE_CHECKING:
+    from edgefl.engine.build import RunComponents
 
 
 class _ReplayFinishedError(Exception):
@@ -57,7 +72,7 @@ class RunExecutor:
         has_new_ids: write a checkpoint before the first dispatch, so that a restarted coordinator assigns other ids.
     """
 
-    components: ExecutableRun
+    components: RunComponents
     start: RunStart
     wal: WalJournal
     history: HistoryWriter
@@ -66,7 +81,8 @@ class RunExecutor:
     live_fleet: UnderlyingFleet
     clock: RunClock
     has_new_ids: bool = False
-    recorder: HistoryRecorder = field(init=False)
+    _recorder: HistoryRecorder = field(init=False)
+    _log: RunLog = field(init=False)
     _fleet: RecordingFleet = field(init=False)
     _last_turn: tuple[Any, LoopState] | None = None
 
@@ -80,17 +96,18 @@ class RunExecutor:
             None if snapshot is None else snapshot.fleet,
             incarnations=start.incarnations,
         )
-        self.recorder = HistoryRecorder(
-            wal=self._fleet,
+        self._recorder = HistoryRecorder(
             history=self.history,
             rounds=components.rounds,
             clock=self.clock.unix_s,
             monotonic=self.clock.now_s,
             get_blocked=lambda: components.policy.guard.blocked_devices,
-            compute_metrics=find_metrics_hook(components.strategy),
+            compute_metrics=components.strategy.facts,
             unused_updates=start.unused_updates,
             can_repeat=start.incarnations.current > 0 and not start.is_exact,
         )
+        saver = EvaluatedModelSaver(self.model_retention, components.strategy.model, lambda: self.wal.last_record)
+        self._log = RunLog(self._fleet, [self._recorder, saver])
 
     def run(self) -> tuple[Any, str]:
         """Returns the last state and the reason of the run's end.
@@ -109,7 +126,7 @@ class RunExecutor:
         except Exception as error:
             if not self._fleet.is_live:  # the journaled turns did not fail before: the replay deviates
                 raise ReplayError(f"{type(error).__name__}: {error}") from error
-            self.recorder.commit()  # the last turn is history too
+            self._log.commit()  # the last turn is history too
             self.history.finish()
             # Absent devices must not cost a run its progress: it can be resumed once more.
             is_awaiting_devices = isinstance(error, NotEnoughDevicesError) and self.start.is_resumed
@@ -159,8 +176,13 @@ class RunExecutor:
         try:
             self.checkpointer.finish(version, number, state, model, self.model_retention, incarnations)
         except NotKeptError as error:
-            self.recorder.finish()  # the history up to here is kept nevertheless
+            self.finish_history()  # the history up to here is kept nevertheless
             raise self._create_save_error(version, error) from error
+
+    def finish_history(self) -> None:
+        """Writes the rest of the rows of a run that is over."""
+        self._log.finish()
+        self.history.finish()
 
     def _run_loop(self, on_turn: Callable[[Any, LoopState], None]) -> tuple[Any, str]:
         try:
@@ -181,25 +203,21 @@ class RunExecutor:
 
     def _run_rounds(self, on_turn: Callable[[Any, LoopState], None]) -> tuple[Any, str]:
         components, start = self.components, self.start
-        journal = ModelSavingJournal(
-            self.recorder, self.model_retention, components.strategy.model, lambda: self.wal.last_record
-        )
         loop_state = None
         if start.snapshot is not None:
             start.snapshot.restore(components.policy)
             loop_state = start.snapshot.restore_loop_state(components.rounds)
             in_flight = (dispatched.order for dispatched in start.snapshot.fleet.out.values())
             assignments = [instruction for instruction in in_flight if isinstance(instruction, TrainInstruction)]
-            self.recorder.resume(assignments, loop_state.tally, start.snapshot.opened_s, start.state)
-            journal.resume(loop_state.tally.scores)
+            self._recorder.resume(assignments, loop_state.tally.version, start.snapshot.opened_s, start.state)
         elif start.is_resumed and not start.is_exact:
             start.guard_snapshot.restore(components.policy.guard)
-            self.recorder.resume_after(components.strategy.version(start.state), start.state)
+            self._recorder.resume_after(components.strategy.version(start.state), start.state)
         return run_rounds(
             components.strategy,
             start.state,
             fleet=self._fleet,
-            journal=journal,
+            journal=self._log,
             goal=components.goal,
             evaluate=components.evaluate,
             rounds=components.rounds,
@@ -208,6 +226,7 @@ class RunExecutor:
             loop_state=loop_state,
             on_turn=on_turn,
             on_abort=self._on_abort,
+            on_score=self._log.record_score,
         )
 
     def _on_replayed_turn(self, state: Any, loop_state: LoopState) -> None:
@@ -235,7 +254,7 @@ class RunExecutor:
 
     @property
     def _is_autonomous(self) -> bool:
-        return bool(getattr(self.components.strategy, "goes_on_alone", False))
+        return self.components.strategy.goes_on_alone
 
     def _save_checkpoint(
         self, state: Any, loop_state: LoopState, *, is_of_previous_incarnation: bool = False
@@ -245,9 +264,148 @@ class RunExecutor:
             self.checkpointer.save_guard(GuardSnapshot.from_guard(self.components.policy.guard))
         else:
             snapshot = create_run_snapshot(
-                loop_state, self._fleet.create_snapshot(), self.components.policy, self.recorder.round_starts_s
+                loop_state, self._fleet.create_snapshot(), self.components.policy, self._recorder.round_starts_s
             )
         try:
             self.checkpointer.save(state, snapshot, is_of_previous_incarnation=is_of_previous_incarnation)
         except NotKeptError as error:
             raise self._create_save_error(loop_state.tally.version, error) from error
+
+
+JOURNAL_DAMAGED = "journal-damaged"
+"""Event kind: the damage, and the quarantined files."""
+JOURNAL_REPLAYED = "journal-replayed"
+"""Event kind: how far the intact entries before the damage were replayed."""
+QUARANTINE_PREFIX = "damaged"
+
+
+@dataclass(slots=True)
+class _ValidPrefix:
+    """Intact records after a given one: their kinds, and where the last of them ends."""
+
+    kinds: list[RecordKind] = field(default_factory=list)
+    path: Path | None = None
+    end: int = 0
+
+
+def quarantine_damage(run_id: str, directory: CoordinatorDirectory) -> str | None:
+    """Quarantines damage and returns a line about it for the operator; None if there is none.
+
+    Afterwards the journal ends before the damage, and the run is marked to go on in another incarnation.
+
+    Raises:
+        JournalError: no checkpoint is intact.
+        StoreTooNewError: a newer edgefl wrote part of it: nothing is changed.
+        StoreFullError: no room; it may be repeated.
+    """
+    checkpoint = find_newest_checkpoint(directory, run_id)
+    folder, after = directory.runs / run_id / "journal", 0 if checkpoint is None else checkpoint.last_record
+    # The first record after a checkpoint is its own mark, which nothing depends on.
+    first = 0 if checkpoint is None else after + 1
+    damage = _find_damage(folder, sorted({after, first}))
+    if damage is None:
+        return None
+    error, prefix = damage
+    write_atomic(directory.runs / run_id / NEW_INCARNATION_FILE, b"")
+    quarantine = folder / f"{QUARANTINE_PREFIX}-{parse_file_number(list_journal_files(folder)[-1]):06d}"
+    make_private_directory(quarantine)
+    quarantined = (
+        _truncate_journal(folder, prefix, quarantine)
+        if prefix.path is not None
+        else _start_empty_journal(folder, first, quarantine)
+    )
+    num_bytes = sum(path.stat().st_size for path in quarantined)
+    return (
+        f"{str(error).partition(';')[0]}; set aside in {quarantine}: {len(quarantined)} files of {num_bytes} bytes; "
+        f"behind the checkpoint of record {after} there are {len(prefix.kinds)} records before the damage, "
+        f"{prefix.kinds.count(RecordKind.UPDATE)} of them updates"
+    )
+
+
+def replay_to_damage(
+    record: RunRecord,
+    components: RunComponents,
+    directory: CoordinatorDirectory,
+    store: Store,
+    wal: WalJournal,
+    history: HistoryWriter,
+) -> str:
+    """Replays a truncated journal to its last turn, and writes a checkpoint there.
+
+    Returns:
+        How far it came, in a line for the operator.
+
+    Raises:
+        ReplayError: it cannot be replayed; its checkpoint is unchanged.
+        StoreError: as `RunExecutor.run`; it may be retried where that passes.
+    """
+    try:
+        start = restore_before_damage(record, components, directory, store, wal)
+    except JournalError as error:
+        raise ReplayError(str(error)) from error
+    if start is None:
+        return "goes on from the checkpoint that it had: no turn behind it is whole"
+    models = ModelRetention(directory.models, store, record.run_id, components.config.models)
+    try:
+        version = RunExecutor(
+            components=components,
+            start=start,
+            wal=wal,
+            history=history,
+            checkpointer=Checkpointer(directory, record.run_id, wal=wal, history=history),
+            model_retention=models,
+            live_fleet=ReplayOnlyFleet(),
+            clock=RunClock(),
+        ).replay()
+    finally:
+        models.close()
+    return f"was followed to version {version} by what was whole; what came behind that is asked for again"
+
+
+def _find_damage(folder: Path, starts: Sequence[int]) -> tuple[JournalError, _ValidPrefix] | None:
+    """Returns the damage after all of these records, and the intact records before it; None if there is none."""
+    damage: tuple[JournalError, _ValidPrefix] | None = None
+    for start in starts:
+        prefix = _ValidPrefix()
+        try:
+            for record in read_records(folder, after=start):
+                prefix.kinds.append(record.kind)
+                prefix.path, prefix.end = record.path, record.offset + len(record.body)
+        except JournalError as error:
+            damage = error, prefix
+        else:
+            return None
+    return damage
+
+
+def _truncate_journal(folder: Path, prefix: _ValidPrefix, quarantine: Path) -> list[Path]:
+    """Truncates the journal after its intact prefix; returns the quarantined files."""
+    assert prefix.path is not None
+    files = list_journal_files(folder)
+    later = files[files.index(prefix.path) + 1 :]
+    quarantined = [
+        quarantine / path.name for path in [prefix.path] * (prefix.path.stat().st_size > prefix.end) + later
+    ]
+    for path in later:
+        path.rename(quarantine / path.name)
+    if prefix.path.stat().st_size > prefix.end:
+        (quarantine / prefix.path.name).unlink(missing_ok=True)
+        os.link(prefix.path, quarantine / prefix.path.name)
+        with prefix.path.open("rb") as file:
+            write_atomic(prefix.path, file.read(prefix.end))
+    sync_directory(quarantine)
+    sync_directory(folder)
+    return quarantined
+
+
+def _start_empty_journal(folder: Path, first_record: int, quarantine: Path) -> list[Path]:
+    """Starts an empty journal after record `first_record`; returns the quarantined files."""
+    files = list_journal_files(folder)
+    # The new file first: a coordinator that dies here finds the damage again, and no journal that ends too early.
+    create_journal_file(folder, number=parse_file_number(files[-1]) + 1, first_record=first_record + 1)
+    replaced = list_files_after(files, first_record)
+    for path in replaced:
+        path.rename(quarantine / path.name)
+    sync_directory(quarantine)
+    sync_directory(folder)
+    return [quarantine / path.name for path in replaced]

@@ -1,18 +1,16 @@
-"""History recorder of a run: the journal that the loop sees, and the rows derived from it.
+"""History recorder of a run: the rows derived from its log.
 
-`commit` makes the journal durable and nothing else; the rows go to the history writer, which flushes them soon.
+They go to the history writer once the log is durable; it flushes them soon.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
-from edgefl.coordinator.runs.strategy_metrics import ComputeMetrics, compute_no_metrics
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
     Decision,
@@ -23,23 +21,23 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
-from edgefl.engine.device_evaluation import DeviceAccuracy, DeviceEvaluationTracker
-from edgefl.engine.stopping import EvaluationTracker, ProgressTracker, RoundCounter
+from edgefl.engine.progress import DeviceAccuracy, RoundCounter, VersionAccuracy
+from edgefl.engine.run_log import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
+
+ComputeMetrics = Callable[[Any], Mapping[str, float]]
+"""A strategy's state -> metrics of its newest version, by name."""
+
+
+def compute_no_metrics(_state: object) -> Mapping[str, float]:
+    """Returns no metrics, whatever the state."""
+    return {}
+
 
 log = logging.getLogger(__name__)
 
-DERIVED_EVENT_KINDS = ("assignment-lost", "device-flagged")
+DERIVED_EVENT_KINDS = ("assignment-failed", "device-blocked")
 """Kinds of events derived from the journal."""
-
-
-class RunJournalWriter(Protocol):
-    """The write-ahead log of one run (`storage.journal`)."""
-
-    def record_events(self, events: Sequence[Event]) -> Sequence[Event]: ...
-    def record_decision(self, decision: Decision) -> None: ...
-    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
-    def commit(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -60,11 +58,10 @@ class _OpenRound:
         self.num_bytes += sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
 
 
-class HistoryRecorder:
-    """Implements `Journal` for one run, over its write-ahead log and its history writer.
+class HistoryRecorder(RunSubscriber):
+    """Subscriber of one run's log that derives its rows.
 
     Args:
-        wal: write-ahead log, written first.
         history: where the rows go.
         rounds: the loop's own counter, which maps versions to rounds; set by the first dispatch.
         clock: Unix seconds, for the rows.
@@ -79,7 +76,6 @@ class HistoryRecorder:
     def __init__(  # noqa: PLR0913 the parts of a run, by name
         self,
         *,
-        wal: RunJournalWriter,
         history: HistoryWriter,
         rounds: RoundCounter,
         clock: Callable[[], float],
@@ -90,7 +86,7 @@ class HistoryRecorder:
         unused_updates: Sequence[UpdateRow] = (),
         can_repeat: bool = False,
     ) -> None:
-        self._wal, self._history, self._rounds = wal, history, rounds
+        self._history, self._rounds = history, rounds
         self._clock, self._monotonic, self._on_version = clock, monotonic, on_version
         self._get_blocked, self._known_blocked = get_blocked, set[str]()
         self._compute_metrics = compute_metrics
@@ -99,7 +95,6 @@ class HistoryRecorder:
         self._round_starts_s: dict[int, float] = {}
         self._resumed_rounds = set[int]()
         self._open_round = _OpenRound()
-        self._scores, self._node_scores = EvaluationTracker(), DeviceEvaluationTracker()
         self._can_repeat = can_repeat
         for row in unused_updates:
             self._unused_updates[row.assignment_id] = row, self._monotonic()
@@ -112,17 +107,16 @@ class HistoryRecorder:
     def resume(
         self,
         assignments: Iterable[TrainInstruction],
-        tally: ProgressTracker,
+        version: int,
         round_starts_s: Mapping[int, float],
         state: object = None,
     ) -> None:
-        """Restores assignments, scores and open rounds; devices blocked by now are not reported again."""
-        self._resume_round(tally.version, state)
+        """Restores assignments and open rounds at a version; devices blocked by now are not reported again."""
+        self._resume_round(version, state)
         self._assignments = {instruction.assignment_id: instruction for instruction in assignments}
         self._round_starts_s = dict(round_starts_s)
         rounds = {self._rounds.get_round(instruction.base_version + 1) for instruction in self._assignments.values()}
         self._resumed_rounds = rounds - self._round_starts_s.keys()
-        self._scores, self._node_scores = copy.deepcopy(tally.scores), copy.deepcopy(tally.nodes)
         self._known_blocked = set(self._get_blocked())
 
     def resume_after(self, version: int, state: object = None) -> None:
@@ -136,7 +130,7 @@ class HistoryRecorder:
         if not self._rounds.is_round_end(version):
             self._open_round = _OpenRound(version=version, state=state)
 
-    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
+    def on_events(self, events: Sequence[Event]) -> None:
         for event in events:
             match event:
                 case Update():
@@ -145,16 +139,10 @@ class HistoryRecorder:
                     self._history.add_updates([row])
                 case EvaluateResult():
                     self._history.add_evaluation(self._create_evaluation_row(event))
-                    self._record_score(event)
                 case InstructionFailed():
                     self._record_failure(event)
-                    self._record_score(event)
-        return self._wal.record_events(events)
 
-    def record_decision(self, decision: Decision) -> None:
-        self._wal.record_decision(decision)
-        self._scores.record_dispatch(decision.orders)
-        self._node_scores.record_dispatch(decision.orders)
+    def on_decision(self, decision: Decision) -> None:
         assignments = [instruction for instruction in decision.orders if isinstance(instruction, TrainInstruction)]
         if not assignments:
             return
@@ -177,8 +165,7 @@ class HistoryRecorder:
             )
         self._history.add_dispatches(rows, can_repeat=self._can_repeat)
 
-    def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
-        self._wal.record_aggregation(version, assignment_ids)
+    def on_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
         now_s, number = self._monotonic(), self._rounds.get_round(version)
         rows = []
         for assignment_id in assignment_ids:
@@ -217,40 +204,30 @@ class HistoryRecorder:
             closing.num_bytes // 1000,
         )
 
-    def commit(self) -> None:
-        """Makes the journal durable, then publishes the rows derived from it."""
-        self._wal.commit()
-        self._history.publish()
+    def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
+        if isinstance(score, DeviceAccuracy):
+            log.info("round %d: accuracy of the nodes %.4f, worst %.4f", score.round, score.mean, score.worst)
+            metrics = RoundMetrics(node_accuracy=score.mean, worst_node_accuracy=score.worst)
+            self._history.add_round_metrics(score.round, metrics)
+        elif score.accuracy is not None and score.is_newest:
+            self._history.update_accuracy(score.accuracy)
 
-    def finish(self) -> None:
-        """Closes an incomplete round, marks unused updates as late, and writes all rows."""
+    def on_finish(self) -> None:
+        """Closes an incomplete round, and marks unused updates as late."""
         if self._open_round.version:
             self._close_round(self._rounds.get_round(self._open_round.version), self._monotonic())
-        for accuracy in self._node_scores.complete_pending():
-            self._record_node_accuracy(accuracy)
         self._history.add_updates(
             [replace(row, outcome=UpdateStatus.LATE) for row, _ in self._unused_updates.values()]
         )
         self._unused_updates.clear()
-        self.commit()
-        self._history.finish()
 
-    def _record_score(self, event: EvaluateResult | InstructionFailed) -> None:
-        self._scores.record_event(event)
-        if self._scores.accuracy is not None:
-            self._history.update_accuracy(self._scores.accuracy)
-        if (accuracy := self._node_scores.record_event(event)) is not None:
-            self._record_node_accuracy(accuracy)
-
-    def _record_node_accuracy(self, accuracy: DeviceAccuracy) -> None:
-        log.info("round %d: accuracy of the nodes %.4f, worst %.4f", accuracy.round, accuracy.mean, accuracy.worst)
-        metrics = RoundMetrics(node_accuracy=accuracy.mean, worst_node_accuracy=accuracy.worst)
-        self._history.add_round_metrics(accuracy.round, metrics)
+    def on_commit(self) -> None:
+        self._history.publish()
 
     def _record_failure(self, failure: InstructionFailed) -> None:
         instruction = self._assignments.pop(failure.assignment_id, None)
         log.warning("%s of %s brings no update: %s", failure.assignment_id, failure.device_id, failure.reason)
-        self._record_event("assignment-lost", failure.device_id, f"{failure.assignment_id}: {failure.reason}")
+        self._record_event("assignment-failed", failure.device_id, f"{failure.assignment_id}: {failure.reason}")
         if failure.outcome is UpdateStatus.REFUSED:
             self._record_block(failure)
         if instruction is not None:
@@ -270,7 +247,7 @@ class HistoryRecorder:
         if failure.device_id in self._get_blocked() and failure.device_id not in self._known_blocked:
             self._known_blocked.add(failure.device_id)
             log.warning("%s is flagged and not asked again in this run", failure.device_id)
-            self._record_event("device-flagged", failure.device_id, failure.reason)
+            self._record_event("device-blocked", failure.device_id, failure.reason)
 
     def _record_event(self, kind: str, device_id: str, message: str) -> None:
         self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._clock()))

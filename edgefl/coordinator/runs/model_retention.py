@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from edgefl.core.config import ModelsSection
 from edgefl.core.errors import EdgeflError, StoreError
-from edgefl.core.types import Array, Tensors
+from edgefl.core.types import Array, Decision, EvaluateInstruction, Tensors
+from edgefl.engine.progress import DeviceAccuracy, VersionAccuracy
+from edgefl.engine.run_log import RunSubscriber
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.saved_models import find_orphaned_models, save_model_rows
@@ -294,3 +297,37 @@ def _create_row(version: int, round_number: int, last_record: int, at: float) ->
 
 def _list_record_numbers(rows: Sequence[SavedModelRow]) -> set[int]:
     return {row.last_record for row in rows}
+
+
+class EvaluatedModelSaver(RunSubscriber):
+    """Subscriber of a run's log that passes evaluated models to the retention.
+
+    Args:
+        retention: gets the global model of every evaluated version, and its accuracy.
+        get_model: a strategy's state -> its model.
+        last_record: () -> number of the journal's last record.
+    """
+
+    def __init__(
+        self, retention: ModelRetention, get_model: Callable[[Any], Tensors], last_record: Callable[[], int]
+    ) -> None:
+        self._retention, self._get_model, self._last_record = retention, get_model, last_record
+        self._version, self._added_version = -1, -1
+        self._state: object = None
+
+    def on_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:  # noqa: ARG002
+        self._version, self._state = version, state
+
+    def on_decision(self, decision: Decision) -> None:
+        for instruction in decision.orders:
+            if not isinstance(instruction, EvaluateInstruction) or instruction.subject:
+                continue
+            if instruction.version == self._version != self._added_version:
+                # The state is that of the newest version until the loop folds updates into it, which follows.
+                self._added_version = self._version
+                model = self._get_model(self._state)
+                self._retention.add(self._version, instruction.round, self._last_record(), model)
+
+    def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
+        if isinstance(score, VersionAccuracy):
+            self._retention.record_accuracy(score.version, score.accuracy)

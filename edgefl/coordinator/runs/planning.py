@@ -1,4 +1,4 @@
-"""Dry run of a run file: which devices take part, and the cost of a round for each.
+"""Validation of a run file at submission, and its dry run: which devices take part, at what cost of a round.
 
 The strategy itself schedules the first round. Bodies are really encoded and counted: the first model as it is, an
 update as a random one, since the real one is unknown. Seconds are those of earlier runs.
@@ -7,33 +7,36 @@ update as a random one, since the real one is unknown. Seconds are those of earl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.peer_codec import select_peer_tensors
 from edgefl.coordinator.execution.eligibility import find_training_blocker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.runs.admission_requirements import MODEL_COPIES_IN_MEMORY, count_model_bytes
+from edgefl.coordinator.runs.requirements import (
+    MODEL_COPIES_IN_MEMORY,
+    check_message_size,
+    check_strategy_memory,
+    check_trainers,
+    count_model_bytes,
+)
 from edgefl.core.config import RunConfig
 from edgefl.core.types import (
     DeviceInfo,
-    DeviceThroughput,
-    HealthMetrics,
     Json,
     ModelSpec,
-    Progress,
     Role,
-    Strategy,
-    Tensors,
     TrainConfig,
     TrainInstruction,
 )
-from edgefl.engine.stopping import StoppingCriteria
-from edgefl.storage.queries.step_rates import get_seconds_per_iteration
+from edgefl.engine.fleet_state import FleetState
+from edgefl.engine.progress import StoppingCriteria
+from edgefl.storage.queries.history import get_seconds_per_iteration
 from edgefl.storage.store import Store
-from edgefl.strategies.participation import RunParticipationPolicy
+
+if TYPE_CHECKING:
+    from edgefl.engine.build import RunComponents
 
 FIRST_VERSION = 0
 BYTES_ASSUMPTION = (
@@ -48,44 +51,39 @@ SECONDS_ASSUMPTION = (
 )
 
 
-class PlannableRun(Protocol):
-    """The part of an assembled run that a plan needs."""
-
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def model(self) -> Tensors: ...
-    @property
-    def shapes(self) -> ModelSpec: ...
-    @property
-    def strategy(self) -> Strategy[Any]: ...
-    @property
-    def policy(self) -> RunParticipationPolicy: ...
-    @property
-    def goal(self) -> StoppingCriteria: ...
-    @property
-    def encode(self) -> Any: ...
-    @property
-    def needs_torch(self) -> bool: ...
+BuildRun = Callable[[RunConfig, str], "RunComponents"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlannedFleetView:
-    """Fleet view of a strategy at the start of the run."""
+class RunValidator:
+    """Validates run files; `build_run` builds the run of one."""
 
-    devices: Mapping[str, DeviceInfo]
-    health: Mapping[str, HealthMetrics]
-    now_s: float = 0.0
-    busy: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    speeds: Mapping[str, DeviceThroughput] = field(default_factory=dict)
-    progress: Mapping[str, Progress] = field(default_factory=dict)
+    def __init__(self, build_run: BuildRun, roster: DeviceRegistry, store: Store) -> None:
+        self._build_run, self._roster, self._store = build_run, roster, store
 
-    @property
-    def idle(self) -> Sequence[str]:
-        return sorted(name for name, info in self.devices.items() if info.role == Role.TRAINER)
+    def check(self, config: RunConfig) -> Json:
+        """Returns notes on a valid run file.
+
+        Raises:
+            EdgeflError: the run cannot work with this fleet.
+        """
+        return self._check_run(self._build_run(config, "check"))
+
+    def plan(self, config: RunConfig) -> Json:
+        """Returns the plan of a valid run.
+
+        Raises:
+            EdgeflError: as `check`.
+        """
+        run = self._build_run(config, "plan")
+        return {**self._check_run(run), **plan_run(run, self._roster, self._store)}
+
+    def _check_run(self, run: RunComponents) -> Json:
+        check_message_size(run.strategy, run.model)
+        check_trainers(run.config, self._roster, needs_torch=run.needs_torch)
+        return check_strategy_memory(run.config, run.strategy, run.model, self._roster)
 
 
-def plan_run(run: PlannableRun, roster: DeviceRegistry, store: Store) -> Json:
+def plan_run(run: RunComponents, roster: DeviceRegistry, store: Store) -> Json:
     """Returns the plan as JSON values: totals, and a row for every device in `rows`.
 
     Raises:
@@ -99,9 +97,9 @@ def plan_run(run: PlannableRun, roster: DeviceRegistry, store: Store) -> Json:
     }
     available = {name: info for name, reason in reasons.items() if not reason and (info := roster.get_device(name))}
     evaluators = [i for i in roster.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks]
-    view = _PlannedFleetView(
-        devices={**available, **{info.device_id: info for info in evaluators}}, health=roster.health
-    )
+    view = FleetState(roster.health)
+    for info in [*available.values(), *evaluators]:
+        view.update_device(info.device_id, info)
     instructions = _schedule_first(run, view)
     sizes = _PayloadSizes(run)
     speeds = {**_get_benchmark_speeds(roster, run.config), **get_seconds_per_iteration(store, run.config.run.task)}
@@ -142,7 +140,7 @@ def _list_considered(config: RunConfig, roster: DeviceRegistry) -> list[DeviceIn
     return [info for info in roster.list_devices() if info.role == Role.TRAINER or info.device_id in names]
 
 
-def _find_exclusion_reason(info: DeviceInfo, run: PlannableRun, roster: DeviceRegistry) -> str:
+def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, roster: DeviceRegistry) -> str:
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
     memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_model_bytes(run.model)
@@ -160,7 +158,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: PlannableRun, roster: DeviceRe
     return next((reason for is_excluded, reason in checks if is_excluded), "")
 
 
-def _schedule_first(run: PlannableRun, view: _PlannedFleetView) -> dict[str, list[TrainInstruction]]:
+def _schedule_first(run: RunComponents, view: FleetState) -> dict[str, list[TrainInstruction]]:
     """Returns the strategy's first instructions, by device."""
     strategy, instructions = run.strategy, dict[str, list[TrainInstruction]]()
     _, decision = strategy.assign(strategy.init(run.model), run.policy.eligible_view(view))
@@ -179,7 +177,7 @@ def _format_wait_reason(config: RunConfig, num_able: int, *, has_instructions: b
 class _PayloadSizes:
     """Sizes of bodies, each encoded once, in bytes."""
 
-    def __init__(self, run: PlannableRun) -> None:
+    def __init__(self, run: RunComponents) -> None:
         self._run = run
         self.down_bytes = len(run.encode(run.model, FIRST_VERSION))
         self._up_bytes: dict[str, int] = {}
@@ -204,7 +202,7 @@ def _create_row(  # noqa: PLR0913 the columns of a row
     info: DeviceInfo | None,
     instructions: Sequence[TrainInstruction] | None,
     *,
-    run: PlannableRun,
+    run: RunComponents,
     sizes: _PayloadSizes,
     speed: tuple[float, str] | None,
 ) -> Json:
@@ -231,7 +229,7 @@ def _compute_iterations(plan: TrainConfig, examples: int | None, test_fraction: 
     return max(1, round(plan.epochs * math.ceil((1 - test_fraction) * examples / plan.batch_size)))
 
 
-def _compute_totals(run: PlannableRun, rows: Sequence[Json], evaluators: Sequence[str]) -> Json:
+def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequence[str]) -> Json:
     participants = [row for row in rows if "bytes_up" in row]
     seconds = [row.get("seconds") for row in participants]
     known = [value for value in seconds if value is not None]
@@ -255,9 +253,9 @@ def _get_goal_values(goal: StoppingCriteria) -> Json:
     return {name: getattr(goal, name) for name in ("rounds", "updates", "seconds", "bytes", "accuracy")}
 
 
-def _list_assumptions(run: PlannableRun) -> list[str]:
+def _list_assumptions(run: RunComponents) -> list[str]:
     assumptions = [BYTES_ASSUMPTION, SECONDS_ASSUMPTION]
-    if bool(getattr(run.strategy, "has_nodes", False)):
+    if run.strategy.has_nodes:
         assumptions.append("bytes up are one set of tensors to every neighbour, the model comes once")
     if run.config.devices.fraction is not None or run.config.devices.count is not None:
         assumptions.append("other devices are drawn in later rounds")

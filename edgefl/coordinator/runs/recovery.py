@@ -6,26 +6,26 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.incarnations import FIRST_INCARNATION, RunIncarnations
+from edgefl.coordinator.execution.headers import FIRST_INCARNATION, RunIncarnations
 from edgefl.coordinator.execution.replay import JournalReplay, ReplayError, can_replay, select_complete_turns
-from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
-from edgefl.coordinator.runs.run_snapshot import (
+from edgefl.coordinator.runs.checkpointing import (
     INCARNATIONS_FILE,
     NEW_INCARNATION_FILE,
     GuardSnapshot,
     RunSnapshot,
     load_guard_snapshot,
 )
+from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
 from edgefl.core.errors import JournalError, UsageError
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy, Tensors
-from edgefl.engine.stopping import PriorProgress, RoundCounter
+from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy
+from edgefl.engine.progress import PriorProgress, RoundCounter
 from edgefl.storage.checkpoints import (
     Checkpoint,
     is_intact,
@@ -51,22 +51,14 @@ from edgefl.storage.rollback import (
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import write_atomic
 
+if TYPE_CHECKING:
+    from edgefl.engine.build import RunComponents
+
 log = logging.getLogger(__name__)
 
 MAX_CRASHES = 5
 """A run with more coordinator crashes since its newest checkpoint waits for the operator to resume it."""
 RESUMABLE_STATUSES = frozenset({RunStatus.INTERRUPTED, RunStatus.STOPPED})
-
-
-class ResumableRun(Protocol):
-    """The part of an assembled run that recovery needs."""
-
-    @property
-    def model(self) -> Tensors: ...
-    @property
-    def strategy(self) -> Strategy[Any]: ...
-    @property
-    def rounds(self) -> RoundCounter: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +87,7 @@ class RunStart:
 
 
 def check_resumable(
-    record: RunRecord, directory: CoordinatorDirectory, build_run: Callable[[], ResumableRun]
+    record: RunRecord, directory: CoordinatorDirectory, build_run: Callable[[], RunComponents]
 ) -> None:
     """Checks that a run can be resumed, without changing it.
 
@@ -117,7 +109,7 @@ def check_resumable(
 
 
 def restore_from_checkpoint(
-    record: RunRecord, components: ResumableRun, directory: CoordinatorDirectory, store: Store, wal: WalJournal
+    record: RunRecord, components: RunComponents, directory: CoordinatorDirectory, store: Store, wal: WalJournal
 ) -> RunStart:
     """Returns the start of a run; a resumed one goes on from its newest checkpoint.
 
@@ -129,7 +121,7 @@ def restore_from_checkpoint(
     """
     run_id, strategy = record.run_id, components.strategy
     initial_state, checkpoint = strategy.init(components.model), find_newest_checkpoint(directory, record.run_id)
-    is_autonomous = bool(getattr(strategy, "goes_on_alone", False)) and not record.resumes
+    is_autonomous = strategy.goes_on_alone and not record.resumes
     if not record.resumes and not (is_autonomous and checkpoint is not None):
         return RunStart(state=initial_state, incarnations=RunIncarnations(run_id))
     state = (
@@ -148,9 +140,7 @@ def restore_from_checkpoint(
         )
     _restore_round_size(components.rounds, state, store, run_id)
     rollback_point = _create_rollback_point(components.rounds, strategy.version(state))
-    entries = (
-        [] if checkpoint is None else _read_entries_after(lambda after: wal.read_entries(after=after), checkpoint)
-    )
+    entries = [] if checkpoint is None else _list_entries_after(wal, checkpoint)
     snapshot, since, marker = None, None, directory.runs / run_id / NEW_INCARNATION_FILE
     if checkpoint is not None and checkpoint.standing:
         with contextlib.suppress(ReplayError):
@@ -183,7 +173,7 @@ def restore_from_checkpoint(
 
 
 def restore_exactly(
-    record: RunRecord, components: ResumableRun, directory: CoordinatorDirectory, store: Store, wal: WalJournal
+    record: RunRecord, components: RunComponents, directory: CoordinatorDirectory, store: Store, wal: WalJournal
 ) -> RunStart | None:
     """Returns the start of a run resumed where its coordinator ended, also in the middle of a round.
 
@@ -200,7 +190,7 @@ def restore_exactly(
 
 
 def restore_before_damage(
-    record: RunRecord, components: ResumableRun, directory: CoordinatorDirectory, store: Store, wal: WalJournal
+    record: RunRecord, components: RunComponents, directory: CoordinatorDirectory, store: Store, wal: WalJournal
 ) -> RunStart | None:
     """Returns the start for a replay of a truncated journal to its last turn.
 
@@ -215,14 +205,14 @@ def restore_before_damage(
 
 def _restore_with_replay(
     record: RunRecord,
-    components: ResumableRun,
+    components: RunComponents,
     directory: CoordinatorDirectory,
     store: Store,
     wal: WalJournal,
     select_entries: Callable[[Sequence[JournalEntry]], Sequence[JournalEntry]],
 ) -> RunStart | None:
     run_id, strategy = record.run_id, components.strategy
-    if getattr(strategy, "goes_on_alone", False):
+    if strategy.goes_on_alone:
         return None
     initial_state, checkpoint, snapshot = (
         strategy.init(components.model),
@@ -423,9 +413,14 @@ def _get_saved_time(folder: Path, checkpoint: Checkpoint, snapshot: RunSnapshot 
 
 
 def _list_entries_after(wal: WalJournal, checkpoint: Checkpoint | None) -> list[JournalEntry]:
+    """Returns the journal entries after a checkpoint, all of them if there is none."""
     if checkpoint is None:
         return [entry for _, entry in wal.read_entries()]
-    return _read_entries_after(lambda after: wal.read_entries(after=after), checkpoint)
+    try:
+        return [entry for _, entry in wal.read_entries(after=checkpoint.last_record)]
+    except JournalError:
+        # A finished run pruned all files but the newest, so that with the checkpoint's own mark may be gone.
+        return [entry for _, entry in wal.read_entries(after=checkpoint.last_record + 1)]
 
 
 def _list_used_ids(entries: Sequence[JournalEntry]) -> set[str]:
@@ -448,23 +443,10 @@ def _create_earlier_progress(restored: ProgressAtRollback) -> PriorProgress:
 def _load_checkpoint_state(
     strategy: Strategy[Any], directory: CoordinatorDirectory, run_id: str, kind: type[Any], checkpoint: Checkpoint
 ) -> Any:
-    state = load_state(_checkpoint_folder(directory, run_id), kind, checkpoint)
-    resume_state: Callable[[Any], Any] | None = getattr(strategy, "resumed", None)
-    return state if resume_state is None else resume_state(state)
+    return strategy.resumed(load_state(_checkpoint_folder(directory, run_id), kind, checkpoint))
 
 
-def _read_entries_after(
-    read_entries: Callable[[int], Iterator[tuple[int, JournalEntry]]], checkpoint: Checkpoint
-) -> list[JournalEntry]:
-    """Returns the journal entries after a checkpoint; `read_entries` reads those after a record."""
-    try:
-        return [entry for _, entry in read_entries(checkpoint.last_record)]
-    except JournalError:
-        # A finished run pruned all files but the newest, so that with the checkpoint's own mark may be gone.
-        return [entry for _, entry in read_entries(checkpoint.last_record + 1)]
-
-
-def _get_state_class(components: ResumableRun) -> type[Any]:
+def _get_state_class(components: RunComponents) -> type[Any]:
     return type(components.strategy.init(components.model))
 
 

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -75,19 +76,11 @@ class _RunCounters:
     is_fully_observed: bool = False
     durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ROUND_DURATIONS))
 
-
-@dataclass(frozen=True, slots=True)
-class _ReplayFilter:
-    """Filter of rows that a replay may have repeated."""
-
-    run: _RunCounters
-    is_replay: bool
-
-    def should_count(self, kind: str, name: str | int) -> bool:
-        """Returns whether to count an item, and marks it as seen."""
-        is_known = (kind, name) in self.run.counted_items
-        self.run.counted_items.add((kind, name))
-        return not is_known and (self.run.is_fully_observed or not self.is_replay)
+    def should_count(self, kind: str, name: str | int, *, is_replay: bool) -> bool:
+        """Returns whether to count an item, which a replay may have repeated, and marks it as seen."""
+        is_known = (kind, name) in self.counted_items
+        self.counted_items.add((kind, name))
+        return not is_known and (self.is_fully_observed or not is_replay)
 
 
 class RunMetrics:
@@ -186,22 +179,18 @@ class RunMetrics:
             run = self._run
             if run is None:
                 return
-            replay_filter = _ReplayFilter(run, is_replay)
-            self._assignments.inc(
-                sum(replay_filter.should_count("given", row.assignment_id) for row in rows.dispatches)
-            )
+            should_count = partial(run.should_count, is_replay=is_replay)
+            self._assignments.inc(sum(should_count("given", row.assignment_id) for row in rows.dispatches))
             for row in rows.evaluations:
-                if replay_filter.should_count("scored", row.assignment_id):
+                if should_count("scored", row.assignment_id):
                     self._count_bytes(row.bytes_up, row.bytes_down)
             for update in rows.updates.values():
-                self._record_update(run, update, replay_filter)
+                self._record_update(run, update, should_count)
             for number, (at, _) in rows.opened_rounds.items():
                 run.round_starts.setdefault(number, at)
             for number, (version, at) in sorted(rows.closed_rounds.items()):
                 seconds = rows.round_metrics.get(number, {}).get("seconds")
-                self._record_round(
-                    run, number, version, at, seconds, should_count=replay_filter.should_count("closed", number)
-                )
+                self._record_round(run, number, version, at, seconds, should_count=should_count("closed", number))
             if rows.accuracy is not None:
                 run.accuracy = rows.accuracy
 
@@ -234,15 +223,15 @@ class RunMetrics:
         """Number of rounds closed since the start, of all runs."""
         return self._num_rounds
 
-    def _record_update(self, run: _RunCounters, row: UpdateRow, replay_filter: _ReplayFilter) -> None:
+    def _record_update(self, run: _RunCounters, row: UpdateRow, should_count: Callable[[str, str], bool]) -> None:
         # An update has a row on arrival and another with its outcome; its bytes count once.
-        if row.assignment_id not in run.received_ids and replay_filter.should_count("arrived", row.assignment_id):
+        if row.assignment_id not in run.received_ids and should_count("arrived", row.assignment_id):
             self._count_bytes(row.bytes_up, row.bytes_down)
         if row.outcome is None:
             run.received_ids.add(row.assignment_id)
             return
         run.received_ids.discard(row.assignment_id)
-        if not replay_filter.should_count("ended", row.assignment_id):
+        if not should_count("ended", row.assignment_id):
             return
         self._updates.labels(str(row.outcome)).inc()
         if row.staleness is not None:

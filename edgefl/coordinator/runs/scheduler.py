@@ -12,31 +12,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.eligibility import EncodeChanges
 from edgefl.coordinator.execution.live_fleet import DeviceNotifier, InterruptedRunError, LiveFleet, RunSpec
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs.admission_requirements import AdmissibleRun, create_admission_requirements
 from edgefl.coordinator.runs.checkpointing import Checkpointer
-from edgefl.coordinator.runs.executor import RunExecutor
-from edgefl.coordinator.runs.history_recorder import HistoryRecorder
-from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
-from edgefl.coordinator.runs.journal_repair import (
+from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
     JOURNAL_REPLAYED,
+    RunExecutor,
     quarantine_damage,
     replay_to_damage,
 )
+from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
-from edgefl.coordinator.runs.planning import PlannableRun
+from edgefl.coordinator.runs.planning import BuildRun
 from edgefl.coordinator.runs.recovery import (
     MAX_CRASHES,
-    ResumableRun,
     RunStart,
     can_auto_finish,
     can_auto_resume,
@@ -48,16 +44,18 @@ from edgefl.coordinator.runs.recovery import (
     restore_exactly,
     restore_from_checkpoint,
 )
+from edgefl.coordinator.runs.requirements import create_admission_requirements
 from edgefl.coordinator.runs.run_metrics import RunMetrics
-from edgefl.coordinator.runs.slow_call_watchdog import (
+from edgefl.coordinator.runs.stalls import (
     REPORT_AFTER_S,
     RUN_STALLED,
     STOP_TIMEOUT_S,
+    PausedRuns,
     SlowCallWatchdog,
+    StorageBackoff,
     format_current_frame,
     format_running_call,
 )
-from edgefl.coordinator.runs.storage_backoff import PausedRuns, StorageBackoff
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import (
     RETRYABLE_STORE_ERRORS,
@@ -69,8 +67,7 @@ from edgefl.core.errors import (
     UsageError,
 )
 from edgefl.core.protocol import Command, CommandKind
-from edgefl.core.types import Json, Progress, StopRequested, Tensors
-from edgefl.engine.round_loop import EvaluationRule
+from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
@@ -78,30 +75,13 @@ from edgefl.storage.store import Store
 from edgefl.strategies.participation import RunParticipationPolicy
 from edgefl.system.atomic_files import write_atomic
 
+if TYPE_CHECKING:
+    from edgefl.engine.build import RunComponents
+
 log = logging.getLogger(__name__)
 
 COORDINATOR_STOPPED = "the coordinator was stopped"
 DEFAULT_STOP_REASON = "stopped"
-
-
-class AssembledRun(AdmissibleRun, PlannableRun, ResumableRun, Protocol):
-    """The objects of a run, built from its run file."""
-
-    @property
-    def evaluate(self) -> EvaluationRule: ...
-    @property
-    def header(self) -> Json: ...
-    @property
-    def needs_torch(self) -> bool: ...
-    @property
-    def encode(self) -> Callable[[Tensors, int], bytes]: ...
-    @property
-    def encode_changes(self) -> EncodeChanges | None: ...
-    @property
-    def decode(self) -> Callable[[bytes], Tensors]: ...
-
-
-BuildRun = Callable[[RunConfig, str], AssembledRun]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,7 +425,7 @@ class RunScheduler:
             log.exception("run %s failed", run_id)
             self._end_run(run_id, RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
-    def _build_run(self, record: RunRecord) -> AssembledRun:
+    def _build_run(self, record: RunRecord) -> RunComponents:
         """Returns the run's objects; a missing model file ends the run, it is not a fault of the store."""
         try:
             return self._context.build_run(RunConfig.from_json(record.config), record.run_id)
@@ -495,9 +475,9 @@ class RunScheduler:
             store.record_event(f"run-{status}", reason, at=now, run_id=run_id)
         self._context.metrics.on_run_ended(run_id, status, reason)
 
-    def _execute(self, record: RunRecord, components: AssembledRun) -> None:
+    def _execute(self, record: RunRecord, components: RunComponents) -> None:
         context, run_id, clock = self._context, record.run_id, RunClock()
-        is_autonomous = bool(getattr(components.strategy, "goes_on_alone", False))
+        is_autonomous = components.strategy.goes_on_alone
         executor: RunExecutor | None = None
         if self._current is not None:
             self._current.strategy = components.strategy
@@ -544,7 +524,8 @@ class RunScheduler:
                 models.close()
             self._send_end(run_id)
             executor.finish(state)
-            self._complete_run(executor.recorder, run_id, components.config, reason)
+            executor.finish_history()
+            self._complete_run(run_id, components.config, reason)
             log.info("run %s is over: %s", run_id, reason)
 
     def _repair_journal(self, run_id: str) -> str | None:
@@ -565,7 +546,7 @@ class RunScheduler:
         return damage
 
     def _replay_to_damage(
-        self, record: RunRecord, components: AssembledRun, wal: WalJournal, history: HistoryWriter
+        self, record: RunRecord, components: RunComponents, wal: WalJournal, history: HistoryWriter
     ) -> None:
         """Replays a truncated journal as far as possible, to a checkpoint."""
         context, run_id = self._context, record.run_id
@@ -577,7 +558,7 @@ class RunScheduler:
         with context.store.batch(durable=True):
             context.store.record_event(JOURNAL_REPLAYED, message, at=time.time(), run_id=run_id)
 
-    def _load_run_start(self, record: RunRecord, components: AssembledRun, wal: WalJournal) -> RunStart:
+    def _load_run_start(self, record: RunRecord, components: RunComponents, wal: WalJournal) -> RunStart:
         """Returns the start of a run; an unusable checkpoint ends only this run."""
         arguments = record, components, self._context.directory, self._context.store, wal
         try:
@@ -600,8 +581,7 @@ class RunScheduler:
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._context.notifier.send_command(info.device_id, command)
 
-    def _complete_run(self, recorder: HistoryRecorder, run_id: str, config: RunConfig, reason: str) -> None:
-        recorder.finish()
+    def _complete_run(self, run_id: str, config: RunConfig, reason: str) -> None:
         with self._lock:
             was_stopped = self._current is not None and self._current.stop_reason == reason
             # One transaction: a coordinator that dies here has both, the end and what follows it, or neither.
@@ -612,7 +592,7 @@ class RunScheduler:
             self._current = None
 
     def _open_fleet(
-        self, components: AssembledRun, history: HistoryWriter, start: RunStart, clock: RunClock
+        self, components: RunComponents, history: HistoryWriter, start: RunStart, clock: RunClock
     ) -> LiveFleet:
         config, context, incarnations = components.config, self._context, start.incarnations
         run_id = incarnations.run_id

@@ -1,25 +1,42 @@
-"""Checks of `edgefl doctor` for a device, and for a coordinator from outside; read-only."""
+"""Checks of `edgefl doctor` for a device, and for a coordinator and its broker from outside; read-only.
+
+A device may publish below its own name only, and reads topics addressed to it. A probe published under another name
+*to itself* must not come back, while one under its own name must: this works with any broker, and no device is called
+`edgefl-doctor`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
+import ssl
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 
 from edgefl import __version__
 from edgefl.core.errors import BrokerError, EdgeflError, NotJoinedError, VersionError, WrongCaError
-from edgefl.core.protocol import check_version
+from edgefl.core.protocol import Topic, check_version, parse_peer_topic, peer_topic, topic
 from edgefl.core.types import Role
-from edgefl.device.diagnostics.broker_probe import BrokerAccessRules, check_broker_tls, probe_access_rules
 from edgefl.device.hardware.board_reader import BoardReader
+from edgefl.device.hardware.board_sensors import NOT_THROTTLED, read_throttle_status
 from edgefl.device.hardware.capabilities import probe
-from edgefl.device.hardware.throttling import NOT_THROTTLED, read_throttle_status
-from edgefl.device.hardware.training_facts import get_training_facts
-from edgefl.device.mqtt.session import MqttTlsFiles
-from edgefl.device.state_dir import DeviceStateDir
-from edgefl.device.updates.slots import PROVISIONED_COMMAND
-from edgefl.device.updates.update_config import SoftwareUpdateConfig, get_install_facts, load_update_config
+from edgefl.device.hardware.requirements import get_training_facts
+from edgefl.device.mqtt.session import create_tls_context
+from edgefl.device.state_dir import DeviceStateDir, TlsFiles
+from edgefl.device.updates.slots import (
+    PROVISIONED_COMMAND,
+    SoftwareUpdateConfig,
+    get_install_facts,
+    load_update_config,
+)
 from edgefl.system.atomic_files import is_locked
 from edgefl.system.diagnostics import (
     Finding,
@@ -34,22 +51,112 @@ from edgefl.system.diagnostics import (
     warning,
 )
 from edgefl.system.https_client import CoordinatorInfo, create_pinned_context, fetch_coordinator_info
+from edgefl.tasks.datasets.shards import check_shard
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_files import check_shard
 
 TIMEOUT_S = 5.0
+PROBE_SENDER = "edgefl-doctor"
+
 RENEW_REMEDY = "its agent renews it as soon as it reaches the coordinator: edgefl device start; or join again"
 REJOIN_REMEDY = "join again with a new token: edgefl device join"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerCheckTarget:
-    """Identity for a broker check; `is_in_use` while an agent is connected under it, which must stay connected."""
+class BrokerAccessRules:
+    """Access violations that a broker allowed: write as another device, read another's status."""
 
-    tls_files: MqttTlsFiles
-    fleet: str
-    identity: str
-    is_in_use: bool
+    can_write_as_others: bool
+    can_read_others: bool
+
+
+def check_broker_tls(host: str, port: int, tls_files: TlsFiles, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Raises unless the server shows a certificate of the fleet's CA; sends no MQTT.
+
+    Raises:
+        BrokerError: no answer, or another server's.
+    """
+    context = create_tls_context(tls_files)
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as plain_socket:
+            context.wrap_socket(plain_socket, server_hostname=host).close()
+    except ssl.SSLCertVerificationError as error:
+        reason = error.verify_message or error.reason
+        raise BrokerError(f"{host}:{port} shows a certificate that does not verify: {reason}") from None
+    except OSError as error:
+        raise BrokerError(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
+
+
+def find_reachable_broker(state: DeviceStateDir, *, timeout_s: float = TIMEOUT_S) -> str | None:
+    """Returns the HOST:PORT at which the broker answers an enrolled device, or None."""
+    for host, port in state.settings.brokers:
+        with contextlib.suppress(BrokerError, NotJoinedError):
+            check_broker_tls(host, port, state.tls_files, timeout_s=timeout_s)
+            return f"{host}:{port}"
+    return None
+
+
+def probe_access_rules(
+    host: str, port: int, tls_files: TlsFiles, *, fleet: str, identity: str, timeout_s: float = TIMEOUT_S
+) -> BrokerAccessRules:
+    """Returns the access of `identity`, the name in the certificate.
+
+    A connection replaces an earlier one of the same name: only for a name not in use.
+
+    Raises:
+        BrokerError: it cannot be reached, rejects the certificate, or drops allowed messages.
+    """
+    check_broker_tls(host, port, tls_files, timeout_s=timeout_s)
+    probe = _AccessProbe(fleet, identity)
+    client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=identity, reconnect_on_failure=False)
+    client.tls_set_context(create_tls_context(tls_files))
+    client.connect_timeout = timeout_s
+    client.on_connect, client.on_subscribe, client.on_message = probe.on_connect, probe.on_subscribe, probe.on_message
+    try:
+        client.connect(host, port)
+        client.loop_start()
+        is_done = probe.done.wait(timeout_s)
+    except OSError as error:
+        raise BrokerError(f"{host}:{port} cannot be reached: {error.strerror or error}") from None
+    finally:
+        client.disconnect()
+        client.loop_stop()
+    if not is_done:
+        raise BrokerError(f"{host}:{port} {probe.status}")
+    return BrokerAccessRules(can_write_as_others=probe.can_write_as_others, can_read_others=probe.can_read_others)
+
+
+class _AccessProbe:
+    """State of one probe; `done` is set when the message under its own name, sent last, came back."""
+
+    def __init__(self, fleet: str, identity: str) -> None:
+        self._fleet, self._identity = fleet, identity
+        self._nonce = secrets.token_bytes(16)
+        self.done = threading.Event()
+        self.status = "does not let this certificate in"
+        self.can_write_as_others = self.can_read_others = False
+
+    def on_connect(self, client: mqtt.Client, _data: Any, _flags: Any, reason: Any, _properties: Any) -> None:
+        if reason.is_failure:
+            self.status = f"does not let this certificate in: {reason}"
+            return
+        self.status = "lets this certificate in, but does not answer"
+        client.subscribe(
+            [(peer_topic(self._fleet, "+", self._identity), 1), (topic(self._fleet, "+", Topic.STATUS), 1)]
+        )
+
+    def on_subscribe(self, client: mqtt.Client, *_: object) -> None:
+        self.status = "does not carry what this device may say: its rules are not those of the fleet"
+        for sender in (PROBE_SENDER, self._identity):
+            client.publish(peer_topic(self._fleet, sender, self._identity), self._nonce, qos=1)
+
+    def on_message(self, _client: Any, _data: Any, message: mqtt.MQTTMessage) -> None:
+        if message.topic.endswith(f"/{Topic.STATUS}"):
+            self.can_read_others |= message.topic != topic(self._fleet, self._identity, Topic.STATUS)
+        elif bytes(message.payload) == self._nonce:
+            _, sender, _ = parse_peer_topic(message.topic)
+            self.can_write_as_others |= sender == PROBE_SENDER
+            if sender == self._identity:
+                self.done.set()
 
 
 def check_device(root: Path, *, now: float) -> list[Finding]:
@@ -75,13 +182,13 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         return [*findings, problem("certificates", f"{state.ca} is missing", REJOIN_REMEDY), *_check_shards(state)]
     info, coordinator_findings = check_coordinator(device.addresses, ca_pem)
     port = info.broker_port if info else device.broker_port
-    target = BrokerCheckTarget(
-        tls_files=MqttTlsFiles(ca=state.ca, cert=state.cert, key=state.key),
+    broker_findings = check_broker(
+        [(host, port) for host in device.broker_hosts],
+        state.tls_files,
         fleet=device.fleet,
         identity=device.device_id,
         is_in_use=is_running,
     )
-    broker_findings = check_broker(device.broker_hosts, port, target)
     return [
         *findings,
         *coordinator_findings,
@@ -165,22 +272,25 @@ def check_coordinator(addresses: Sequence[str], ca_pem: bytes) -> tuple[Coordina
     return info, [*findings, *(warning("coordinator", failure, unused_remedy) for failure in failures)]
 
 
-def check_broker(hosts: Sequence[str], port: int, target: BrokerCheckTarget) -> list[Finding]:
-    """Checks that a broker of the fleet answers at one of the hosts, with correct access rules."""
+def check_broker(
+    brokers: Sequence[tuple[str, int]], tls_files: TlsFiles, *, fleet: str, identity: str, is_in_use: bool = False
+) -> list[Finding]:
+    """Checks that a broker of the fleet answers at one of the addresses, with correct access rules.
+
+    `is_in_use` while an agent is connected as `identity`, which must stay connected.
+    """
     failures = []
-    for host in hosts:
+    for host, port in brokers:
         try:
-            if target.is_in_use:
-                check_broker_tls(host, port, target.tls_files, timeout_s=TIMEOUT_S)
-                text = f"answers at {host}:{port}; its rules are tried when {target.identity} is not connected"
+            if is_in_use:
+                check_broker_tls(host, port, tls_files, timeout_s=TIMEOUT_S)
+                text = f"answers at {host}:{port}; its rules are tried when {identity} is not connected"
                 return [ok("broker", text)]
-            rules = probe_access_rules(
-                host, port, target.tls_files, fleet=target.fleet, identity=target.identity, timeout_s=TIMEOUT_S
-            )
+            rules = probe_access_rules(host, port, tls_files, fleet=fleet, identity=identity, timeout_s=TIMEOUT_S)
         except (BrokerError, NotJoinedError) as error:
             failures.append(str(error))
             continue
-        return [ok("broker", f"{host}:{port} lets {target.identity} in"), *_check_access_rules(rules)]
+        return [ok("broker", f"{host}:{port} lets {identity} in"), *_check_access_rules(rules)]
     remedy = "see that the coordinator's broker runs, and that nothing blocks its port"
     return [problem("broker", text, remedy) for text in failures or ["it has no address"]]
 

@@ -10,15 +10,19 @@ import itertools
 import json
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import UsageError
+from edgefl.core.errors import EdgeflError, NetworkError, UsageError
+from edgefl.core.protocol import Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
+
+log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 512 * 1024
 MAX_OLD_FILES = 3
@@ -38,6 +42,9 @@ REDACTED = "[crossed out]"
 
 GetCurrentWork = Callable[[], tuple[str, str] | None]
 """Returns the run and the assignment in progress."""
+
+LOG_FOLDER = "logs"
+"""The folder of the log in a device's state directory."""
 
 
 class JsonLogHandler(logging.Handler):
@@ -148,3 +155,27 @@ def _parse_number(query: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{name} must be a number, got {value!r}")
     return value
+
+
+def publish_logs(state_dir: Path, command: Command, publish: Callable[[CommandReply], bool]) -> None:
+    """Sends the log page that a command requests; returns at once."""
+
+    def send() -> None:
+        try:
+            reply = CommandReply(id=command.id, content=read_page(state_dir / LOG_FOLDER, _parse_query(command)))
+        except (EdgeflError, OSError) as error:
+            reply = CommandReply(id=command.id, error=str(error))
+        if not publish(reply):
+            log.info("the link is down: nobody hears the answer to %s", command.id)
+
+    threading.Thread(target=send, name="logs", daemon=True).start()
+
+
+def _parse_query(command: Command) -> Json:
+    try:
+        query = parse_json(command.argument or "{}")
+    except ValueError:
+        query = None
+    if not isinstance(query, dict):
+        raise NetworkError("the question makes no sense: its argument is no JSON object")
+    return query

@@ -15,10 +15,10 @@ from pathlib import Path
 from edgefl.core.errors import EdgeflError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
-from edgefl.device.hardware.programs import RunProgram, run_program
+from edgefl.device.hardware.board_reader import RunProgram, run_program
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.system.https_client import create_pinned_context, fetch_coordinator_info
-from edgefl.system.subprocesses import call_in_subprocess
+from edgefl.system.processes import call_in_subprocess
 
 IMPORT_NAMES = ("numpy", "cryptography.x509", "onnxruntime", "edgefl.device.agent", "torch")
 IMPORT_TIMEOUT_S = 60.0
@@ -109,7 +109,7 @@ def measure_training(tasks: Mapping[str, str | None], *, accelerator: str, threa
         started_s = time.perf_counter()
         try:
             result = call_in_subprocess(
-                "edgefl.device.hardware.step_rate_worker",
+                "edgefl.device.hardware.benchmark",
                 request,
                 description=f"training {name}",
                 timeout_s=TRAINING_TIMEOUT_S,

@@ -10,19 +10,24 @@ import contextlib
 import logging
 import re
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgefl import __version__
-from edgefl.core.errors import JoinError, NetworkError, VersionError
+from edgefl.core.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, VersionError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_slug
 from edgefl.core.types import Json
+from edgefl.device.enrolment.certificates import (
+    RENEW_ROUTE,
+    create_key,
+    create_signing_request,
+    export_public_key,
+    parse_certificate,
+)
 from edgefl.device.enrolment.discovery import DiscoveredCoordinator, find_coordinator
-from edgefl.device.enrolment.keys import create_key, create_signing_request, export_public_key, parse_certificate
-from edgefl.device.enrolment.membership import find_removing_coordinator
-from edgefl.device.hardware.requirements import select_role
-from edgefl.device.hardware.training_facts import get_training_facts
+from edgefl.device.hardware.requirements import get_training_facts, select_role
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
     DeviceSettings,
@@ -215,3 +220,36 @@ def _parse_settings(
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NetworkError(f"{coordinator.address} answers nonsense to a join: {error!r}") from None
+
+
+def find_removing_coordinator(state: DeviceStateDir, addresses: Sequence[str]) -> DiscoveredCoordinator | None:
+    """Returns the coordinator that has removed this board; None while registered or unknown.
+
+    Only the coordinator of the CA that the board joined counts, over a connection verified by this CA; after any
+    other answer, or none, the board keeps its identity.
+
+    Args:
+        state: of the enrolment; both its key and that of a renewal under way must be unknown.
+        addresses: HOST:PORT, tried before the board's own.
+    """
+    try:
+        coordinator = find_coordinator([*addresses, *state.settings.addresses], state.settings.ca_fingerprint)
+        keys = [path.read_bytes() for path in (state.key, state.pending_key) if path.exists()]
+        return None if any(_is_key_registered(coordinator, key_pem) for key_pem in keys) else coordinator
+    except (EdgeflError, OSError, ValueError) as error:
+        log.info("cannot ask whether this board is still in the fleet: %s", error)
+        return None
+
+
+def _is_key_registered(coordinator: DiscoveredCoordinator, key_pem: bytes) -> bool:
+    """Returns whether a key is registered: the coordinator authenticates before it parses a request."""
+    from edgefl.device.flower.supernode import create_auth_headers  # noqa: PLC0415 a first enrolment needs no Flower
+
+    headers = create_auth_headers(key_pem, lambda: time.time() + coordinator.info.skew_s)
+    try:
+        post_json(coordinator.address, coordinator.tls_context, RENEW_ROUTE, {}, headers=headers)
+    except NotAllowedError:
+        return False
+    except NetworkError as error:
+        log.debug("as is meant: %s", error)
+    return True

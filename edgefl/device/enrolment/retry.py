@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from numpy.random import Generator
+
 from edgefl.core.errors import (
     JoinError,
     NetworkError,
@@ -21,14 +23,15 @@ from edgefl.core.errors import (
     VersionError,
 )
 from edgefl.core.protocol import JoinToken
+from edgefl.core.types import derive_rng
 from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
 from edgefl.device.state_dir import DeviceStateDir
+from edgefl.system.retries import Backoff, RateLimitedLog
 
 log = logging.getLogger(__name__)
 
 INITIAL_WAIT_S = 1.0
 MAX_WAIT_S = 60.0
-LOG_INTERVAL_S = 60.0
 TIME_SYNC_S = 30.0
 """Enrolment does not need the date: the wait only avoids first log lines and events dated decades back."""
 TIMESYNC_DIR = Path("/run/systemd/timesync")
@@ -36,21 +39,20 @@ PERMANENT_ERRORS = (TokenExpiredError, TokenInvalidError, TokenUsedError)
 """Errors that no retry can fix: the board needs another token."""
 
 
+def _create_rng() -> Generator:
+    return derive_rng("join", secrets.randbits(64))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """Clock, sleep and jitter of enrolment retries; replaceable in tests."""
+    """Clock, sleep and jitter of enrolment retries; replaceable in tests.
+
+    The jitter spreads boards that boot together after a power cut.
+    """
 
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    jitter: Callable[[], float] = lambda: secrets.randbelow(1000) / 1000
-
-    def compute_wait_s(self, attempt: int) -> float:
-        """Returns the wait after a failed attempt (from 0): doubling up to a minute, half of it random.
-
-        The jitter spreads boards that boot together after a power cut.
-        """
-        max_wait_s = min(MAX_WAIT_S, INITIAL_WAIT_S * 2.0 ** min(attempt, 30))
-        return max_wait_s * (0.5 + 0.5 * self.jitter())
+    rng: Generator | None = field(default_factory=_create_rng)
 
 
 def enroll_with_retry(
@@ -69,17 +71,19 @@ def enroll_with_retry(
     """
     if not token.addresses:
         raise UsageError("no address of the coordinator is known; give one: edgefl device join HOST:PORT --token T")
-    policy, filtered_log, attempt = policy or RetryPolicy(), _RepeatFilter(), 0
+    policy = policy or RetryPolicy()
+    backoff = Backoff(initial_s=INITIAL_WAIT_S, max_s=MAX_WAIT_S, rng=policy.rng)
+    rate_limited_log = RateLimitedLog(log, clock=policy.clock)
     while True:
         try:
-            return enroll(_rotate_addresses(token, attempt), options, root=root)
+            return enroll(token, options, root=root)
         except (NetworkError, VersionError, JoinError) as error:
             if isinstance(error, PERMANENT_ERRORS) or type(error) is JoinError:
                 raise
-            wait_s = policy.compute_wait_s(attempt)
-            filtered_log.log_warning(f"not joined yet: {error}; trying again until it works", now_s=policy.clock())
-        policy.sleep(wait_s)
-        attempt += 1
+            rate_limited_log.warning(str(error), "not joined yet: %s; trying again until it works", error)
+        policy.sleep(backoff.next_s())
+        # Another address first: a wrong CA at the first one ends a search.
+        token = replace(token, addresses=(*token.addresses[1:], token.addresses[0]))
 
 
 def wait_for_clock(policy: RetryPolicy, *, timesync_dir: Path = TIMESYNC_DIR) -> bool:
@@ -111,22 +115,3 @@ def delete_secret_file(path: Path) -> None:
         return
     except OSError as error:
         raise StoreError(f"{path} holds a token and cannot be removed: {error.strerror or error}") from None
-
-
-@dataclass(slots=True)
-class _RepeatFilter:
-    """Log filter: new texts at once, repeated ones once a minute."""
-
-    _last_text: str = ""
-    _logged_s: float = field(default=float("-inf"))
-
-    def log_warning(self, text: str, *, now_s: float) -> None:
-        if text != self._last_text or now_s >= self._logged_s + LOG_INTERVAL_S:
-            log.warning("%s", text)
-            self._last_text, self._logged_s = text, now_s
-
-
-def _rotate_addresses(token: JoinToken, attempt: int) -> JoinToken:
-    """Returns the token with another address first: a wrong CA at the first one ends a search."""
-    first = attempt % len(token.addresses) if token.addresses else 0
-    return replace(token, addresses=(*token.addresses[first:], *token.addresses[:first]))

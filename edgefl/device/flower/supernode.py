@@ -1,8 +1,8 @@
 """Flower's SuperNode as a library: the only device module that imports Flower's private modules.
 
-Pulls instructions, runs them in a Flower `ClientApp` in this process, and pushes its replies. None of Flower's
-stock loops is used: they end their own process on errors that a board has to survive (an unreachable coordinator,
-a clock that is hours off). Errors are mapped to the few classes below, and the agent decides.
+Pulls instructions and pushes replies. None of Flower's stock loops is used: they end their own process on errors
+that a board has to survive (an unreachable coordinator, a clock that is hours off). Errors are mapped to the few
+classes below, and the agent decides.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any, cast
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
-from flwr.app import ConfigRecord, Context, Message, Metadata, RecordDict
+from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
-from flwr.clientapp import ClientApp
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
@@ -57,8 +56,11 @@ FLOWER_HEARTBEAT_INTERVAL_S = 1800.0
 """Heartbeat interval reported to Flower; presence is ours (MQTT), Flower's is not used."""
 
 ReplyContent = tuple[Json, bytes]
-InstructionHandler = Callable[[Json, bytes], ReplyContent]
-"""Takes header and body of an instruction and returns header and body of the reply."""
+"""Header and body of a reply."""
+TRAIN, EVALUATE = "train", "evaluate"
+
+_EMPTY_STREAM = httpx.ByteStream(b"")
+"""Replaces the stream of a response that has been read."""
 
 
 class UnauthorisedError(NetworkError):
@@ -71,15 +73,15 @@ class ReplyRejectedError(NetworkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledInstruction:
-    """Instruction of the coordinator; `message` is Flower's, used by `SuperNode.create_reply`."""
+    """Instruction of the coordinator, to train or to evaluate; `message` is Flower's, used by `create_reply`."""
 
     message: Message
     header: Json
-    num_bytes: int
+    body: bytes
 
-
-_EMPTY_STREAM = httpx.ByteStream(b"")
-"""Replaces the stream of a response that has been read."""
+    @property
+    def is_evaluation(self) -> bool:
+        return self.message.metadata.message_type == EVALUATE
 
 
 class _RequestSigner:
@@ -136,7 +138,6 @@ class SuperNode:
         private_key_pem: the device's key; its public half was registered at enrolment.
         tls_context: verifies the coordinator.
         clock: estimate of the coordinator's time in Unix seconds.
-        train, evaluate: handlers of instructions.
         instance: of this agent process; lets the coordinator distinguish a clone from a restart.
     """
 
@@ -146,15 +147,12 @@ class SuperNode:
         private_key_pem: bytes,
         tls_context: ssl.SSLContext,
         clock: Callable[[], float],
-        train: InstructionHandler,
-        evaluate: InstructionHandler,
         instance: str = "",
     ) -> None:
         self._instance = instance
         self._signer: _RequestSigner | None = None
         self._key = bytes_to_private_key(private_key_pem)
         self._tls_context, self._clock = tls_context, clock
-        self._app = _create_client_app(train, evaluate, self._make_reply_message)
         self._client: _FleetClient | None = None
         self._node = Node()
         self._incoming_assignment: str | None = None
@@ -205,16 +203,14 @@ class SuperNode:
             return None
         try:
             message, tree = message_from_proto(response.messages_list[0]), response.message_object_trees[0]
-            header = _validate_header(parse_json(str(message.content[RECORD_HEADER][FIELD_JSON])))
+            header = _parse_header(message)
+            body = b"" if tree.children else cast("bytes", message.content[RECORD_BODY][FIELD_BYTES])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
         self._incoming_assignment = header.get("assignment")
-        num_bytes = response.ByteSize()
         if tree.children:
-            chunks = [self._pull_chunk(client, message, child.object_id) for child in tree.children]
-            num_bytes += sum(map(len, chunks))
-            message.content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: b"".join(chunks)})
-        return PulledInstruction(message=message, header=header, num_bytes=num_bytes)
+            body = b"".join([self._pull_chunk(client, message, child.object_id) for child in tree.children])
+        return PulledInstruction(message=message, header=header, body=body)
 
     def _pull_chunk(self, client: _FleetClient, message: Message, object_id: str) -> bytes:
         request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
@@ -223,23 +219,31 @@ class SuperNode:
             raise NetworkError("the coordinator has taken the work back while its model was on the way")
         return get_object_body(response.object_content, ArrayChunk)
 
-    def run_app(self, instruction: PulledInstruction) -> Message:
-        """Returns the reply of the in-process `ClientApp`."""
-        context = Context(
-            run_id=instruction.message.metadata.run_id,
-            node_id=self._node.node_id,
-            node_config={},
-            state=RecordDict(),
-            run_config={},
-        )
-        try:
-            return self._app(instruction.message, context)
-        finally:
-            self._incoming_assignment = None
-
     def create_reply(self, instruction: PulledInstruction, reply_content: ReplyContent) -> Message:
-        """Returns a reply with cached content, for a repeated assignment."""
-        return self._make_reply_message(instruction.message, reply_content)
+        """Returns the reply to an instruction, which is answered with it."""
+        self._incoming_assignment = None
+        header, body = reply_content
+        request, now_s = instruction.message.metadata, max(self._clock(), MIN_MESSAGE_TIME_S)
+        metadata = Metadata(
+            run_id=request.run_id,
+            message_id=hashlib.sha256(b"reply" + request.message_id.encode()).hexdigest(),
+            src_node_id=self._node.node_id,
+            dst_node_id=request.src_node_id,
+            reply_to_message_id=request.message_id,
+            group_id=request.group_id,
+            created_at=now_s,
+            ttl=request.created_at + request.ttl - now_s,
+            message_type=request.message_type,
+            src_task_id=request.dst_task_id,
+            dst_task_id=request.src_task_id,
+        )
+        content = RecordDict(
+            {
+                RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)}),
+                RECORD_BODY: ConfigRecord({FIELD_BYTES: body}),
+            }
+        )
+        return make_message(metadata=metadata, content=content)
 
     def push(self, reply: Message) -> None:
         """Sends a reply; idempotent, since equal replies have equal ids and only missing chunks are sent.
@@ -285,60 +289,18 @@ class SuperNode:
             raise NetworkError("not connected to a coordinator")
         return self._client
 
-    def _make_reply_message(self, instruction: Message, reply_content: ReplyContent) -> Message:
-        header, body = reply_content
-        request, now_s = instruction.metadata, max(self._clock(), MIN_MESSAGE_TIME_S)
-        metadata = Metadata(
-            run_id=request.run_id,
-            message_id=hashlib.sha256(b"reply" + request.message_id.encode()).hexdigest(),
-            src_node_id=self._node.node_id,
-            dst_node_id=request.src_node_id,
-            reply_to_message_id=request.message_id,
-            group_id=request.group_id,
-            created_at=now_s,
-            ttl=request.created_at + request.ttl - now_s,
-            message_type=request.message_type,
-            src_task_id=request.dst_task_id,
-            dst_task_id=request.src_task_id,
-        )
-        content = RecordDict(
-            {
-                RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)}),
-                RECORD_BODY: ConfigRecord({FIELD_BYTES: body}),
-            }
-        )
-        return make_message(metadata=metadata, content=content)
 
-
-def _validate_header(header: Any) -> Json:
+def _parse_header(message: Message) -> Json:
     """Returns the validated header of an instruction."""
+    if message.metadata.message_type not in {TRAIN, EVALUATE}:
+        raise ValueError(f"it must be to train or to evaluate, got {message.metadata.message_type!r}")
+    header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
     settled = header.get("settled", []) if isinstance(header, dict) else None
     if not isinstance(settled, list) or not all(isinstance(name, str) for name in settled):
         raise TypeError("its header must be an object, in which `settled` is a list of texts")
     if not isinstance(header.get("assignment"), str | None):
         raise TypeError("its assignment must be a text")
     return cast("Json", header)
-
-
-def _create_client_app(
-    train: InstructionHandler, evaluate: InstructionHandler, make_reply: Callable[[Message, ReplyContent], Message]
-) -> ClientApp:
-    """Returns a Flower `ClientApp` whose train and evaluate functions are ours."""
-    app = ClientApp()
-
-    def run(handler: InstructionHandler, message: Message) -> Message:
-        header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
-        return make_reply(message, handler(header, cast("bytes", message.content[RECORD_BODY][FIELD_BYTES])))
-
-    @app.train()
-    def _train(message: Message, _context: Context) -> Message:
-        return run(train, message)
-
-    @app.evaluate()
-    def _evaluate(message: Message, _context: Context) -> Message:
-        return run(evaluate, message)
-
-    return app
 
 
 def _encode_chunks(instruction_id: str, body: bytes) -> Iterator[bytes]:

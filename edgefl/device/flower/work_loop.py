@@ -1,4 +1,4 @@
-"""Work loop: pulls instructions from Flower, executes them, caches and uploads the replies.
+"""Work loop: waits for work, pulls instructions from Flower, executes them, caches and uploads the replies.
 
 Replies are uploaded in a separate thread, while the next work is trained. A finished update is cached until the
 coordinator reports it as used, and a repeated assignment is answered from the cache.
@@ -8,20 +8,149 @@ from __future__ import annotations
 
 import logging
 import ssl
-from collections import OrderedDict
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
+from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
+from edgefl.core.protocol import POLL_S
 from edgefl.core.types import Json
-from edgefl.device.flower.reply_uploader import ReplyUploader
 from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.trainer import DeviceTrainer
 
 log = logging.getLogger(__name__)
 
+INITIAL_DISCONNECTED_S = 0.5
+MAX_DISCONNECTED_S = POLL_S / 2
+"""Both readiness phases of a run must be answered within 30 s."""
+
+A = TypeVar("A")
 MAX_CACHED_REPLIES = 2
 """At most two assignments are outstanding per device, so no more finished updates can be requested again."""
+
+
+@dataclass(slots=True)
+class PollBackoff:
+    """Poll back-off: long intervals while wake-ups arrive, else short after work and growing.
+
+    A device without a broker finds the next work after at most twice the time that passed until it was ready, with a
+    handful of polls. So polling costs little, however long rounds are, and an idle fleet polls rarely.
+
+    Attributes:
+        poll_s: between two polls while wake-ups arrive.
+    """
+
+    poll_s: float = POLL_S
+    _disconnected_s: float = INITIAL_DISCONNECTED_S
+
+    def compute_interval_s(self, *, is_connected: bool) -> float:
+        """Returns how long to wait for a wake-up before polling."""
+        if is_connected:
+            self._disconnected_s = INITIAL_DISCONNECTED_S
+            return self.poll_s
+        wait_s, self._disconnected_s = self._disconnected_s, min(2 * self._disconnected_s, MAX_DISCONNECTED_S)
+        return min(wait_s, self.poll_s)
+
+    def on_work(self) -> None:
+        """Resets the back-off after work: more may follow soon."""
+        self._disconnected_s = INITIAL_DISCONNECTED_S
+
+
+class ReplyUploader(Generic[A]):
+    """Upload queue used by one thread, beside its own.
+
+    Args:
+        push: sends one reply; raises `NetworkError` when it must be retried, `ClonedError` for a rejected clone.
+        on_failure: called in the uploader's thread when a reply could not be sent; `check` then raises the error.
+    """
+
+    def __init__(self, push: Callable[[A], None], on_failure: Callable[[], None]) -> None:
+        self._push, self._on_failure = push, on_failure
+        self._replies: deque[A] = deque()
+        self._error: EdgeflError | None = None
+        self._is_open, self._is_sending, self._is_closed, self._has_sent = False, False, False, False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, reply: A) -> None:
+        """Queues a reply, after the one before has been sent, so that at most two are in memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replies or not self._is_open or self._is_closed)
+            self._replies.append(reply)
+            self._changed.notify_all()
+
+    def has_progressed(self) -> bool:
+        """Returns whether the queue is empty, or a reply was sent since the last call."""
+        with self._changed:
+            has_progressed, self._has_sent = self._has_sent or not self._replies, False
+            return has_progressed
+
+    def check(self) -> None:
+        """Raises the error since the last `resume`, once."""
+        with self._changed:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def resume(self) -> None:
+        """Resumes uploads over a restored connection."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._error, self._is_open = None, True
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Pauses uploads until `resume`; returns when none is under way."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_sending or self._is_closed)
+
+    def close(self, timeout_s: float) -> None:
+        """Sends queued replies, if connected, for up to `timeout_s`; then ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._replies or not self._is_open, timeout_s)
+            self._is_open, self._is_closed = False, True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while self._wait_for_reply():
+            error = self._send_first()
+            with self._changed:
+                self._is_sending = False
+                if error is None:
+                    self._replies.popleft()
+                    self._has_sent = True
+                else:
+                    self._error, self._is_open = error, False
+                self._changed.notify_all()
+            if error is not None:
+                self._on_failure()
+
+    def _wait_for_reply(self) -> bool:
+        """Returns when there is a reply to send; False when the uploader was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or (self._is_open and self._replies))
+            self._is_sending = not self._is_closed
+            return self._is_sending
+
+    def _send_first(self) -> EdgeflError | None:
+        """Returns why the oldest reply could not be sent, or None."""
+        try:
+            self._push(self._replies[0])
+        except (NetworkError, ClonedError) as error:
+            return error
+        except Exception as error:  # the boundary of the thread: without it no more replies would be sent
+            log.exception("an answer could not be sent")
+            return NetworkError(f"an answer could not be sent: {error}")
+        return None
 
 
 class WorkLoop:
@@ -59,8 +188,6 @@ class WorkLoop:
             private_key_pem=state.key.read_bytes(),
             tls_context=tls_context,
             clock=clock,
-            train=self._train,
-            evaluate=trainer.evaluate,
             instance=instance,
         )
         self.uploader: ReplyUploader[tuple[str, Any]] = ReplyUploader(self._send_reply, on_failure)
@@ -84,9 +211,12 @@ class WorkLoop:
         version, cached_reply = self._reply_cache.get(assignment, (None, None))
         # Of another version it is other work: a coordinator restored from a backup reuses names.
         if cached_reply is not None and version == instruction.header.get("version"):
-            reply = self.supernode.create_reply(instruction, cached_reply)
+            content = cached_reply
+        elif instruction.is_evaluation:
+            content = self._trainer.evaluate(instruction.header, instruction.body)
         else:
-            reply = self.supernode.run_app(instruction)
+            content = self._train(instruction.header, instruction.body)
+        reply = self.supernode.create_reply(instruction, content)
         self._current = None
         del instruction  # frees its model before the upload
         self.uploader.add((assignment, reply))

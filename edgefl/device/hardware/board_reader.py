@@ -1,18 +1,190 @@
-"""Reader of a board's files, below a replaceable root, and of its vendor's programs."""
+"""Defensive reading of a board: files of /proc, /sys, the device tree and control groups, and vendors' programs.
+
+Files may be missing, empty, damaged, huge, forbidden or asleep; then the result is None or empty. They lie below a
+replaceable root. Programs have strict time limits.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import selectors
+import shutil
+import signal
+import stat
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
-from edgefl.device.hardware.programs import RunProgram, run_program
-from edgefl.device.hardware.sysfs import find_paths, read_int, read_text
+from edgefl.system.processes import exit_with_parent
 
+MAX_FILE_BYTES = 256 * 1024
+MAX_TEXT_CHARS = 200
+MAX_STRINGS = 16
+MAX_DIGITS = 15
+"""Maximum digits of a number; longer ones are implausible, and as kilobytes would not fit into 64 bits."""
+
+MAX_OUTPUT_BYTES = 256 * 1024
+SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
+"""Searched after PATH: units and logins of boards often lack the folders of the system's programs."""
+RunProgram = Callable[[Sequence[str], float], str | None]
+"""(arguments, seconds) -> the program's output; None where it is missing, failed or printed nothing in time."""
 PATH_CACHE_S = 60.0
 """Interval of sensor searches: drivers may load late, and a search takes longer than all readings."""
 OUTPUT_CACHE_S = 30.0
 """Minimum interval of program runs: heartbeats read the cached output."""
+
+
+def read_text(path: Path) -> str | None:
+    """Returns a file's text, stripped of blanks and NULs; None where empty."""
+    try:
+        # Opening a pipe in the place of a file would block.
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES)
+    except (OSError, ValueError):  # sysfs answers EAGAIN, EINVAL or ENODATA for a sensor that is asleep
+        return None
+    return raw.decode(errors="replace").strip("\0 \t\r\n") or None
+
+
+def sanitise_text(value: str | None) -> str | None:
+    """Returns the printable part of a text, truncated; None where empty."""
+    printable = "".join(character for character in (value or "")[: 4 * MAX_TEXT_CHARS] if character.isprintable())
+    return printable.strip()[:MAX_TEXT_CHARS] or None
+
+
+def read_int(path: Path, *, base: int = 10) -> int | None:
+    """Returns the integer in a file, or None."""
+    return parse_int(read_text(path), base=base)
+
+
+def parse_int(value: str | None, *, base: int = 10) -> int | None:
+    """Returns the integer of a text, or None."""
+    if value is None or not value.isascii() or len(value) > MAX_DIGITS:
+        return None
+    try:
+        return int(value, base)
+    except ValueError:
+        return None
+
+
+def read_strings(*paths: Path) -> list[str]:
+    """Returns the NUL-terminated texts of a device-tree property, from the first file with any."""
+    for path in paths:
+        texts = [text for part in (read_text(path) or "").split("\0") if (text := sanitise_text(part))]
+        if texts:
+            return texts[:MAX_STRINGS]
+    return []
+
+
+def find_paths(root: Path, pattern: str) -> list[Path]:
+    """Returns sorted matches of a pattern below a folder; unreadable folders are skipped."""
+    try:
+        return sorted(root.glob(pattern))
+    except OSError:
+        return []
+
+
+def read_kilobytes(path: Path) -> dict[str, int]:
+    """Returns the `Name:  123 kB` lines of a file of /proc, in kilobytes."""
+    return dict(_parse_sizes(read_text(path) or ""))
+
+
+def _parse_sizes(content: str) -> Iterator[tuple[str, int]]:
+    for line in content.splitlines():
+        name, _, value = line.partition(":")
+        parts = value.split()
+        size = parse_int(parts[0]) if len(parts) == 2 and parts[1] == "kB" else None
+        if size is not None and size >= 0:
+            yield name, size
+
+
+def list_cgroups(root: Path) -> list[Path]:
+    """Returns this process's cgroup (version 2) and its ancestors: the tightest limit of all holds."""
+    match = re.search(r"^0::(/[\x20-\x7e]{0,500})$", read_text(root / "proc/self/cgroup") or "", re.MULTILINE)
+    mount_point = root / "sys/fs/cgroup"
+    cgroup = mount_point / match[1].lstrip("/") if match and ".." not in match[1] else mount_point
+    return [cgroup, *[folder for folder in cgroup.parents if folder == mount_point or mount_point in folder.parents]]
+
+
+def compute_memory_left_bytes(root: Path) -> int | None:
+    """Returns the bytes left in the tightest cgroup of this process; None without a limit.
+
+    A unit whose child is killed out of memory may be stopped as a whole. Reclaimable page cache does not count as
+    used.
+    """
+    remaining = []
+    for folder in list_cgroups(root):
+        limit_bytes, used_bytes = read_int(folder / "memory.max"), read_int(folder / "memory.current")
+        if limit_bytes is not None and used_bytes is not None:
+            match = re.search(r"^inactive_file (\d+)$", read_text(folder / "memory.stat") or "", re.MULTILINE)
+            reclaimable = (parse_int(match[1]) or 0) if match else 0
+            remaining.append(max(0, limit_bytes - max(0, used_bytes - reclaimable)))
+    return min(remaining, default=None)
+
+
+def run_program(arguments: Sequence[str], timeout_s: float) -> str | None:
+    """Returns a program's output within the time limit, even if it never ends.
+
+    One that ends by itself must succeed. It runs without shell and input, and its children end with it.
+    """
+    path = shutil.which(arguments[0]) or shutil.which(arguments[0], path=SYSTEM_PATH)
+    if path is None:
+        return None
+    try:
+        process = subprocess.Popen(
+            [path, *arguments[1:]],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
+            env={**os.environ, "LC_ALL": "C"},
+        )
+    except (OSError, ValueError):
+        return None
+    with process:
+        assert process.stdout is not None
+        try:
+            raw, has_ended = _read_until(process.stdout, time.monotonic() + timeout_s)
+            if has_ended and _wait_for_exit_code(process) != 0:
+                return None
+        finally:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return raw.decode(errors="replace").strip() or None
+
+
+def no_program(_arguments: Sequence[str], _timeout_s: float) -> str | None:
+    """Runs nothing; for callers that only read files."""
+    return None
+
+
+def _wait_for_exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Returns the exit code of a program that has closed its output; None when it lingers."""
+    try:
+        return process.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _read_until(stream: IO[bytes], deadline_s: float) -> tuple[bytes, bool]:
+    """Returns the output in time, and whether the program closed it by then."""
+    raw = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while len(raw) < MAX_OUTPUT_BYTES and (remaining_s := deadline_s - time.monotonic()) > 0:
+            if not selector.select(remaining_s):
+                break
+            chunk = os.read(stream.fileno(), 1 << 16)
+            if not chunk:
+                return raw, True
+            raw += chunk
+    return raw, False
 
 
 class BoardReader:

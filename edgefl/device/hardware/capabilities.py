@@ -1,4 +1,4 @@
-"""Board capabilities, read from standard Linux files, with vendor tools as a fallback.
+"""Board capabilities, read from standard Linux files, with vendor tools as a fallback; the training accelerator.
 
 All paths are relative to a root, so that a test can build any board. Unknown values are missing from the result.
 Serial numbers are only returned as hashes, addresses not at all.
@@ -9,33 +9,38 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgefl import DISTRIBUTION
 from edgefl.core.types import Json
-from edgefl.device.hardware.board_reader import BoardReader
-from edgefl.device.hardware.cgroups import list_cgroups
-from edgefl.device.hardware.jetson import read_cuda_version, read_power_mode
-from edgefl.device.hardware.power import list_supplies
-from edgefl.device.hardware.programs import RunProgram, run_program
-from edgefl.device.hardware.soc import find_soc_name, get_core_name, list_clusters
-from edgefl.device.hardware.sysfs import (
+from edgefl.device.hardware.board_reader import (
+    BoardReader,
+    RunProgram,
     find_paths,
+    list_cgroups,
+    no_program,
     parse_int,
     read_int,
     read_kilobytes,
     read_strings,
     read_text,
+    run_program,
     sanitise_text,
 )
-from edgefl.device.hardware.throttling import read_throttle_status
+from edgefl.device.hardware.board_sensors import (
+    list_supplies,
+    read_cuda_version,
+    read_power_mode,
+    read_throttle_status,
+)
 
 LIBRARIES = (DISTRIBUTION, "flwr", "numpy", "torch", "onnxruntime", "paho-mqtt", "cryptography", "scikit-learn")
 JETPACK_VERSIONS = (
@@ -57,6 +62,25 @@ X86_ISA = frozenset({"avx", "avx2", "avx512f", "avx_vnni", "amx_tile", "fma"})
 MAX_MEMORY_LIMIT_BYTES = 1 << 60
 MAX_LISTED = 16
 """Maximum number of listed cards and links; no real board has more."""
+
+SOC_NAMES = {
+    "brcm,bcm2837": "BCM2837",
+    "brcm,bcm2711": "BCM2711",
+    "brcm,bcm2712": "BCM2712",
+    "nvidia,tegra194": "Tegra194 (Xavier)",
+    "nvidia,tegra234": "Tegra234 (Orin)",
+    "nvidia,tegra264": "Tegra264 (Thor)",
+}
+ARM_CORE_NAMES = {
+    "0xb76": "ARM1176",
+    "0xc07": "Cortex-A7",
+    "0xd03": "Cortex-A53",
+    "0xd05": "Cortex-A55",
+    "0xd08": "Cortex-A72",
+    "0xd0b": "Cortex-A76",
+    "0xd42": "Cortex-A78AE",
+    "0xd83": "Neoverse-V3AE",
+}
 
 
 def probe(root: Path = Path("/"), *, run: RunProgram = run_program) -> Json:
@@ -246,3 +270,58 @@ def _list_network_links(root: Path) -> list[Json]:
 def _read_property(root: Path, name: str) -> list[str]:
     """Returns the texts of a device-tree property, wherever the tree is mounted."""
     return read_strings(root / "proc/device-tree" / name, root / "sys/firmware/devicetree/base" / name)
+
+
+def find_soc_name(root: Path, compatible: Sequence[str]) -> str | None:
+    """Returns the name of the chip; by convention the last compatible name is the chip's."""
+    for name in compatible:
+        if name in SOC_NAMES:
+            return SOC_NAMES[name]
+    if compatible:
+        return compatible[-1].partition(",")[2].upper() or None
+    return sanitise_text(read_text(root / "sys/devices/soc0/soc_id"))
+
+
+def get_core_name(part: str) -> str:
+    return ARM_CORE_NAMES.get(part, part)
+
+
+def list_clusters(root: Path, cpuinfo: str) -> list[Json] | None:
+    """Returns the kinds of cores, fastest first, where there is more than one (big.LITTLE)."""
+    parts = dict(_parse_core_names(cpuinfo))
+    kinds: dict[tuple[str | None, int | None], int] = {}
+    for folder in find_paths(root, "sys/devices/system/cpu/cpu[0-9]*"):
+        khz = read_int(folder / "cpufreq/cpuinfo_max_freq")
+        kind = parts.get(folder.name[3:]), khz // 1000 if khz else None
+        kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) < 2:
+        return None
+    clusters = sorted(kinds.items(), key=lambda item: -(item[0][1] or 0))
+    return [
+        {key: value for key, value in (("cpu", cpu), ("cores", cores), ("max_mhz", mhz)) if value is not None}
+        for (cpu, mhz), cores in clusters
+    ][:8]
+
+
+def _parse_core_names(cpuinfo: str) -> Iterator[tuple[str, str]]:
+    """Yields the number and core name of each processor."""
+    for block in cpuinfo.split("\n\n"):
+        processor = re.search(r"^processor\s*:\s*(\d{1,4})$", block, re.MULTILINE)
+        part = re.search(r"^CPU part\s*:\s*(0x[0-9a-f]{1,4})$", block, re.MULTILINE)
+        if processor and part:
+            yield processor[1], get_core_name(part[1])
+
+
+def select_accelerator(requested: str) -> str:
+    """Returns cpu or cuda; `auto` selects the GPU when torch is installed and finds one."""
+    if requested != "auto":
+        return requested
+    if importlib.util.find_spec("torch") is None or not _has_nvidia_gpu():
+        return "cpu"
+    import torch  # noqa: PLC0415 only where there is a GPU: it costs a small board 200 MB
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _has_nvidia_gpu() -> bool:
+    return any(fact.get("kind") == "cuda" for fact in probe(run=no_program).get("accelerators", ()))

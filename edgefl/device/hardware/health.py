@@ -1,4 +1,4 @@
-"""Board health for heartbeats: temperature, throttling, load, memory, disk, battery and power.
+"""Board health for heartbeats and display: temperature, throttling, load, memory, disk, battery and power.
 
 Read from files on Raspberry Pi, Jetson and other Linux boards; a vendor's tool is the last resort. Unknown values
 are None. All paths are relative to a root, so that a tree of files can replace a board.
@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.device.hardware.board_reader import BoardReader
-from edgefl.device.hardware.cgroups import compute_memory_left_bytes
-from edgefl.device.hardware.jetson import read_power_w
-from edgefl.device.hardware.power import read_battery_fraction
-from edgefl.device.hardware.sysfs import parse_int, read_int, read_kilobytes, read_text
-from edgefl.device.hardware.throttling import read_throttle_status
+from edgefl.core.types import Json
+from edgefl.device.hardware.board_reader import (
+    BoardReader,
+    compute_memory_left_bytes,
+    parse_int,
+    read_int,
+    read_kilobytes,
+    read_text,
+)
+from edgefl.device.hardware.board_sensors import (
+    read_battery_fraction,
+    read_jetson_status,
+    read_power_w,
+    read_supply_status,
+    read_throttle_status,
+)
 
 # In order of preference: the processor itself, then the hottest point of the chip, then zones of PCs.
 ZONE_TYPES = ("cpu-thermal", "cpu_thermal", "CPU-therm", "tj-thermal", "soc-thermal", "x86_pkg_temp", "acpitz")
@@ -138,3 +148,17 @@ def _read_disk_free_bytes(directory: Path) -> int | None:
     except OSError:
         return None
     return disk.f_bavail * disk.f_frsize
+
+
+def read_board_status(board: BoardReader, *, is_jetson: bool) -> Json:
+    """Returns temperature, throttling, GPU load, power and supply; unknown values are missing."""
+    throttle_status = read_throttle_status(board)
+    values = {
+        "temperature_c": read_temperature_c(board),
+        "throttled": throttle_status.now if throttle_status else None,
+        "throttled_since_boot": throttle_status.since_boot if throttle_status else None,
+        "power_w": read_power_w(board),
+        **read_supply_status(board),
+        **(read_jetson_status(board) if is_jetson else {}),
+    }
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Training requirements: memory for torch, a 64-bit userland for any training.
+"""Training requirements, memory for torch and a 64-bit userland, and what a board therefore trains.
 
 The figures are measured: a process that has imported torch 2.9 takes about 300 MB, one that trains in NumPy less
 than 130 MB. They are checked before a run, so that a board reports the reason instead of being killed during it.
@@ -7,16 +7,16 @@ than 130 MB. They are checked before a run, so that a board reports the reason i
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import EdgeflError, TaskError
-from edgefl.core.types import Json, Role, Scalar
+from edgefl.core.types import Json, Role, Scalar, Task
+from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import read_available_memory_bytes
-from edgefl.device.hardware.programs import no_program
-from edgefl.tasks.backends import is_torch_task, list_backends, list_numpy_models
+from edgefl.tasks.learners.backends import is_torch_task, list_backends, list_numpy_models
 from edgefl.tasks.registry import make_task
 
 TORCH_BYTES = 300_000_000
@@ -69,6 +69,12 @@ def select_role(role: str, facts: Json) -> tuple[str, str]:
     return role, ""
 
 
+def make_measurable_task(name: str) -> Task:
+    """Returns the task of TASK or TASK/MODEL."""
+    task, _, model = name.partition("/")
+    return make_task(task, {"model": model} if model else {})
+
+
 def check_requirements(name: str, options: Mapping[str, Scalar], root: Path = Path("/")) -> None:
     """Checks, before heavy imports, that this board can train a task.
 
@@ -117,3 +123,47 @@ def _select_training_path(name: str, usable: Sequence[str]) -> str:
 
 def _format_mb(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
+
+
+def get_training_facts(role: str, tasks: Iterable[str], board_facts: Json | None = None) -> Json:
+    """Returns the training part of the board's capabilities.
+
+    That is `backends`, `trains`, where that is false `trains_reason`, `backend_reasons` of those that do not fit this
+    board, and in `paths` the smallest backend for each task here.
+
+    Args:
+        role: of the enrolment.
+        tasks: with shards on the board, evaluated with their default options.
+        board_facts: result of `capabilities.probe`; its memory and word size are used.
+    """
+    facts, names = board_facts or {}, sorted(tasks)
+    usable, missing = list_usable_backends(facts), find_unsupported_backends(facts)
+    reason = _find_training_blocker(role, names, usable, missing)
+    training_facts: Json = {"backends": usable, "trains": reason is None}
+    if reason is not None:
+        training_facts["trains_reason"] = reason
+    if missing:
+        training_facts["backend_reasons"] = missing
+    return {**training_facts, "paths": select_training_paths(names, facts)} if names else training_facts
+
+
+def _find_training_blocker(role: str, names: list[str], usable: list[str], missing: dict[str, str]) -> str | None:
+    if role == Role.EVALUATOR:
+        return "its role is evaluator"
+    if "numpy" in missing:
+        return missing["numpy"]
+    if not names or "torch" in usable or not all(_needs_torch(name) for name in names):
+        return None
+    torch_reason = missing.get("torch", "torch is not installed")
+    numpy_models = {name: format_numpy_models(name) for name in names}
+    alternatives = "".join(
+        f"; it trains {name} with {models} in NumPy" for name, models in numpy_models.items() if models
+    )
+    return f"{torch_reason}, and {', '.join(names)} needs it; it evaluates and runs deployed models{alternatives}"
+
+
+def _needs_torch(task: str) -> bool:
+    try:
+        return is_torch_task(make_task(task))
+    except EdgeflError:  # the agent says what is wrong with a shard that it cannot use
+        return False

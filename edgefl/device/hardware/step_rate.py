@@ -28,10 +28,11 @@ from edgefl.device.hardware.requirements import (
     TORCH_BYTES,
     find_unsupported_backends,
     list_usable_backends,
+    make_measurable_task,
 )
 from edgefl.system.atomic_files import write_atomic
-from edgefl.system.process_control import exit_with_parent
-from edgefl.tasks.backends import is_torch_task, list_numpy_models
+from edgefl.system.processes import exit_with_parent
+from edgefl.tasks.learners.backends import is_torch_task, list_numpy_models
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class StepRateCache:
     def _start_measurement(self, name: str, fingerprint: Json, request: Json) -> None:
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "edgefl.device.hardware.step_rate_worker"],
+                [sys.executable, "-m", "edgefl.device.hardware.benchmark"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -187,9 +188,8 @@ def list_measurable_tasks(shards: Mapping[str, str], facts: Json) -> list[tuple[
 
 def _has_memory(name: str) -> bool:
     """Returns whether a training process fits into the free memory."""
-    task, _, model = name.partition("/")
     free_bytes = read_available_memory_bytes()
-    needs_torch = is_torch_task(make_task(task, {"model": model} if model else {}))
+    needs_torch = is_torch_task(make_measurable_task(name))
     return free_bytes is None or free_bytes >= NUMPY_BYTES + (TORCH_BYTES if needs_torch else 0)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 from edgefl.core.errors import DataError, EdgeflError
 from edgefl.core.types import Dataset, Role
 from edgefl.device.inference.onnx_model import OnnxModel, prepare_features
-from edgefl.system.subprocesses import call_in_subprocess, serve_call
-from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.system.processes import call_in_subprocess, serve_call
+from edgefl.tasks.datasets.shards import split_train_test
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)

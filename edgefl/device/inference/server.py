@@ -20,9 +20,8 @@ from edgefl import __version__
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, PortInUseError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Json
-from edgefl.device.inference.inputs import parse_npy
 from edgefl.device.inference.model_store import DeployedModel, ModelStore
-from edgefl.device.inference.onnx_model import OnnxModel
+from edgefl.device.inference.onnx_model import OnnxModel, parse_npy
 
 log = logging.getLogger(__name__)
 

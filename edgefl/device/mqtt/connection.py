@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,19 +30,18 @@ from edgefl.core.protocol import (
     Topic,
 )
 from edgefl.core.types import derive_rng
-from edgefl.device.mqtt.dispatch import MessageDispatcher, MqttCallbacks
 from edgefl.device.mqtt.peer_publisher import PeerPublisher
 from edgefl.device.mqtt.session import (
     CONNECT_TIMEOUT_S,
+    MessageDispatcher,
+    MqttCallbacks,
     MqttIdentity,
     MqttSession,
-    MqttTlsFiles,
     create_session,
     create_tls_context,
 )
-from edgefl.system.rate_limited_log import RateLimitedLog
-
-__all__ = ["MqttCallbacks", "MqttConnection", "MqttIdentity", "MqttTlsFiles", "ReconnectPolicy"]
+from edgefl.device.state_dir import TlsFiles
+from edgefl.system.retries import Backoff, RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -76,12 +75,15 @@ class MqttConnection:
         callbacks: see `MqttCallbacks`.
         next_session_no: returns a number that grows with every call, over restarts too.
         policy: keep-alive and retry intervals.
+
+    Attributes:
+        peers: values for other devices, and the subscription to theirs.
     """
 
     def __init__(
         self,
         addresses: Sequence[tuple[str, int]],
-        tls_files: MqttTlsFiles,
+        tls_files: TlsFiles,
         identity: MqttIdentity,
         callbacks: MqttCallbacks,
         *,
@@ -90,7 +92,7 @@ class MqttConnection:
     ) -> None:
         if not addresses:
             raise NotJoinedError("the device knows no address of its broker; join again")
-        self._addresses = deque(addresses)
+        self._addresses = self._tried_addresses = deque(addresses)
         self._tls_context = create_tls_context(tls_files)
         self._identity = identity
         self._next_session_no = next_session_no
@@ -98,19 +100,19 @@ class MqttConnection:
         self._rng = derive_rng("link", identity.device_id, identity.boot_id)
         self._state = PresenceState.ONLINE
         self._capabilities: Capabilities | None = None
-        self._peer_publisher = PeerPublisher()
+        self.peers = PeerPublisher()
         self._rate_limited_log = RateLimitedLog(log)
         self._dispatcher = MessageDispatcher(
             callbacks,
             self._rate_limited_log,
-            is_subscribed_to_peers=lambda: self._peer_publisher.is_subscribed,
+            is_subscribed_to_peers=lambda: self.peers.is_subscribed,
             on_offline=self._republish_status,
         )
         self._lock = threading.Lock()
         self._session: MqttSession | None = None
         self._unused_session_no: int | None = None
         self._last_progress_s = -1.0
-        self._stopping = threading.Event()
+        self._stopping, self._interrupted = threading.Event(), threading.Event()
         self._is_connected = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -122,6 +124,7 @@ class MqttConnection:
     def stop(self) -> None:
         """Publishes offline, disconnects and ends the thread."""
         self._stopping.set()
+        self._interrupted.set()
         self._state = PresenceState.OFFLINE
         session = self._get_session()
         if session is not None:
@@ -131,12 +134,20 @@ class MqttConnection:
             self._thread.join(CONNECT_TIMEOUT_S + OFFLINE_PUBLISH_TIMEOUT_S)
             self._thread = None
 
-    def renew(self, tls_files: MqttTlsFiles) -> None:
+    def renew(self, tls_files: TlsFiles) -> None:
         """Reconnects with another certificate, without going offline for the fleet."""
         self._tls_context = create_tls_context(tls_files)
         session = self._get_session()
         if session is not None:
             session.client.disconnect()  # neither the will nor `offline` is sent
+
+    def switch_broker(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """Reconnects to the broker at other addresses, and goes offline at the former one."""
+        self._addresses = deque(addresses)
+        session = self._get_session()
+        if session is not None:
+            self._publish_offline(session)
+        self._interrupted.set()
 
     def is_connected(self) -> bool:
         return self._is_connected.is_set()
@@ -171,82 +182,54 @@ class MqttConnection:
     def publish_capabilities(self, capabilities: Capabilities) -> None:
         """Publishes capabilities now and after every connect, since a broker may lose retained ones."""
         self._capabilities = capabilities
-        session = self._get_session()
-        if session is not None:
-            session.publish(Topic.CAPABILITIES, capabilities.dump(), qos=1, retain=True)
+        self._publish(Topic.CAPABILITIES, capabilities.dump(), qos=1, retain=True)
 
     def publish_progress(self, report: ProgressReport) -> bool:
         """Sends a progress report; dropped (returns False) above ten a second, or while down."""
-        session, now_s = self._get_session(), time.monotonic()
+        now_s = time.monotonic()
         with self._lock:
-            if session is None or now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
+            if self._session is None or now_s - self._last_progress_s < PROGRESS_INTERVAL_S:
                 return False
             self._last_progress_s = now_s
-        session.publish(Topic.PROGRESS, report.dump())
-        return True
+        return self._publish(Topic.PROGRESS, report.dump())
 
     def publish_reply(self, reply: CommandReply) -> bool:
         """Sends a reply to a coordinator's request; dropped (returns False) while down."""
+        return self._publish(Topic.ANSWER, reply.dump(), qos=1)
+
+    def _publish(self, kind: Topic, payload: bytes, *, qos: int = 0, retain: bool = False) -> bool:
+        """Returns whether there is a session, in which it was published."""
         session = self._get_session()
-        if session is None:
-            return False
-        session.publish(Topic.ANSWER, reply.dump(), qos=1)
-        return True
-
-    def publish_to_peer(self, receiver: str, payload: bytes, *, retain: bool = True) -> bool:
-        """Sends the newest value for another device; does not block.
-
-        A queued value is superseded by a newer one for the same receiver. A retained one is also kept here, and sent
-        again after every connect, since a broker may lose it.
-
-        Returns:
-            False while disconnected: a retained value is sent at the next connect, others are dropped.
-
-        Raises:
-            NetworkError: the value is empty or has more than `MAX_PEER_BYTES` bytes, or all retained values together
-                would have more than `MAX_RETAINED_PEER_BYTES`.
-            UsageError: the receiver's name is malformed.
-        """
-        return self._peer_publisher.publish(receiver, payload, retain=retain)
-
-    def is_peer_queue_empty(self) -> bool:
-        """Returns whether the broker has all peer values; True while disconnected."""
-        return self._peer_publisher.is_queue_empty()
-
-    def subscribe_to_peers(self) -> None:
-        """Subscribes to peer values, passed to `on_peer_message`, now and after every connect."""
-        self._peer_publisher.subscribe()
-
-    def remove_peers(self, receivers: Iterable[str]) -> None:
-        """Clears the broker's retained values for these receivers, and unsubscribes from peers.
-
-        While disconnected, this is deferred to the next connect.
-        """
-        self._peer_publisher.remove(receivers)
+        if session is not None:
+            session.publish(kind, payload, qos=qos, retain=retain)
+        return session is not None
 
     def _run(self) -> None:
-        backoff_s = INITIAL_BACKOFF_S
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=self._policy.max_backoff_s, rng=self._rng)
         while not self._stopping.is_set():
+            self._interrupted.clear()
             started_s = time.monotonic()
             was_accepted = self._connect_to_any()
             # A session that broke at once is no success: two boards with one name would disconnect each other for
             # ever.
-            is_stable = was_accepted and time.monotonic() - started_s > STABLE_AFTER_S
-            backoff_s = INITIAL_BACKOFF_S if is_stable else min(2 * backoff_s, self._policy.max_backoff_s)
+            if was_accepted and time.monotonic() - started_s > STABLE_AFTER_S:
+                backoff.reset()
             # A whole fleet loses its broker at once; the jitter keeps it from coming back at once.
-            self._stopping.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+            if not self._stopping.is_set():
+                self._interrupted.wait(backoff.next_s())
 
     def _connect_to_any(self) -> bool:
         """Tries every address once; returns whether one yielded a session."""
-        for _ in range(len(self._addresses)):
-            if self._connect_once():
+        addresses = self._tried_addresses = self._addresses
+        for _ in range(len(addresses)):
+            if self._connect_once(*addresses[0]):
                 return True
-            if self._stopping.is_set():
+            if self._is_outdated():
                 break
-            self._addresses.rotate(-1)
+            addresses.rotate(-1)
         return False
 
-    def _connect_once(self) -> bool:
+    def _connect_once(self, host: str, port: int) -> bool:
         """Runs one session until it breaks; returns whether it was accepted."""
         try:
             session = self._make_session()
@@ -254,15 +237,14 @@ class MqttConnection:
             self._rate_limited_log.warning("session", "cannot count a new session (%s); trying again", error)
             return False
         try:
-            self._run_session(session)
+            self._run_session(session, host, port)
         finally:
             self._on_session_end(session)
             session.close()
         return session.is_accepted
 
-    def _run_session(self, session: MqttSession) -> None:
+    def _run_session(self, session: MqttSession, host: str, port: int) -> None:
         """Connects, and runs the session until it ends."""
-        host, port = self._addresses[0]
         try:
             session.client.connect(host, port, keepalive=self._policy.keep_alive_s)
         except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
@@ -272,8 +254,8 @@ class MqttConnection:
             )
             return
         try:
-            if not self._stopping.is_set():
-                session.run(self._peer_publisher.send_due)
+            if not self._is_outdated():
+                session.run(self.peers.send_due)
         except OSError as error:
             self._rate_limited_log.warning(f"{host}:{port}", "lost the broker at %s:%d (%s)", host, port, error)
 
@@ -303,8 +285,8 @@ class MqttConnection:
         # Our own status too: see `_republish_status`.
         kinds = ((Topic.WAKEUP, 0), (Topic.COMMAND, 1), (Topic.STATUS, 1))
         client.subscribe([(session.topic(kind), qos) for kind, qos in kinds])
-        self._peer_publisher.attach(session)
-        if self._stopping.is_set():
+        self.peers.attach(session)
+        if self._is_outdated():
             self._publish_offline(session)
 
     def _on_subscribe(
@@ -320,7 +302,7 @@ class MqttConnection:
             return
         if is_refused:
             self._rate_limited_log.warning(
-                "deaf", "the broker lets this device hear no bell or no command; check its rules"
+                "deaf", "the broker lets this device hear no wake-up or no command; check its rules"
             )
         self._is_connected.set()
         log.info("connected to the broker, session %d", session.number)
@@ -334,7 +316,7 @@ class MqttConnection:
         self._on_session_end(session)
 
     def _on_session_end(self, session: MqttSession) -> None:
-        self._peer_publisher.detach(session)
+        self.peers.detach(session)
         with self._lock:
             is_current_session = self._session is session
             if is_current_session:
@@ -345,17 +327,21 @@ class MqttConnection:
 
     def _republish_status(self, session: MqttSession, status: StatusMessage) -> None:
         """Republishes our status after a foreign `offline`, the late will of an earlier session."""
-        if not self._stopping.is_set():
+        if not self._is_outdated():
             log.info("somebody says that this device is offline (session %d); it is not", status.session_no)
             session.publish_status(self._state)
 
     def _publish_offline(self, session: MqttSession) -> None:
-        publish_info = session.publish_status(self._state)
+        publish_info = session.publish_status(PresenceState.OFFLINE)
         # paho's own thread must not wait; the packet is sent before DISCONNECT all the same.
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(RuntimeError, ValueError):  # the connection broke just now
                 publish_info.wait_for_publish(OFFLINE_PUBLISH_TIMEOUT_S)
         session.client.disconnect()
+
+    def _is_outdated(self) -> bool:
+        """Returns whether it stops, or the broker has moved since the present attempt began."""
+        return self._stopping.is_set() or self._tried_addresses is not self._addresses
 
     def _get_session(self) -> MqttSession | None:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 
 from edgefl.core.protocol import HEARTBEAT_JITTER, HEARTBEAT_S, Heartbeat
 from edgefl.core.types import Json, derive_rng
@@ -18,12 +18,12 @@ STOP_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceActivity:
-    """Current activity of the device; `held_assignments` have finished updates that it still keeps."""
+    """Current activity of the device; it still keeps the finished updates of the assignments `holding`."""
 
     run: str | None = None
     assignment: str | None = None
     iteration: int | None = None
-    held_assignments: tuple[str, ...] = ()
+    holding: list[str] = field(default_factory=list)
     clock_skew_s: float | None = None
     model: str | None = None
     deployment: Json | None = None
@@ -92,25 +92,4 @@ class HeartbeatPublisher:
 
     def _make_heartbeat(self) -> Heartbeat:
         self._seq += 1
-        health, activity = self._read_health(), self._get_activity()
-        return Heartbeat(
-            seq=self._seq,
-            session_no=0,
-            uptime_s=health.uptime_s,
-            clock_skew_s=activity.clock_skew_s,
-            temperature_c=health.temperature_c,
-            throttled=health.throttled,
-            cpu_fraction=health.cpu_fraction,
-            memory_fraction=health.memory_fraction,
-            memory_bytes=health.memory_bytes,
-            disk_free_bytes=health.disk_free_bytes,
-            battery_fraction=health.battery_fraction,
-            power_w=health.power_w,
-            run=activity.run,
-            assignment=activity.assignment,
-            iteration=activity.iteration,
-            holding=list(activity.held_assignments),
-            model=activity.model,
-            deployment=activity.deployment,
-            installation=activity.installation,
-        )
+        return Heartbeat(seq=self._seq, session_no=0, **asdict(self._read_health()), **asdict(self._get_activity()))

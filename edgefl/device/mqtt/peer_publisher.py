@@ -58,8 +58,20 @@ class PeerPublisher:
     def is_subscribed(self) -> bool:
         return self._is_subscribed
 
-    def publish(self, receiver: str, payload: bytes, *, retain: bool) -> bool:
-        """Queues a value; returns whether there is a session, see `MqttConnection.publish_to_peer`."""
+    def publish(self, receiver: str, payload: bytes, *, retain: bool = True) -> bool:
+        """Sends the newest value for another device; does not block.
+
+        A queued value is superseded by a newer one for the same receiver. A retained one is also kept here, and sent
+        again after every connect, since a broker may lose it.
+
+        Returns:
+            False while disconnected: a retained value is sent at the next connect, others are dropped.
+
+        Raises:
+            NetworkError: the value is empty or has more than `MAX_PEER_BYTES` bytes, or all retained values together
+                would have more than `MAX_RETAINED_PEER_BYTES`.
+            UsageError: the receiver's name is malformed.
+        """
         validate_slug(receiver, "receiver")
         num_bytes = len(payload)
         if not 0 < num_bytes <= MAX_PEER_BYTES:
@@ -83,7 +95,7 @@ class PeerPublisher:
             return not any(queued.is_due or queued.is_in_flight for queued in self._queue.values())
 
     def subscribe(self) -> None:
-        """Subscribes to peers, now and in every later session."""
+        """Subscribes to peer values, passed to `on_peer_message`, now and in every later session."""
         with self._lock:
             if not self._is_subscribed and self._session is not None:
                 self._session.subscribe_to_peers()

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 
-from edgefl.core.errors import NotJoinedError
-from edgefl.core.protocol import PresenceState, StatusMessage, Topic, peer_topic, topic
-from edgefl.system.https_client import create_pinned_context
+from edgefl.core.errors import NetworkError, NotJoinedError
+from edgefl.core.protocol import (
+    MAX_PEER_BYTES,
+    Command,
+    PresenceState,
+    StatusMessage,
+    Topic,
+    parse_peer_topic,
+    parse_topic,
+    peer_topic,
+    topic,
+)
+from edgefl.device.state_dir import TlsFiles
+from edgefl.system.https_client import ClosingSocket, create_pinned_context
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 LOOP_TIMEOUT_S = 1.0
@@ -23,19 +39,7 @@ LOOP_TIMEOUT_S = 1.0
 _TCP_COUNTERS = struct.Struct("=QQIII")
 _TCP_COUNTERS_OFFSET = 120
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MqttTlsFiles:
-    """Paths of PEM files: the fleet's CA, this device's certificate and its key.
-
-    `check_hostname` may be False when the coordinator is reached under names that its certificate does not hold: the
-    fleet's CA, which signs no other server, vouches for it all the same.
-    """
-
-    ca: Path
-    cert: Path
-    key: Path
-    check_hostname: bool = True
+MAX_RECENT_COMMANDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +152,7 @@ def create_session(identity: MqttIdentity, number: int, context: ssl.SSLContext)
     return session
 
 
-def create_tls_context(files: MqttTlsFiles) -> ssl.SSLContext:
+def create_tls_context(files: TlsFiles) -> ssl.SSLContext:
     """Returns a TLS context with the device's certificate that trusts only the fleet's CA, on any date.
 
     Raises:
@@ -158,7 +162,7 @@ def create_tls_context(files: MqttTlsFiles) -> ssl.SSLContext:
         context = create_pinned_context(files.ca.read_bytes())
         context.check_hostname = files.check_hostname
         context.load_cert_chain(files.cert, files.key)
-        context.sslsocket_class = _ClosingMqttSocket
+        context.sslsocket_class = ClosingSocket
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError; ValueError: no ASCII
         raise NotJoinedError(
             f"the device's certificates in {files.ca.parent} cannot be used ({error}); join again"
@@ -166,12 +170,90 @@ def create_tls_context(files: MqttTlsFiles) -> ssl.SSLContext:
     return context
 
 
-class _ClosingMqttSocket(ssl.SSLSocket):
-    """Closes when the handshake fails; paho leaves that to the garbage collector."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MqttCallbacks:
+    """Callbacks of the MQTT connection; run in its thread and should return soon.
 
-    def do_handshake(self, block: bool = False) -> None:
+    `on_wake_up` is also called after every connect, since a wake-up may have been missed. `on_peer_message` gets the
+    name of a device and its value for this one, after `PeerPublisher.subscribe`; the same value may come
+    twice.
+    """
+
+    on_wake_up: Callable[[], None]
+    on_command: Callable[[Command], None]
+    on_connection: Callable[[bool], None] = lambda _: None
+    on_peer_message: Callable[[str, bytes], None] = lambda _sender, _payload: None
+
+
+class MessageDispatcher:
+    """Dispatcher of messages to the agent, in the MQTT thread; malformed ones do not end the connection.
+
+    Args:
+        callbacks: see `MqttCallbacks`.
+        rate_limited_log: for malformed messages.
+        is_subscribed_to_peers: returns whether peer values are wanted now.
+        on_offline: called when this device's status is `offline`.
+    """
+
+    def __init__(
+        self,
+        callbacks: MqttCallbacks,
+        rate_limited_log: RateLimitedLog,
+        *,
+        is_subscribed_to_peers: Callable[[], bool],
+        on_offline: Callable[[MqttSession, StatusMessage], None],
+    ) -> None:
+        self._callbacks, self._rate_limited_log = callbacks, rate_limited_log
+        self._is_subscribed_to_peers, self._on_offline = is_subscribed_to_peers, on_offline
+        self._recent_command_ids: deque[str] = deque(maxlen=MAX_RECENT_COMMANDS)
+
+    def attach(self, session: MqttSession) -> None:
+        """Dispatches the messages of a session from now on."""
+        session.client.on_message = self._on_message
+        session.client.message_callback_add(session.peer_filter, self._on_peer_message)
+
+    def notify_connection(self, *, is_connected: bool) -> None:
+        """Notifies the agent of a connect, with a wake-up for missed ones, or of a disconnect."""
+        self._guard(lambda: self._callbacks.on_connection(is_connected))
+        if is_connected:
+            self._guard(self._callbacks.on_wake_up)
+
+    def _on_message(self, _client: Any, session: MqttSession, message: mqtt.MQTTMessage) -> None:
         try:
-            super().do_handshake(block)
-        except OSError:
-            self.close()
-            raise
+            _, _, kind = parse_topic(message.topic)
+            if kind is Topic.WAKEUP:
+                self._guard(self._callbacks.on_wake_up)
+            elif kind is Topic.COMMAND:
+                self._dispatch_command(Command.load(bytes(message.payload)))
+            elif kind is Topic.STATUS and message.payload:
+                status = StatusMessage.load(bytes(message.payload))
+                if status.state == PresenceState.OFFLINE:
+                    self._on_offline(session, status)
+        except NetworkError as error:
+            self._rate_limited_log.warning("malformed", "dropped a message: %s", error)
+
+    def _on_peer_message(self, _client: Any, _session: MqttSession, message: mqtt.MQTTMessage) -> None:
+        payload = bytes(message.payload)
+        try:
+            _, sender, _ = parse_peer_topic(message.topic)
+        except NetworkError as error:
+            self._rate_limited_log.warning("malformed", "dropped a message: %s", error)
+            return
+        if len(payload) > MAX_PEER_BYTES:
+            text = "dropped %d bytes from %s, at most %d are taken"
+            self._rate_limited_log.warning("malformed", text, len(payload), sender, MAX_PEER_BYTES)
+        elif payload and self._is_subscribed_to_peers():  # an empty one only clears the retained value
+            self._guard(lambda: self._callbacks.on_peer_message(sender, payload))
+
+    def _dispatch_command(self, command: Command) -> None:
+        if command.id in self._recent_command_ids:
+            return
+        self._recent_command_ids.append(command.id)
+        self._guard(lambda: self._callbacks.on_command(command))
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:
+            # The boundary of paho's thread: presence must survive failures of the agent.
+            log.exception("the agent failed to act on a message")

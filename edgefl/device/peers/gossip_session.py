@@ -18,8 +18,8 @@ from numpy.random import Generator
 
 from edgefl.core.errors import EdgeflError, NetworkError, TaskError
 from edgefl.core.types import Array, GossipConfig, PeerMessage, TrainConfig
-from edgefl.decentralised.edge_schedule import EdgeScheduleKind, make_edge_schedule
-from edgefl.decentralised.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind, make_edge_schedule
 
 log = logging.getLogger(__name__)
 

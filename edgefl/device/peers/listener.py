@@ -18,10 +18,17 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from edgefl.core.errors import NetworkError, PortInUseError
-from edgefl.device.peers.framing import FrameKind, PeerTimeouts, TransportFrame, read_frame, write_frame
-from edgefl.device.peers.metrics import PeerMetrics
-from edgefl.device.peers.tls import PeerTls, shutdown_socket, wrap_tls
-from edgefl.device.peers.transport import OnPeerMessage
+from edgefl.device.peers.peer_connection import (
+    FrameKind,
+    PeerTimeouts,
+    PeerTls,
+    TransportFrame,
+    read_frame,
+    shutdown_socket,
+    wrap_tls,
+    write_frame,
+)
+from edgefl.device.peers.transport import OnPeerMessage, PeerMetrics
 
 log = logging.getLogger(__name__)
 

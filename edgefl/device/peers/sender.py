@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import ssl
 import threading
+from collections import deque
+from dataclasses import dataclass, field
 
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import derive_rng
-from edgefl.device.peers.framing import FrameKind, PeerTimeouts, TransportFrame, read_frame, write_frame
-from edgefl.device.peers.metrics import PeerMetrics
-from edgefl.device.peers.send_queue import PeerSendQueue, QueuedMessage
-from edgefl.device.peers.tls import PeerTls, shutdown_socket, wrap_tls
+from edgefl.device.peers.peer_connection import (
+    FrameKind,
+    PeerTimeouts,
+    PeerTls,
+    TransportFrame,
+    read_frame,
+    shutdown_socket,
+    wrap_tls,
+    write_frame,
+)
+from edgefl.device.peers.transport import PeerMetrics
+from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
-INITIAL_BACKOFF_S = 0.1
+INITIAL_BACKOFF_S = 0.2
 
 SocketAddress = tuple[str, int]
+
+MAX_QUEUED_REPLIES = 4
 
 
 class PeerSender:
@@ -80,7 +93,7 @@ class PeerSender:
         self._interrupted.set()
 
     def _run(self) -> None:
-        backoff_s = INITIAL_BACKOFF_S
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=self._timeouts.max_backoff_s, rng=self._rng)
         while not self._stopping.is_set():
             self._interrupted.clear()
             self._has_made_progress = False
@@ -92,10 +105,9 @@ class PeerSender:
             else:
                 self._try_connection(address)
             # A neighbour that accepts and then breaks off at once is no success.
-            backoff_s = (
-                INITIAL_BACKOFF_S if self._has_made_progress else min(2 * backoff_s, self._timeouts.max_backoff_s)
-            )
-            self._interrupted.wait(backoff_s * self._rng.uniform(0.5, 1.0))
+            if self._has_made_progress:
+                backoff.reset()
+            self._interrupted.wait(backoff.next_s())
 
     def _try_connection(self, address: SocketAddress) -> None:
         try:
@@ -179,3 +191,78 @@ class PeerSender:
                 return reply
             if reply.kind is not FrameKind.KEEP_ALIVE:
                 raise NetworkError(f"it answered with a {reply.kind.name} frame, {expected_kind.name} was due")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedMessage:
+    """Message that was sent at least once; repeats have the same number."""
+
+    number: int
+    payload: bytes = field(repr=False)
+    is_state: bool
+
+
+class PeerSendQueue:
+    """Bounded queue, at most two states and `MAX_QUEUED_REPLIES` + 1 replies; one consumer thread."""
+
+    def __init__(self, metrics: PeerMetrics) -> None:
+        self.session_id = secrets.randbits(64)
+        self._metrics = metrics
+        self._changed = threading.Condition()
+        self._replies: deque[bytes] = deque()
+        self._state: bytes | None = None
+        self._in_flight: QueuedMessage | None = None
+        self._last_number = 0
+        self._is_notified = False
+
+    def put(self, payload: bytes, *, is_reply: bool) -> bool:
+        """Queues a message; returns whether there was room. A state replaces the former one."""
+        with self._changed:
+            if is_reply and len(self._replies) >= MAX_QUEUED_REPLIES:
+                return False
+            if is_reply:
+                self._replies.append(payload)
+            else:
+                if self._state is not None:
+                    self._metrics.increment("superseded")
+                self._state = payload
+            self._changed.notify_all()
+            return True
+
+    def get(self, timeout_s: float) -> QueuedMessage | None:
+        """Returns the next message: the unacknowledged one, or a newer state; None if empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_notified or self._has_next(), timeout_s)
+            self._is_notified = False
+            if self._in_flight is not None and self._in_flight.is_state and self._state is not None:
+                self._metrics.increment("superseded")
+                self._in_flight = None
+            if self._in_flight is None and self._has_next():
+                self._last_number += 1
+                self._in_flight = self._pop_next()
+            return self._in_flight
+
+    def acknowledge(self) -> None:
+        """Removes the message of `get`, which the neighbour has acknowledged."""
+        with self._changed:
+            self._in_flight = None
+
+    def is_empty(self) -> bool:
+        """Returns whether nothing is queued or unacknowledged."""
+        with self._changed:
+            return not self._has_next()
+
+    def notify(self) -> None:
+        """Makes the waiting `get`, or else the next one, return."""
+        with self._changed:
+            self._is_notified = True
+            self._changed.notify_all()
+
+    def _has_next(self) -> bool:
+        return self._in_flight is not None or bool(self._replies) or self._state is not None
+
+    def _pop_next(self) -> QueuedMessage:
+        if self._replies:
+            return QueuedMessage(number=self._last_number, payload=self._replies.popleft(), is_state=False)
+        payload, self._state = self._state or b"", None
+        return QueuedMessage(number=self._last_number, payload=payload, is_state=True)

@@ -1,13 +1,14 @@
-"""Client state of a run, kept from one assignment to the next.
+"""Client state of a run, kept from one assignment to the next: algorithm, residuals, variates, tensors, model, node.
 
-That is the state of its local algorithm, the codec's residuals, and the last global model where the coordinator sends
-deltas. One run is kept at a time, since a coordinator runs one at a time. All but the model survive a restart: they
+One run is kept at a time, since a coordinator runs one at a time. All but the global model survive a restart: they
 are written every five minutes and at a stop, or at once where a run requires it or has control variates.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,22 +18,67 @@ import numpy as np
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.error_feedback import ErrorFeedback
-from edgefl.core.errors import CodecError, StoreError
-from edgefl.core.types import Array, ModelSpec
-from edgefl.device.training.run_arrays import load_arrays, save_arrays
-from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, restore_variate
+from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.core.errors import CodecError, ConfigError, StoreError
+from edgefl.core.types import Array, GossipConfig, Learner, ModelSpec, derive_rng
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
+from edgefl.system.atomic_files import open_atomic
+from edgefl.tasks.datasets.array_files import read_npz
+from edgefl.tasks.local_algorithms.local_training import is_finite, start_node
+from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, restore_variate
 
 log = logging.getLogger(__name__)
 
+MAX_RUNS = 4
+
 SAVE_INTERVAL_S = 300.0
-STEPS, RESIDUALS, VARIATES = "steps", "residuals", "variates"
+STEPS, RESIDUALS, VARIATES, LOCAL_TENSORS, NODES = "steps", "residuals", "variates", "runs", "nodes"
+"""Folders in the state directory."""
 ALGORITHM_KEY = "algorithm"
 Model = dict[str, Array]
 
 
+def load_arrays(folder: Path, run: str) -> dict[str, Array] | None:
+    """Returns the saved arrays of a run, None when missing or unreadable."""
+    try:
+        with _path(folder, run).open("rb") as file:
+            return read_npz(file)
+    except (OSError, ValueError):
+        return None
+
+
+def save_arrays(folder: Path, run: str, arrays: Mapping[str, Array]) -> None:
+    """Writes a run's arrays atomically; `OSError` propagates."""
+    path = _path(folder, run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open_atomic(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    _delete_older(path)
+
+
+def _delete_older(newest: Path) -> None:
+    # The newest by name, not by time: a board's clock may have gone back since the others were written.
+    with contextlib.suppress(OSError):
+        others = sorted((path for path in newest.parent.glob("*.npz") if path != newest), key=_get_mtime_ns)
+        for path in others[: max(0, len(others) + 1 - MAX_RUNS)]:
+            path.unlink(missing_ok=True)
+
+
+def _get_mtime_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
+
+
+def _path(folder: Path, run: str) -> Path:
+    return folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run)}.npz"
+
+
 @dataclass(slots=True)
 class _RunState:
-    """State of one run; `algorithm` and `codec_spec` own `step_state` and `feedback`, empty for none yet."""
+    """State of one run; `algorithm` and `codec_spec` own `step_state` and `feedback`, empty for none yet.
+
+    `local_tensors` are those that are not on disk, since the card is full.
+    """
 
     run: str = ""
     algorithm: str = ""
@@ -42,6 +88,7 @@ class _RunState:
     feedback: ErrorFeedback | None = None
     model_version: int | None = None
     model: Model = field(default_factory=dict)
+    local_tensors: Model = field(default_factory=dict)
     unsaved_folders: set[str] = field(default_factory=set)
 
 
@@ -109,6 +156,34 @@ class ClientState:
         state.unsaved_folders.add(RESIDUALS)
         return state.feedback
 
+    def get_local_tensors(self, run: str, model_spec: ModelSpec) -> Model | None:
+        """Returns the run's local tensors (`shared=False`), or None when missing or of other shapes."""
+        unsaved = self._current.local_tensors if self._current.run == run else {}
+        tensors = unsaved or load_arrays(self._state_dir / LOCAL_TENSORS, run)
+        local_specs = [spec for spec in model_spec if not spec.shared]
+        if tensors is None or any(
+            spec.name not in tensors or tensors[spec.name].shape != spec.shape for spec in local_specs
+        ):
+            return None
+        return {spec.name: tensors[spec.name] for spec in local_specs}
+
+    def update_local_tensors(self, run: str, model_spec: ModelSpec, learner: Learner) -> None:
+        """Stores the tensors that are not shared on disk at once; a no-op when all are shared.
+
+        Those of a diverged training are not stored: the board continues with the former ones.
+        """
+        names = [spec.name for spec in model_spec if not spec.shared]
+        if not names:
+            return
+        values = learner.read()
+        local_tensors = {name: values[name] for name in names}
+        if not is_finite(local_tensors):
+            return
+        state = self._select_run(run)
+        state.local_tensors = local_tensors
+        state.unsaved_folders.add(LOCAL_TENSORS)
+        self._save_folder(LOCAL_TENSORS)
+
     def update_model(self, run: str, version: int, model: Model) -> None:
         """Stores the global model of a version, in memory only."""
         state = self._select_run(run)
@@ -139,14 +214,23 @@ class ClientState:
         try:
             save_arrays(self._state_dir / folder, run, self._get_arrays(folder))
         except (OSError, StoreError) as error:
-            log.warning("cannot keep the %s of run %s: %s", folder, run, error)
+            kept = (
+                f"tensors of run {run} that stay on this board"
+                if folder == LOCAL_TENSORS
+                else f"{folder} of run {run}"
+            )
+            log.warning("cannot keep the %s: %s", kept, error)
             return
         self._current.unsaved_folders.discard(folder)
+        if folder == LOCAL_TENSORS:
+            self._current.local_tensors = {}
 
     def _get_arrays(self, folder: str) -> dict[str, Array]:
         state = self._current
         if folder == STEPS:
             return {**state.step_state, ALGORITHM_KEY: np.array(state.algorithm)}
+        if folder == LOCAL_TENSORS:
+            return state.local_tensors
         if folder == VARIATES:
             return state.variate.to_arrays() if state.variate is not None else {}
         return state.feedback.state() if state.feedback is not None else {}
@@ -164,3 +248,83 @@ def _restore_feedback(feedback: ErrorFeedback, stored: Mapping[str, Array], run:
         feedback.restore(stored)
     except CodecError as error:
         log.warning("what was left out of the updates of run %s is lost: %s", run, error)
+
+
+class GossipStateStore:
+    """Store of one run's gossip node; used by the training thread.
+
+    Args:
+        device_id: of the node.
+        state_dir: the device's state directory.
+        incarnation: grows with every start of the device, 1 or more.
+        clock: seconds, monotone.
+    """
+
+    def __init__(
+        self, device_id: str, state_dir: Path, *, incarnation: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._device_id, self._incarnation, self._clock = device_id, incarnation, clock
+        self._folder = state_dir / NODES
+        self._run_id = ""
+        self._node: GossipNode | None = None
+        self._last_saved_s = clock()
+
+    def load(self, run: str, plan: GossipConfig, learner: Learner, shapes: ModelSpec) -> GossipNode | None:
+        """Returns the node of a run from memory or disk, or None, when a model is needed."""
+        if self.has_diverged(run):
+            log.warning("the node of run %s has diverged; it begins anew", run)
+            return None
+        if self._run_id == run and self._node is not None:
+            return self._node
+        saved = load_arrays(self._folder, run)
+        if saved is None:
+            return None
+        node = self._make_node(plan, shapes)
+        try:
+            start_node(node, learner, shapes)
+            node.restore(saved)
+        except (ConfigError, KeyError, ValueError) as error:
+            log.warning("what was kept of the node in run %s is of no use: %s", run, error)
+            return None
+        log.info("goes on as node of run %s after %d iterations", run, node.algorithm.iterations)
+        return self._set_current(run, node)
+
+    def has_diverged(self, run: str) -> bool:
+        """Returns whether the node of a run has diverged and must restart."""
+        return self._run_id == run and self._node is not None and not is_finite(self._node.algorithm.weights)
+
+    def create(self, run: str, plan: GossipConfig, learner: Learner, shapes: ModelSpec) -> GossipNode:
+        """Returns the node of a run, started from the learner's model; keeps step numbers of an existing one."""
+        former_node = self._node if self._run_id == run else None
+        node = former_node or self._make_node(plan, shapes)
+        start_node(node, learner, shapes)
+        return self._set_current(run, node)
+
+    def save(self, *, only_when_due: bool = False) -> None:
+        """Writes the node unless it has diverged; a full card does not stop the work.
+
+        Args:
+            only_when_due: writes nothing within five minutes of the last write, to limit card wear.
+        """
+        if self._node is None or (only_when_due and self._clock() - self._last_saved_s < SAVE_INTERVAL_S):
+            return
+        self._last_saved_s, state = self._clock(), self._node.state()
+        if not is_finite(state):
+            return
+        try:
+            save_arrays(self._folder, self._run_id, state)
+        except (OSError, StoreError) as error:
+            log.warning("cannot keep the node of run %s: %s", self._run_id, error)
+
+    def _make_node(self, plan: GossipConfig, shapes: ModelSpec) -> GossipNode:
+        node = make_configured_algorithm(plan, self._device_id, incarnation=self._incarnation)
+        codec = PeerCodec(plan.codec, select_peer_tensors(shapes), epoch=self._incarnation)
+        return GossipNode(node, codec, derive_rng("edges", self._device_id, self._incarnation))
+
+    def _set_current(self, run: str, node: GossipNode) -> GossipNode:
+        if node is not self._node:
+            self.save()
+        self._run_id, self._node = run, node
+        # At once: after another reboot, the restored node must not be older than messages seen by neighbours.
+        self.save()
+        return node

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgefl.core.errors import NetworkError
-from edgefl.core.types import Json, TrainConfig
+from edgefl.core.types import Json, Scalar, TrainConfig
+
+
+class FullModelRequiredError(NetworkError):
+    """Missing base model: this device lacks the model that the instruction builds on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedInstruction:
-    """Validated header of an assignment or evaluation; `seed_key` seeds its random streams."""
+    """Validated header of an assignment or evaluation.
+
+    Attributes:
+        seed_key: seeds its random streams.
+        used_assignments: the device's newest used assignments, reported by the coordinator.
+        is_held: the coordinator believes that its update is still on this board.
+        keeps_model: the next model may come as a delta to this one.
+        base_version: of the stored model that the body is a delta to; None for a full body.
+        prefetched_version: of the model fetched ahead, which the body lacks.
+        is_durable: its state is stored on disk at once.
+        messages: index of the neighbours' messages in the body.
+        header: as received, stored for a reboot.
+    """
 
     run: str
     assignment_id: str
     version: int
     seed: int
+    task: str
+    options: Mapping[str, Scalar]
+    test_fraction: float
     plan: TrainConfig
     codec_spec: str
     block: int | None
     seed_key: tuple[int | str, ...]
+    used_assignments: tuple[str, ...]
+    is_held: bool
+    keeps_model: bool
+    base_version: int | None
+    prefetched_version: int | None
+    is_durable: bool
+    messages: list[Json]
     header: Json
 
 
@@ -32,7 +59,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
     """
     if header.get("v") != 1:
         raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
-    block = None if header.get("block") is None else _parse_int(header["block"])
+    block = _parse_optional_int(header.get("block"))
     seed, version = _parse_int(header["seed"]), _parse_int(header["version"])
     # Without the run's id, which is new for every submission: the same seed gives the same run. All devices with a
     # block use the same random numbers for it.
@@ -42,12 +69,26 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         assignment_id=str(header["assignment"]),
         version=version,
         seed=seed,
+        task=str(header["task"]),
+        options=dict(header.get("options", {})),
+        test_fraction=float(header["test_fraction"]),
         plan=TrainConfig.from_json(header.get("plan", {})),
         codec_spec=str(header.get("codec", "dense")),
         block=block,
         seed_key=(seed, version, *source),
+        used_assignments=tuple(map(str, header.get("settled", ()))),
+        is_held=bool(header.get("held")),
+        keeps_model=bool(header.get("keep")),
+        base_version=_parse_optional_int(header.get("base")),
+        prefetched_version=_parse_optional_int(header.get("prepared")),
+        is_durable=header.get("residuals") == "durable",
+        messages=header.get("mail", []),
         header=header,
     )
+
+
+def _parse_optional_int(value: object) -> int | None:
+    return None if value is None else _parse_int(value)
 
 
 def _parse_int(value: object) -> int:

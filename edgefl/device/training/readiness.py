@@ -11,22 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl import __version__
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.protocol import ReadinessPhase, check_version, model_fingerprint
 from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
+from edgefl.device.training.instruction import FullModelRequiredError
 from edgefl.device.training.task_cache import TaskCache
 
 log = logging.getLogger(__name__)
 
 LEASE_S = 600.0
 """Lifetime of a prefetched model; a run that starts later sends it again."""
-
-
-class PrefetchMissingError(NetworkError):
-    """Missing prefetched model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +81,17 @@ class ReadinessHandler:
             }, b""
         return {**reply, "ready": True}, b""
 
-    def add_prefetched_model(self, header: Json, body: bytes) -> bytes:
-        """Returns the body of an instruction with the prefetched model appended.
+    def add_prefetched_model(self, run: str, version: int | None, body: bytes) -> bytes:
+        """Returns the body of an instruction, with the prefetched model of this version appended, if any.
 
         Raises:
-            PrefetchMissingError: it is not available any more.
+            FullModelRequiredError: it is not available any more.
         """
-        prefetched, version = self._prefetched, header.get("prepared")
+        prefetched = self._prefetched
         if version is None:
             return body
-        if prefetched is None or (prefetched.run, prefetched.version) != (header.get("run"), version):
-            raise PrefetchMissingError(f"needs the whole model: version {version} was to be here, and is not")
+        if prefetched is None or (prefetched.run, prefetched.version) != (run, version):
+            raise FullModelRequiredError(f"needs the whole model: version {version} was to be here, and is not")
         self._prefetched = None
         return body + prefetched.body
 
@@ -113,12 +110,12 @@ class ReadinessHandler:
 
     def _check_eligible(self, header: Json, _body: bytes) -> None:
         check_version(__version__, str(header["edgefl"]))
-        name, requirements = str(header["task"]), header.get("needs", {})
-        self._task_cache.require_shard(name)
-        check_requirements(name, dict(header.get("options", {})), self._root)
+        name, options, requirements = str(header["task"]), dict(header.get("options", {})), header.get("needs", {})
+        self._task_cache.get_shard_path(name)
+        check_requirements(name, options, self._root)
         _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
         _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
-        cached_task = self._task_cache.get(header)
+        cached_task = self._task_cache.get(name, options)
         fingerprint = model_fingerprint(cached_task.model_spec)
         if fingerprint != header["layout"]:
             raise TaskError(
@@ -129,7 +126,7 @@ class ReadinessHandler:
 
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None
-        cached_task = self._task_cache.get(header)
+        cached_task = self._task_cache.get(str(header["task"]), dict(header.get("options", {})))
         training, _ = self._task_cache.load_split(cached_task, float(header["test_fraction"]))
         if not len(training):
             raise DataError(f"the shard of task {cached_task.name} holds no example to train on")

@@ -5,25 +5,23 @@ A shard is read again when its files changed, so that newly collected data count
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from edgefl.core.errors import DataError, EdgeflError, TaskError
-from edgefl.core.types import Dataset, Json, Learner, ModelSpec, Task
-from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
+from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata, split_train_test
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_metadata import get_metadata_path, read_metadata
 
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 2
 MAX_LISTED_BLOCKS = 10
 
-T = TypeVar("T")
 BlockRanges = Mapping[int, tuple[int, int]]
 
 
@@ -55,15 +53,14 @@ class TaskCache:
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
 
-    def get(self, header: Json) -> CachedTask:
-        """Returns the task that an instruction names.
+    def get(self, name: str, options: Mapping[str, Scalar]) -> CachedTask:
+        """Returns a task with these options.
 
         Raises:
             EdgeflError: the board has no shard for it, or it cannot be created.
         """
-        name, options = str(header["task"]), dict(header.get("options", {}))
         # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
-        self._get_shard_path(name)
+        self.get_shard_path(name)
         key = f"{name} {sorted(options.items())}"
         if key not in self._cached:
             task = make_task(name, options)
@@ -74,17 +71,9 @@ class TaskCache:
             self._cached.popitem(last=False)
         return self._cached[key]
 
-    def require_shard(self, name: str) -> None:
-        """Raises unless this board has a shard for a task; call before any use of that name.
-
-        Raises:
-            TaskError: it has none.
-        """
-        self._get_shard_path(name)
-
     def load_data(self, cached_task: CachedTask) -> Dataset:
         """Returns all data in the task's shard, up to date."""
-        path = self._get_shard_path(cached_task.name)
+        path = self.get_shard_path(cached_task.name)
         fingerprint = (path, _compute_fingerprint(Path(path)))
         if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
             cached_task.data, cached_task.blocks = cached_task.task.read(path), _read_block_ranges(path)
@@ -126,12 +115,12 @@ class TaskCache:
 
     def count_examples(self) -> dict[str, int]:
         """Returns the example count of each readable shard."""
+        counts: dict[str, int] = {}
         self._shard_errors = {}
-        return {
-            name: count
-            for name, path in self._shards().items()
-            for count in _read_shard(name, path, _count_examples, self._shard_errors)
-        }
+        for name, path in self._shards().items():
+            with _tolerate_errors(name, path, self._shard_errors):
+                counts[name] = len(make_task(name).read(path))
+        return counts
 
     def get_shard_errors(self) -> dict[str, str]:
         """Returns the read errors of the last count, by task."""
@@ -139,39 +128,33 @@ class TaskCache:
 
     def list_blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard; others are omitted."""
-        blocks_by_task = {
-            name: blocks
-            for name, path in self._shards().items()
-            for blocks in _read_shard(name, path, _list_block_numbers)
-        }
-        return {name: blocks for name, blocks in blocks_by_task.items() if blocks}
+        blocks: dict[str, list[int]] = {}
+        for name, path in self._shards().items():
+            with _tolerate_errors(name, path, {}):
+                blocks[name] = sorted(_read_block_ranges(path))
+        return {name: numbers for name, numbers in blocks.items() if numbers}
 
-    def _get_shard_path(self, task: str) -> str:
+    def get_shard_path(self, task: str) -> str:
+        """Returns the path of a task's shard; call before any use of that name.
+
+        Raises:
+            TaskError: this board has none.
+        """
         path = self._shards().get(task)
         if path is None:
             raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
         return path
 
 
-def _read_shard(
-    name: str, path: str, read: Callable[[str, str], T], errors: dict[str, str] | None = None
-) -> Iterator[T]:
-    """Yields the result of `read`, or nothing when the shard is unusable."""
+@contextlib.contextmanager
+def _tolerate_errors(name: str, path: str, errors: dict[str, str]) -> Iterator[None]:
+    """Logs why a shard is unusable, and adds it to `errors`, by task."""
     try:
-        yield read(name, path)
+        yield
     except Exception as error:  # a custom loader may raise anything, and the board must survive
         is_known = isinstance(error, EdgeflError)
         log.warning("shard %s of task %s cannot be used: %s", path, name, error, exc_info=not is_known)
-        if errors is not None:
-            errors[name] = str(error) if is_known else f"{type(error).__name__}: {error}"
-
-
-def _count_examples(name: str, path: str) -> int:
-    return len(make_task(name).read(path))
-
-
-def _list_block_numbers(name: str, path: str) -> list[int]:  # noqa: ARG001 the metadata suffice
-    return sorted(_read_block_ranges(path))
+        errors[name] = str(error) if is_known else f"{type(error).__name__}: {error}"
 
 
 def _read_block_ranges(path: str) -> BlockRanges:

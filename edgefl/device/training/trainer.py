@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
-from edgefl.compression.error_feedback import has_error_feedback
-from edgefl.compression.stateful_training import require_stateless_training
+from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
 from edgefl.core.errors import DataError, EdgeflError
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import (
@@ -33,18 +31,17 @@ from edgefl.core.types import (
     Tensors,
     derive_rng,
 )
-from edgefl.decentralised.message_bundle import decode_messages
 from edgefl.device.hardware.health_sampler import HealthSampler
 from edgefl.device.hardware.thermal_pacing import ThermalPacer
-from edgefl.device.peers.gossip_runner import MakePeerTransport
+from edgefl.device.peers.transport import MakePeerTransport
 from edgefl.device.training.client_state import ClientState
-from edgefl.device.training.gossip_worker import FullModelRequiredError, GossipWorker
-from edgefl.device.training.instruction import ParsedInstruction, parse_instruction
-from edgefl.device.training.local_tensors import LocalTensors
-from edgefl.device.training.readiness import PrefetchMissingError, ReadinessHandler
+from edgefl.device.training.gossip_worker import GossipWorker
+from edgefl.device.training.instruction import FullModelRequiredError, ParsedInstruction, parse_instruction
+from edgefl.device.training.readiness import ReadinessHandler
 from edgefl.device.training.task_cache import CachedTask, TaskCache
-from edgefl.tasks.local_algorithms.control_variates import get_start_version
+from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, compute_iteration_limit, train
+from edgefl.tasks.local_algorithms.scaffold import get_start_version
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +49,12 @@ log = logging.getLogger(__name__)
 MAX_FINISH_EARLY_IDS = 64
 PROGRESS_INTERVAL_S = 0.1
 
+ProgressCallback = Callable[[str, int, float], None]
+"""(assignment id, finished iterations, seconds per iteration)"""
+
 
 class TrainingAbortedError(Exception):
     """Abort by the agent's stop: the current assignment ends without a reply."""
-
-
-ProgressCallback = Callable[[str, int, float], None]
-"""(assignment id, finished iterations, seconds per iteration)"""
 
 
 class DeviceTrainer:
@@ -100,7 +96,7 @@ class DeviceTrainer:
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._task_cache = TaskCache(shards, accelerator=accelerator, threads=threads)
-        self._client_state, self._local_tensors = ClientState(state_dir), LocalTensors(state_dir)
+        self._client_state = ClientState(state_dir)
         self._training_lock = threading.Lock()
         self._gossip_worker = GossipWorker(
             device_id,
@@ -115,7 +111,7 @@ class DeviceTrainer:
             state_dir,
             self._task_cache,
             training_lock=self._training_lock,
-            is_gossip_running=lambda run: (self._gossip_worker.run_progress or ("", 0))[0] == run,
+            is_gossip_running=lambda run: self._gossip_worker.run_id == run,
         )
         self._finish_early_ids: OrderedDict[str, None] = OrderedDict()
         self._is_aborted = False
@@ -147,7 +143,6 @@ class DeviceTrainer:
     def close(self) -> None:
         """Saves the runs' state; called by the training thread, when the agent stops."""
         self._client_state.save()
-        self._local_tensors.save()
         self._gossip_worker.close()
 
     def resume(self) -> None:
@@ -205,12 +200,12 @@ class DeviceTrainer:
             instruction = parse_instruction(self._device_id, header)
             self._current = instruction.run, instruction.assignment_id, 0
             with self._training_lock:
-                metrics, result = run(
-                    instruction, self._task_cache.get(header), self._readiness.add_prefetched_model(header, body)
-                )
+                cached_task = self._task_cache.get(instruction.task, instruction.options)
+                body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
+                metrics, result = run(instruction, cached_task, body)
         except TrainingAbortedError:
             raise
-        except (FullModelRequiredError, PrefetchMissingError) as error:
+        except FullModelRequiredError as error:
             log.info("assignment %s: %s", header.get("assignment"), error)
             return {**reply, "error": str(error), "needs_dense": True}, b""
         except Exception as error:  # the boundary of one assignment: the board must survive for the next
@@ -244,7 +239,7 @@ class DeviceTrainer:
             self._health_sampler.sample()
 
     def _train(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
-        if instruction.header.get("held"):  # a held one would have been answered already
+        if instruction.is_held:  # a held one would have been answered already
             raise FullModelRequiredError("the answer to it is not held here any more")
         self._gossip_worker.discard_other_runs(instruction.run)
         if instruction.plan.node is not None:
@@ -255,14 +250,14 @@ class DeviceTrainer:
                 on_iteration=self._make_iteration_callback(instruction),
                 should_finish_early=self._make_finish_early_check(instruction),
             )
-        inbox, body = decode_messages(instruction.header.get("mail", []), body)
+        inbox, body = decode_messages(instruction.messages, body)
         instruction = replace(instruction, plan=replace(instruction.plan, inbox=inbox))
         data = self._load_training_data(instruction, cached_task)
         learner = self._load_model(instruction, cached_task, body)
         result, extra = self._run_training(instruction, learner, data)
-        self._local_tensors.update(instruction.run, cached_task.model_spec, learner)
+        self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
         encoded = self._encode_update(instruction, cached_task, result.displacement)
-        self._client_state.save(only_when_due=instruction.header.get("residuals") != "durable")
+        self._client_state.save(only_when_due=not instruction.is_durable)
         metrics = {
             "iterations": result.iterations,
             "num_examples": result.num_examples,
@@ -274,7 +269,7 @@ class DeviceTrainer:
 
     def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
         if instruction.block is None:
-            return self._task_cache.load_split(cached_task, float(instruction.header["test_fraction"]))[0]
+            return self._task_cache.load_split(cached_task, instruction.test_fraction)[0]
         require_stateless_training(instruction.plan, instruction.codec_spec, cached_task.model_spec)
         return self._task_cache.load_block(cached_task, instruction.block)
 
@@ -285,7 +280,7 @@ class DeviceTrainer:
         plan, variate, algorithm_state = instruction.plan, None, None
         if plan.algorithm == Algorithm.SCAFFOLD:
             variate = self._client_state.get_variate(instruction.run).apply_used(
-                get_start_version(plan), _get_used_assignments(instruction)
+                get_start_version(plan), instruction.used_assignments
             )
             algorithm_state = variate.value
         elif plan.keeps_state:
@@ -357,13 +352,13 @@ class DeviceTrainer:
         if not has_error_feedback(instruction.codec_spec):
             return make_codec(instruction.codec_spec, cached_task.model_spec).encode(delta, rng)
         feedback = self._client_state.get_feedback(instruction.run, instruction.codec_spec, cached_task.model_spec)
-        feedback.record_used(_get_used_assignments(instruction))
+        feedback.record_used(instruction.used_assignments)
         return feedback.encode(instruction.assignment_id, delta, rng)
 
     def _evaluate(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
         data = self._task_cache.load_data(cached_task)
         if self._role != Role.EVALUATOR:
-            data = self._task_cache.load_split(cached_task, float(instruction.header["test_fraction"]))[1]
+            data = self._task_cache.load_split(cached_task, instruction.test_fraction)[1]
         if not len(data):
             raise DataError("the local test split holds no examples")
         loss, accuracy = self._load_model(instruction, cached_task, body).evaluate(data)
@@ -376,7 +371,7 @@ class DeviceTrainer:
         """Loads the global model and the local tensors into the learner."""
         if any(not spec.shared for spec in cached_task.model_spec):
             cached_task.learner.load(
-                self._local_tensors.load(instruction.run, cached_task.model_spec)
+                self._client_state.get_local_tensors(instruction.run, cached_task.model_spec)
                 or cached_task.task.init(instruction.seed)
             )
         cached_task.learner.load(self._decode_model(instruction, cached_task, body))
@@ -384,24 +379,19 @@ class DeviceTrainer:
 
     def _decode_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Tensors:
         """Returns the global model, from a full body or a delta to the stored one."""
-        base_version = instruction.header.get("base")
+        base_version = instruction.base_version
         if base_version is None:
             model = {name: _to_dense(tensor) for name, tensor in decode_body(body, cached_task.model_spec).items()}
         else:
             held_version = self._client_state.get_model_version(instruction.run)
-            if held_version is None or held_version != int(base_version):
+            if held_version != base_version:
                 raise FullModelRequiredError(
                     f"needs the whole model: changes since version {base_version} came, it holds {held_version}"
                 )
             model = apply_delta(self._client_state.get_model(instruction.run), body, cached_task.model_spec)
-        if instruction.header.get("keep"):
+        if instruction.keeps_model:
             self._client_state.update_model(instruction.run, instruction.version, model)
         return model
-
-
-def _get_used_assignments(instruction: ParsedInstruction) -> list[str]:
-    """Returns the device's newest used assignments, reported by the coordinator."""
-    return [str(assignment) for assignment in instruction.header.get("settled", ())]
 
 
 def _to_dense(tensor: Tensor) -> Array:

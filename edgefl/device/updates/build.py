@@ -1,4 +1,4 @@
-"""Build of the idle slot: a fresh virtual environment, the active slot's packages, a bundle's wheels.
+"""Build and smoke test of the idle slot: a fresh virtual environment, the active slot's packages, a bundle's wheels.
 
 Projects that a pack no longer contains are uninstalled; a removal does only that.
 
@@ -12,15 +12,82 @@ import contextlib
 import errno
 import os
 import shutil
+import subprocess
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from edgefl.bundles.manifest import BundleKind, BundleManifest
+from packaging.version import InvalidVersion, Version
+
 from edgefl.core.errors import BundleError, StoreFullError
 from edgefl.device.updates.slots import RECORD_FILE, Slots, list_project_files
-from edgefl.device.updates.subprocesses import SubprocessRunner
+from edgefl.system.bundles.archive import BundleKind, BundleManifest
+
+MAX_LINE_CHARS = 400
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletedCommand:
+    """Result of a command; one that timed out has the code -1."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def get_error_line(self) -> str:
+        """Returns the most informative line: the last error of pip, or the last line."""
+        lines = [line.strip() for line in (self.stderr or self.stdout).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines
+        return errors[-1][:MAX_LINE_CHARS] if errors else f"it ended with code {self.returncode} and said nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class SubprocessRunner:
+    """Runner of commands; unprivileged ones run as the owner of `state_dir`, the device's state directory."""
+
+    state_dir: Path
+
+    def run_as_root(self, command: Sequence[str], *, timeout_s: float) -> CompletedCommand:
+        """Runs a command with the privileges of the updater."""
+        return _run(command, timeout_s, {})
+
+    def run_as_device(self, command: Sequence[str], *, timeout_s: float) -> CompletedCommand:
+        """Runs a command as the device's own user."""
+        return _run(command, timeout_s, self._get_device_identity())
+
+    def _get_device_identity(self) -> Mapping[str, object]:
+        status = self.state_dir.stat()
+        if os.geteuid() != 0 or status.st_uid == 0:
+            return {}
+        return {"user": status.st_uid, "group": status.st_gid, "extra_groups": []}
+
+
+def _run(command: Sequence[str], timeout_s: float, identity: Mapping[str, object]) -> CompletedCommand:
+    # The updater's environment must not influence Python or pip.
+    environment = {"PATH": _PATH, "LANG": "C.UTF-8", "PIP_CONFIG_FILE": os.devnull, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        process = subprocess.run(  # type: ignore[call-overload]
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            env=environment,
+            cwd="/",
+            check=False,
+            **identity,
+        )
+    except subprocess.TimeoutExpired:
+        return CompletedCommand(returncode=-1, stdout="", stderr=f"{command[0]} took longer than {timeout_s:g} s")
+    except OSError as error:
+        return CompletedCommand(
+            returncode=-1, stdout="", stderr=f"{command[0]} cannot be started: {error.strerror or error}"
+        )
+    return CompletedCommand(returncode=process.returncode, stdout=process.stdout, stderr=process.stderr)
+
 
 INSTALL_TIMEOUT_S = 1800.0
 _SLOT_SPECIFIC_FILES = frozenset({"bin", "pyvenv.cfg", "lib64", RECORD_FILE})
@@ -156,3 +223,60 @@ def _rewrite_scripts(old: Path, new: Path) -> None:
             script = new / "bin" / path.name
             script.write_bytes(content.replace(old_line, new_line, 1))
             script.chmod(path.stat().st_mode & 0o777)
+
+
+SMOKE_TEST_TIMEOUT_S = 300.0
+_GROUP_PREFIX = "edgefl."
+_IMPORT_SCRIPT = f"""
+import sys
+from importlib.metadata import distribution
+for name in sys.argv[1:]:
+    for point in distribution(name).entry_points:
+        if point.group.startswith({_GROUP_PREFIX!r}):
+            try:
+                point.load()
+            except BaseException as error:
+                sys.exit(f"{{point.group}} {{point.name}} = {{point.value}}: {{type(error).__name__}}: {{error}}")
+"""
+
+
+def run_smoke_test(
+    slots: Slots, name: str, *, version: str, projects: Iterable[str], runner: SubprocessRunner
+) -> None:
+    """Raises `BundleError` unless edgefl has this version and the projects can be imported."""
+    python = [str(slots.python(name)), "-I"]
+    version_check = runner.run_as_device([*python, "-m", "edgefl", "--version"], timeout_s=SMOKE_TEST_TIMEOUT_S)
+    if version_check.returncode:
+        raise BundleError(f"in the new slot edgefl does not start: {version_check.get_error_line()}")
+    if not _has_version(version_check.stdout, version):
+        raise BundleError(f"the new slot says {version_check.stdout.strip()[:80]!r}, expected version {version}")
+    _check_dependencies(slots, name, runner)
+    import_check = runner.run_as_device(
+        [*python, "-c", _IMPORT_SCRIPT, *sorted(projects)], timeout_s=SMOKE_TEST_TIMEOUT_S
+    )
+    if import_check.returncode:
+        raise BundleError(f"what it brings cannot be imported: {import_check.get_error_line()}")
+
+
+def _has_version(stdout: str, version: str) -> bool:
+    try:
+        return Version(stdout.rsplit(maxsplit=1)[-1]) == Version(version)
+    except (IndexError, InvalidVersion):
+        return False
+
+
+def _check_dependencies(slots: Slots, name: str, runner: SubprocessRunner) -> None:
+    """Raises when pip reports dependency errors that the active slot does not have."""
+    lines = _list_dependency_errors(slots, name, runner)
+    if lines and (new_errors := lines - _list_dependency_errors(slots, slots.get_active_slot(), runner)):
+        raise BundleError(f"this board lacks what it needs: {'; '.join(sorted(new_errors))[:400]}")
+
+
+def _list_dependency_errors(slots: Slots, name: str, runner: SubprocessRunner) -> set[str]:
+    command = [str(slots.python(name)), "-I", "-m", "pip", "check", "--disable-pip-version-check"]
+    process = runner.run_as_device(command, timeout_s=SMOKE_TEST_TIMEOUT_S)
+    if process.returncode == 0:
+        return set()
+    if process.returncode == 1 and process.stdout.strip():
+        return set(process.stdout.splitlines())
+    raise BundleError(f"pip check does not run in slot {name}: {process.get_error_line()}")

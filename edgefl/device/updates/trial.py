@@ -18,9 +18,9 @@ from packaging.utils import canonicalize_version
 
 from edgefl.core.errors import BundleError
 from edgefl.core.safe_parsing import parse_json
-from edgefl.device.updates.health import AgentHealth, read_health
+from edgefl.device.updates.build import SubprocessRunner
+from edgefl.device.updates.protocol import AgentHealth, read_health
 from edgefl.device.updates.slots import Slots
-from edgefl.device.updates.subprocesses import SubprocessRunner
 from edgefl.system.atomic_files import is_locked
 
 log = logging.getLogger(__name__)

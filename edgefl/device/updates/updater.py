@@ -13,70 +13,62 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from edgefl.bundles.archive import Bundle, read_bundle
-from edgefl.bundles.keys import TrustedKeys
-from edgefl.bundles.manifest import BundleKind, BundleManifest
-from edgefl.bundles.wheels import check_wheel, compute_unpacked_bytes
-from edgefl.core.errors import BundleError, EdgeflError, StoreError, StoreFullError
-from edgefl.device.updates.build import WheelSet, build_slot, delete_slot
-from edgefl.device.updates.install_request import InstallRequest, copy_bundle, read_request
-from edgefl.device.updates.slots import InstalledPack, Slots
-from edgefl.device.updates.smoke import run_smoke_test
-from edgefl.device.updates.status import (
+from edgefl.core.errors import BundleError, EdgeflError, StoreError
+from edgefl.device.rollouts.download import check_free_space
+from edgefl.device.updates.build import SubprocessRunner, WheelSet, build_slot, delete_slot, run_smoke_test
+from edgefl.device.updates.protocol import (
     InstallAttempt,
     InstallPhase,
+    InstallRequest,
     InstallResult,
     UpdaterStatus,
+    copy_bundle,
+    read_request,
     read_status,
     write_status,
 )
-from edgefl.device.updates.subprocesses import SubprocessRunner
+from edgefl.device.updates.slots import InstalledPack, Slots
 from edgefl.device.updates.trial import ExpectedHealth, TrialTimeouts, wait_until_healthy
 from edgefl.device.updates.verify import is_installed, verify_bundle
+from edgefl.system.bundles.archive import Bundle, BundleKind, BundleManifest, read_bundle
+from edgefl.system.bundles.keys import TrustedKeys
+from edgefl.system.bundles.wheels import check_wheel, compute_unpacked_bytes
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 """Number of interrupted builds or trials after which a request is given up."""
-MIN_FREE_BYTES = 32 * 1024 * 1024
-"""Space that must stay free on the disk beside an update, for the board itself."""
 _DEFAULT_TIMEOUTS = TrialTimeouts()
-
-RestartAgent = Callable[[], None]
-"""Restarts the device's agent; raises BundleError on failure."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdaterContext:
-    """Context of the updater: slots, device state, trusted signers, and the agent's restart."""
-
-    slots: Slots
-    state_dir: Path
-    signers: Path
-    restart_agent: RestartAgent
 
 
 class Updater:
     """Updater, for one run.
 
     Args:
-        context: see `UpdaterContext`.
+        slots: of the board.
+        state_dir: the device's state directory.
+        signers: folder of the trusted keys.
+        restart_agent: restarts the device's agent; raises BundleError on failure.
         timeouts: of the agent's trial.
         on_step: called after each step; the tests end the process there.
     """
 
     def __init__(
         self,
-        context: UpdaterContext,
         *,
+        slots: Slots,
+        state_dir: Path,
+        signers: Path,
+        restart_agent: Callable[[], None],
         timeouts: TrialTimeouts = _DEFAULT_TIMEOUTS,
         on_step: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self._context, self._slots, self._timeouts, self._on_step = context, context.slots, timeouts, on_step
-        self._runner = SubprocessRunner(context.state_dir)
+        self._slots, self._state_dir, self._signers, self._restart_agent = slots, state_dir, signers, restart_agent
+        self._timeouts, self._on_step = timeouts, on_step
+        self._runner = SubprocessRunner(state_dir)
         self._last_result: InstallResult | None = None
 
     def run(self) -> InstallResult | None:
@@ -93,7 +85,7 @@ class Updater:
             self._last_result = status.outcome
             if status.trial is not None:
                 return self._resume(status.trial)
-            request = read_request(self._context.state_dir)
+            request = read_request(self._state_dir)
             if request is None or (status.outcome is not None and status.outcome.id == request.id):
                 return None
             return self._process_request(request, attempts=1)
@@ -132,11 +124,11 @@ class Updater:
     def _build_slot(self, request: InstallRequest, attempt: InstallAttempt) -> BundleManifest | None:
         """Builds and tests the idle slot; returns None when this bundle is installed already."""
         copy = self._slots.work_dir / "bundle.tar"
-        copy_bundle(self._context.state_dir, request, copy)
+        copy_bundle(self._state_dir, request, copy)
         self._on_step("copied")
         with copy.open("rb") as file:
             bundle = read_bundle(file)
-            entries = verify_bundle(bundle, TrustedKeys.load(self._context.signers), self._slots)
+            entries = verify_bundle(bundle, TrustedKeys.load(self._signers), self._slots)
             manifest = bundle.manifest
             record = self._slots.load_record(attempt.old)
             if is_installed(manifest, record, self._slots.get_release_version(attempt.old)):
@@ -167,25 +159,16 @@ class Updater:
             shutil.rmtree(folder)
         folder.mkdir(mode=0o700)
         chosen = [entry for entry in bundle.manifest.wheels if entry.file in files]
-        self._check_free_space(sum(entry.num_bytes for entry in chosen), "unpack the bundle")
+        check_free_space(self._slots.root, sum(entry.num_bytes for entry in chosen), "to unpack the bundle takes")
         names = {}
         for entry in chosen:
             path = folder / entry.file
             bundle.extract_wheel(entry, path)
             names[path] = check_wheel(path, entry, bundle.manifest.kind)
-        self._check_free_space(sum(map(compute_unpacked_bytes, names)), "install the wheels")
+        check_free_space(self._slots.root, sum(map(compute_unpacked_bytes, names)), "to install the wheels takes")
         return WheelSet(
             manifest=bundle.manifest, files_by_wheel=names, projects=tuple(entry.project for entry in chosen)
         )
-
-    def _check_free_space(self, num_bytes: int, purpose: str) -> None:
-        """Raises `StoreFullError` unless `MIN_FREE_BYTES` stay free after `num_bytes`."""
-        free_bytes = shutil.disk_usage(self._slots.root).free
-        if free_bytes < num_bytes + MIN_FREE_BYTES:
-            raise StoreFullError(
-                f"to {purpose} takes {num_bytes} bytes and {MIN_FREE_BYTES} must stay free; "
-                f"{self._slots.root} has {free_bytes} left"
-            )
 
     def _write_record(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:
         manifest = wheel_set.manifest
@@ -217,12 +200,12 @@ class Updater:
                 return self._abort(attempt, store_error)
             return self._roll_back(replace(attempt, step=InstallPhase.ROLLING_BACK, reason=str(store_error)))
         try:
-            self._context.restart_agent()
+            self._restart_agent()
             self._on_step("restarted")
             wait_until_healthy(
                 self._make_expected_health(attempt),
                 self._slots,
-                self._context.state_dir,
+                self._state_dir,
                 self._runner,
                 self._timeouts,
             )
@@ -268,7 +251,7 @@ class Updater:
         self._slots.activate(attempt.old)
         self._on_step("flipped back")
         try:
-            self._context.restart_agent()
+            self._restart_agent()
         except EdgeflError as error:
             log.warning("the agent of the version before could not be restarted: %s", error)
         self._on_step("restarted the old one")

@@ -5,12 +5,11 @@ from __future__ import annotations
 from packaging.tags import sys_tags
 from packaging.version import Version
 
-from edgefl.bundles.archive import Bundle
-from edgefl.bundles.keys import TrustedKeys
-from edgefl.bundles.manifest import BundleKind, BundleManifest, WheelEntry, is_newer
-from edgefl.bundles.wheels import select_compatible_wheels
 from edgefl.core.errors import BundleError
 from edgefl.device.updates.slots import SlotRecord, Slots
+from edgefl.system.bundles.archive import Bundle, BundleKind, BundleManifest, WheelEntry, is_newer
+from edgefl.system.bundles.keys import TrustedKeys
+from edgefl.system.bundles.wheels import select_compatible_wheels
 
 
 def verify_bundle(bundle: Bundle, trusted_keys: TrustedKeys, slots: Slots) -> list[WheelEntry]:
@@ -34,8 +33,7 @@ def check_order(manifest: BundleManifest, record: SlotRecord, release: str) -> N
             f"{manifest.name} {manifest.version} was signed before what this board has (serial {manifest.serial}, "
             f"it has {newest_serial}); sign it anew if it is really wanted"
         )
-    pack = record.packs.get(manifest.name)
-    present = release if manifest.kind is BundleKind.RELEASE else pack.version if pack is not None else None
+    present = _get_present_version(manifest, record, release)
     if present is not None and is_newer(present, manifest.version) and not manifest.allow_downgrade:
         raise BundleError(
             f"{manifest.name} {manifest.version} is older than the {present} that this board has; a way back has to "
@@ -45,9 +43,16 @@ def check_order(manifest: BundleManifest, record: SlotRecord, release: str) -> N
 
 def is_installed(manifest: BundleManifest, record: SlotRecord, release: str) -> bool:
     """Returns whether this very bundle is already installed in a slot."""
-    pack = record.packs.get(manifest.name)
+    present = _get_present_version(manifest, record, release)
     if manifest.kind is BundleKind.REMOVAL:
-        return pack is None
-    present = release if manifest.kind is BundleKind.RELEASE else pack.version if pack is not None else None
+        return present is None
     has_version = present is not None and Version(present) == Version(manifest.version)
     return has_version and record.serials.get(manifest.name) == manifest.serial
+
+
+def _get_present_version(manifest: BundleManifest, record: SlotRecord, release: str) -> str | None:
+    """Returns the version of the release or pack of this name that a slot has."""
+    if manifest.kind is BundleKind.RELEASE:
+        return release
+    pack = record.packs.get(manifest.name)
+    return pack.version if pack is not None else None

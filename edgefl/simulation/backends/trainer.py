@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from edgefl.compression.codec import Codec, make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.compression.error_feedback import ErrorFeedback, has_error_feedback
+from edgefl.compression.codec import Codec, decode_body, make_codec
+from edgefl.compression.error_feedback import (
+    ErrorFeedback,
+    has_error_feedback,
+    is_stateful_training,
+    require_stateless_training,
+)
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
-from edgefl.compression.stateful_training import is_stateful_training, require_stateless_training
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import (
     Algorithm,
@@ -30,13 +33,18 @@ from edgefl.core.types import (
     TrainInstruction,
     derive_rng,
 )
-from edgefl.decentralised.gossip_node import GossipNode
-from edgefl.decentralised.registry import make_configured_algorithm
 from edgefl.simulation.backends.backend import EncodedModel, EvaluationMetrics
-from edgefl.simulation.partitioned_data import FleetData, ShardRows
-from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, get_start_version
-from edgefl.tasks.local_algorithms.decentralised_training import run_gossip_instruction, start_node
-from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, is_finite, train
+from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
+from edgefl.tasks.local_algorithms.local_training import (
+    LocalTrainingResult,
+    is_finite,
+    run_gossip_instruction,
+    start_node,
+    train,
+)
+from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.registry import make_task
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024

@@ -50,13 +50,6 @@ _INSTRUCTION_TYPES: dict[str, type[TrainInstruction | EvaluateInstruction | Fini
     "evaluation": EvaluateInstruction,
     "recall": FinishEarlyInstruction,
 }
-_KIND_WORDS = {
-    RecordKind.EVALUATION: "evaluated",
-    RecordKind.INSTRUCTION_FAILED: "lost",
-    RecordKind.AGGREGATION: "aggregated",
-    RecordKind.HEALTH: "vitals",
-}
-"""The words of error texts, where they are not the kind's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,10 +170,12 @@ def decode_record(
     """
     try:
         meta, start = _decode_header(record.body)
-        return _DECODERS[record.kind](meta, record.body[start:], _RecordBody(record, start, decode, read_body))
+        if record.kind == RecordKind.UPDATE:
+            return _decode_update(record, meta, start, decode, read_body)
+        return _DECODERS[record.kind](meta, record.body[start:])
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, struct.error) as error:
         raise JournalError(
-            f"journal {record.path}: record {record.number} ({_get_kind_word(record.kind)}) makes no sense: {error!r}"
+            f"journal {record.path}: record {record.number} ({record.kind.label}) makes no sense: {error!r}"
         ) from error
 
 
@@ -189,18 +184,6 @@ def make_lazy_tensors(
 ) -> LazyTensors:
     """Returns tensors that are read and decoded at their first access; with `loaded`, after an unload."""
     return LazyTensors(lambda: decode_tensors(load()) if body_format == "tensors" else decode(load()), loaded)
-
-
-def _get_kind_word(kind: RecordKind) -> str:
-    return _KIND_WORDS.get(kind, kind.name.lower())
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordBody:
-    record: JournalRecord
-    start: int
-    decode: DecodeUpdate
-    read: Callable[[int, int], bytes]
 
 
 def _encode_update(update: Update) -> EncodedRecord:
@@ -228,40 +211,34 @@ def get_body_format(update: Update) -> str:
     return "codec" if update.body is not None else "tensors"
 
 
-def _decode_update(meta: Json, blob: bytes, source: _RecordBody) -> Update:
+def _decode_update(
+    record: JournalRecord, meta: Json, start: int, decode: DecodeUpdate, read: Callable[[int, int], bytes]
+) -> Update:
     # Messages lie before the body; journals without messages hold the body alone.
-    messages, length, read = meta.get("outbox", ()), operator.index(meta["length"]), source.read
+    messages, length, blob = meta.get("outbox", ()), operator.index(meta["length"]), record.body[start:]
     message_bytes = operator.index(sum(message["at"][1] for message in messages))
     if message_bytes + length != len(blob):
         raise ValueError(
             f"a body of {length} bytes was kept behind {message_bytes} of messages, {len(blob)} are there"
         )
-    start = source.start + message_bytes
+    tensors_start = start + message_bytes
     return Update(
-        assignment_id=source.record.assignment_id,
+        assignment_id=record.assignment_id,
         device_id=meta["device_id"],
         base_version=meta["base_version"],
         received_s=meta["received_s"],
         metrics=UpdateMetrics(**meta["metrics"]),
-        tensors=make_lazy_tensors(lambda: read(start, length), meta["format"], source.decode),
+        tensors=make_lazy_tensors(lambda: read(tensors_start, length), meta["format"], decode),
         outbox=tuple(_message_from_json(message, blob) for message in messages),
     )
 
 
-def _decode_failure(meta: Json, _blob: bytes, _source: _RecordBody) -> InstructionFailed:
-    return InstructionFailed(**{**meta, "outcome": UpdateStatus(meta["outcome"])})
-
-
-def _decode_decision(meta: Json, blob: bytes, _source: _RecordBody) -> Decision:
+def _decode_decision(meta: Json, blob: bytes) -> Decision:
     instructions = tuple(_instruction_from_json(instruction, blob) for instruction in meta["orders"])
     return Decision(orders=instructions, next_wake_s=meta["next_wake_s"])
 
 
-def _decode_aggregation(meta: Json, _blob: bytes, _source: _RecordBody) -> Aggregation:
-    return Aggregation(version=meta["version"], assignment_ids=tuple(meta["assignment_ids"]))
-
-
-def _decode_turn(meta: Json, _blob: bytes, _source: _RecordBody) -> TurnStarted:
+def _decode_turn(meta: Json, _blob: bytes) -> TurnStarted:
     devices = {
         name: None if device is None else _device_from_json(device) for name, device in meta["devices"].items()
     }
@@ -279,7 +256,7 @@ def _device_from_json(known: Json) -> DeviceInfo:
     return DeviceInfo(**{**known, "role": Role(known["role"]), "groups": groups, "tasks": tasks, "blocks": blocks})
 
 
-def _decode_health(meta: Json, _blob: bytes, _source: _RecordBody) -> HealthObserved:
+def _decode_health(meta: Json, _blob: bytes) -> HealthObserved:
     return HealthObserved(
         health={
             name: None if metrics is None else HealthMetrics(**metrics) for name, metrics in meta["vitals"].items()
@@ -287,14 +264,17 @@ def _decode_health(meta: Json, _blob: bytes, _source: _RecordBody) -> HealthObse
     )
 
 
-_DECODERS: dict[RecordKind, Callable[[Json, bytes, _RecordBody], JournalEntry]] = {
-    RecordKind.UPDATE: _decode_update,
-    RecordKind.EVALUATION: lambda meta, _blob, _source: EvaluateResult(**meta),
-    RecordKind.INSTRUCTION_FAILED: _decode_failure,
-    RecordKind.STOP: lambda meta, _blob, _source: StopRequested(**meta),
+_DECODERS: dict[RecordKind, Callable[[Json, bytes], JournalEntry]] = {
+    RecordKind.EVALUATION: lambda meta, _blob: EvaluateResult(**meta),
+    RecordKind.INSTRUCTION_FAILED: lambda meta, _blob: InstructionFailed(
+        **{**meta, "outcome": UpdateStatus(meta["outcome"])}
+    ),
+    RecordKind.STOP: lambda meta, _blob: StopRequested(**meta),
     RecordKind.DECISION: _decode_decision,
-    RecordKind.AGGREGATION: _decode_aggregation,
-    RecordKind.CHECKPOINT: lambda meta, _blob, _source: CheckpointMark(**meta),
+    RecordKind.AGGREGATION: lambda meta, _blob: Aggregation(
+        version=meta["version"], assignment_ids=tuple(meta["assignment_ids"])
+    ),
+    RecordKind.CHECKPOINT: lambda meta, _blob: CheckpointMark(**meta),
     RecordKind.TURN: _decode_turn,
     RecordKind.HEALTH: _decode_health,
 }
@@ -317,17 +297,15 @@ def _instruction_from_json(value: Json, blob: bytes) -> Instruction:
     if kind is TrainInstruction:
         plan = values["plan"]
         inbox = tuple(_message_from_json(message, blob) for message in plan["inbox"])
-        values["plan"] = TrainConfig(**{**plan, "inbox": inbox, "node": _gossip_config_from_json(plan.get("node"))})
+        node = None if plan.get("node") is None else GossipConfig.from_json(plan["node"])
+        values["plan"] = TrainConfig(**{**plan, "inbox": inbox, "node": node})
         values["settled"] = tuple(values["settled"])
     return kind(**values)
 
 
-def _gossip_config_from_json(value: Json | None) -> GossipConfig | None:
-    return None if value is None else GossipConfig.from_json(value)
-
-
 def _message_to_json(message: PeerMessage, blob: list[bytes]) -> Json:
-    body_range = _append_body(blob, message.body)
+    body_range = sum(len(part) for part in blob), len(message.body)
+    blob.append(message.body)
     return {"edge": message.edge, "step": message.step, "is_reply": message.is_reply, "at": body_range}
 
 
@@ -344,17 +322,11 @@ def _message_from_json(value: Json, blob: bytes) -> PeerMessage:
     )
 
 
-def _append_body(blob: list[bytes], body: bytes) -> tuple[int, int]:
-    start = sum(len(part) for part in blob)
-    blob.append(body)
-    return start, len(body)
-
-
 def _encode_record(kind: RecordKind, assignment_id: str, meta: Json, blob: Sequence[bytes] = ()) -> EncodedRecord:
     try:
         text = json.dumps(meta, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
-        raise NotKeptError(f"cannot journal a {_get_kind_word(kind)} record: {error}") from error
+        raise NotKeptError(f"cannot journal a {kind.label} record: {error}") from error
     return EncodedRecord(kind=kind, assignment_id=assignment_id, parts=(_LENGTH.pack(len(text)) + text, *blob))
 
 

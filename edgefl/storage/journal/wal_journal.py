@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from edgefl.core.errors import JournalError, StoreFullError
 from edgefl.core.types import Decision, Event, LazyTensors, Update, size_of_tensors
-from edgefl.storage.error_translation import translate_disk_full
+from edgefl.storage.database import translate_disk_full
 from edgefl.storage.journal.file_format import (
     HEADER_BYTES,
     MAX_FILE_BYTES,
@@ -22,11 +21,13 @@ from edgefl.storage.journal.file_format import (
     JournalFileScanner,
     encode_header,
     encode_record_header,
+    list_files_after,
     list_journal_files,
+    make_body_reader,
     parse_file_number,
     read_header,
+    read_records,
 )
-from edgefl.storage.journal.reader import list_files_after, make_body_reader, read_records
 from edgefl.storage.journal.record_encoding import (
     CheckpointMark,
     DecodeUpdate,
@@ -81,7 +82,6 @@ class WalJournal:
         self._directory = directory
         self._decode = decode
         self._max_file_bytes, self._sync_timer = max_file_bytes, sync_timer
-        self._record_numbers: dict[str, int] = {}
         self._decoded_cache = _DecodedCache()
         self._failure: str | None = None
         self._handle = -1
@@ -96,10 +96,6 @@ class WalJournal:
     def last_record(self) -> int:
         """The number of the newest record, 0 if there is none."""
         return self._next_record - 1
-
-    def find_record(self, assignment_id: str) -> int | None:
-        """Returns the number of the update's record if this journal appended it and has not pruned it."""
-        return self._record_numbers.get(assignment_id)
 
     def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
         """Returns the events; updates come back without body and with tensors read from the journal."""
@@ -161,7 +157,6 @@ class WalJournal:
         for path in files[: len(files) - len(remaining)]:
             path.unlink()
         sync_directory(self._directory)
-        self._record_numbers = {name: number for name, number in self._record_numbers.items() if number > through}
 
     def close(self) -> None:
         """Syncs and closes the file."""
@@ -178,9 +173,7 @@ class WalJournal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _record_event(self, event: Event) -> Event:
@@ -190,7 +183,6 @@ class WalJournal:
         start = self._append_record(encoded)
         if not isinstance(event, Update):
             return event
-        self._record_numbers[event.assignment_id] = self.last_record
         length = sum(len(part) for part in encoded.parts) - encoded.tensors_offset
         read, offset = make_body_reader(self._path, start), encoded.tensors_offset
         # Tensors decoded from the body have no other owner that could change them.
@@ -233,7 +225,6 @@ class WalJournal:
         for file_path in reversed(list_journal_files(self._directory)):
             if parse_file_number(file_path) > parse_file_number(path):
                 file_path.unlink()
-        self._record_numbers = {name: number for name, number in self._record_numbers.items() if number < next_record}
         try:
             self._open_file(path, end=end, next_record=next_record)
         except OSError as error:

@@ -1,1 +1,1 @@
-"""Queries of the history: filters, rows, sums, pages."""
+"""Queries of the history: `history` for its rows, `dashboard` for the page; `columns` loads without SQLAlchemy."""

@@ -1,8 +1,10 @@
-"""Columns of each kind of history, in their fixed order. Imports nothing heavy."""
+"""Kinds of history: their columns in a fixed order, and filters. Imports nothing heavy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
+from typing import TypedDict
 
 _HEARTBEAT_COLUMNS = (
     "device_id", "at", "num_heartbeats", "uptime_s", "clock_skew_s", "temperature_c", "throttled", "cpu_fraction",
@@ -102,3 +104,24 @@ def get_columns(kind: str, group_by: str) -> tuple[str, ...]:
 def is_text_column(kind: str, name: str) -> bool:
     """Returns whether a column holds text; `version` does of devices alone, where it is edgefl's."""
     return name in TEXT_COLUMNS or (kind == "devices" and name == "version")
+
+
+class HistoryFilters(TypedDict, total=False):
+    """Filters of history rows; absent or None selects all.
+
+    run: a run's id, the beginning of one, its name (the newest run of that name), or `latest`.
+    device: a device id; for slow rounds, the device that they waited for.
+    since: rows from this time on, unix seconds; for devices, those seen since; sums go by whole days.
+    until: rows before this time.
+    limit: how many rows at most.
+    where: conditions such as `staleness>3`; all of them must hold.
+    by: grouping of sums, of `GROUPINGS`.
+    """
+
+    run: str | None
+    device: str | None
+    since: float | None
+    until: float | None
+    limit: int | None
+    where: Sequence[str]
+    by: str | None

@@ -1,49 +1,39 @@
-"""History rows in the columns of `COLUMNS`: all of them, the newest, or page by page."""
+"""History of the store: rows in the columns of `COLUMNS`, the details of one round, measured step rates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from sqlalchemy import Connection, select
 
 from edgefl.core.errors import NotFoundError, UsageError
-from edgefl.core.types import Json
-from edgefl.storage.queries.aggregates import AGGREGATE_QUERIES
-from edgefl.storage.queries.columns import AGGREGATE_KINDS, COLUMNS, GROUPINGS, get_columns
-from edgefl.storage.queries.conditions import parse_conditions
-from edgefl.storage.queries.filters import CURSOR_COLUMNS, HistoryQuery, PreparedQuery, decode_cursor, encode_cursor
-from edgefl.storage.queries.rows import ROW_QUERIES
+from edgefl.core.safe_parsing import is_int64
+from edgefl.core.types import Json, UpdateStatus
+from edgefl.storage.queries.columns import (
+    AGGREGATE_KINDS,
+    COLUMNS,
+    GROUPINGS,
+    SELF_ORDERED_KINDS,
+    HistoryFilters,
+    get_columns,
+)
+from edgefl.storage.queries.filters import (
+    CURSOR_COLUMNS,
+    HistoryQuery,
+    decode_cursor,
+    encode_cursor,
+    parse_conditions,
+)
+from edgefl.storage.queries.rows import QUERIES
 from edgefl.storage.store import Store
-from edgefl.storage.tables import RunTable
+from edgefl.storage.tables import RoundTable, RunTable, UpdateTable
 
 LATEST = "latest"
 PAGE_ROWS = 5_000
 MIN_TIME, MAX_TIME = -62_135_596_800.0, 253_402_300_799.0
 """The years 1 to 9999."""
-_QUERY_BUILDERS = {**ROW_QUERIES, **AGGREGATE_QUERIES}
-
-
-class HistoryFilters(TypedDict, total=False):
-    """Filters of history rows; absent or None selects all.
-
-    run: a run's id, the beginning of one, its name (the newest run of that name), or `latest`.
-    device: a device id; for slow rounds, the device that they waited for.
-    since: rows from this time on, unix seconds; for devices, those seen since; sums go by whole days.
-    until: rows before this time.
-    limit: how many rows at most.
-    where: conditions such as `staleness>3`; all of them must hold.
-    by: grouping of sums, of `GROUPINGS`.
-    """
-
-    run: str | None
-    device: str | None
-    since: float | None
-    until: float | None
-    limit: int | None
-    where: Sequence[str]
-    by: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +53,9 @@ def read_history(store: Store, kind: str, **filters: Unpack[HistoryFilters]) -> 
     """
     with store.database.read() as connection:
         criteria = _make_query(connection, kind, filters)
-        rows, prepared = _read_rows(connection, kind, criteria)
-    if prepared.is_newest_first:
-        rows.reverse()
-    return _select_columns(rows, kind, criteria)
+        rows = connection.execute(QUERIES[kind](connection, criteria)).mappings().all()
+    is_time_ordered = kind not in SELF_ORDERED_KINDS or (kind in AGGREGATE_KINDS and criteria.group_by != "device")
+    return _select_columns(rows[::-1] if is_time_ordered else rows, kind, criteria)
 
 
 def read_history_page(store: Store, kind: str, cursor: str, **filters: Unpack[HistoryFilters]) -> HistoryPage:
@@ -85,13 +74,10 @@ def read_history_page(store: Store, kind: str, cursor: str, **filters: Unpack[Hi
     size = min(filters.get("limit") or PAGE_ROWS, PAGE_ROWS)
     with store.database.read() as connection:
         criteria = replace(_make_query(connection, kind, filters), after=decode_cursor(cursor), limit=size)
-        if kind in AGGREGATE_KINDS or kind in {
-            "devices",
-            "accuracy",
-        }:  # bounded by the devices, days or rounds of a run
+        if kind in {"devices", "accuracy", *AGGREGATE_KINDS}:  # bounded by the devices, days or rounds of a run
             criteria = replace(criteria, limit=None)
-        rows, prepared = _read_rows(connection, kind, criteria)
-    is_last = criteria.limit is None or len(rows) < criteria.limit or not prepared.is_paged
+        rows = connection.execute(QUERIES[kind](connection, criteria)).mappings().all()
+    is_last = criteria.limit is None or len(rows) < criteria.limit
     next_cursor = None if is_last or not rows else encode_cursor([rows[-1][name] for name in CURSOR_COLUMNS])
     return HistoryPage(rows=_select_columns(rows, kind, criteria), next_cursor=next_cursor)
 
@@ -145,11 +131,6 @@ def _make_query(connection: Connection, kind: str, filters: HistoryFilters) -> H
     )
 
 
-def _read_rows(connection: Connection, kind: str, criteria: HistoryQuery) -> tuple[list[Any], PreparedQuery]:
-    prepared = _QUERY_BUILDERS[kind](connection, criteria)
-    return list(connection.execute(prepared.query).mappings()), prepared
-
-
 def _select_columns(rows: Sequence[Any], kind: str, criteria: HistoryQuery) -> list[Json]:
     names = get_columns(kind, criteria.group_by)
     return [{name: row[name] for name in names} for row in rows]
@@ -171,3 +152,67 @@ def _find_run_id(connection: Connection, text: str) -> str:
         if run_ids:
             return str(run_ids[0])
     raise NotFoundError("there is no run yet" if text == LATEST else f"no run {text!r}; `edgefl run list` shows them")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundDetails:
+    """A round, its run, and its assignments by end time, unfinished ones last."""
+
+    run: Json
+    round: Json
+    assignments: list[Json]
+
+
+def get_round_details(store: Store, run: str, number: int | None = None) -> RoundDetails:
+    """Returns the details of a round, by default the slowest; `run` as in `find_run_id`.
+
+    Raises:
+        NotFoundError: there is no such run, or it has no such round.
+    """
+    run_id = find_run_id(store, run)
+    number = _find_slowest_round(store, run_id) if number is None else number
+    round_number = number if is_int64(number) else -1  # a number beyond the database's range matches no round
+    is_in_round = (UpdateTable.run_id == run_id, UpdateTable.round == round_number)
+    with store.database.read() as connection:
+        run_row = connection.execute(select(RunTable.__table__).where(RunTable.run_id == run_id)).mappings().one()
+        query = select(RoundTable.__table__).where(RoundTable.run_id == run_id, RoundTable.round == round_number)
+        row = connection.execute(query).mappings().first()
+        rows = connection.execute(select(UpdateTable.__table__).where(*is_in_round)).mappings().all()
+    if row is None:
+        raise NotFoundError(f"run {run_id} has no round {number}; it has {run_row['rounds']} so far")
+    assignments = [dict(row_values) for row_values in rows]
+    assignments.sort(
+        key=lambda row_values: (
+            row_values["ended_at"] is None,
+            row_values["ended_at"] or 0.0,
+            row_values["assignment_id"],
+        )
+    )
+    return RoundDetails(run=dict(run_row), round=dict(row), assignments=assignments)
+
+
+def _find_slowest_round(store: Store, run_id: str) -> int:
+    query = select(RoundTable.round).where(RoundTable.run_id == run_id, RoundTable.seconds.is_not(None))
+    number = store.database.read_value(query.order_by(RoundTable.seconds.desc(), RoundTable.round).limit(1))
+    if number is None:
+        raise NotFoundError(f"run {run_id} has closed no round yet")
+    return int(number)
+
+
+MAX_MEASURED_UPDATES = 2000
+
+
+def get_seconds_per_iteration(store: Store, task: str) -> dict[str, tuple[float, str]]:
+    """Returns seconds per iteration and run of each device's newest used update of a task."""
+    query = (
+        select(UpdateTable.device_id, UpdateTable.compute_s, UpdateTable.iterations, UpdateTable.run_id)
+        .join(RunTable, RunTable.run_id == UpdateTable.run_id)
+        .where(RunTable.task == task, UpdateTable.outcome == str(UpdateStatus.USED), UpdateTable.iterations > 0)
+        .order_by(UpdateTable.id.desc())
+        .limit(MAX_MEASURED_UPDATES)
+    )
+    rates: dict[str, tuple[float, str]] = {}
+    for device_id, compute_s, iterations, run_id in store.database.read_rows(query):
+        if compute_s is not None and iterations:
+            rates.setdefault(device_id, (compute_s / iterations, run_id))
+    return rates

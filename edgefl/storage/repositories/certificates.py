@@ -5,20 +5,21 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import Connection, func, select, update
 
 from edgefl.core.errors import NameTakenError, NotFoundError
+from edgefl.storage.repositories.fleet import find_key_holder
 from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EventTable
 
 CERTIFICATE_ISSUED = "certificate-issued"
 CERTIFICATE_READMITTED = "certificate-readmitted"
 """Event of a certificate issued by the coordinator whose backup this store is; it was not renewed here."""
-ROTATION_REQUESTED = "rotation-asked"
+ROTATION_REQUESTED = "rotation-requested"
 DEVICE_REMOVED = "device-removed"
 
 
-def record_issued_certificate(
+def record_issued_certificate(  # noqa: PLR0913 one keyword per fact
     store: Store,
     *,
     serial: str,
@@ -26,16 +27,14 @@ def record_issued_certificate(
     at: float,
     device_id: str | None = None,
     previous_serial: str | None = None,
+    kind: str = CERTIFICATE_ISSUED,
 ) -> None:
     """Records a certificate by its serial (hexadecimal); `previous_serial` is the one that it replaces."""
+    former = {"former": previous_serial} if previous_serial else {}
+    message = f"good until {datetime.fromtimestamp(expires_at, tz=UTC):%Y-%m-%d}"
+    data = {"serial": serial, "ends_at": expires_at, **former}
     with store.batch(durable=True):
-        store.record_event(
-            CERTIFICATE_ISSUED,
-            _format_event_message(expires_at),
-            at=at,
-            device_id=device_id,
-            data=_make_event_data(serial, expires_at, previous_serial),
-        )
+        store.record_event(kind, message, at=at, device_id=device_id, data=data)
 
 
 def renew_certificate(  # noqa: PLR0913 one keyword per fact
@@ -56,45 +55,34 @@ def renew_certificate(  # noqa: PLR0913 one keyword per fact
         NotFoundError: the fleet has no such device.
         NameTakenError: another device has this key.
     """
-    with store.database.write(durable=True) as connection:
-        device_row = connection.execute(
+    with store.batch(durable=True), store.database.write() as connection:
+        row = connection.execute(
             select(DeviceTable.certificate_serial).where(
                 DeviceTable.device_id == device_id, DeviceTable.removed_at.is_(None)
             )
         ).first()
-        if device_row is None:
+        if row is None:
             raise NotFoundError(f"no device {device_id!r} in the fleet")
-        holder = select(DeviceTable.device_id).where(
-            DeviceTable.public_key == public_key, DeviceTable.removed_at.is_(None), DeviceTable.device_id != device_id
-        )
-        if connection.execute(holder).first() is not None:
+        if find_key_holder(connection, public_key, device_id) is not None:
             raise NameTakenError("another device has this key; make a new one")
         values = {"public_key": public_key, "certificate_serial": serial}
         connection.execute(update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values))
-        row = {
-            "at": at, "kind": kind, "message": _format_event_message(expires_at), "run_id": None,
-            "device_id": device_id, "data": _make_event_data(serial, expires_at, device_row.certificate_serial),
-        }  # fmt: skip
-        connection.execute(insert(EventTable), row)
+        record_issued_certificate(
+            store, serial=serial, expires_at=expires_at, at=at, device_id=device_id,
+            previous_serial=row.certificate_serial, kind=kind,
+        )  # fmt: skip
 
 
 def get_certificate_serials(store: Store) -> dict[str, str | None]:
     """Returns the current certificate serial of each device of the fleet."""
-    with store.database.read() as connection:
-        rows = connection.execute(
-            select(DeviceTable.device_id, DeviceTable.certificate_serial).where(DeviceTable.removed_at.is_(None))
-        )
-        return {str(row[0]): row[1] for row in rows}
+    query = select(DeviceTable.device_id, DeviceTable.certificate_serial).where(DeviceTable.removed_at.is_(None))
+    return {row.device_id: row.certificate_serial for row in store.database.read_rows(query)}
 
 
 def list_revoked_serials(store: Store, *, now: float, own_serial: str | None = None) -> frozenset[str]:
     """Returns revoked serials that have not expired by themselves; `own_serial` is the coordinator's own."""
     with store.database.read() as connection:
-        issue_events: list[dict[str, Any]] = list(
-            connection.execute(
-                select(EventTable.data).where(EventTable.kind.in_((CERTIFICATE_ISSUED, CERTIFICATE_READMITTED)))
-            ).scalars()
-        )
+        issue_events = _read_issue_events(connection)
         removed_serials = connection.execute(
             select(DeviceTable.certificate_serial).where(DeviceTable.removed_at.is_not(None))
         ).scalars()
@@ -112,11 +100,7 @@ def is_known_certificate(store: Store, device_id: str, *, serial: str, expires_a
     Certificates of a name that was removed and reused cannot be attributed: they count as known.
     """
     with store.database.read() as connection:
-        issue_events: list[dict[str, Any]] = list(
-            connection.execute(
-                select(EventTable.data).where(EventTable.kind.in_((CERTIFICATE_ISSUED, CERTIFICATE_READMITTED)))
-            ).scalars()
-        )
+        issue_events = _read_issue_events(connection)
         removal_query = (
             select(EventTable.id).where(EventTable.kind == DEVICE_REMOVED, EventTable.device_id == device_id).limit(1)
         )
@@ -150,9 +134,6 @@ def list_devices_due_for_rotation(store: Store) -> frozenset[str]:
     return frozenset(get_certificate_serials(store)) - renewed_ids
 
 
-def _make_event_data(serial: str, expires_at: float, previous_serial: str | None) -> dict[str, Any]:
-    return {"serial": serial, "ends_at": expires_at, **({"former": previous_serial} if previous_serial else {})}
-
-
-def _format_event_message(expires_at: float) -> str:
-    return f"good until {datetime.fromtimestamp(expires_at, tz=UTC):%Y-%m-%d}"
+def _read_issue_events(connection: Connection) -> list[dict[str, Any]]:
+    query = select(EventTable.data).where(EventTable.kind.in_((CERTIFICATE_ISSUED, CERTIFICATE_READMITTED)))
+    return list(connection.execute(query).scalars())

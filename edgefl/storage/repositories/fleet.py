@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from edgefl.core.errors import NameTakenError, NotFoundError, TokenExpiredError, TokenInvalidError, TokenUsedError
-from edgefl.storage.database import Database
+from edgefl.storage.database import Repository
 from edgefl.storage.repositories.records import (
     CapabilitiesRecord,
     DevicePatch,
@@ -18,29 +17,12 @@ from edgefl.storage.repositories.records import (
     StoredDevice,
     TokenRecord,
 )
-from edgefl.storage.repositories.sanitise import to_storable
-from edgefl.storage.repositories.upsert import upsert
+from edgefl.storage.repositories.row_writing import to_storable, upsert
 from edgefl.storage.tables import CapabilitiesTable, DeviceTable, EventTable, TokenTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JoinRequest:
-    """A join request, without the token."""
-
-    device_id: str
-    public_key: bytes
-    role: str
-    groups: tuple[str, ...]
-    now: float
-    issue_certificate: Callable[[], str] | None
-    version: str | None
-
-
-class FleetRepository:
+class FleetRepository(Repository):
     """The store's methods on the fleet."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add_token(  # noqa: PLR0913 one keyword per column
         self,
@@ -58,7 +40,7 @@ class FleetRepository:
             "token_id": token_id, "secret_sha256": secret_sha256, "expires_at": expires_at, "uses_left": uses,
             "groups": list(groups), "role": role, "created_at": created_at,
         }  # fmt: skip
-        with self._database.write(durable=True) as connection:
+        with self.database.write(durable=True) as connection:
             connection.execute(insert(TokenTable), row)
 
     def add_simulated_devices(self, devices: Sequence[SimulatedDeviceRow], *, at: float) -> None:
@@ -81,34 +63,21 @@ class FleetRepository:
             {"device_id": device.device_id, "at": at, "facts": to_storable(device.facts), "shards": {}}
             for device in devices
         ]
-        with self._database.write(durable=True) as connection:
+        with self.database.write(durable=True) as connection:
             upsert(connection, DeviceTable, rows, ("device_id",))
             if facts:
                 connection.execute(insert(CapabilitiesTable), facts)
 
     def list_tokens(self) -> list[TokenRecord]:
         """Returns the tokens, without their secrets, oldest first."""
-        with self._database.read() as connection:
-            rows = connection.execute(
-                select(TokenTable.__table__).order_by(TokenTable.created_at, TokenTable.token_id)
-            ).all()
+        query = select(TokenTable.__table__).order_by(TokenTable.created_at, TokenTable.token_id)
         return [
             TokenRecord(
                 token_id=row.token_id, expires_at=row.expires_at, uses_left=row.uses_left, role=row.role,
                 groups=tuple(row.groups), created_at=row.created_at,
             )
-            for row in rows
+            for row in self.database.read_rows(query)
         ]  # fmt: skip
-
-    def remove_token(self, token_id: str) -> None:
-        """Removes a token; devices that joined with it stay.
-
-        Raises:
-            NotFoundError: there is no such token.
-        """
-        with self._database.write(durable=True) as connection:
-            if not connection.execute(delete(TokenTable).where(TokenTable.token_id == token_id)).rowcount:
-                raise NotFoundError(f"no token {token_id!r}")
 
     def enroll_device(  # noqa: PLR0913 one keyword per fact of the request
         self,
@@ -135,35 +104,47 @@ class FleetRepository:
             TokenUsedError: it has no uses left.
             NameTakenError: another device holds the name, or this key under another name.
         """
-        request = _JoinRequest(
-            device_id=device_id, public_key=public_key, role=role, groups=tuple(groups), now=now,
-            issue_certificate=issue_certificate, version=version,
-        )  # fmt: skip
-        with self._database.write(durable=True) as connection:
+        with self.database.write(durable=True) as connection:
             token = _verify_token(connection, token_id, secret_sha256)
-            device_row = _find_device_row(connection, device_id)
-            if device_row is not None and device_row.removed_at is None and device_row.public_key == public_key:
-                return _renew_device(connection, request)
-            _check_token_usable(token, now)
-            _check_name_free(connection, request, device_row)
-            connection.execute(
-                update(TokenTable).where(TokenTable.token_id == token_id).values(uses_left=TokenTable.uses_left - 1)
-            )
-            return _admit_device(connection, request, token, is_rejoin=device_row is not None)
+            row = _find_device_row(connection, device_id)
+            is_member = row is not None and row.removed_at is None
+            is_repetition = row is not None and is_member and row.public_key == public_key
+            if not is_repetition:
+                _check_token_usable(token, now)
+                if is_member:
+                    raise NameTakenError(f"another device is called {device_id!r}; choose another --name")
+                if (holder := find_key_holder(connection, public_key, device_id)) is not None:
+                    raise NameTakenError(f"this device's key has already joined as {holder!r}; use that name")
+                connection.execute(
+                    update(TokenTable)
+                    .where(TokenTable.token_id == token_id)
+                    .values(uses_left=TokenTable.uses_left - 1)
+                )
+            issued = {"certificate_serial": issue_certificate and issue_certificate(), "version": version}
+            values: dict[str, Any] = {name: value for name, value in issued.items() if value}
+            if not is_repetition:
+                values |= {
+                    "public_key": public_key, "node_id": None, "role": token.role or role,
+                    "groups": sorted({*token.groups, *groups}), "joined_at": now, "removed_at": None,
+                    "last_seen_at": now, "presence": None, "examples": {},
+                }  # fmt: skip
+            if row is None:
+                connection.execute(insert(DeviceTable), {"device_id": device_id, **values})
+            elif values:
+                connection.execute(update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values))
+        return self.get_device(device_id)
 
     def list_devices(self, *, include_removed: bool = False) -> list[StoredDevice]:
         """Returns the devices of the fleet by name; with `include_removed`, also removed ones."""
         query = select(DeviceTable.__table__).order_by(DeviceTable.device_id)
         if not include_removed:
             query = query.where(DeviceTable.removed_at.is_(None))
-        with self._database.read() as connection:
-            return [_to_stored_device(row) for row in connection.execute(query)]
+        return [_to_stored_device(row) for row in self.database.read_rows(query)]
 
     def list_removed_device_ids(self) -> frozenset[str]:
         """Returns the names of removed devices that have not joined again."""
-        with self._database.read() as connection:
-            rows = connection.execute(select(DeviceTable.device_id).where(DeviceTable.removed_at.is_not(None)))
-            return frozenset(row.device_id for row in rows)
+        query = select(DeviceTable.device_id).where(DeviceTable.removed_at.is_not(None))
+        return frozenset(row.device_id for row in self.database.read_rows(query))
 
     def get_device(self, device_id: str) -> StoredDevice:
         """Returns one device, removed or not.
@@ -171,7 +152,7 @@ class FleetRepository:
         Raises:
             NotFoundError: no device ever had this name.
         """
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             row = _find_device_row(connection, device_id)
         if row is None:
             raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
@@ -210,7 +191,7 @@ class FleetRepository:
             NotFoundError: no such device.
         """
         facts, shards = to_storable(facts), to_storable(shards)
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             if _find_device_row(connection, device_id) is None:
                 raise NotFoundError(f"no device {device_id!r}")
             newest = connection.execute(_build_newest_capabilities_query(device_id)).first()
@@ -222,15 +203,13 @@ class FleetRepository:
 
     def get_all_capabilities(self) -> dict[str, CapabilitiesRecord]:
         """Returns the newest capabilities by device; devices without a report are absent."""
-        with self._database.read() as connection:
-            rows = connection.execute(_build_newest_capabilities_query()).all()
+        rows = self.database.read_rows(_build_newest_capabilities_query())
         return {row.device_id: _to_capabilities_record(row) for row in rows}
 
     def get_capabilities(self, device_id: str) -> CapabilitiesRecord | None:
         """Returns a device's newest capabilities, None if it reported none."""
-        with self._database.read() as connection:
-            row = connection.execute(_build_newest_capabilities_query(device_id)).first()
-        return None if row is None else _to_capabilities_record(row)
+        rows = self.database.read_rows(_build_newest_capabilities_query(device_id))
+        return _to_capabilities_record(rows[0]) if rows else None
 
     def record_event(
         self,
@@ -247,11 +226,11 @@ class FleetRepository:
             "at": at, "kind": kind, "message": to_storable(message), "run_id": run_id, "device_id": device_id,
             "data": to_storable(data or {}),
         }  # fmt: skip
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             connection.execute(insert(EventTable), row)
 
     def _update_device(self, device_id: str, values: Mapping[str, Any], *, durable: bool) -> None:
-        with self._database.write(durable=durable) as connection:
+        with self.database.write(durable=durable) as connection:
             if not connection.execute(
                 update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values)
             ).rowcount:
@@ -277,48 +256,12 @@ def _check_token_usable(token: Row[Any], now: float) -> None:
         raise TokenUsedError("the token has no uses left; make one with `edgefl coordinator token --uses N`")
 
 
-def _check_name_free(connection: Connection, join: _JoinRequest, existing: Row[Any] | None) -> None:
-    if existing is not None and existing.removed_at is None:
-        raise NameTakenError(f"another device is called {join.device_id!r}; choose another --name")
-    holder = connection.execute(
-        select(DeviceTable.device_id).where(
-            DeviceTable.public_key == join.public_key,
-            DeviceTable.removed_at.is_(None),
-            DeviceTable.device_id != join.device_id,
-        )
-    ).scalar()
-    if holder is not None:
-        raise NameTakenError(f"this device's key has already joined as {holder!r}; use that name")
-
-
-def _admit_device(connection: Connection, join: _JoinRequest, token: Row[Any], *, is_rejoin: bool) -> StoredDevice:
-    values: dict[str, Any] = {
-        "public_key": join.public_key, "node_id": None, "role": token.role or join.role,
-        "groups": sorted({*token.groups, *join.groups}), "joined_at": join.now, "removed_at": None,
-        "last_seen_at": join.now, "presence": None, **_issue_certificate(join), "examples": {},
-    }  # fmt: skip
-    if is_rejoin:
-        connection.execute(update(DeviceTable).where(DeviceTable.device_id == join.device_id).values(**values))
-    else:
-        connection.execute(insert(DeviceTable), {"device_id": join.device_id, **values})
-    return _read_device(connection, join.device_id)
-
-
-def _renew_device(connection: Connection, join: _JoinRequest) -> StoredDevice:
-    if values := _issue_certificate(join):
-        connection.execute(update(DeviceTable).where(DeviceTable.device_id == join.device_id).values(**values))
-    return _read_device(connection, join.device_id)
-
-
-def _issue_certificate(join: _JoinRequest) -> dict[str, Any]:
-    values = {"certificate_serial": join.issue_certificate and join.issue_certificate(), "version": join.version}
-    return {name: value for name, value in values.items() if value}
-
-
-def _read_device(connection: Connection, device_id: str) -> StoredDevice:
-    return _to_stored_device(
-        connection.execute(select(DeviceTable.__table__).where(DeviceTable.device_id == device_id)).one()
+def find_key_holder(connection: Connection, public_key: bytes, device_id: str) -> str | None:
+    """Returns another device of the fleet with this key, if there is one."""
+    query = select(DeviceTable.device_id).where(
+        DeviceTable.public_key == public_key, DeviceTable.removed_at.is_(None), DeviceTable.device_id != device_id
     )
+    return connection.execute(query).scalar()
 
 
 def _find_device_row(connection: Connection, device_id: str) -> Row[Any] | None:

@@ -8,10 +8,9 @@ from typing import Any
 from sqlalchemy import Connection, Select, bindparam, case, delete, func, insert, literal, or_, select, update
 from sqlalchemy.sql.elements import ColumnElement
 
-from edgefl.storage.database import Database
+from edgefl.storage.database import Repository
 from edgefl.storage.repositories.records import HeartbeatRow
-from edgefl.storage.repositories.sanitise import to_columns
-from edgefl.storage.repositories.upsert import upsert
+from edgefl.storage.repositories.row_writing import to_storable, upsert
 from edgefl.storage.tables import DeviceTable, HeartbeatRollupTable, HeartbeatTable
 
 RAW_RETENTION_S = 86_400.0
@@ -22,35 +21,37 @@ MAX_CLOCK_AHEAD_S = 60.0
 _MEAN_COLUMNS = ("clock_skew_s", "cpu_fraction", "memory_fraction", "power_w")
 _MAX_COLUMNS = ("uptime_s", "temperature_c", "memory_bytes", "run", "iteration")
 _MIN_COLUMNS = ("disk_free_bytes", "battery_fraction")
+_REPORTED_COLUMNS = tuple({*HeartbeatTable.__table__.columns.keys()} - {"id", "device_id", "at"})
 NOT_THROTTLED = "ok"
 
 
-class HeartbeatRepository:
+class HeartbeatRepository(Repository):
     """The store's methods on heartbeats."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def record_heartbeats(self, rows: Sequence[HeartbeatRow]) -> None:
         """Records heartbeats, and when their devices were last seen."""
         if not rows:
             return
-        values = [to_columns(row) for row in rows]
+        values = [
+            {
+                "device_id": row.device_id,
+                "at": to_storable(row.at),
+                **{name: to_storable(getattr(row.heartbeat, name)) for name in _REPORTED_COLUMNS},
+            }
+            for row in rows
+        ]
         last_seen: dict[str, float] = {}
         for row in rows:
             last_seen[row.device_id] = max(row.at, last_seen.get(row.device_id, row.at))
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             connection.execute(insert(HeartbeatTable), values)
             _update_last_seen(connection, last_seen)
 
     def get_newest_heartbeat_time(self) -> float | None:
         """Returns the time of the last stored heartbeat, None where there is none."""
         newest = select(HeartbeatTable.at).order_by(HeartbeatTable.id.desc()).limit(1)
-        with self._database.read() as connection:
-            newest_at = connection.execute(newest).scalar()
-            if newest_at is None:
-                newest_at = connection.execute(select(func.max(HeartbeatRollupTable.at))).scalar()
-        return newest_at
+        newest_at: float | None = self.database.read_value(newest)
+        return self.database.read_value(select(func.max(HeartbeatRollupTable.at))) if newest_at is None else newest_at
 
     def prune_heartbeats(self, now: float) -> int:
         """Rolls raw heartbeats older than a day up into five-minute rows and returns their number.
@@ -64,13 +65,12 @@ class HeartbeatRepository:
         return num_pruned
 
     def _find_oldest_bucket(self) -> float | None:
-        with self._database.read() as connection:
-            oldest = connection.execute(select(func.min(HeartbeatTable.at))).scalar()
+        oldest = self.database.read_value(select(func.min(HeartbeatTable.at)))
         return None if oldest is None else oldest // ROLLUP_BUCKET_S * ROLLUP_BUCKET_S
 
     def _roll_up_bucket(self, start: float) -> int:
         is_in_bucket = (HeartbeatTable.at >= start, HeartbeatTable.at < start + ROLLUP_BUCKET_S)
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             rows: list[Mapping[str, Any]] = [
                 dict(row)
                 for row in connection.execute(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
 
+from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import UpdateStatus
 
 
@@ -95,20 +96,7 @@ class HeartbeatRow:
 
     device_id: str
     at: float
-    seq: int
-    session_no: int
-    uptime_s: float
-    clock_skew_s: float | None = None
-    temperature_c: float | None = None
-    throttled: str | None = None
-    cpu_fraction: float | None = None
-    memory_fraction: float | None = None
-    memory_bytes: int | None = None
-    disk_free_bytes: int | None = None
-    battery_fraction: float | None = None
-    power_w: float | None = None
-    run: str | None = None
-    iteration: int | None = None
+    heartbeat: Heartbeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

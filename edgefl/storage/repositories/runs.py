@@ -10,8 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, delete, 
 
 from edgefl.core.errors import NotFoundError, StoreError
 from edgefl.core.types import Json, UpdateStatus
-from edgefl.storage.database import Database
-from edgefl.storage.queries.stragglers import find_stragglers, straggler_to_columns
+from edgefl.storage.database import Repository
 from edgefl.storage.repositories.records import (
     AssignmentRow,
     EvaluationRow,
@@ -21,9 +20,18 @@ from edgefl.storage.repositories.records import (
     SavedModelRow,
     UpdateRow,
 )
-from edgefl.storage.repositories.sanitise import to_columns, to_storable
-from edgefl.storage.repositories.totals import list_assignment_ids, update_totals
-from edgefl.storage.repositories.upsert import insert_new, upsert
+from edgefl.storage.repositories.row_writing import (
+    execute_for_assignments,
+    insert_new,
+    to_columns,
+    to_storable,
+    upsert,
+)
+from edgefl.storage.repositories.totals import (
+    find_stragglers,
+    list_assignment_ids,
+    update_totals,
+)
 from edgefl.storage.tables import EvaluationTable, RoundTable, RunTable, SavedModelTable, UpdateTable
 
 EMPTY_ROUND_SUMS: Mapping[str, Any] = MappingProxyType(
@@ -32,11 +40,8 @@ EMPTY_ROUND_SUMS: Mapping[str, Any] = MappingProxyType(
 """Sums of a round without assignments."""
 
 
-class RunRepository:
+class RunRepository(Repository):
     """The store's methods on runs; every `record_*` is idempotent, for replays."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     def add_run(  # noqa: PLR0913 one keyword per column
         self,
@@ -60,7 +65,7 @@ class RunRepository:
             "status": str(RunStatus.QUEUED), "submitted_at": submitted_at, "rounds": 0, "version": 0, "seed": seed,
             "priority": priority, "resumes": 0,
         }  # fmt: skip
-        with self._database.write(durable=True) as connection:
+        with self.database.write(durable=True) as connection:
             if _find_run_row(connection, run_id) is not None:
                 raise StoreError(f"there is a run {run_id!r} already")
             connection.execute(insert(RunTable), values)
@@ -72,7 +77,7 @@ class RunRepository:
         Raises:
             NotFoundError: there is none of this id.
         """
-        with self._database.read() as connection:
+        with self.database.read() as connection:
             row = _find_run_row(connection, run_id)
         if row is None:
             raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
@@ -83,14 +88,12 @@ class RunRepository:
         query = select(RunTable.__table__).order_by(RunTable.submitted_at.desc(), RunTable.run_id.desc()).limit(limit)
         if status is not None:
             query = query.where(RunTable.status == str(status))
-        with self._database.read() as connection:
-            return [_to_run_record(row) for row in connection.execute(query)]
+        return [_to_run_record(row) for row in self.database.read_rows(query)]
 
     def count_runs(self, status: RunStatus) -> int:
         """Returns how many runs have this status."""
         query = select(func.count()).select_from(RunTable).where(RunTable.status == str(status))
-        with self._database.read() as connection:
-            return int(connection.execute(query).scalar_one())
+        return int(self.database.read_value(query))
 
     def list_queued_runs(self) -> list[RunRecord]:
         """Returns the queued runs in the order in which they start: by priority, then by time."""
@@ -99,8 +102,7 @@ class RunRepository:
             .where(RunTable.status == str(RunStatus.QUEUED))
             .order_by(RunTable.priority.desc(), RunTable.submitted_at, RunTable.run_id)
         )
-        with self._database.read() as connection:
-            return [_to_run_record(row) for row in connection.execute(query)]
+        return [_to_run_record(row) for row in self.database.read_rows(query)]
 
     def get_next_queued_run(self) -> RunRecord | None:
         """Returns the queued run that starts next, if any."""
@@ -120,15 +122,13 @@ class RunRepository:
 
     def delete_updates(self, run_id: str, assignment_ids: Sequence[str]) -> None:
         """Deletes the rows of assignments that are dispatched a second time."""
-        statement = delete(UpdateTable.__table__).where(  # type: ignore[arg-type] # as in `mark_applied`
-            UpdateTable.run_id == run_id, UpdateTable.assignment_id == bindparam("again")
-        )
-        if assignment_ids:
-            with (
-                self._database.write() as connection,
-                update_totals(connection, run_id, assignment_ids, should_subtract_deleted=True),
-            ):
-                connection.execute(statement, [{"again": assignment_id} for assignment_id in assignment_ids])
+        if not assignment_ids:
+            return
+        with (
+            self.database.write() as connection,
+            update_totals(connection, run_id, assignment_ids, should_subtract_deleted=True),
+        ):
+            execute_for_assignments(connection, delete(UpdateTable), run_id, assignment_ids)
 
     def set_run_status(self, run_id: str, status: RunStatus, *, at: float, reason: str | None = None) -> None:
         """Sets a run's status; the first RUNNING sets its start time, a final one its end time.
@@ -160,7 +160,7 @@ class RunRepository:
             }
             for number, (started_at, num_devices) in opened.items()
         ]  # fmt: skip
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             insert_new(connection, RoundTable, rows, ("run_id", "round"))
 
     def close_round(self, run_id: str, number: int, *, version: int, closed_at: float) -> None:
@@ -178,7 +178,7 @@ class RunRepository:
         """
         if not closed:
             return
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             start_query = select(RoundTable.round, RoundTable.started_at).where(
                 RoundTable.run_id == run_id, RoundTable.round.in_(list(closed))
             )
@@ -196,7 +196,7 @@ class RunRepository:
                     "version": version,
                     "closed_at": closed_at,
                     "seconds": max(0.0, closed_at - start_times[number]),
-                    **straggler_to_columns(waits.get(number)),
+                    **waits[number],
                     **sums.get(number, EMPTY_ROUND_SUMS),
                 }
                 for number, (version, closed_at) in closed.items()
@@ -217,7 +217,7 @@ class RunRepository:
         A round whose updates were pruned keeps its sums.
         """
         is_in_run = RoundTable.run_id == run_id
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             sums = _select_round_sums(connection, run_id)
             for number, num_updates in connection.execute(
                 select(RoundTable.round, RoundTable.num_updates).where(is_in_run)
@@ -234,7 +234,7 @@ class RunRepository:
             .where(RoundTable.run_id == run_id, RoundTable.round == number)
             .values(**to_storable(metrics))
         )
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             connection.execute(statement)
 
     def get_newest_device_model_round(self, run_id: str) -> Json:
@@ -245,51 +245,46 @@ class RunRepository:
             .order_by(RoundTable.round.desc())
             .limit(1)
         )
-        with self._database.read() as connection:
-            row = connection.execute(query).mappings().first()
-        return dict(row) if row is not None else {}
+        rows = self.database.read_dicts(query)
+        return rows[0] if rows else {}
 
     def record_assignments(self, run_id: str, rows: Sequence[AssignmentRow]) -> None:
         """Records dispatched assignments."""
         values = [{"run_id": run_id, "metrics": {}, **to_columns(row)} for row in rows]
-        with self._database.write() as connection, update_totals(connection, run_id, list_assignment_ids(rows)):
+        with self.database.write() as connection, update_totals(connection, run_id, list_assignment_ids(rows)):
             insert_new(connection, UpdateTable, values, ("run_id", "assignment_id"))
 
     def record_updates(self, run_id: str, rows: Sequence[UpdateRow]) -> None:
         """Records outcomes of assignments, replacing earlier values."""
         # A row that was never dispatched needs a time too: the history is ordered by it.
         values = [{"run_id": run_id, "dispatched_at": row.received_at, **to_columns(row)} for row in rows]
-        with self._database.write() as connection, update_totals(connection, run_id, list_assignment_ids(rows)):
+        with self.database.write() as connection, update_totals(connection, run_id, list_assignment_ids(rows)):
             upsert(connection, UpdateTable, values, ("run_id", "assignment_id"), preserved_columns=("dispatched_at",))
 
     def mark_applied(
         self, run_id: str, assignment_ids: Sequence[str], *, applied_version: int, round_number: int | None = None
     ) -> None:
         """Marks updates as used; staleness is `applied_version` less their base version."""
+        if not assignment_ids:
+            return
         values: dict[str, Any] = {
             "outcome": str(UpdateStatus.USED), "applied_version": applied_version,
             "staleness": applied_version - UpdateTable.base_version,
         }  # fmt: skip
         if round_number is not None:
             values["round"] = round_number
-        statement = (
-            update(UpdateTable.__table__)  # type: ignore[arg-type] # a declarative class's table is typed as any FROM
-            .where(UpdateTable.run_id == run_id, UpdateTable.assignment_id == bindparam("applied"))
-            .values(**values)
-        )
-        if assignment_ids:
-            with self._database.write() as connection, update_totals(connection, run_id, assignment_ids):
-                connection.execute(statement, [{"applied": assignment_id} for assignment_id in assignment_ids])
+        with self.database.write() as connection, update_totals(connection, run_id, assignment_ids):
+            execute_for_assignments(connection, update(UpdateTable).values(**values), run_id, assignment_ids)
 
     def record_evaluations(self, run_id: str, rows: Sequence[EvaluationRow]) -> None:
         """Records evaluations."""
         values = [{"run_id": run_id, **to_columns(row)} for row in rows]
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             upsert(connection, EvaluationTable, values, ("run_id", "assignment_id"))
 
     def record_saved_model(self, run_id: str, row: SavedModelRow) -> None:
         """Records a checkpoint of the run."""
-        with self._database.write() as connection:
+        with self.database.write() as connection:
             upsert(connection, SavedModelTable, [{"run_id": run_id, **to_columns(row)}], ("run_id", "last_record"))
 
     def list_saved_models(self, run_id: str) -> list[SavedModelRow]:
@@ -300,12 +295,10 @@ class RunRepository:
             .order_by(SavedModelTable.last_record.desc())
         )
         names = SavedModelRow.__dataclass_fields__
-        with self._database.read() as connection:
-            rows = connection.execute(query).mappings().all()
-        return [SavedModelRow(**{name: row[name] for name in names}) for row in rows]
+        return [SavedModelRow(**{name: row[name] for name in names}) for row in self.database.read_dicts(query)]
 
     def _update_run(self, run_id: str, values: Mapping[str, Any], *, durable: bool) -> None:
-        with self._database.write(durable=durable) as connection:
+        with self.database.write(durable=durable) as connection:
             if not connection.execute(update(RunTable).where(RunTable.run_id == run_id).values(**values)).rowcount:
                 raise NotFoundError(f"no run {run_id!r}; `edgefl run list` shows them")
 

@@ -12,8 +12,6 @@ from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.repositories.records import SavedModelRow
-from edgefl.storage.repositories.sanitise import to_columns
-from edgefl.storage.repositories.upsert import upsert
 from edgefl.storage.store import Store
 from edgefl.storage.tables import Base, RunTable, SavedModelTable
 
@@ -47,8 +45,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
-    with store.database.read() as connection:
-        rows = [dict(row) for row in connection.execute(query).mappings()]
+    rows = store.database.read_dicts(query)
     latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
     best = {row["run_id"]: row["last_record"] for row in sorted(_select_scored(rows), key=_accuracy_key)}
     return [
@@ -99,7 +96,7 @@ def save_model_rows(
     """Writes rows of saved models and deletes those of `deleted_records`, in one durable transaction."""
     with store.batch(durable=True), store.database.write() as connection:
         for row in rows:
-            upsert(connection, SavedModelTable, [{"run_id": run_id, **to_columns(row)}], ("run_id", "last_record"))
+            store.record_saved_model(run_id, row)
         if deleted_records:
             connection.execute(
                 delete(SavedModelTable).where(
@@ -184,8 +181,7 @@ def _find_by_prefix(rows: Sequence[Json], text: str) -> Json | None:
 def _find_run_id(store: Store, text: str) -> str | None:
     """Returns the id of the run with this name or prefix, or None; raises where several match."""
     is_named = or_(RunTable.name == text, RunTable.run_id.startswith(text, autoescape=True))
-    with store.database.read() as connection:
-        exists = connection.execute(select(RunTable.run_id).where(is_named).limit(1)).first() is not None
+    exists = store.database.read_value(select(RunTable.run_id).where(is_named).limit(1)) is not None
     return find_run_id(store, text) if exists else None
 
 

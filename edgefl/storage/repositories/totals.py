@@ -1,7 +1,7 @@
-"""Sums over assignments by run, device and day, and by each alone; maintained with every changed row.
+"""Derived columns: sums over assignments, and the straggler of each round.
 
-`update_totals` compares the rows before and after a change and adds the difference, so it is independent of the kind
-and number of changes. Sums stay when their rows are pruned.
+Sums are by run, device and day, and by each alone. `update_totals` compares the rows before and after a change and
+adds the difference, so it is independent of the kind and number of changes. Sums stay when their rows are pruned.
 """
 
 from __future__ import annotations
@@ -17,8 +17,51 @@ from sqlalchemy import Connection, Integer, Row, case, cast, delete, func, inser
 from sqlalchemy.sql.elements import ColumnElement
 
 from edgefl.core.types import UpdateStatus
-from edgefl.storage.repositories.upsert import upsert
+from edgefl.storage.repositories.row_writing import upsert
 from edgefl.storage.tables import Base, DayTotalTable, DeviceTotalTable, RunTotalTable, TotalTable, UpdateTable
+
+NO_STRAGGLER: Mapping[str, Any] = MappingProxyType({"waited_for": None, "waited_s": None, "waited_update_id": None})
+"""Columns of a round that waited for nobody."""
+
+
+def find_stragglers(
+    connection: Connection, run_id: str, started: Mapping[int, float], closed: Mapping[int, float]
+) -> dict[int, Mapping[str, Any]]:
+    """Returns `find_straggler` of stored rounds, by number; `started` and `closed` are their times."""
+    columns = (
+        UpdateTable.round, UpdateTable.id, UpdateTable.assignment_id, UpdateTable.device_id, UpdateTable.outcome,
+        UpdateTable.base_version, UpdateTable.applied_version, UpdateTable.dispatched_at, UpdateTable.ended_at,
+    )  # fmt: skip
+    rows: dict[int, list[Any]] = {number: [] for number in closed}
+    for row in connection.execute(
+        select(*columns).where(UpdateTable.run_id == run_id, UpdateTable.round.in_(list(closed)))
+    ):
+        rows[row.round].append(row)
+    return {number: find_straggler(rows[number], closed_at, started[number]) for number, closed_at in closed.items()}
+
+
+def find_straggler(rows: Sequence[Any], closed_at: float, started_at: float = 0.0) -> Mapping[str, Any]:
+    """Returns the columns of a round's row about its straggler; an asynchronous round has none.
+
+    It is the last assignment to end; the wait lasts from when half of them had ended until it did.
+    A round is synchronous when all its used updates were dispatched with one version and applied to the same one.
+    Arrivals after it had closed were not waited for. The wait does not begin before the round: a resumed run may
+    have had updates for it long before.
+    """
+    used_rows = [row for row in rows if row.outcome == UpdateStatus.USED]
+    if len({version for row in used_rows for version in (row.base_version, row.applied_version)}) > 1:
+        return NO_STRAGGLER
+    ended_rows = sorted(
+        (row for row in rows if row.ended_at is not None and row.ended_at <= closed_at),
+        key=lambda row: (row.ended_at, row.assignment_id),
+    )
+    if not ended_rows:
+        return NO_STRAGGLER
+    last, half = ended_rows[-1], ended_rows[(len(ended_rows) - 1) // 2]
+    since = half.ended_at if len(ended_rows) > 1 else last.dispatched_at
+    seconds = 0.0 if since is None else max(0.0, last.ended_at - max(since, started_at))
+    return {"waited_for": last.device_id, "waited_s": seconds, "waited_update_id": last.id}
+
 
 TOTAL_KEYS: Mapping[type[Base], tuple[str, ...]] = MappingProxyType(
     {
@@ -73,18 +116,20 @@ def rebuild_totals(connection: Connection) -> None:
         UpdateTable.run_id, UpdateTable.device_id, day
     )
     connection.execute(insert(TotalTable).from_select(columns, rows))
+    merged = build_merged_columns(TotalTable)
     for table, keys in TOTAL_KEYS.items():
         if table is not TotalTable:
             group_columns = [getattr(TotalTable, key) for key in keys]
-            merge_query = select(
-                *group_columns, *(_build_merged_column(name).label(name) for name in _TOTAL_COLUMNS)
-            ).group_by(*group_columns)
+            merge_query = select(*group_columns, *merged.values()).group_by(*group_columns)
             connection.execute(insert(table).from_select([*keys, *_TOTAL_COLUMNS], merge_query))
 
 
 def build_merged_columns(table: Any) -> dict[str, ColumnElement[Any]]:
     """Returns the expression of each sum over several rows of a table of sums."""
-    return {name: _build_merged_column(name, table).label(name) for name in _TOTAL_COLUMNS}
+    return {
+        name: (func.max if name in MAX_COLUMNS else func.sum)(getattr(table, name)).label(name)
+        for name in _TOTAL_COLUMNS
+    }
 
 
 def format_day(at: float | None) -> str:
@@ -231,12 +276,6 @@ def _build_total_expressions() -> dict[str, ColumnElement[Any]]:
 
 
 _TOTAL_COLUMNS = tuple(_build_total_expressions())
-
-
-def _build_merged_column(name: str, table: Any = TotalTable) -> ColumnElement[Any]:
-    column = getattr(table, name)
-    merged_column: ColumnElement[Any] = func.max(column) if name in MAX_COLUMNS else func.sum(column)
-    return merged_column
 
 
 def _build_day_expression(connection: Connection) -> ColumnElement[Any]:

@@ -22,10 +22,9 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Indices, SparseTensor, Tensor
-from edgefl.strategies.asynchronous.asgd import AsyncSingleStepConfig
+from edgefl.strategies.aggregation import QueuedUpdate, add_at_indices, is_float
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
-from edgefl.strategies.synchronous.strategy import RoundRules
-from edgefl.strategies.update_tensors import QueuedUpdate, add_at_indices, is_float
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_choice
 
 MIN_FRACTION = 1e-12
 """Smallest fraction that the codec accepts."""
@@ -34,7 +33,7 @@ MAX_COUNT = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaCompConfig(AsyncSingleStepConfig):
+class AdaCompConfig(SingleStepConfig):
     """Settings of a run with `adacomp`; non-default settings give the baselines of the paper.
 
     Attributes:
@@ -54,10 +53,7 @@ class AdaCompConfig(AsyncSingleStepConfig):
             raise ConfigError(
                 f"strategy.compression must be a fraction from {MIN_FRACTION:g} to 1, got {self.compression!r}"
             )
-        if self.staleness not in STALENESS_MODES:
-            raise ConfigError(
-                f"strategy.staleness must be one of {', '.join(STALENESS_MODES)}, got {self.staleness!r}"
-            )
+        check_choice("staleness", self.staleness, STALENESS_MODES)
         if rules.server.kind != "none":
             raise ConfigError(
                 f"server.optimizer must be none with adacomp, got {rules.server.kind!r}: its moments would move "
@@ -65,12 +61,7 @@ class AdaCompConfig(AsyncSingleStepConfig):
             )
         if rules.codec in {None, "dense"}:
             rules = replace(rules, codec=self.make_codec_spec())
-        return AdaComp(
-            plan=self.plan(),
-            lr_schedule=self.make_schedule(),
-            rules=rules,
-            staleness=self.staleness,  # type: ignore[arg-type]  # it is one of STALENESS
-        )
+        return self.make(AdaComp, rules, staleness=self.staleness)
 
     def make_codec_spec(self) -> str:
         """Returns the codec of the devices' updates."""

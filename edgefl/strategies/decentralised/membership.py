@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from edgefl.core.types import Array, PeerMessage
-from edgefl.decentralised.topology import Edge, Topology, connected_components
+from edgefl.strategies.peer_algorithms.topology import Edge, Topology, connected_components
 
 RETRY_S = 2.0
 MAX_RETRY_S = 60.0

@@ -2,7 +2,7 @@
 
 The coordinator starts the nodes, assigns neighbours, relays messages where devices cannot reach each other, and
 monitors: its model is the mean of the nodes' last reported models. It never blocks: nodes continue right after a
-report. The mathematics of the methods is in `edgefl.decentralised`.
+report. The mathematics of the methods is in `edgefl.strategies.peer_algorithms`.
 """
 
 from __future__ import annotations
@@ -10,32 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import (
-    Algorithm,
     Array,
     Decision,
     FinishEarlyInstruction,
     FleetView,
     GossipConfig,
-    Indices,
     Instruction,
     PeerMessage,
+    Strategy,
     Tensors,
     TrainConfig,
     TrainInstruction,
     Update,
     derive_rng,
 )
-from edgefl.decentralised.edge_schedule import EdgeScheduleKind, make_edge_schedule
-from edgefl.decentralised.registry import ALGORITHMS
-from edgefl.decentralised.topology import Topology, make_topology, parse_topology_spec
-from edgefl.decentralised.topology_files import PeerAddress, read_hosts, read_topology
+from edgefl.strategies.aggregation import to_writable
 from edgefl.strategies.decentralised.membership import (
     DecentralisedState,
     NodeState,
@@ -48,14 +43,22 @@ from edgefl.strategies.decentralised.membership import (
     make_member_graph,
     update_bridges,
 )
-from edgefl.strategies.learning_rate_schedules import LearningRateSchedule as RateSchedule
 from edgefl.strategies.participation import is_blocked
-from edgefl.strategies.strategy_config import StrategyConfig
-from edgefl.strategies.synchronous.strategy import MAX_WAIT_S, RoundRules
-from edgefl.strategies.update_tensors import to_writable
+from edgefl.strategies.peer_algorithms.registry import ALGORITHMS
+from edgefl.strategies.peer_algorithms.topology import (
+    EdgeScheduleKind,
+    Topology,
+    make_edge_schedule,
+    make_topology,
+)
+from edgefl.strategies.peer_algorithms.topology_files import PeerAddress
+from edgefl.strategies.strategy_config import MAX_WAIT_S, RoundRules
+from edgefl.strategies.strategy_config import LearningRateSchedule as RateSchedule
+
+if TYPE_CHECKING:
+    from edgefl.strategies.decentralised.config import DecentralisedConfig
 
 MIN_NODES = 2
-CARRIERS = ("relay", "peer", "direct")
 MAX_CONSECUTIVE_FAILURES = 3
 """Assignments lost in a row after which a node leaves the graph for a while, so that no node waits for it."""
 RECONNECT_GRACE_S = 60.0
@@ -67,100 +70,7 @@ MAX_QUEUED_MESSAGES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecentralisedConfig(StrategyConfig):
-    """Settings of all decentralised strategies, beside those of local training.
-
-    Attributes:
-        iterations: K, local ones between two exchanges of an edge.
-        graph: one of `decentralised.topology.TOPOLOGY_SPECS`, or the path of a `node_list.json`.
-        schedule: of the learning rate by round, as in other strategies.
-        exchange: when edges fire: `sync`, `slots` or `poisson`.
-        carrier: transport of messages to neighbours: the coordinator (`relay`), the broker (`peer`), or the devices
-            themselves over TLS (`direct`); with the last two the devices train on while the coordinator is away.
-        hosts: path of a `hosts.json` with the devices' listening addresses, for `direct`; without it they report
-            them.
-        exchanges_per_round: exchanges per node on average until the nodes report, which closes a round.
-    """
-
-    iterations: int | None = 8
-    graph: str = "ring"
-    exchange: str = EdgeScheduleKind.SYNC
-    exchanges_per_round: int = 10
-    carrier: str = "relay"
-    hosts: str | None = None
-
-    kind: ClassVar[str] = "decentralised"
-    method: ClassVar[str] = ""
-    summary: ClassVar[str] = ""
-    is_lockstep: ClassVar[bool] = False
-    has_single_iteration: ClassVar[bool] = False
-
-    def build(self, rules: RoundRules) -> DecentralisedStrategy:
-        """Returns the strategy.
-
-        Raises:
-            ConfigError: an invalid setting, or one incompatible with another.
-        """
-        self._check(rules)
-        self._check_method()
-        return DecentralisedStrategy(
-            config=self,
-            rules=rules,
-            plan=self.plan(),
-            lr_schedule=self.make_schedule(),
-            file_graph=_load_graph(self.graph),
-            hosts={} if self.hosts is None else read_hosts(self.hosts),
-        )
-
-    def _check(self, rules: RoundRules) -> None:
-        if self.exchange not in set(EdgeScheduleKind):
-            raise ConfigError(
-                f"strategy.exchange must be one of {', '.join(EdgeScheduleKind)}, got {self.exchange!r}"
-            )
-        if self.exchanges_per_round < 1:
-            raise ConfigError(f"strategy.exchanges_per_round must be 1 or more, got {self.exchanges_per_round}")
-        if self.iterations is None or self.iterations < 1 or self.seconds is not None:
-            raise ConfigError("strategy.iterations of a decentralised run must be 1 or more, and is its only budget")
-        if self.optimizer != Algorithm.SGD or self.keep_optimizer:
-            raise ConfigError("strategy.optimizer of a decentralised run must be sgd, and nothing of it is kept")
-        if self.learning_rate <= 0:
-            raise ConfigError(
-                f"strategy.learning_rate of a decentralised run must be above 0, got {self.learning_rate}"
-            )
-        if self.carrier not in CARRIERS:
-            raise ConfigError(f"strategy.carrier must be one of {', '.join(CARRIERS)}, got {self.carrier!r}")
-        if self.hosts is not None and self.carrier != "direct":
-            raise ConfigError(f"strategy.hosts is for strategy.carrier = 'direct', got {self.carrier!r}")
-        if rules.server.kind != "none":
-            raise ConfigError("server.optimizer: a decentralised run has no server that could take a step")
-
-    def _check_method(self) -> None:
-        if self.is_lockstep and self.exchange != EdgeScheduleKind.SYNC:
-            raise ConfigError(
-                f"strategy.exchange of {self.method} must be sync, got {self.exchange!r}: "
-                "its nodes average with all neighbours at once"
-            )
-        if self.has_single_iteration and self.iterations != 1:
-            raise ConfigError(
-                f"strategy.iterations of {self.method} must be 1, got {self.iterations}: "
-                "it exchanges after every local iteration"
-            )
-        if self.has_single_iteration and self.momentum:
-            raise ConfigError(
-                f"strategy.momentum of {self.method} must be 0, got {self.momentum}: it is of local iterations "
-                "between exchanges, and there is one"
-            )
-
-
-def _load_graph(spec: str) -> Topology | None:
-    if spec.endswith(".json") or Path(spec).is_file():
-        return read_topology(spec)
-    parse_topology_spec(spec)
-    return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecentralisedStrategy:
+class DecentralisedStrategy(Strategy[DecentralisedState]):
     """One method on one graph; an assignment is an exchange, or a report of an autonomous device."""
 
     config: DecentralisedConfig
@@ -298,9 +208,6 @@ class DecentralisedStrategy:
             node.is_awaited = node.is_member
         return state
 
-    def model(self, state: DecentralisedState) -> Tensors:
-        return state.model
-
     def node_models(self, state: DecentralisedState) -> Mapping[str, Tensors]:
         """Returns the last reported models whose mean is the newest version."""
         return {name: state.models[name] for name in state.told}
@@ -308,15 +215,6 @@ class DecentralisedStrategy:
     def facts(self, state: DecentralisedState) -> Mapping[str, float]:
         """Returns the disagreement of the nodes (root mean square, relative to their mean), and the traffic."""
         return state.figures
-
-    def version(self, state: DecentralisedState) -> int:
-        return state.version
-
-    def used(self, state: DecentralisedState) -> Sequence[str]:
-        return state.used
-
-    def changed(self, state: DecentralisedState, since: int) -> Indices | None:  # noqa: ARG002 nobody is sent it again
-        return None
 
     def _create_graph(self, state: DecentralisedState, view: FleetView) -> bool:
         """Creates the graph once enough devices are present; returns whether it did."""

@@ -15,19 +15,26 @@ fraction of an iteration unless `epsilon_s` is set (0.5 in the paper), devices m
 
 from __future__ import annotations
 
+import math
+import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, FleetView, Instruction, TrainConfig, Update
-from edgefl.strategies.synchronous import esync_rule as rule
-from edgefl.strategies.synchronous.esync_rule import DeviceRoundProgress, DeviceTiming, Slack
-from edgefl.strategies.synchronous.fedavg import weight_by_examples
-from edgefl.strategies.synchronous.fednova import check_normalisable, make_normaliser
-from edgefl.strategies.synchronous.round_state import TICK_S, OpenRound, RoundState
-from edgefl.strategies.synchronous.ssgd import SyncSingleStepConfig, weight_uniformly
-from edgefl.strategies.synchronous.strategy import (
+from edgefl.strategies.strategy_config import (
+    TICK_S,
     RoundRules,
+    SingleStepConfig,
+    check_at_least,
+    check_choice,
+    check_positive,
+)
+from edgefl.strategies.synchronous.fedavg import weight_by_examples, weight_uniformly
+from edgefl.strategies.synchronous.fednova import check_normalisable, make_normaliser
+from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
+from edgefl.strategies.synchronous.strategy import (
     SynchronousStrategy,
     compute_unit_norm,
     make_finish_early_instructions,
@@ -41,7 +48,7 @@ CHECK_INTERVAL_S_PER_DEVICE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ESyncConfig(SyncSingleStepConfig):
+class ESyncConfig(SingleStepConfig):
     """Settings of a run with `esync`; budgets follow from speeds, not from `iterations` or `epochs`.
 
     Attributes:
@@ -53,7 +60,7 @@ class ESyncConfig(SyncSingleStepConfig):
         epsilon_s: ε in seconds, in place of it.
         global_learning_rate: the mean displacement is multiplied by it.
         min_iterations, max_iterations: bounds of a budget; live work ends at the upper one without a recall.
-        smoothing: of measured seconds; see `esync_rule.SMOOTHINGS`.
+        smoothing: of measured seconds; see `SMOOTHINGS`.
         patience: multiple of a round's planned seconds after which its devices are recalled.
         give_up: multiple of the planned seconds, and at least a minute, after which a device is given up.
     """
@@ -71,16 +78,15 @@ class ESyncConfig(SyncSingleStepConfig):
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[ESyncState]:
         self._check()
-        plan, rate, is_nova = self.plan(), self.make_schedule(), self.aggregation == "nova"
+        plan, is_nova = self.plan(), self.aggregation == "nova"
         if is_nova:
             check_normalisable(plan, "esync with aggregation nova")
         server = replace(rules.server, learning_rate=rules.server.learning_rate * self.global_learning_rate)
-        return ESync(
-            plan=plan,
+        return self.make(
+            ESync,
+            replace(rules, server=server),
             compute_weight=weight_uniformly if self.aggregation == "uniform" else weight_by_examples,
-            rules=replace(rules, server=server),
-            compute_norm=make_normaliser(plan, rate) if is_nova else compute_unit_norm,
-            lr_schedule=rate,
+            compute_norm=make_normaliser(plan, self.make_schedule()) if is_nova else compute_unit_norm,
             config=self,
         )
 
@@ -88,35 +94,30 @@ class ESyncConfig(SyncSingleStepConfig):
         if self.seconds is not None or self.iterations != 1:
             name = "iterations" if self.seconds is None else "seconds"
             raise ConfigError(f"strategy.{name}: esync finds out itself how much each device does; leave it out")
-        for name, choices in (("mode", MODES), ("aggregation", AGGREGATIONS), ("smoothing", rule.SMOOTHINGS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"strategy.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name, choices in (("mode", MODES), ("aggregation", AGGREGATIONS), ("smoothing", SMOOTHINGS)):
+            check_choice(name, getattr(self, name), choices)
         if not (1 <= self.min_iterations <= self.max_iterations):
             raise ConfigError(
                 "strategy.min_iterations must be at least 1 and at most max_iterations, "
                 f"got {self.min_iterations} and {self.max_iterations}"
             )
         for name, at_least in (("epsilon", -1), ("epsilon_s", 0), ("patience", 1), ("give_up", 1)):
-            value = getattr(self, name)
-            if value is not None and not at_least <= value < float("inf"):
-                raise ConfigError(f"strategy.{name} must be a number of {at_least} or more, got {value!r}")
-        if not 0 < self.global_learning_rate < float("inf"):
-            raise ConfigError(
-                f"strategy.global_learning_rate must be a number above 0, got {self.global_learning_rate!r}"
-            )
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), at_least)
+        check_positive("global_learning_rate", self.global_learning_rate)
 
 
 @dataclass(slots=True)
 class ESyncMeasurements:
-    """Measurements of a device in its last rounds, as `esync_rule.add_measurement` keeps them."""
+    """Measurements of a device in its last rounds, as `add_measurement` keeps them."""
 
     seconds_per_iteration: list[float] = field(default_factory=list)
     exchange_s: list[float] = field(default_factory=list)
 
     def compute_timing(self) -> DeviceTiming:
         return DeviceTiming(
-            seconds_per_iteration=rule.compute_estimate(self.seconds_per_iteration),
-            exchange_s=rule.compute_estimate(self.exchange_s),
+            seconds_per_iteration=compute_estimate(self.seconds_per_iteration),
+            exchange_s=compute_estimate(self.exchange_s),
         )
 
 
@@ -153,10 +154,10 @@ class ESync(SynchronousStrategy[ESyncState]):
     ) -> Mapping[str, TrainConfig]:
         """Returns one iteration for the slowest and for new devices, and as many as fit for the others."""
         settings, paces = self.config, self._get_timings(state, devices, view)
-        counts = rule.compute_budgets(
+        counts = compute_budgets(
             paces, self._slack, min_iterations=settings.min_iterations, max_iterations=settings.max_iterations
         )
-        state.planned_s = rule.compute_horizon_s(paces) if paces else None
+        state.planned_s = compute_horizon_s(paces) if paces else None
         state.looked_s = None
         state.paces |= paces
         plans = {}
@@ -188,10 +189,8 @@ class ESync(SynchronousStrategy[ESyncState]):
             self.config.smoothing,
         )
         newest = metrics.compute_s / metrics.iterations
-        measurements.seconds_per_iteration = rule.add_measurement(
-            measurements.seconds_per_iteration, newest, smoothing
-        )
-        measurements.exchange_s = rule.add_measurement(measurements.exchange_s, metrics.send_s, smoothing)
+        measurements.seconds_per_iteration = add_measurement(measurements.seconds_per_iteration, newest, smoothing)
+        measurements.exchange_s = add_measurement(measurements.exchange_s, metrics.send_s, smoothing)
 
     def schedule_during_round(
         self, state: ESyncState, current_round: OpenRound, view: FleetView
@@ -248,7 +247,7 @@ class ESync(SynchronousStrategy[ESyncState]):
             for name, device_progress in progress_by_device.items()
             if device_progress.iterations == 0
         }
-        slowest_id = rule.find_slowest(first_iteration) if first_iteration else None
+        slowest_id = find_slowest(first_iteration) if first_iteration else None
         slowest, ready_ids = (None if slowest_id is None else first_iteration[slowest_id]), []
         for assignment_id in pending:
             device_id, _ = current_round.asked[assignment_id]
@@ -260,7 +259,7 @@ class ESync(SynchronousStrategy[ESyncState]):
             # A recall lets the current iteration end: every device does at least one.
             after_iteration = replace(device_progress, iterations=max(1, device_progress.iterations))
             # Just after one more no longer fits: a device that ends an iteration at that moment begins the next.
-            if slowest is None or rule.is_ready(
+            if slowest is None or is_ready(
                 after_iteration, slowest, slack_s - TICK_S, is_slowest=device_id == slowest_id
             ):
                 ready_ids.append(assignment_id)
@@ -289,3 +288,133 @@ class ESync(SynchronousStrategy[ESyncState]):
                     iterations=iterations, seconds_per_iteration=pace.min_round_s, age_s=age_s
                 )
         return progress_by_device
+
+
+SMOOTHINGS = ("median", "ewma", "last")
+MEDIAN_WINDOW = 3
+EWMA_WEIGHT = 0.5
+"""Weight of the newest measurement in the moving average."""
+_ROUNDING = 1e-9
+"""0.3 / 0.1 is less than 3 in floating point, and three iterations fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTiming:
+    """Timing of a device: c seconds per iteration, and u seconds of model download and update upload."""
+
+    seconds_per_iteration: float
+    exchange_s: float = 0.0
+
+    @property
+    def min_round_s(self) -> float:
+        """The duration of a round with one iteration."""
+        return self.seconds_per_iteration + self.exchange_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slack:
+    """ε: slack before the slowest device ends, as a `fraction` of an iteration or in `seconds`.
+
+    The paper has 0.5 s, which costs a fast fleet whole iterations; a fraction does not.
+    """
+
+    fraction: float = 0.05
+    seconds: float | None = None
+
+    def to_seconds(self, seconds_per_iteration: float) -> float:
+        return self.fraction * seconds_per_iteration if self.seconds is None else self.seconds
+
+
+def compute_horizon_s(timings: Mapping[str, DeviceTiming]) -> float:
+    """Returns T* = max (c + u): when the slowest device returns with one iteration; 0 without devices."""
+    return max((pace.min_round_s for pace in timings.values()), default=0.0)
+
+
+def compute_budgets(
+    timings: Mapping[str, DeviceTiming], slack: Slack, *, min_iterations: int = 1, max_iterations: int | None = None
+) -> dict[str, int]:
+    """Returns the iterations of each device so that all return when the slowest does.
+
+    n = max(1, ⌊(T* - u - ε) / c⌋); the slowest does one.
+
+    Args:
+        timings: by device.
+        slack: ε.
+        min_iterations: lower bound, also for the slowest.
+        max_iterations: upper bound.
+    """
+    end_s = compute_horizon_s(timings)
+    return {
+        device_id: _clamp(_count_fitting(pace, end_s, slack), min_iterations, max_iterations)
+        for device_id, pace in timings.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRoundProgress:
+    """Progress of a device within a round.
+
+    Attributes:
+        iterations: k, finished in this round.
+        seconds_per_iteration: c, of the last one.
+        age_s: time since the last one was finished or, before the first, since the model arrived.
+        is_ready: it was recalled, or has sent its update.
+        has_model: it has this round's model.
+    """
+
+    iterations: int
+    seconds_per_iteration: float
+    age_s: float
+    is_ready: bool = False
+    has_model: bool = True
+
+
+def find_slowest(progress: Mapping[str, DeviceRoundProgress]) -> str:
+    """Returns the device with the longest iterations, the first of equals."""
+    return max(progress, key=lambda device_id: progress[device_id].seconds_per_iteration)
+
+
+def is_ready(
+    device: DeviceRoundProgress, slowest_device: DeviceRoundProgress, slack_s: float, *, is_slowest: bool = False
+) -> bool:
+    """Returns the answer to a device's query: READY (send what you have) or not (one more iteration).
+
+    Args:
+        device: the querying one.
+        slowest_device: the slowest.
+        slack_s: ε.
+        is_slowest: the query is the slowest's own.
+    """
+    if device.iterations == 0 or not slowest_device.has_model:
+        return False
+    rest_s = slowest_device.seconds_per_iteration - slowest_device.age_s
+    return is_slowest or slowest_device.is_ready or device.seconds_per_iteration + slack_s > rest_s
+
+
+def add_measurement(history: Sequence[float], newest: float, smoothing: str) -> list[float]:
+    """Returns the measurements to keep, for `compute_estimate`."""
+    match smoothing:
+        case "median":
+            return [*history[-MEDIAN_WINDOW + 1 :], newest]
+        case "ewma" if history:
+            return [(1.0 - EWMA_WEIGHT) * history[-1] + EWMA_WEIGHT * newest]
+        case _:
+            return [newest]
+
+
+def compute_estimate(history: Sequence[float]) -> float:
+    """Returns the median of the measurements; the lower of two, so that one long outlier does not count."""
+    return statistics.median_low(history)
+
+
+def _count_fitting(timing: DeviceTiming, end_s: float, slack: Slack) -> int:
+    # A device without measurements (a task without work) has no speed; the slowest does one by definition.
+    if timing.seconds_per_iteration <= 0 or timing.min_round_s >= end_s:
+        return 1
+    free_s = end_s - timing.exchange_s - slack.to_seconds(timing.seconds_per_iteration)
+    return max(1, math.floor(min(free_s / timing.seconds_per_iteration * (1.0 + _ROUNDING), sys.maxsize)))
+
+
+def _clamp(count: int, minimum: int, maximum: int | None) -> int:
+    count = max(minimum, count)
+    return count if maximum is None else min(maximum, count)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Algorithm, TrainConfig, Update
-from edgefl.strategies.learning_rate_schedules import LearningRateSchedule
-from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.strategies.strategy_config import LearningRateSchedule, RoundRules, StrategyConfig, check_at_least
 from edgefl.strategies.synchronous.fedavg import weight_by_examples
-from edgefl.strategies.synchronous.strategy import RoundRules, RoundState, SynchronousStrategy
+from edgefl.strategies.synchronous.round_state import RoundState
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 
 NORMALISABLE_ALGORITHMS = (Algorithm.SGD, Algorithm.PROX, Algorithm.DECAY, Algorithm.GRADIENT)
 """Local algorithms whose displacement is a sum of gradients with weights that do not depend on them."""
@@ -32,8 +32,7 @@ class FedNovaConfig(StrategyConfig):
     mu: float = 0.0
 
     def plan(self) -> TrainConfig:
-        if not (math.isfinite(self.mu) and self.mu >= 0):
-            raise ConfigError(f"strategy.mu must be a number of 0 or more, got {self.mu!r}")
+        check_at_least("mu", self.mu, 0)
         plan = StrategyConfig.plan(self)
         if self.mu and plan.algorithm == Algorithm.SGD:
             plan = replace(plan, algorithm=Algorithm.PROX)
@@ -43,14 +42,8 @@ class FedNovaConfig(StrategyConfig):
         return plan
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
-        plan, rate = self.plan(), self.make_schedule()
-        return SynchronousStrategy(
-            plan=plan,
-            compute_weight=weight_by_examples,
-            rules=rules,
-            compute_norm=make_normaliser(plan, rate),
-            lr_schedule=rate,
-        )
+        norm = make_normaliser(self.plan(), self.make_schedule())
+        return self.make(SynchronousStrategy, rules, compute_weight=weight_by_examples, compute_norm=norm)
 
 
 def make_normaliser(plan: TrainConfig, schedule: LearningRateSchedule) -> Callable[[Update], float]:

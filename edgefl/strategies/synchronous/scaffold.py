@@ -18,11 +18,11 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
-from edgefl.strategies.strategy_config import StrategyConfig
+from edgefl.strategies.aggregation import is_float
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.synchronous.fedavg import weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
-from edgefl.strategies.synchronous.ssgd import weight_uniformly
-from edgefl.strategies.synchronous.strategy import RoundRules, SynchronousStrategy
-from edgefl.strategies.update_tensors import is_float
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 
 COORDINATOR = "coordinator"
 """Sender of the messages beside the model."""

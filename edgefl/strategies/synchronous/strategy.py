@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 
@@ -19,36 +19,33 @@ from edgefl.core.types import (
     Decision,
     FinishEarlyInstruction,
     FleetView,
-    Indices,
     Instruction,
+    Strategy,
     Tensors,
     TrainConfig,
     TrainInstruction,
     Update,
     derive_rng,
 )
-from edgefl.strategies.asynchronous.work_slots import MIN_SETTLED_IDS
-from edgefl.strategies.learning_rate_schedules import LearningRateSchedule
+from edgefl.strategies.aggregation import apply_step
 from edgefl.strategies.participation import can_receive_work
-from edgefl.strategies.round_rules import Rescue, RoundRules
-from edgefl.strategies.strategy_config import check_plan
-from edgefl.strategies.synchronous import round_deadline
-from edgefl.strategies.synchronous import streaming_mean as folding
-from edgefl.strategies.synchronous.round_state import TICK_S, OpenRound, RoundState, SlotRequest
-
-__all__ = [
-    "MAX_WAIT_S",
-    "Rescue",
-    "RoundRules",
-    "RoundState",
-    "SlotRequest",
-    "SynchronousStrategy",
-    "make_finish_early_instructions",
-]
-
-MAX_WAIT_S = 60.0
-"""Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
-
+from edgefl.strategies.strategy_config import (
+    MAX_WAIT_S,
+    MIN_SETTLED_IDS,
+    TICK_S,
+    LearningRateSchedule,
+    RoundRules,
+    check_plan,
+)
+from edgefl.strategies.synchronous.round_state import (
+    DeadlineAction,
+    OpenRound,
+    RoundState,
+    SlotRequest,
+    check_round_deadline,
+    compute_alarm_s,
+    make_timeout_error,
+)
 
 R = TypeVar("R", bound=RoundState)
 
@@ -62,7 +59,7 @@ def compute_constant_rate(closed_rounds: int) -> float:  # noqa: ARG001 the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SynchronousStrategy(Generic[R]):
+class SynchronousStrategy(Strategy[R]):
     """Base of strategies in rounds; subclasses change selection, instructions, monitoring and averaging.
 
     Attributes:
@@ -198,9 +195,7 @@ class SynchronousStrategy(Generic[R]):
 
     def aggregate(self, state: R) -> R:
         closing = state.open.pop(0)
-        folding.apply_step(
-            state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing))
-        )
+        apply_step(state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing)))
         state.version, state.attempt = state.version + 1, 0
         state.used = tuple(closing.fold.used.values())
         state.silent = {device_id for device_id, slot in closing.asked.values() if slot not in closing.fold.used}
@@ -219,18 +214,6 @@ class SynchronousStrategy(Generic[R]):
         state.open.clear()
         state.attempt, state.is_over = 0, False
         return state
-
-    def model(self, state: R) -> Tensors:
-        return state.model
-
-    def version(self, state: R) -> int:
-        return state.version
-
-    def used(self, state: R) -> tuple[str, ...]:
-        return state.used
-
-    def changed(self, state: R, since: int) -> Indices | None:  # noqa: ARG002 everything moves
-        return None
 
     # Instructions to devices.
 
@@ -305,16 +288,14 @@ class SynchronousStrategy(Generic[R]):
         return instructions
 
     def _check_deadline(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
-        match round_deadline.check_round_deadline(current_round, self.rules, view.now_s):
-            case round_deadline.DeadlineAction.RECOVER:
+        match check_round_deadline(current_round, self.rules, view.now_s):
+            case DeadlineAction.RECOVER:
                 return self.recover_round(state, current_round, view)
-            case round_deadline.DeadlineAction.CLOSE:
+            case DeadlineAction.CLOSE:
                 current_round.is_given_up = True
-            case round_deadline.DeadlineAction.FAIL:
+            case DeadlineAction.FAIL:
                 number, missing = state.version + 1, self.list_missing(current_round, view)
-                raise round_deadline.make_timeout_error(
-                    current_round, self.rules, number=number, now_s=view.now_s, missing=missing
-                )
+                raise make_timeout_error(current_round, self.rules, number=number, now_s=view.now_s, missing=missing)
         return ()
 
     def recover_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
@@ -350,7 +331,7 @@ class SynchronousStrategy(Generic[R]):
         can_close = not self.double_buffering or len(state.open) > 1
         if can_close and (oldest.is_given_up or (self.double_buffering and is_full)):
             return 0.0  # it can be closed at once
-        alarms = (oldest.alarm_s, round_deadline.compute_alarm_s(oldest, self.rules))
+        alarms = (oldest.alarm_s, compute_alarm_s(oldest, self.rules))
         wake_s = min([MAX_WAIT_S, *(alarm_s - now_s for alarm_s in alarms if alarm_s is not None)])
         return max(TICK_S, wake_s)
 

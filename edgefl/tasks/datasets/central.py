@@ -1,20 +1,22 @@
-"""Central data sets, for experiments that cut shards from one place."""
+"""Central data sets, for experiments that cut shards from one place, and the cutting of them into shard files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from edgefl.core.errors import DataError, MissingPackageError, TaskError, format_install_command
-from edgefl.core.types import Array, Dataset
-from edgefl.tasks.datasets.idx import read_image_set
-from edgefl.tasks.datasets.motionsense_windows import FILE_NAME, MotionWindows, read_motion_windows
-from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.core.types import Array, Dataset, derive_rng
+from edgefl.tasks.datasets.array_files import read_image_set
+from edgefl.tasks.datasets.partitioning import Partitioning, parse_scheme, partition_rows
+from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
+from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
+from edgefl.tasks.registry import make_task
 
 DATA_ENV_VARIABLE = "EDGEFL_DATA"
 DIGITS_TEST_FRACTION = 0.2
@@ -92,18 +94,61 @@ def _load_images(task: str, folder: Path) -> CentralData:
 
 
 def _load_motionsense(folder: Path) -> CentralData:
-    train, test = read_motion_windows(folder / FILE_NAME)
-    return CentralData(
-        train=_to_dataset(train),
-        test=_to_dataset(test),
-        source="MotionSense, test = trials 11-16",
-        groups=train.subjects,
-    )
-
-
-def _to_dataset(windows: MotionWindows) -> Dataset:
-    return Dataset(inputs=windows.inputs, labels=windows.labels)
+    train, test, subjects = read_motion_windows(folder / FILE_NAME)
+    return CentralData(train=train, test=test, source="MotionSense, test = trials 11-16", groups=subjects)
 
 
 def _make_noop() -> CentralData:
     return CentralData(train=make_noop_data(), test=make_noop_data(), source="nothing")
+
+
+TEST_NAME = "test.npz"
+
+
+def create_shards(
+    task_name: str, scheme: str, num_devices: int, out: Path, data: Path | None = None, seed: int = 7
+) -> list[Path]:
+    """Writes `device-01.npz` and so on and `test.npz`, each with its card, and returns the devices' paths.
+
+    Args:
+        task_name: a built-in task.
+        scheme: one of `partitioning.SCHEMES`, as typed.
+        num_devices: number of shards.
+        out: folder to write into, created if missing.
+        data: folder of the central data set; None means `$EDGEFL_DATA`/task.
+        seed: equal seeds give equal shards.
+
+    Raises:
+        ConfigError: the scheme is unknown or cannot serve that many devices.
+        DataError: the data set is missing or damaged, or `out` cannot be written.
+        TaskError: the task has no central data set.
+    """
+    central, sharding = plan_shards(task_name, scheme, num_devices, data, seed)
+    labels = tuple(getattr(make_task(task_name, {}), "labels", ()))
+    card = ShardMetadata(task=task_name, scheme=scheme, source=central.source, labels=labels)
+    write_shard(out / TEST_NAME, central.test, replace(card, scheme="test"))
+    return [_write_device_shard(out, device, sharding, central, card) for device in range(num_devices)]
+
+
+def plan_shards(
+    task_name: str, scheme: str, num_devices: int, data: Path | None = None, seed: int = 7
+) -> tuple[CentralData, Partitioning]:
+    """Returns the shards of `create_shards`, and raises its errors of scheme and data; writes nothing."""
+    parsed = parse_scheme(scheme)
+    central = load_central_data(task_name, data)
+    rng = derive_rng(seed, "shards", task_name, scheme)
+    return central, partition_rows(
+        parsed, labels=central.train.labels, num_devices=num_devices, rng=rng, groups=central.groups
+    )
+
+
+def _write_device_shard(
+    out: Path, device: int, partitioning: Partitioning, central: CentralData, metadata: ShardMetadata
+) -> Path:
+    rows = partitioning.rows[device]
+    groups = () if central.groups is None else tuple(map(str, np.unique(central.groups[rows])))
+    blocks = partitioning.blocks[device] if partitioning.blocks else {}
+    width = max(2, len(str(len(partitioning.rows))))
+    path = out / f"device-{device + 1:0{width}}.npz"
+    write_shard(path, central.train.take(rows), replace(metadata, groups=groups, blocks=blocks))
+    return path

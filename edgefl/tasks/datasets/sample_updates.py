@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, ModelSpec, Scalar, Tensor, TensorSpec, TrainConfig, derive_rng
+from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.central import load_central_data
-from edgefl.tasks.datasets.npz import read_npz
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 

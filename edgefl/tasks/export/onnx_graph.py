@@ -1,4 +1,4 @@
-"""Builder of an ONNX graph; imports onnx on first use.
+"""Builder of an ONNX graph, and torch modules as its nodes; imports onnx and torch on first use.
 
 Learners add their model, and a task's `prepare` may add itself, so that the file takes a shard's raw inputs and a
 device needs no code of the task.
@@ -7,15 +7,18 @@ device needs no code of the task.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from edgefl.core.errors import TaskError, format_install_command
 from edgefl.core.types import Array
+from edgefl.tasks.learners.backends import import_extra, import_torch
 
 OPSET = 18
 """The default of torch's exporter, so nothing has to be translated; every onnxruntime since 1.14 reads it."""
@@ -75,7 +78,7 @@ class OnnxGraph:
         try:
             self.onnx.checker.check_model(onnx_model, full_check=True)
         except (self.onnx.checker.ValidationError, self.onnx.shape_inference.InferenceError) as error:
-            raise TaskError(f"the model makes no valid ONNX graph: {_get_first_line(error)}") from error
+            raise TaskError(f"the model makes no valid ONNX graph: {get_first_line(error)}") from error
         return onnx_model
 
 
@@ -114,35 +117,27 @@ def add_reshape(graph: OnnxGraph, value: str, shape: tuple[int, ...]) -> str:
     return graph.add("Reshape", value, graph.add_constant([-1, *shape], dtype="int64"))
 
 
-def add_reduction(graph: OnnxGraph, operator: str, value: str, axis: int, *, keep: bool = True) -> str:
-    """Returns `ReduceMean`, `ReduceMax`, … over one axis."""
-    return graph.add(operator, value, graph.add_constant([axis], dtype="int64"), keepdims=int(keep))
+def add_reduction(graph: OnnxGraph, operator: str, value: str, axis: int) -> str:
+    """Returns `ReduceMean`, `ReduceMax`, … over one axis, which stays with one entry."""
+    return graph.add(operator, value, graph.add_constant([axis], dtype="int64"), keepdims=1)
 
 
-def add_standard_deviation(graph: OnnxGraph, centred: str, axis: int, *, keep: bool = True) -> str:
+def add_standard_deviation(graph: OnnxGraph, centred: str, axis: int) -> str:
     """Returns the standard deviation of a value with mean 0 along an axis."""
     squares = graph.add("Mul", centred, centred)
-    return graph.add("Sqrt", add_reduction(graph, "ReduceMean", squares, axis, keep=keep))
+    return graph.add("Sqrt", add_reduction(graph, "ReduceMean", squares, axis))
 
 
 def import_onnx() -> Any:
-    """Returns onnx.
+    """Returns onnx, with the modules that are used here.
 
     Raises:
         TaskError: it is not installed.
     """
-    try:
-        import onnx  # noqa: PLC0415 an extra, and slow to load
-        import onnx.checker  # noqa: PLC0415 likewise
-        import onnx.helper  # noqa: PLC0415 likewise
-        import onnx.numpy_helper  # noqa: PLC0415 likewise
-        import onnx.shape_inference  # noqa: PLC0415 likewise
-    except ImportError as error:
-        raise TaskError(
-            f"an export to ONNX needs onnx, which cannot be imported ({error}); "
-            f"install it with: {format_install_command('onnx')}"
-        ) from None
-    return onnx
+    purpose, command = "an export to ONNX needs onnx", format_install_command("onnx")
+    for module in ("checker", "helper", "numpy_helper", "shape_inference"):
+        import_extra(f"onnx.{module}", purpose, command)
+    return import_extra("onnx", purpose, command)
 
 
 @contextlib.contextmanager
@@ -158,5 +153,61 @@ def suppress_export_logs() -> Iterator[None]:
         logging.disable(original_level)
 
 
-def _get_first_line(error: Exception) -> str:
+def get_first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+if TYPE_CHECKING:
+    import torch
+
+_INPUT_NAME, _OUTPUT_NAME = "module_features", "module_logits"
+
+
+def add_torch_module(module: torch.nn.Module, graph: OnnxGraph, features: str, example: Array) -> str:
+    """Adds the module's nodes and weights to the graph and returns the name of its logits.
+
+    Args:
+        module: maps a float32 batch of any size to logits.
+        graph: the graph to extend.
+        features: the module's input value.
+        example: one float32 batch of features, for their shape.
+
+    Raises:
+        TaskError: onnxscript is missing, or torch cannot export this module.
+    """
+    if importlib.util.find_spec("onnxscript") is None:
+        raise TaskError(
+            "an export of a torch model to ONNX needs onnxscript, which is not installed; "
+            f"install it with: {format_install_command('onnxscript')}"
+        )
+    exported = _export_module(module.eval(), example)
+    if exported.functions or any(node.domain for node in exported.graph.node):
+        raise TaskError("torch's exporter left operators in the graph that are not of ONNX itself")
+    for tensor in exported.graph.initializer:
+        graph.constants[tensor.name] = tensor
+    for node in exported.graph.node:
+        node.input[:] = [features if name == _INPUT_NAME else name for name in node.input]
+        graph.nodes.append(node)
+    return _OUTPUT_NAME
+
+
+def _export_module(module: torch.nn.Module, example: Array) -> Any:
+    backend = import_torch()
+    # Two examples: from one, torch would infer a constant batch size.
+    batch = backend.from_numpy(np.ascontiguousarray(np.resize(example, (2, *example.shape[1:])), dtype=np.float32))
+    with suppress_export_logs():
+        try:
+            program = backend.onnx.export(
+                module,
+                (batch,),
+                dynamo=True,
+                opset_version=OPSET,
+                external_data=False,
+                verbose=False,
+                input_names=[_INPUT_NAME],
+                output_names=[_OUTPUT_NAME],
+                dynamic_shapes=({0: backend.export.Dim("n")},),
+            )
+        except Exception as error:  # the exporter passes on any exception of a user's module
+            raise TaskError(f"torch cannot export this model to ONNX: {get_first_line(error)}") from error
+    return program.model_proto

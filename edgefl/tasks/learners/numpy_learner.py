@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from edgefl.core.errors import TaskError
-from edgefl.core.types import Array, Dataset, ModelSpec, Tensors
+from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, Tensors
 from edgefl.tasks.export.onnx_graph import OnnxGraph
-from edgefl.tasks.learners import layer_specs
-from edgefl.tasks.learners.accelerators import validate_accelerator
+from edgefl.tasks.learners import networks
+from edgefl.tasks.learners.backends import validate_accelerator
 
 Prepare = Callable[[Array], Array]
 """Turns a batch of a shard's raw inputs into float32 features; raw shards are small and hash the same for ever."""
@@ -32,13 +33,12 @@ class DenseModel:
 
     def shapes(self) -> ModelSpec:
         layers = [
-            layer_specs.linear(f"fc{i}", outputs, inputs)
-            for i, (inputs, outputs) in enumerate(pairwise(self.sizes), 1)
+            networks.linear(f"fc{i}", outputs, inputs) for i, (inputs, outputs) in enumerate(pairwise(self.sizes), 1)
         ]
         return tuple(spec for layer in layers for spec in layer)
 
     def init(self, seed: int) -> dict[str, Array]:
-        return layer_specs.make_uniform_weights(self.shapes(), seed)
+        return networks.make_uniform_weights(self.shapes(), seed)
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> NumpyLearner:  # noqa: ARG002 BLAS takes its threads from the environment when the process starts
         """Returns a learner on the CPU, even with an accelerator: these models are too small for one."""
@@ -66,8 +66,8 @@ class NumpyLearner:
 
     def load(self, tensors: Tensors) -> None:
         for name, tensor in tensors.items():
-            dense = tensor if isinstance(tensor, np.ndarray) else tensor.dense()
-            copy_tensor(name, dense, self._parameters)
+            target, dense = find_target(name, tensor, self._parameters)
+            target[...] = dense
 
     def read(self) -> dict[str, Array]:
         return {name: value.copy() for name, value in self._parameters.items()}
@@ -99,14 +99,13 @@ class NumpyLearner:
         return loss
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
-        loss, correct = 0.0, 0
         with np.errstate(over="ignore", invalid="ignore"):
-            for start in range(0, len(data), EVALUATION_BATCH_SIZE):
-                rows = slice(start, start + EVALUATION_BATCH_SIZE)
-                logits, labels = self._forward(data.inputs[rows])[-1], data.labels[rows]
-                loss += len(labels) * _compute_loss_and_delta(logits, labels)[0]
-                correct += int((logits.argmax(axis=1) == labels).sum())
-        return loss / max(1, len(data)), correct / max(1, len(data))
+            return evaluate_in_batches(data, EVALUATION_BATCH_SIZE, self._evaluate_batch)
+
+    def _evaluate_batch(self, inputs: Array, labels: Array) -> tuple[float, int]:
+        logits = self._forward(inputs)[-1]
+        loss = len(labels) * _compute_loss_and_delta(logits, labels)[0]
+        return loss, int((logits.argmax(axis=1) == labels).sum())
 
     def _forward(self, inputs: Array) -> list[Array]:
         """Returns the input of every layer and, last, the logits."""
@@ -128,17 +127,31 @@ class NumpyLearner:
                 delta = (delta @ self._parameters[weight]) * (inputs > 0.0)
 
 
-def copy_tensor(name: str, value: Array, into: Mapping[str, Array]) -> None:
-    """Copies one tensor into the model.
+def find_target(name: str, tensor: Tensor, into: Mapping[str, Any]) -> tuple[Any, Array]:
+    """Returns a model's array (NumPy's or torch's) that a tensor goes into, and the tensor as a dense array.
 
     Raises:
         TaskError: the model has no such tensor, or another shape.
     """
+    dense = tensor if isinstance(tensor, np.ndarray) else tensor.dense()
     if name not in into:
         raise TaskError(f"the model has no tensor {name!r}, only {', '.join(into)}")
-    if into[name].shape != value.shape:
-        raise TaskError(f"tensor {name} has shape {value.shape}, the model needs {into[name].shape}")
-    into[name][...] = value
+    shape = tuple(into[name].shape)
+    if shape != dense.shape:
+        raise TaskError(f"tensor {name} has shape {dense.shape}, the model needs {shape}")
+    return into[name], dense
+
+
+def evaluate_in_batches(
+    data: Dataset, batch_size: int, evaluate_batch: Callable[[Array, Array], tuple[float, int]]
+) -> tuple[float, float]:
+    """Returns mean loss and accuracy; `evaluate_batch` returns the summed loss and the number of right classes."""
+    loss, correct = 0.0, 0
+    for start in range(0, len(data), batch_size):
+        rows = slice(start, start + batch_size)
+        batch_loss, batch_correct = evaluate_batch(data.inputs[rows], data.labels[rows])
+        loss, correct = loss + batch_loss, correct + batch_correct
+    return loss / max(1, len(data)), correct / max(1, len(data))
 
 
 def _compute_loss_and_delta(logits: Array, labels: Array) -> tuple[float, Array]:

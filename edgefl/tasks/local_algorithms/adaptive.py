@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset, Learner, TrainConfig
-from edgefl.tasks.local_algorithms.moments import Hyperparameter, Moments, parse_hyperparameters
+from edgefl.core.types import TrainConfig
+from edgefl.tasks.local_algorithms.sgd import Hyperparameter, Moments, Sgd
 
 
-class _AdaptiveAlgorithm:
-    """The loop over the weights common to all four; subclasses define moments and step."""
+class _AdaptiveAlgorithm(Sgd):
+    """Base of the four; subclasses define moments and step."""
 
     moment_names: ClassVar[tuple[str, ...]]
     hyperparameter_specs: ClassVar[Mapping[str, Hyperparameter]]
@@ -23,32 +23,8 @@ class _AdaptiveAlgorithm:
     def __init__(self, plan: TrainConfig) -> None:
         if plan.momentum:
             raise ConfigError(f"local algorithm {plan.algorithm} takes no momentum, got {plan.momentum}; leave it 0")
-        self._plan = plan
-        self._hyperparameters = parse_hyperparameters(plan, self.hyperparameter_specs)
+        super().__init__(plan, self.hyperparameter_specs)
         self._moments = Moments(*self.moment_names)
-
-    def start(self, learner: Learner) -> None:
-        self._moments.reset(learner)
-
-    def step(self, learner: Learner, batch: Dataset) -> None:  # noqa: ARG002 the mean gradient suffices
-        self._moments.iterations += 1
-        for name, weight in learner.parameters.items():
-            gradient = learner.gradients[name]
-            if self._plan.weight_decay:
-                gradient += self._plan.weight_decay * weight
-            weight -= self._plan.learning_rate * self._compute_direction(gradient, *self._moments.get(name))  # noqa: PLW2901 in place: the learner's own array
-
-    def _compute_direction(self, gradient: Any, *moments: Any) -> Any:
-        """Returns a weight's step at a learning rate of 1, and updates its moments."""
-        raise NotImplementedError
-
-    def finish(self, learner: Learner) -> None: ...
-
-    def state(self) -> dict[str, Array]:
-        return self._moments.state()
-
-    def restore(self, saved: Mapping[str, Array]) -> None:
-        self._moments.restore(saved)
 
 
 class Adam(_AdaptiveAlgorithm):

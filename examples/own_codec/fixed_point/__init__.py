@@ -38,10 +38,6 @@ class FixedPoint:
             raise CodecError(f"codec stage 'fixed' needs a step above 0, got fixed:{argument}")
         return cls(step=float(np.float32(step)))  # as it travels
 
-    def error_bound(self, values: Array) -> Array:
-        sizes = np.abs(values)
-        return np.maximum(self.step / 2, sizes - LARGEST * self.step) * 1.0001 + sizes * 1e-6
-
     def encode(self, values: Array, rng: Generator) -> Iterator[Array]:
         compute_max_magnitude("fixed", values)
         yield np.array([self.step], dtype="<f4")

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from edgefl.compression.codec import make_codec
-from edgefl.compression.quantisation.int8 import Int8
-from edgefl.compression.quantisation.qsgd import Qsgd
-from edgefl.compression.quantisation.terngrad import TernGrad
+from edgefl.compression.quantisation.rounding import Int8
+from edgefl.compression.quantisation.stochastic_rounding import Qsgd, TernGrad
 from edgefl.compression.stages import ValueStage
 from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError

@@ -54,7 +54,7 @@ def heard(client):
 def test_a_device_writes_only_its_own_topics_and_edges(running, mqtt_tools):
     coordinator, device = running.client("coordinator"), running.client("pi-1")
     coordinator.subscribe(f"{ROOT}/#")
-    for forged in ("pi-2/status", "pi-1/bell", "pi-2/command", "pi-2/peer/pi-1", "pi-2/peer/pi-3", "pi-1/peer",
+    for forged in ("pi-2/status", "pi-1/wakeup", "pi-2/command", "pi-2/peer/pi-1", "pi-2/peer/pi-3", "pi-1/peer",
                    "pi-1/peer/pi-2/more", "pi-1/other/pi-2"):  # fmt: skip
         device.publish(f"{ROOT}/{forged}", b"forged", retain=True)
     device.publish("elsewhere", b"forged")
@@ -68,12 +68,12 @@ def test_a_device_reads_only_its_own_topics_and_of_them_those_that_it_asked_for(
     coordinator, device, greedy = (running.client(name) for name in ("coordinator", "pi-1", "pi-3"))
     for name in ("pi-1", "pi-2"):
         coordinator.publish(f"{ROOT}/{name}/status", b"retained", retain=True)
-    device.subscribe(f"{ROOT}/pi-1/bell")
-    greedy.subscribe(f"{ROOT}/pi-2/status", f"{ROOT}/pi-2/bell", f"{ROOT}/+/bell", "#", f"{ROOT}/pi-3/bell")
-    for topic in ("pi-2/bell", "pi-2/status", "pi-1/status", "pi-3/bell", "pi-1/bell"):
+    device.subscribe(f"{ROOT}/pi-1/wakeup")
+    greedy.subscribe(f"{ROOT}/pi-2/status", f"{ROOT}/pi-2/wakeup", f"{ROOT}/+/wakeup", "#", f"{ROOT}/pi-3/wakeup")
+    for topic in ("pi-2/wakeup", "pi-2/status", "pi-1/status", "pi-3/wakeup", "pi-1/wakeup"):
         coordinator.publish(f"{ROOT}/{topic}", b"now")
     mqtt_tools.eventually(lambda: device.received and greedy.received)
-    assert (set(heard(device)), set(heard(greedy))) == ({("pi-1/bell", b"now")}, {("pi-3/bell", b"now")})
+    assert (set(heard(device)), set(heard(greedy))) == ({("pi-1/wakeup", b"now")}, {("pi-3/wakeup", b"now")})
 
 
 def test_a_device_hears_only_edges_that_lead_to_it(running, mqtt_tools):
@@ -210,11 +210,11 @@ def test_a_new_session_of_a_device_ends_the_old_one(running, connect, mqtt_tools
 
 def test_a_borrowed_client_id_pushes_nobody_off_and_hears_nothing(running, mqtt_tools):
     device = running.client("pi-1")
-    device.subscribe(f"{ROOT}/pi-1/bell")
+    device.subscribe(f"{ROOT}/pi-1/wakeup")
     thief = running.client("pi-2", client_id="pi-1")
     thief.publish(f"{ROOT}/pi-2/heartbeat", b"true")
-    running.client("coordinator").publish(f"{ROOT}/pi-1/bell", b"for pi-1")
-    mqtt_tools.eventually(lambda: device.payloads(f"{ROOT}/pi-1/bell") == [b"for pi-1"])
+    running.client("coordinator").publish(f"{ROOT}/pi-1/wakeup", b"for pi-1")
+    mqtt_tools.eventually(lambda: device.payloads(f"{ROOT}/pi-1/wakeup") == [b"for pi-1"])
     assert (device.drops, thief.received) == (0, [])
 
 
@@ -276,9 +276,9 @@ def test_an_unknown_broker_is_refused(certificates, tmp_path):
         (can_publish, "lab", "pi-1/peer/pi-2", "pi-1"),
         (can_subscribe, "lab", "pi-1/peer/pi-2", "pi-2"),
         (can_subscribe, "lab", "+/peer/pi-2", "pi-2"),
-        (can_subscribe, "lab", "pi-1/bell", "pi-1"),
+        (can_subscribe, "lab", "pi-1/wakeup", "pi-1"),
         (can_subscribe, "lab", "pi-1/#", ""),
-        (can_subscribe, "lab", "/bell", ""),
+        (can_subscribe, "lab", "/wakeup", ""),
         (can_subscribe, "lab", "#/peer/pi-2", ""),
         (can_publish, "lab", "pi-1/peer/+", None),
         (can_publish, "other", "pi-1/status", None),
@@ -294,12 +294,12 @@ def test_the_acl_file_says_the_same_as_the_functions():
     text = render_acl_file("lab", revoked=["pi-9"])
     for pattern in (
         "write edgefl/v1/lab/%u/heartbeat",
-        "read edgefl/v1/lab/%u/bell",
+        "read edgefl/v1/lab/%u/wakeup",
         "write edgefl/v1/lab/%u/peer/+",
     ):
         assert f"pattern {pattern}\n" in text
     assert "pattern read edgefl/v1/lab/+/peer/%u\n" in text
-    assert "write edgefl/v1/lab/%u/bell" not in text
+    assert "write edgefl/v1/lab/%u/wakeup" not in text
     assert text.count("peer") == 2
     assert "user pi-9\ntopic deny #" in text
 
@@ -332,10 +332,10 @@ def _packet(first, body):
 
 def test_a_client_gets_the_answers_that_the_standard_says(running, mqtt_tools):
     raw = _connected(running, mqtt_tools, "pi-1")
-    bell, status = f"{ROOT}/pi-1/bell", f"{ROOT}/pi-1/status"
+    wakeup, status = f"{ROOT}/pi-1/wakeup", f"{ROOT}/pi-1/status"
     raw.sendall(b"\xc0\x00")
     assert _read_packet(raw) == (0xD0, b"")
-    raw.sendall(_packet(0x82, b"\x00\x07" + _text(bell) + b"\x00" + _text(status) + b"\x01"))
+    raw.sendall(_packet(0x82, b"\x00\x07" + _text(wakeup) + b"\x00" + _text(status) + b"\x01"))
     assert _read_packet(raw) == (0x90, b"\x00\x07\x00\x01")
     # At QoS 1, again because its acknowledgement was lost, and the subscriber's own acknowledgement.
     raw.sendall(_packet(0x3A, _text(status) + b"\x00\x09" + b"x"))
@@ -344,9 +344,9 @@ def test_a_client_gets_the_answers_that_the_standard_says(running, mqtt_tools):
     first, body = found[0]
     assert (first, body[:-3], body[-1:]) == (0x32, _text(status), b"x")
     raw.sendall(_packet(0x40, body[-3:-1]))
-    running.client("coordinator").publish(bell, b"ring", qos=1)
-    assert _read_packet(raw) == (0x30, _text(bell) + b"ring")
-    raw.sendall(_packet(0xA2, b"\x00\x08" + _text(bell) + _text(status)))
+    running.client("coordinator").publish(wakeup, b"ring", qos=1)
+    assert _read_packet(raw) == (0x30, _text(wakeup) + b"ring")
+    raw.sendall(_packet(0xA2, b"\x00\x08" + _text(wakeup) + _text(status)))
     assert _read_packet(raw) == (0xB0, b"\x00\x08")
     raw.sendall(_packet(0x30, _text(status) + b"unheard") + b"\xc0\x00")
     assert _read_packet(raw) == (0xD0, b"")
@@ -407,13 +407,14 @@ def test_a_hundred_devices_and_their_coordinator(running, mqtt_tools):
     coordinator.subscribe(f"{ROOT}/+/status", f"{ROOT}/+/heartbeat")
     devices = {f"pi-{number}": running.client(f"pi-{number}") for number in range(100)}
     for name, device in devices.items():
-        device.subscribe(f"{ROOT}/{name}/bell", f"{ROOT}/+/peer/{name}")
+        device.subscribe(f"{ROOT}/{name}/wakeup", f"{ROOT}/+/peer/{name}")
         device.publish(f"{ROOT}/{name}/status", b"online", retain=True)
         for number in range(5):
             device.publish(f"{ROOT}/{name}/heartbeat", str(number).encode(), qos=0)
     mqtt_tools.eventually(lambda: len(coordinator.received) == 600)
     for name in devices:
         assert coordinator.payloads(f"{ROOT}/{name}/heartbeat") == [b"0", b"1", b"2", b"3", b"4"]
-        coordinator.publish(f"{ROOT}/{name}/bell", name.encode(), qos=0)
+        coordinator.publish(f"{ROOT}/{name}/wakeup", name.encode(), qos=0)
     mqtt_tools.eventually(lambda: all(device.received for device in devices.values()))
-    assert all(device.received == [(f"{ROOT}/{name}/bell", name.encode(), False)] for name, device in devices.items())
+    for name, device in devices.items():
+        assert device.received == [(f"{ROOT}/{name}/wakeup", name.encode(), False)]

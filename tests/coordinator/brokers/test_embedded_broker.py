@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from edgefl.coordinator import pki
+from edgefl.coordinator.brokers import embedded_broker
 from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
-from edgefl.coordinator.brokers.mqtt import connection
-from edgefl.coordinator.brokers.mqtt.packets import PublishPacket
+from edgefl.coordinator.brokers.packets import PublishPacket
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -181,7 +181,7 @@ def test_a_client_that_is_removed_is_cut_off_and_its_will_is_not_published(runni
 
 @embedded
 def test_who_does_not_read_is_cut_off_and_the_others_get_everything(running, mqtt_tools, monkeypatch, caplog):
-    monkeypatch.setattr(connection, "MAX_QUEUED_BYTES", 20_000_000)
+    monkeypatch.setattr(embedded_broker, "MAX_QUEUED_BYTES", 20_000_000)
     raw = running.raw("pi-1")
     raw.sendall(mqtt_tools.connect_packet("pi-1", keep_alive_s=600, will=(STATUS, b"gone")))
     assert raw.recv(4)[0] == 0x20
@@ -204,7 +204,7 @@ def test_who_does_not_read_is_cut_off_and_the_others_get_everything(running, mqt
 
 @embedded
 def test_messages_wait_for_who_does_not_acknowledge_and_none_is_lost(running, mqtt_tools, monkeypatch):
-    monkeypatch.setattr(connection, "MAX_IN_FLIGHT", 3)
+    monkeypatch.setattr(embedded_broker, "MAX_IN_FLIGHT", 3)
     coordinator = running.client("coordinator")
     coordinator.subscribe("edgefl/v1/lab/+/progress")
     for number in range(100):

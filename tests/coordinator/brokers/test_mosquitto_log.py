@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from edgefl.coordinator.brokers.mosquitto_log import MAX_LOG_BYTES, MosquittoLog
+from edgefl.coordinator.brokers.mosquitto import MAX_LOG_BYTES, MosquittoLog
 
 STAMP = b"2026-08-01T12:00:00: "
 TRACE = (

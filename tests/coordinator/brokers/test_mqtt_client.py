@@ -83,7 +83,7 @@ def test_it_hears_the_five_topics_of_every_device_and_not_what_they_say_to_each_
             device.publish(f"{ROOT}/{name}/{kind}", kind.encode())
     mqtt_tools.eventually(lambda: len(coordinator.messages) == 10 and len(other.received) == 2)
     told = {(device_id, kind) for device_id, kind, _ in coordinator.messages}
-    assert told == {(name, kind) for name in ("pi-1", "pi-2") for kind in Topic if kind not in ("bell", "command")}
+    assert told == {(name, kind) for name in ("pi-1", "pi-2") for kind in Topic if kind not in ("wakeup", "command")}
     assert (len(heard), bus.malformed_counts()) == (10, {})
 
 
@@ -103,12 +103,12 @@ def test_a_coordinator_that_comes_late_hears_what_a_thousand_devices_have_left_f
 
 def test_it_rings_and_commands(bus, running, mqtt_tools):
     device = running.client("pi-1")
-    device.subscribe(f"{ROOT}/pi-1/bell", f"{ROOT}/pi-1/command")
+    device.subscribe(f"{ROOT}/pi-1/wakeup", f"{ROOT}/pi-1/command")
     command = Command(id="7", kind=CommandKind.DRAIN)
     bus.notify("pi-1")
     bus.send_command("pi-1", command)
     mqtt_tools.eventually(lambda: len(device.received) == 2)
-    assert device.payloads(f"{ROOT}/pi-1/bell") == [b""]
+    assert device.payloads(f"{ROOT}/pi-1/wakeup") == [b""]
     assert Command.load(device.payloads(f"{ROOT}/pi-1/command")[0]) == command
 
 
@@ -153,9 +153,9 @@ def test_forgetting_a_device_clears_what_was_retained(bus, running, coordinator,
 
     def retained():
         device.received.clear()
-        device.subscribe(f"{ROOT}/pi-1/status", f"{ROOT}/pi-1/bell")
+        device.subscribe(f"{ROOT}/pi-1/status", f"{ROOT}/pi-1/wakeup")
         bus.notify("pi-1")
-        mqtt_tools.eventually(lambda: device.payloads(f"{ROOT}/pi-1/bell"))
+        mqtt_tools.eventually(lambda: device.payloads(f"{ROOT}/pi-1/wakeup"))
         return device.payloads(f"{ROOT}/pi-1/status")
 
     mqtt_tools.eventually(lambda: not [payload for payload in retained() if payload])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgefl.coordinator.brokers.broker import MAX_MESSAGE_BYTES
-from edgefl.coordinator.brokers.mqtt.packets import (
+from edgefl.coordinator.brokers.packets import (
     MAX_CONNECT_BYTES,
     MAX_SUBSCRIBE_BYTES,
     ConnectPacket,

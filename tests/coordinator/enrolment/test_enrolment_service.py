@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 
 from edgefl import __version__
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.enrolment.enrolment_service import REISSUE_WINDOW_S, BrokerEndpoint, EnrolmentService
+from edgefl.coordinator.enrolment.enrolment_service import REISSUE_WINDOW_S, EnrolmentService
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
 from edgefl.core.errors import JoinError, NameTakenError, NetworkError, UsageError, VersionError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_JSON_BYTES, JoinToken
@@ -36,7 +36,8 @@ class Desk:
             directory=self.directory,
             store=self.store,
             on_enrolled=lambda device_id, _key: self.enrolled.append(device_id),
-            broker=BrokerEndpoint(port=8883, host="broker.lan"),
+            broker_port=8883,
+            broker_host="broker.lan",
             evaluator_token=lambda: self.evaluator_token,
             clock=lambda: self.now,
         )

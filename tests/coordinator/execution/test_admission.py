@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 from small_fleet import SmallFleet, beat, status
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution.admission import HEARTBEAT_REQUEST_AFTER_S, REJOIN_TIMEOUT_S, AdmissionRequirements
-from edgefl.coordinator.execution.in_flight import RESEND_AFTER_S
-from edgefl.coordinator.execution.incarnations import RunIncarnations
+from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.live_fleet import LiveFleet, RunSpec
+from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import RunFailedError
 from edgefl.core.protocol import Capabilities
@@ -149,7 +148,7 @@ class Site:
         self.answer(device, "can", ready=False, reason=reason)
 
     def left_out(self) -> dict[str, str]:
-        return {device: reason for kind, device, reason in self.notes if kind == "device-left-out"}
+        return {device: reason for kind, device, reason in self.notes if kind == "device-rejected"}
 
     def fails(self, told: str) -> None:
         with pytest.raises(RunFailedError, match=told):
@@ -225,7 +224,7 @@ def test_one_that_cannot_is_left_out_with_its_reason_until_it_has_changed_and_th
     site.events()
     site.refuse("pi-1", "it has no  torch\n")
     assert site.pass_all("pi-2") == ["pi-2"] == list(site.fleet.view().idle)
-    assert site.notes == [("device-left-out", "pi-1", "it has no torch")]
+    assert site.notes == [("device-rejected", "pi-1", "it has no torch")]
     site.roster.record_capabilities("pi-1", Capabilities(facts={}, shards={"digits": 10}))
     site.events()
     site.answer("pi-1", "can")
@@ -234,7 +233,7 @@ def test_one_that_cannot_is_left_out_with_its_reason_until_it_has_changed_and_th
     assert ("version" in header, body.inline) == (False, b""), "by then there is a newer one"
     site.answer("pi-1", "prepare")
     assert site.joined() == ["pi-1"]
-    assert site.notes[-1] == ("device-let-in", "pi-1", "it is ready now")
+    assert site.notes[-1] == ("device-admitted", "pi-1", "it is ready now")
 
 
 def test_a_run_that_nobody_can_do_fails_with_all_reasons_when_nobody_else_may_come() -> None:
@@ -351,10 +350,10 @@ def test_one_that_is_busy_with_something_older_is_recalled_and_not_waited_for() 
     site.pass_all("pi-1")
     site.jumped_s += HEARTBEAT_REQUEST_AFTER_S + 0.01
     assert site.events() == []
-    assert [(device, kind) for device, kind, _ in site.bell.commands] == [("pi-2", "beat")]
+    assert [(device, kind) for device, kind, _ in site.bell.commands] == [("pi-2", "heartbeat")]
     site.beat("pi-2", assignment="other/v1-a1-pi-2")
     assert site.joined() == ["pi-1"]
-    assert ("pi-2", "recall", "other/v1-a1-pi-2") in site.bell.commands
+    assert ("pi-2", "finish-early", "other/v1-a1-pi-2") in site.bell.commands
     assert site.left_out() == {"pi-2": "it is busy with other/v1-a1-pi-2"}
 
 

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 from small_fleet import SmallFleet
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
-from edgefl.coordinator.execution import event_queue
+from edgefl.compression.codec import decode_body, make_codec
+from edgefl.coordinator.execution import messaging
 from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
-from edgefl.coordinator.execution.fleet_state import FleetState
-from edgefl.coordinator.execution.in_flight import RESEND_AFTER_S
 from edgefl.coordinator.execution.live_fleet import EVALUATION_DEADLINE_S, InterruptedRunError, LiveFleet, RunSpec
-from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction
+from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, StatusMessage
@@ -34,6 +31,7 @@ from edgefl.core.types import (
     UpdateStatus,
     derive_rng,
 )
+from edgefl.engine.fleet_state import DispatchedInstruction, FleetState
 
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 RUN = "run-1"
@@ -224,16 +222,16 @@ def test_an_update_comes_back_with_everything_that_was_measured(site):
 
 
 def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(event_queue, "PUT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(messaging, "PUT_TIMEOUT_S", 0.05)
     site = Site(folder=tmp_path)
     node = site.add("pi")
     site.events()
     site.give(training())
     site.reply(
-        node, "another", body=bytes(event_queue.MAX_MEMORY_BYTES + 1)
+        node, "another", body=bytes(messaging.MAX_MEMORY_BYTES + 1)
     )  # nobody waits for it, and the run is busy
     site.reply(node)
-    assert site.fleet._queue.num_memory_bytes == event_queue.MAX_MEMORY_BYTES + 1
+    assert site.fleet._queue.num_memory_bytes == messaging.MAX_MEMORY_BYTES + 1
     assert list(tmp_path.iterdir()) == []
     assert site.events() == []
     (update,) = site.of(Update)
@@ -330,7 +328,7 @@ def test_past_its_deadline_an_order_is_recalled_and_given_up_and_the_wait_ends_t
     assert site.events() == []
     site.clock.jumped_s += 31.0
     assert lost(site) == [("a-1", UpdateStatus.LOST, "not back within 30 s")]
-    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    assert site.bell.commands == [("pi", "finish-early", "run-1/a-1")]
     site.reply(101)
     assert site.events() == []
     site.clock.jumped_s += EVALUATION_DEADLINE_S
@@ -465,10 +463,10 @@ def test_a_recall_is_sent_once_to_each_agent_that_has_the_work(site):
     site.give(FinishEarlyInstruction(assignment_id="a-9", device_id="pi"), training())
     for _ in range(3):
         site.give(FinishEarlyInstruction(assignment_id="a-1", device_id="pi"))
-    assert site.bell.commands == [("pi", "recall", "run-1/a-1")]
+    assert site.bell.commands == [("pi", "finish-early", "run-1/a-1")]
     restart(site)
     site.events()
-    assert site.bell.commands == [("pi", "recall", "run-1/a-1")] * 2
+    assert site.bell.commands == [("pi", "finish-early", "run-1/a-1")] * 2
 
 
 def test_progress_is_passed_on_under_the_assignments_own_id(site):
@@ -493,6 +491,16 @@ def test_a_wait_ends_at_its_time_a_stop_is_passed_on_and_an_interruption_ends_it
         site.fleet.wait(site.clock() + 60.0)
     assert site.clock() < started + 30.0
     timer.join()
+
+
+def test_what_came_before_an_interruption_is_returned_before_it_is_raised(site):
+    site.give(training())
+    site.fleet.post(InterruptedRunError("the coordinator stops"))
+    site.reply(101)
+    (update,) = site.fleet.wait(site.clock() + 60.0)
+    assert (update.assignment_id, dict(site.fleet.view().in_flight)) == ("a-1", {})
+    with pytest.raises(InterruptedRunError):
+        site.fleet.wait(site.clock() + 60.0)
 
 
 def test_groups_names_and_tasks_choose_the_trainers_and_evaluators_always_take_part():
@@ -627,8 +635,7 @@ def adopt(site, *orders):
     """Takes up orders of an earlier coordinator."""
     book = FleetState()
     for order in orders:
-        if isinstance(order, TrainInstruction):
-            book.assign(order)
+        book.assign(order)
     site.fleet.view().restore_from(book)
     site.fleet.resume_in_flight(
         [DispatchedInstruction(order=order, given_s=site.clock()) for order in orders], site.source
@@ -657,10 +664,10 @@ def test_a_device_is_asked_what_it_holds_for_an_earlier_coordinator_at_once_and_
     site = Site()
     site.add("pi", online=False)
     adopt(site, training())
-    assert site.bell.commands == [("pi", "beat", None)]
+    assert site.bell.commands == [("pi", "heartbeat", None)]
     site.say("pi", "online")
     site.events()
-    assert site.bell.commands == [("pi", "beat", None)] * 2
+    assert site.bell.commands == [("pi", "heartbeat", None)] * 2
     site.beat("pi", holding=["a-1"])
     site.events()
     restart(site)

@@ -14,9 +14,9 @@ from faulty_fleet import FAULTS, NAMES, TASK, FaultyFleet, first_model
 from live_faulty_fleet import LiveFaultyFleet
 
 from edgefl.compression.codec_selection import LinkEstimates, make_codec_selector
-from edgefl.coordinator.execution.recording_fleet import DispatchedInstruction, FleetSnapshot, RecordingFleet
+from edgefl.coordinator.execution.recording_fleet import FleetSnapshot, RecordingFleet
 from edgefl.coordinator.execution.replay import JournalReplay, ReplayError, RunClock
-from edgefl.coordinator.runs.run_snapshot import RunSnapshot, create_run_snapshot
+from edgefl.coordinator.runs.checkpointing import RunSnapshot, create_run_snapshot
 from edgefl.core.types import (
     Decision,
     DeviceInfo,
@@ -27,15 +27,15 @@ from edgefl.core.types import (
     TrainConfig,
     TrainInstruction,
 )
+from edgefl.engine.fleet_state import DispatchedInstruction
+from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import LoopState, run_rounds
-from edgefl.engine.stopping import RoundCounter, StoppingCriteria
 from edgefl.storage.journal.record_encoding import TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
 from edgefl.storage.state_serialisation import decode_state, decode_tensors, encode_state
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy, UpdateGuard
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, make_strategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}

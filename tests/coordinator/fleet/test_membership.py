@@ -3,18 +3,20 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from noted_calls import NotedCalls
-from small_fleet import enroll
+from small_fleet import SmallFleet, enroll
 
-from edgefl.coordinator.fleet.membership import Membership
-from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.membership import DrainController, Membership
+from edgefl.coordinator.fleet.presence import DevicePresence, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.core.errors import NotFoundError
+from edgefl.core.protocol import Command, CommandKind
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
@@ -123,3 +125,94 @@ def test_what_an_earlier_version_took_in_of_a_device_and_is_too_deep_now_is_left
     site.members.restore()
     known = {info.device_id: info.capabilities for info in site.roster.list_devices()}
     assert known == {"pi-1": {"cores": 4}, "pi-2": {}}
+
+
+class DrainSite(SmallFleet):
+    """A roster and a draining over one store; `sent` holds what devices were told."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.sent = list[tuple[str, str]]()
+        self.draining = DrainController(store, self.roster, self._send, lambda: 9.0)
+        for name in ("pi", "other"):
+            self.add(name, state=None)
+        self.draining.restore()
+        self.draining.subscribe()
+
+    def _send(self, device_id: str, command: Command) -> None:
+        self.sent.append((device_id, command.kind))
+
+    def workers(self) -> list[str]:
+        return [info.device_id for info in self.roster.list_schedulable()]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(tmp_path / "edgefl.db") as opened:
+        yield opened
+
+
+@pytest.fixture
+def drain_site(store: Store) -> DrainSite:
+    drain_site = DrainSite(store)
+    drain_site.say("pi", "online")
+    return drain_site
+
+
+def test_a_drained_device_gets_no_work_from_that_moment_on(drain_site: DrainSite) -> None:
+    assert drain_site.workers() == ["pi"]
+    drain_site.draining.drain("pi")
+    assert drain_site.workers() == []
+    assert drain_site.sent == [("pi", CommandKind.DRAIN)]
+    assert drain_site.roster.get_state("pi") is DevicePresence.ONLINE, "it has not obeyed yet"
+
+
+def test_resuming_waits_for_the_device_to_say_that_it_is_online(drain_site: DrainSite) -> None:
+    drain_site.draining.drain("pi")
+    drain_site.say("pi", "draining")
+    drain_site.draining.resume("pi")
+    assert drain_site.sent[-1] == ("pi", CommandKind.RESUME)
+    assert drain_site.workers() == []
+    drain_site.say("pi", "online")
+    assert drain_site.workers() == ["pi"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_device_that_missed_what_it_was_told_is_told_when_it_comes_back(
+    drain_site: DrainSite, resumes: bool
+) -> None:
+    drain_site.draining.drain("pi")
+    drain_site.say("pi", "draining")
+    drain_site.say("pi", "offline")
+    if resumes:
+        drain_site.draining.resume("pi")
+    drain_site.sent.clear()
+    drain_site.say("pi", "draining" if resumes else "online", boot="boot-2", session=2)
+    assert drain_site.sent == [("pi", CommandKind.RESUME if resumes else CommandKind.DRAIN)]
+    assert drain_site.workers() == []
+
+
+def test_a_coordinator_that_restarts_still_knows_who_is_drained(drain_site: DrainSite, store: Store) -> None:
+    drain_site.draining.drain("pi")
+    drain_site.draining.drain("other")
+    drain_site.draining.resume("other")
+    again = DrainSite(store)
+    assert (again.roster.is_drained("pi"), again.roster.is_drained("other")) == (True, False)
+    again.say("pi", "online", session=2)
+    assert again.sent == [("pi", CommandKind.DRAIN)]
+    store.record_event("device-joined", "as trainer", at=10.0, device_id="pi")
+    assert not DrainSite(store).roster.is_drained("pi"), "it has joined anew"
+
+
+def test_asking_twice_is_written_down_once_and_told_twice(drain_site: DrainSite, store: Store) -> None:
+    drain_site.draining.drain("pi")
+    drain_site.draining.drain("pi")
+    assert [row["kind"] for row in read_history(store, "events")] == ["drain-requested"]
+    assert drain_site.sent == [("pi", CommandKind.DRAIN)] * 2
+
+
+@pytest.mark.parametrize("action", ["drain", "resume"])
+def test_a_device_that_is_not_in_the_fleet_cannot_be_asked(drain_site: DrainSite, action: str) -> None:
+    ask: Any = getattr(drain_site.draining, action)
+    with pytest.raises(NotFoundError, match="'nobody'"):
+        ask("nobody")

@@ -95,7 +95,6 @@ def test_presence_follows_from_what_devices_say_and_when(story):
     presence = connected_presence()
     for now_s, what, expected in story:
         assert states(tell(presence, now_s, what)) == expected, (now_s, what)
-        assert presence.is_present("pi") is (presence.get_state("pi") in {ONLINE, LATE, DRAINING})
 
 
 def test_gone_by_silence_takes_no_more_than_20_seconds_with_a_check_a_second():
@@ -106,16 +105,21 @@ def test_gone_by_silence_takes_no_more_than_20_seconds_with_a_check_a_second():
     assert gone_s - 100 <= 20
 
 
-def test_the_next_check_is_when_something_can_change():
+def test_it_judges_nobody_before_the_link_to_the_broker_is_up():
     presence = PresenceTracker()
     presence.on_status("pi", status(), 0.0)
-    assert (presence.next_check_s(), presence.tick(1000.0)) == (None, []), "it starts without judging"
-    presence.on_broker_link(connected=True, now_s=0.0)
-    assert presence.next_check_s() == pytest.approx(2 * LONGEST_S)
+    assert presence.tick(1000.0) == []
+    presence.on_broker_link(connected=True, now_s=1000.0)
+    assert presence.tick(1000.0 + 2 * LONGEST_S)
+
+
+def test_a_will_counts_after_one_heartbeat_without_a_sign_of_life():
+    presence = connected_presence()
+    presence.on_status("pi", status(), 0.0)
     presence.on_status("pi", will(), 1.0)
-    assert presence.next_check_s() == pytest.approx(1 + LONGEST_S)
-    presence.tick(1 + LONGEST_S)
-    assert presence.next_check_s() is None
+    assert presence.tick(0.99 + LONGEST_S) == []
+    assert presence.tick(1 + LONGEST_S)
+    assert presence.get_state("pi") is GONE
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,7 @@ def test_records_tell_what_is_known_until_a_device_is_forgotten():
     presence.on_heartbeat("pi", beat(9, session=57), 1.0)
     (record,) = presence.list_records(5.0)
     assert (record.state, record.session_no, record.boot_id, record.silent_s) == (ONLINE, 57, "boot", 4.0)
-    assert (record.heartbeat.seq, presence.list_present()) == (9, ["pi"])
+    assert (record.heartbeat.seq, presence.get_state("pi")) == (9, ONLINE)
     presence.remove("pi")
     assert presence.get_state("pi") is None
     assert states(presence.on_status("pi", status(), 1.0)) == [ONLINE]

@@ -6,7 +6,6 @@ from small_fleet import SmallFleet
 from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
-    SMOOTHING_FACTOR,
     DeviceAdded,
     DeviceChanged,
     DeviceRemoved,
@@ -16,6 +15,7 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities
 from edgefl.core.types import Role
+from edgefl.engine.fleet_state import SMOOTHING_FACTOR
 
 
 class Fleet(SmallFleet):

@@ -9,13 +9,19 @@ from typing import Any
 import pytest
 from small_fleet import SmallFleet, beat, enroll, status
 
+from edgefl.coordinator.auth import RejectedRequestLog
 from edgefl.coordinator.fleet import telemetry_writer as module
-from edgefl.coordinator.fleet.stable_clock import SETTLING_TIME_S
-from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
-from edgefl.coordinator.rejected_requests import RejectedRequestLog
+from edgefl.coordinator.fleet.telemetry_writer import (
+    MAX_ERROR_CHARS,
+    MAX_SHARD_ERRORS,
+    SETTLING_TIME_S,
+    TelemetryWriter,
+    parse_shard_errors,
+    record_capabilities,
+)
 from edgefl.core.errors import StoreFullError
-from edgefl.core.protocol import Topic
-from edgefl.storage import retention
+from edgefl.core.protocol import Heartbeat, Topic
+from edgefl.storage import store as retention
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import AssignmentRow, HeartbeatRow, RunStatus
 from edgefl.storage.store import Store
@@ -92,7 +98,7 @@ def test_what_waits_too_long_is_dropped_oldest_first_and_counted(site: Site, mon
     site.full.is_full = False
     site.diary.flush()
     assert [row["temperature_c"] for row in site.rows("heartbeats")] == [3, 4, 5, 6, 7]
-    [dropped] = [row for row in site.rows("events") if row["kind"] == "diary-dropped"]
+    [dropped] = [row for row in site.rows("events") if row["kind"] == "events-dropped"]
     assert dropped["message"].startswith("2 heartbeats and events were dropped")
 
 
@@ -142,7 +148,9 @@ def test_a_clock_that_stays_where_it_was_set_is_believed_after_an_hour(site: Sit
 
 def test_a_clock_that_follows_what_is_stored_is_believed_at_once(site: Site) -> None:
     ended(site, 1000.0)
-    site.store.record_heartbeats([HeartbeatRow(device_id="pi", at=2 * YEAR, seq=1, session_no=1, uptime_s=1.0)])
+    site.store.record_heartbeats(
+        [HeartbeatRow(device_id="pi", at=2 * YEAR, heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=1.0))]
+    )
     site.now = 2 * YEAR + 60.0
     site.diary.flush()
     assert site.rows("updates") == []
@@ -170,3 +178,48 @@ def test_what_strangers_tried_is_kept_up_to_a_bound_for_as_long_as_it_lasts(
         site.diary.flush()
         site.now, site.now_s = site.now + 60.0, site.now_s + 60.0
     assert 100 <= len([row for row in read_history(site.store, "events") if row["kind"] == "refused"]) <= 100 + 60
+
+
+@pytest.mark.parametrize(
+    ("told", "faults"),
+    [
+        ({"digits": "away"}, {"digits": "away"}),
+        ({"digits": "a\n\x1b[2Jb"}, {"digits": "a ?[2Jb"}),
+        ({"digits": 7, "mnist": None}, {}),
+        (["digits"], {}),
+        ("digits", {}),
+        (None, {}),
+    ],
+)
+def test_what_a_device_tells_is_taken_as_lines_and_nothing_else(told: Any, faults: dict[str, str]) -> None:
+    assert parse_shard_errors({"shard_errors": told}) == faults
+
+
+def test_a_device_cannot_fill_the_events() -> None:
+    found = parse_shard_errors({"shard_errors": {f"t{number}" * 200: "x" * 9999 for number in range(1000)}})
+    assert len(found) == MAX_SHARD_ERRORS
+    assert {len(text) for pair in found.items() for text in pair} == {MAX_ERROR_CHARS}
+
+
+class Rows:
+    """A store that keeps the newest report, and all events."""
+
+    def __init__(self) -> None:
+        self.newest: Any = None
+        self.events: list[tuple[str, str, str]] = []
+
+    def record_capabilities(self, _device: str, facts: Any, shards: Any, _at: float) -> bool:
+        before, self.newest = self.newest, (facts, shards)
+        return bool(before != self.newest)
+
+    def record_event(self, kind: str, message: str, *, device_id: str, **_: Any) -> None:
+        self.events.append((kind, message, device_id))
+
+
+def test_an_event_is_written_when_it_is_new_and_not_at_every_report() -> None:
+    store, report = Rows(), {"shard_errors": {"digits": "away"}}
+    for at in (1.0, 2.0):
+        record_capabilities(store, "pi-1", report, {}, at=at)  # type: ignore[arg-type]
+    assert store.events == [("shard-unreadable", "digits: away", "pi-1")]
+    record_capabilities(store, "pi-1", {}, {"digits": 3}, at=3.0)  # type: ignore[arg-type]
+    assert len(store.events) == 1

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from noted_calls import NotedCalls
 from starlette.requests import Request
 
+from edgefl.coordinator.flower.asgi import FLEET_PREFIX
 from edgefl.coordinator.flower.fleet_api import (
-    FLEET_PREFIX,
     MAX_PUSH_OBJECT_BYTES,
     PULL_MESSAGES,
     PULL_OBJECT,
     PUSH_MESSAGES,
     FleetApi,
     FleetResponse,
+    FlowerFleetServicer,
 )
 from edgefl.core.protocol import INSTANCE_HEADER, MAX_REQUEST_BYTES
 
@@ -48,7 +49,9 @@ class Site:
         self.calls, self.watcher = Calls(), NotedCalls()
         self.contacts = self.watcher.contacts
         self.refused: list[tuple[str, int | None]] = []
-        self.api = FleetApi(self.calls, self.watcher, lambda what, _r, node, _d: self.note(what, node))
+        self.api = FleetApi(
+            cast("FlowerFleetServicer", self.calls), self.watcher, lambda what, _r, node, _d: self.note(what, node)
+        )
 
     def note(self, what: str, node_id: int | None) -> None:
         self.refused.append((what, node_id))

@@ -32,7 +32,8 @@ from starlette.requests import Request
 
 from edgefl.coordinator.api.server import WebServer, make_app, open_listener
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.execution.event_queue import MAX_MEMORY_BYTES, PUT_TIMEOUT_S, BoundedEventQueue
+from edgefl.coordinator.execution.messaging import MAX_MEMORY_BYTES, PUT_TIMEOUT_S, BoundedEventQueue
+from edgefl.coordinator.flower import fleet_api
 from edgefl.coordinator.flower import superlink as superlink_module
 from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
 from edgefl.coordinator.flower.superlink import ChunkStore, NotifyingLinkState, SuperLink, prepare_body
@@ -100,13 +101,11 @@ class Site:
             private_key_pem=pem,
             tls_context=self.trust,
             clock=clock,
-            train=handler,
-            evaluate=handler,
             instance=instance,
         )
         self._closers.callback(node.close)
         number = self.superlink.register(public, "pi") if register else None
-        return SimpleNamespace(supernode=node, id=number, public=public, key=(pem, public))
+        return SimpleNamespace(supernode=node, id=number, public=public, key=(pem, public), handler=handler)
 
     def device(self, **options):
         device = self.node(**options)
@@ -171,9 +170,13 @@ def send(run, device, body=b"model", *, kind="train", name="a-1"):
     return run.send(device.id, kind=kind, header={"v": 1, "assignment": name}, body=prepare_body(body))
 
 
+def answer(device, instruction):
+    return device.supernode.create_reply(instruction, device.handler(instruction.header, instruction.body))
+
+
 def work(device):
     instruction = device.supernode.pull()
-    reply = device.supernode.run_app(instruction)
+    reply = answer(device, instruction)
     device.supernode.push(reply)
     return instruction, reply
 
@@ -238,7 +241,7 @@ def test_replies_of_two_devices_that_are_equal_to_the_byte_both_arrive(site, run
         send(run, device, bytes(size))
     pulled = [(device, device.supernode.pull()) for device in (first, second)]
     for device, instruction in pulled:
-        device.supernode.push(device.supernode.run_app(instruction))
+        device.supernode.push(answer(device, instruction))
     replies = [site.reply(), site.reply()]
     assert {reply.node_id for reply in replies} == {first.id, second.id}
     assert [reply.body for reply in replies] == [bytes(size)] * 2
@@ -303,7 +306,7 @@ def test_the_pieces_of_a_model_are_the_same_bytes_for_all_who_fetch_them(site, r
     fresh = calls._encode_cached("another", SimpleNamespace(object_available=True, SerializeToString=lambda: b"said"))
     again = SimpleNamespace(object_available=True, SerializeToString=lambda: pytest.fail("said already"))
     assert calls._encode_cached("another", again) is fresh
-    for number in range(superlink_module.MAX_CACHED_CHUNKS):
+    for number in range(fleet_api.MAX_CACHED_CHUNKS):
         calls._encode_cached(
             str(number), SimpleNamespace(object_available=True, SerializeToString=lambda: b"a piece of a newer model")
         )
@@ -370,7 +373,7 @@ def test_a_push_that_broke_off_is_taken_up_by_the_next_one(site, run):
     device, body = site.device(), bytes(range(256)) * (CHUNK_BYTES // 256 + 100)
     send(run, device, body)
     instruction = device.supernode.pull()
-    reply, pushed = device.supernode.run_app(instruction), []
+    reply, pushed = answer(device, instruction), []
     client = device.supernode._client
     push_object = client.PushObject
 
@@ -459,7 +462,7 @@ def test_a_reply_to_a_cancelled_instruction_is_refused(site, run):
         run.cancel(sent)
         assert site.leftovers() == NOTHING
         with pytest.raises(ReplyRejectedError):
-            device.supernode.push(device.supernode.run_app(instruction))
+            device.supernode.push(answer(device, instruction))
     assert not run.is_known(sent)
 
 
@@ -476,7 +479,7 @@ def test_cancelling_in_the_middle_of_a_push_leaves_nothing_behind(site, run):
 
     client.PushObject = cancelling
     with pytest.raises(NetworkError, match="not kept"):
-        device.supernode.push(device.supernode.run_app(instruction))
+        device.supernode.push(answer(device, instruction))
     assert site.leftovers() == NOTHING
 
 
@@ -502,7 +505,7 @@ def test_a_device_knows_what_it_has_pulled_until_it_has_answered(site, run):
     assert device.supernode.incoming_assignment is None
     instruction = device.supernode.pull()
     assert device.supernode.incoming_assignment == "a-1"
-    reply = device.supernode.run_app(instruction)
+    reply = answer(device, instruction)
     assert device.supernode.incoming_assignment is None
     device.supernode.push(reply)
     site.reply()
@@ -522,7 +525,7 @@ def test_an_instruction_is_known_until_it_is_answered_and_delivered_once(site, r
     instruction = device.supernode.pull()
     assert (run.is_known(sent), run.is_delivered(sent)) == (True, True)
     assert device.supernode.pull() is None
-    device.supernode.push(device.supernode.run_app(instruction))
+    device.supernode.push(answer(device, instruction))
     assert not run.is_known(sent)
     site.reply()
 
@@ -533,7 +536,7 @@ def test_a_device_cannot_answer_for_another(site, run):
     instruction = device.supernode.pull()
     with pytest.raises(ReplyRejectedError):
         stranger.supernode.push(stranger.supernode.create_reply(instruction, ({"assignment": "a-1"}, b"forged")))
-    device.supernode.push(device.supernode.run_app(instruction))
+    device.supernode.push(answer(device, instruction))
     assert site.reply().body == b"model"
 
 
@@ -548,20 +551,14 @@ def test_a_reply_without_a_sensible_header_arrives_as_a_failure(site, run, heade
     assert reply.body == b""
 
 
-def test_evaluations_go_to_the_other_handler(site, run):
-    device = site.node()
-    node = SuperNode(
-        private_key_pem=device.key[0],
-        tls_context=site.trust,
-        clock=time.time,
-        train=echo,
-        evaluate=lambda header, _body: ({"assignment": header["assignment"], "metrics": {"accuracy": 1.0}}, b""),
-    )
-    with contextlib.closing(node):
-        node.connect(site.address)
-        send(run, device, kind="evaluate")
-        node.push(node.run_app(node.pull()))
-    assert site.reply().header["metrics"] == {"accuracy": 1.0}
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_device_sees_whether_it_is_to_train_or_to_evaluate(site, run, kind):
+    device = site.device()
+    send(run, device, kind=kind)
+    instruction = device.supernode.pull()
+    assert instruction.is_evaluation == (kind == "evaluate")
+    device.supernode.push(answer(device, instruction))
+    site.reply()
 
 
 def test_a_repeated_assignment_can_be_answered_from_memory(site, run):
@@ -569,21 +566,6 @@ def test_a_repeated_assignment_can_be_answered_from_memory(site, run):
     send(run, device)
     device.supernode.push(device.supernode.create_reply(device.supernode.pull(), ({"assignment": "a-1"}, b"kept")))
     assert site.reply().body == b"kept"
-
-
-def test_an_exception_of_the_handler_comes_out_as_it_is(site, run):
-    class AgentStopsError(Exception):
-        pass
-
-    def stops(_header, _body):
-        raise AgentStopsError
-
-    device = site.device(handler=stops)
-    sent = send(run, device)
-    instruction = device.supernode.pull()
-    with pytest.raises(AgentStopsError):
-        device.supernode.run_app(instruction)
-    run.cancel(sent)
 
 
 def test_eight_devices_at_once_are_all_served(site, run):
@@ -619,7 +601,7 @@ def test_an_unknown_key_is_refused_before_its_body_is_read(site):
 
 
 def key_header(public):
-    return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
+    return {fleet_api.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
 
 
 def signed(device, *, key_pem=None, off_s=0.0):
@@ -628,8 +610,8 @@ def signed(device, *, key_pem=None, off_s=0.0):
     signature = sign_message(bytes_to_private_key(key_pem or device.key[0]), timestamp.encode())
     return {
         **key_header(device.public),
-        superlink_module.TIMESTAMP_HEADER: timestamp,
-        superlink_module.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+        fleet_api.TIMESTAMP_HEADER: timestamp,
+        fleet_api.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
     }
 
 
@@ -655,9 +637,9 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
         signed(device, key_pem=new_key()[0]),
         signed(device, off_s=-3600.0),
         signed(device, off_s=3600.0),
-        {**good, superlink_module.TIMESTAMP_HEADER: "noon"},
-        {**good, superlink_module.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
-        {**good, superlink_module.FLEET_HTTP_SIGNATURE_HEADER: "?"},
+        {**good, fleet_api.TIMESTAMP_HEADER: "noon"},
+        {**good, fleet_api.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
+        {**good, fleet_api.FLEET_HTTP_SIGNATURE_HEADER: "?"},
     ]
     for headers in bad:  # the promised body never comes: an answer shows that nobody waited for it
         assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
@@ -682,7 +664,7 @@ def test_a_body_that_takes_longer_than_a_signature_counts_is_taken_all_the_same(
     assert calls.authenticate(request) == device.id
 
     in_ten_minutes = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=10)
-    for module in (superlink_module, node_auth):
+    for module in (superlink_module, fleet_api, node_auth):
         monkeypatch.setattr(module, "now", lambda: in_ten_minutes)
 
     assert calls.handle(request, "pull-messages", body).status == 200
@@ -730,7 +712,7 @@ def test_a_reply_that_declares_more_than_one_body_may_have_is_refused(site, run)
 
         client.PushMessages = greedy
         with pytest.raises(ReplyRejectedError):
-            device.supernode.push(device.supernode.run_app(instruction))
+            device.supernode.push(answer(device, instruction))
         assert (site.leftovers()["replies"], site.leftovers()["sessions"]) == (0, 0)
     run.cancel(sent)
 
@@ -748,7 +730,7 @@ def test_a_piece_larger_than_a_chunk_is_refused(site, run):
 
     client.PushObject = swollen
     with pytest.raises(ReplyRejectedError):
-        device.supernode.push(device.supernode.run_app(instruction))
+        device.supernode.push(answer(device, instruction))
     assert site.replies.empty()
     run.cancel(sent)
 
@@ -827,7 +809,7 @@ def test_a_closed_run_leaves_nothing_and_refuses_what_still_comes(site):
     run.close()
     assert site.leftovers() == NOTHING
     with pytest.raises(ReplyRejectedError):
-        device.supernode.push(device.supernode.run_app(instruction))
+        device.supernode.push(answer(device, instruction))
     assert device.supernode.pull() is None
     with pytest.raises(NetworkError, match="refused an instruction"):
         send(run, device)
@@ -852,7 +834,7 @@ def test_after_a_restart_a_device_goes_on_under_its_old_number(tmp_path):
         site.state.restore_node(device.id, device.public)
         device.supernode.connect(site.address)
         with pytest.raises(ReplyRejectedError, match="no such run"):  # and not an error that is tried again for ever
-            device.supernode.push(device.supernode.run_app(instruction))
+            device.supernode.push(answer(device, instruction))
         with contextlib.closing(site.superlink.open_run()) as run:
             send(run, device)
             work(device)
@@ -919,7 +901,7 @@ def test_what_we_override_is_called_as_flower_calls_it(name):
 
 def test_every_request_that_we_serve_has_a_type():
     paths = {path for method, path in PROTOBUF_REQUEST_TYPES if method == "POST"}
-    assert {f"/v1/fleet/{name}" for name in superlink_module._HANDLERS} <= paths
+    assert {f"/v1/fleet/{name}" for name in fleet_api._HANDLERS} <= paths
 
 
 def test_a_torn_connection_does_not_disturb_the_others(site, run):

@@ -1,14 +1,35 @@
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from webhook_receiver import Receiver
 
-from edgefl.coordinator.monitoring.alerts import DAY_S, AlertCondition, AlertTracker, Readings, evaluate_rules
-from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun
+from edgefl.coordinator.directory import StartOptions, change_addresses, init_directory, load_directory
+from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.monitoring.alerts import (
+    DAY_S,
+    AlertCondition,
+    AlertMonitor,
+    AlertTracker,
+    Readings,
+    evaluate_rules,
+)
+from edgefl.coordinator.runs.history_writer import HistoryRows
+from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun, RunMetrics
+from edgefl.coordinator.service import Coordinator
 from edgefl.core.config import AlertSettings, from_mapping
 from edgefl.core.errors import ConfigError
-from edgefl.storage.repositories.records import RunStatus
+from edgefl.core.protocol import Heartbeat, StatusMessage
+from edgefl.engine.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.repositories.records import RunRecord, RunStatus
+from edgefl.storage.store import Store
 
 SETTINGS = AlertSettings(webhook="https://hooks.example/x")
 RUN = ActiveRun(
@@ -85,3 +106,192 @@ def test_the_body_has_a_version_and_a_line_for_chat_services() -> None:
 def test_settings_that_make_no_sense_are_refused(value: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=r"^(unknown setting )?alerts\."):
         from_mapping(AlertSettings, value, "alerts")
+
+
+class Site:
+    """A fleet in memory under a clock that is set by hand, and the watch over it."""
+
+    def __init__(self, receiver: Receiver, directory: Path, **settings: float) -> None:
+        self.now_s, self.looks, self.is_connected, self.expiries = 1000.0, 0, True, {"ca": 2e9}
+        self.roster = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), self.clock)
+        self.roster.record_broker_link(connected=True)
+        self.meter = RunMetrics(clock=self.clock)
+        for number, name in enumerate(("pi-1", "pi-2")):
+            self.roster.add(name, node_id=number, role="trainer", groups=(), examples={})
+        usual = AlertSettings(webhook=receiver.url, check_s=0.01, disk_free_bytes=1)
+        self.watch = AlertMonitor(
+            replace(usual, **settings),  # type: ignore[arg-type]  # numbers by name
+            fleet="lab", registry=self.roster, run_metrics=self.meter, directory=directory,
+            is_broker_connected=lambda: self.is_connected, expiries=self.expiries, expected={"pi-1"},
+            clock=self.clock, monotonic=self.look,
+        )  # fmt: skip
+        self.watch.start()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def look(self) -> float:
+        self.looks += 1
+        return self.now_s
+
+    def beat(self, name: str, session: int = 1, **vitals: int) -> None:
+        self.roster.record_status(name, StatusMessage(state="online", boot_id="b", session_no=session))
+        self.roster.record_heartbeat(name, Heartbeat(seq=session, session_no=session, uptime_s=5.0, **vitals))
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.roster.tick()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as running:
+        yield running
+
+
+@pytest.fixture
+def make_site(receiver: Receiver, tmp_path: Path) -> Iterator[Callable[..., Site]]:
+    sites: list[Site] = []
+
+    def make(**settings: float) -> Site:
+        sites.append(Site(receiver, tmp_path, **settings))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        site.watch.stop()
+    assert not {"alerts", "webhook"} & {thread.name for thread in threading.enumerate()}
+
+
+def looked(site: Site) -> None:
+    """Waits for one whole look at what is now."""
+    before, until_s = site.looks, time.monotonic() + 60
+    while site.looks < before + 2:
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+def test_a_device_that_is_gone_is_told_when_its_minutes_are_over_and_when_it_is_back(
+    make_site: Callable[..., Site], receiver: Receiver
+) -> None:
+    site = make_site(device_gone_s=60.0)
+    site.beat("pi-1")
+    site.pass_s(30.0)
+    looked(site)
+    site.pass_s(59.0)
+    looked(site)
+    assert receiver.told() == []
+    site.pass_s(2.0)
+    receiver.wait(lambda: receiver.told() == [("device-gone", "pi-1", "started")])
+    site.pass_s(5.0)
+    site.beat("pi-1", session=2)
+    receiver.wait(lambda: len(receiver.requests) == 2)
+    assert receiver.told()[1] == ("device-gone", "pi-1", "ended")
+    first, second = receiver.bodies
+    assert first["id"] == second["id"]
+    assert second["ended_at"] > first["started_at"]
+
+
+def test_a_device_that_the_last_coordinator_knew_and_that_never_came_is_gone_too(
+    make_site: Callable[..., Site], receiver: Receiver
+) -> None:
+    site = make_site(device_gone_s=60.0)
+    looked(site)
+    site.pass_s(61.0)
+    receiver.wait(lambda: receiver.told() == [("device-gone", "pi-1", "started")])  # not pi-2, which said goodbye
+    site.roster.remove("pi-1")
+    receiver.wait(lambda: receiver.told()[1:] == [("device-gone", "pi-1", "ended")])
+
+
+def test_a_device_that_said_goodbye_is_not_missed(make_site: Callable[..., Site], receiver: Receiver) -> None:
+    site = make_site(device_gone_s=60.0)
+    site.beat("pi-1")
+    site.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="b", session_no=1))
+    site.pass_s(1000.0)
+    looked(site)
+    assert receiver.told() == []
+
+
+def run(name: str) -> RunRecord:
+    return RunRecord(
+        run_id=name, name="n", task="digits", strategy="fedavg", config={}, status=RunStatus.RUNNING, reason=None,
+        submitted_at=1.0, started_at=2.0, finished_at=None, rounds=0, version=0, accuracy=None, seed=7,
+    )  # fmt: skip
+
+
+def test_a_run_that_failed_is_told_even_when_another_begins_at_once(
+    make_site: Callable[..., Site], receiver: Receiver
+) -> None:
+    site = make_site()
+    site.meter.on_run_started(run("r1"))
+    site.meter.on_run_ended("r1", RunStatus.FAILED, "no device can do this")
+    site.meter.on_run_started(run("r2"))
+    receiver.wait(lambda: receiver.told() == [("run-failed", "r1", "started")])
+    assert "no device can do this" in receiver.bodies[0]["text"]
+    looked(site)
+    looked(site)
+    assert len(receiver.requests) == 1, "no round of the next run has closed yet"
+    site.meter.record_rows(HistoryRows(closed_rounds={1: (1, 2.0)}))
+    receiver.wait(lambda: receiver.told()[1:] == [("run-failed", "r1", "ended")])
+
+
+def test_a_run_in_which_nothing_happens_is_told(make_site: Callable[..., Site], receiver: Receiver) -> None:
+    site = make_site(run_stalled_s=100.0)
+    site.meter.on_run_started(run("r1"))
+    looked(site)
+    site.now_s += 101.0
+    receiver.wait(lambda: receiver.told() == [("run-stalled", "r1", "started")])
+    site.meter.on_run_ended("r1", RunStatus.STOPPED, "by hand")
+    receiver.wait(lambda: receiver.told()[1:] == [("run-stalled", "r1", "ended")])
+
+
+def test_disk_broker_and_certificates_are_looked_at(make_site: Callable[..., Site], receiver: Receiver) -> None:
+    site = make_site(disk_free_bytes=1000, broker_lost_s=10.0)
+    site.beat("pi-1", disk_free_bytes=10)
+    receiver.wait(lambda: receiver.told() == [("disk-low", "pi-1", "started")])
+    site.is_connected = False
+    looked(site)
+    site.now_s += 11.0
+    receiver.wait(lambda: receiver.told()[1:] == [("broker-lost", "broker", "started")])
+    site.is_connected = True
+    receiver.wait(lambda: receiver.told()[2:] == [("broker-lost", "broker", "ended")])
+    site.expiries["server"] = site.now_s + 86_400.0
+    receiver.wait(lambda: receiver.told()[3:] == [("certificate-ends", "server", "started")])
+    assert "in 1 days" in receiver.bodies[-1]["message"]
+
+
+def test_a_look_that_fails_does_not_end_the_watch(
+    make_site: Callable[..., Site], receiver: Receiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = make_site(device_gone_s=60.0)
+    site.expiries["broken"] = None  # type: ignore[assignment]  # on purpose
+    receiver.wait(lambda: "could not be looked at" in caplog.text)
+    del site.expiries["broken"]
+    looked(site)
+    site.pass_s(61.0)
+    receiver.wait(lambda: receiver.told() == [("device-gone", "pi-1", "started")])
+
+
+def test_a_real_coordinator_tells_its_webhook_of_a_run_that_fails(receiver: Receiver, tmp_path: Path) -> None:
+    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
+    with directory.settings.open("a") as settings:
+        settings.write(f'\n[alerts]\nwebhook = "{receiver.url}"\nsecret = "s"\ncheck_s = 0.05\n')
+    directory = load_directory(directory.root)
+    with Store.open(directory.database) as store:
+        store.add_run(
+            run_id="bad", name="n", task="digits", strategy="fedavg", seed=7, submitted_at=1.0,
+            config={"run": {"task": "digits", "init": str(tmp_path / "none.safetensors")}},
+        )  # fmt: skip
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port(), broker="embedded")
+    with Coordinator(directory, options, build_run):
+        receiver.wait(lambda: receiver.told() == [("run-failed", "bad", "started")])
+    assert receiver.requests[0][0]["X-Edgefl-Signature"].startswith("sha256=")
+
+
+def test_settings_keep_their_alerts_when_they_are_written_again(receiver: Receiver, tmp_path: Path) -> None:
+    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab")
+    with directory.settings.open("a") as settings:
+        settings.write(f'\n[alerts]\nwebhook = "{receiver.url}"\ndevice_gone_s = 60\n')
+    change_addresses(directory.root, ["10.0.0.1"])
+    again = load_directory(directory.root).alerts
+    assert (again.webhook, again.device_gone_s, again.secret) == (receiver.url, 60.0, None)

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from edgefl.coordinator.directory import add_access_tokens, init_directory
+from edgefl.coordinator.directory import StartOptions, add_access_tokens, init_directory
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.monitoring.device_series import render_device_series
-from edgefl.coordinator.monitoring.fleet_collector import CollectorInputs, FleetCollector
-from edgefl.coordinator.monitoring.metrics import Metrics, load_grafana_dashboard
+from edgefl.coordinator.monitoring.metrics import (
+    FleetCollector,
+    Metrics,
+    load_grafana_dashboard,
+    render_device_series,
+)
 from edgefl.coordinator.runs.history_writer import HistoryRows
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.coordinator.service import Coordinator
-from edgefl.coordinator.start_options import StartOptions
 from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.core.types import UpdateStatus
 from edgefl.engine.build import build_run
@@ -43,12 +45,10 @@ class Site:
         self.roster.record_broker_link(connected=True)
         self.metrics.register(
             FleetCollector(
-                CollectorInputs(
-                    registry=self.roster, run_metrics=self.meter, directory=directory,
-                    store_file=directory / "edgefl.db", num_queued=lambda: 3,
-                    is_broker_connected=lambda: True, num_dropped=lambda: 4,
-                    expiries={"ca": 2e9}, max_devices=max_devices,
-                )
+                registry=self.roster, run_metrics=self.meter, directory=directory,
+                store_file=directory / "edgefl.db", num_queued=lambda: 3,
+                is_broker_connected=lambda: True, num_dropped=lambda: 4,
+                expiries={"ca": 2e9}, max_devices=max_devices,
             ),
             lambda: render_device_series(self.roster, max_devices=max_devices, now=1000.0),
         )  # fmt: skip

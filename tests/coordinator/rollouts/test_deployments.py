@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,13 +12,20 @@ import pytest
 from small_fleet import SmallFleet, eventually, settled
 
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
-from edgefl.coordinator.rollouts import controller, notifications
-from edgefl.coordinator.rollouts.deployment_requests import DeploymentRequest
-from edgefl.coordinator.rollouts.deployments import DeploymentService
+from edgefl.coordinator.rollouts import service
+from edgefl.coordinator.rollouts.deployments import (
+    DeploymentRequest,
+    Deployments,
+    DeploymentService,
+    deploy_finished_run,
+    make_deployment_file,
+    prune_deployment_files,
+)
 from edgefl.core.config import ConfigError, parse_run
 from edgefl.core.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
 from edgefl.core.protocol import EVALUATOR_NAME, Command, Heartbeat, StatusMessage
 from edgefl.storage.repositories.records import SavedModelRow
+from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutStatus
 from edgefl.storage.store import Store
 
 MODEL = "ab" * 32
@@ -56,9 +64,12 @@ class Fleet:
 
     def start(self) -> DeploymentService:
         made = DeploymentService(
-            store=self.store, registry=self.roster, directory=self.directory, command_sender=self, export=self.export,
+            Deployments(store=self.store, registry=self.roster, directory=self.directory, export=self.export),
+            store=self.store,
+            registry=self.roster,
+            send_command=self.send_command,
             on_fatal=self.fatal.append,
-        )  # fmt: skip
+        )
         self.running.append(made)
         made.start()
         return made
@@ -85,7 +96,7 @@ class Fleet:
             deployments.on_heartbeat(name, heartbeat)
 
     def stages(self, deployment: str) -> dict[str, str]:
-        return {row.device_id: str(row.state) for row in self.store.list_deployment_devices(deployment)}
+        return {row.device_id: str(row.state) for row in self.store.deployments.list_devices(deployment)}
 
     def heard(self, name: str, kind: str = "deploy") -> int:
         return sum(command[:2] == (name, kind) for command in self.commands)
@@ -98,7 +109,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(controller, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(service, "POLL_INTERVAL_S", 0.02)
     made = Fleet(tmp_path / "coordinator")
     yield made
     made.close()
@@ -115,7 +126,7 @@ def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -
     fleet.add(EVALUATOR_NAME)
     fleet.add("away", is_online=False)
     deployments = fleet.start()
-    record = deployments.submit(wish())
+    record = deployments.submit(wish())[0]
     eventually(lambda: fleet.commands)
     assert fleet.commands == [("a", "deploy", record.deployment_id)]
     assert fleet.stages(record.deployment_id) == {"a": "told", "away": "told"}
@@ -125,31 +136,31 @@ def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -
         {"model": "logistic"},
         fleet.directory.models / f"{MODEL}.safetensors",
     )
-    offer = deployments.offer(record.deployment_id, "a")
+    offer = deployments.make_offer(record.deployment_id, "a")
     assert (offer["model"], offer["bytes"], offer["test_fraction"]) == (MODEL, 7, 0.3)
     assert deployments.get_file(record.deployment_id, "a").read_bytes() == b"a model"
     for name in ("other", "nobody"):
         with pytest.raises(NotFoundError, match="is not for"):
-            deployments.offer(record.deployment_id, name)
+            deployments.make_offer(record.deployment_id, name)
 
 
 def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> None:
     fleet.add("a")
     fleet.add("b")
-    record = fleet.start().submit(wish())
+    record = fleet.start().submit(wish())[0]
     eventually(lambda: len(fleet.commands) == 2)
     name = record.deployment_id
     fleet.say("a", "running", name, name, accuracy=0.9, former_accuracy=0.8, num_examples=12)
     fleet.say("b", "refused", name, None, accuracy=0.1, reason="worse\0")
-    eventually(lambda: str(fleet.store.get_deployment(name).status) == "done")
-    a, b = fleet.store.list_deployment_devices(name)
+    eventually(lambda: str(fleet.store.deployments.get(name).status) == "done")
+    a, b = fleet.store.deployments.list_devices(name)
     assert (str(a.state), a.accuracy, a.former_accuracy, a.num_examples) == ("running", 0.9, 0.8, 12)
     assert (str(b.state), b.reason) == ("refused", "worse")
 
 
 def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
     fleet.add("a")
-    name = fleet.start().submit(wish()).deployment_id
+    name = fleet.start().submit(wish())[0].deployment_id
     eventually(lambda: fleet.commands)
     for state, deployment in (
         ("running", "x"),
@@ -163,7 +174,7 @@ def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
     assert fleet.stages(name) == {"a": "told"}
     fleet.say("a", "running", name, name, accuracy="high", num_examples=True)
     eventually(lambda: fleet.stages(name)["a"] == "running")
-    (row,) = fleet.store.list_deployment_devices(name)
+    (row,) = fleet.store.deployments.list_devices(name)
     assert (row.accuracy, row.num_examples) == (None, None)
 
 
@@ -173,12 +184,12 @@ def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at
     fleet.add("a", is_online=False)
     fleet.roster.record_status("a", StatusMessage(state="online", boot_id="b", session_no=1))
     fleet.add("busy")
-    name = fleet.start().submit(wish()).deployment_id
+    name = fleet.start().submit(wish())[0].deployment_id
     eventually(lambda: fleet.heard("busy"))
     fleet.say("busy", "fetching", name)
     settled(fleet.running[-1])
     assert (fleet.heard("a"), fleet.heard("busy")) == (0, 1)
-    monkeypatch.setattr(notifications, "RESEND_AFTER_S", 0.0)
+    monkeypatch.setattr(service, "RESEND_AFTER_S", 0.0)
     fleet.say("a")
     eventually(lambda: fleet.heard("a") > 1)
     assert (fleet.heard("busy"), len(set(fleet.ids))) == (1, len(fleet.ids))
@@ -193,16 +204,16 @@ def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at
 def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -> None:
     for name in "abc":
         fleet.add(name)
-    record = fleet.start().submit(wish(canary=2))
+    record = fleet.start().submit(wish(canary=2))[0]
     name = record.deployment_id
     eventually(lambda: len(fleet.commands) == 2)
     fleet.say("a", "running", name, name)
     fleet.say("b", "failed", name, None, reason="no room")
     eventually(lambda: fleet.heard("a", "rollback"))
-    assert fleet.store.get_deployment(name).reason == "canary b: no room"
+    assert fleet.store.deployments.get(name).reason == "canary b: no room"
     assert fleet.stages(name) == {"a": "reverting", "b": "failed", "c": "superseded"}
     with pytest.raises(NotFoundError):
-        fleet.running[0].offer(name, "a")
+        fleet.running[0].make_offer(name, "a")
     fleet.say("a", "reverted", name, None)
     eventually(lambda: fleet.stages(name)["a"] == "reverted")
     assert fleet.heard("c") == 0
@@ -212,16 +223,16 @@ def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -
 def test_a_coordinator_that_starts_again_goes_on_where_it_was(fleet: Fleet, stage: str) -> None:
     fleet.add("a")
     first = fleet.start()
-    record = first.submit(wish())
+    record = first.submit(wish())[0]
     eventually(lambda: fleet.commands)
     first.stop()
     name = record.deployment_id
     if stage == "preparing":
-        fleet.store.update_deployment(name, status="preparing", onnx_sha256=None)
-        fleet.store.update_deployment_devices(name, {"a": {"state": "held"}})
+        fleet.store.deployments.update(name, status="preparing", onnx_sha256=None)
+        fleet.store.deployments.update_devices(name, {"a": {"state": "held"}})
     elif stage == "reverting":
-        fleet.store.update_deployment(name, status="failed")
-        fleet.store.update_deployment_devices(name, {"a": {"state": "reverting"}})
+        fleet.store.deployments.update(name, status="failed")
+        fleet.store.deployments.update_devices(name, {"a": {"state": "reverting"}})
     fleet.commands.clear()
     fleet.start()
     eventually(lambda: fleet.commands)
@@ -234,20 +245,20 @@ def test_a_model_that_cannot_be_exported_fails_the_deployment_and_tells_nobody(
 ) -> None:
     fleet.add("a")
     fleet.export_fails = error
-    record = fleet.start().submit(wish())
-    eventually(lambda: str(fleet.store.get_deployment(record.deployment_id).status) == "failed")
-    assert fleet.store.get_deployment(record.deployment_id).reason == f"the model cannot be exported: {error}"
+    record = fleet.start().submit(wish())[0]
+    eventually(lambda: str(fleet.store.deployments.get(record.deployment_id).status) == "failed")
+    assert fleet.store.deployments.get(record.deployment_id).reason == f"the model cannot be exported: {error}"
     assert fleet.commands == []
 
 
 def test_a_device_that_joins_later_is_told_of_the_newest_deployment_for_everybody(fleet: Fleet) -> None:
     fleet.add("a")
     deployments = fleet.start()
-    first, second = deployments.submit(wish()), deployments.submit(wish())
+    first, second = deployments.submit(wish())[0], deployments.submit(wish())[0]
     eventually(lambda: fleet.stages(second.deployment_id) == {"a": "told"})
     fleet.say("a", "running", second.deployment_id, second.deployment_id)
     eventually(lambda: fleet.stages(second.deployment_id) == {"a": "running"})
-    only = deployments.submit(wish(devices=("a",)))
+    only = deployments.submit(wish(devices=("a",)))[0]
     eventually(lambda: fleet.stages(only.deployment_id) == {"a": "told"})
     fleet.add("late")
     eventually(lambda: ("late", "deploy", second.deployment_id) in fleet.commands)
@@ -267,7 +278,7 @@ def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_ans
     fleet.add("a")
     fleet.add("b", tasks=("mnist",))
     deployments = fleet.start()
-    first, second = deployments.submit(wish()), deployments.submit(wish(model="r2"))
+    first, second = deployments.submit(wish())[0], deployments.submit(wish(model="r2"))[0]
     eventually(lambda: ("b", "deploy", second.deployment_id) in fleet.commands)
     fleet.add("a", tasks=("digits", "mnist"))
     settled(fleet.running[-1])
@@ -301,39 +312,39 @@ def test_what_cannot_be_deployed_is_one_line(
     fleet.add("a")
     fleet.add("other", tasks=("mnist",))
     with pytest.raises(kind) as caught:
-        fleet.start().submit(wish(**changes))
+        fleet.start().submit(wish(**changes))[0]
     assert str(caught.value).startswith(expected)
-    assert fleet.store.list_deployments() == []
+    assert fleet.store.deployments.list_newest() == []
 
 
 def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
     fleet.add("a")
     deployments = fleet.start()
     for model in (MODEL, MODEL[:4], "r1", "first", "latest", "r1:1", "first:latest", "r1:best", "best"):
-        assert deployments.submit(wish(model=model)).model == MODEL
+        assert deployments.submit(wish(model=model))[0].model == MODEL
 
 
 def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:
     fleet.add("a")
     deployments = fleet.start()
-    deployments.on_run_finished("r1", parse_run({"run": {"task": "digits"}}))
-    assert fleet.store.list_deployments() == []
+    deploy_finished_run(deployments, fleet.store, "r1", parse_run({"run": {"task": "digits"}}))
+    assert fleet.store.deployments.list_newest() == []
     asking = {"run": {"task": "digits"}, "models": {"auto_deploy": True, "canary": 1}}
-    deployments.on_run_finished("r1", parse_run(asking))
-    (record,) = fleet.store.list_deployments()
+    deploy_finished_run(deployments, fleet.store, "r1", parse_run(asking))
+    (record,) = fleet.store.deployments.list_newest()
     assert (record.run_id, record.canary) == ("r1", 1)
-    deployments.on_run_finished(
-        "gone", parse_run(asking)
+    deploy_finished_run(
+        deployments, fleet.store, "gone", parse_run(asking)
     )  # what hinders it is an event, and the run has finished all the same
 
 
 def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
     fleet.add("a")
-    record = fleet.start().submit(wish(canary=1))
+    record = fleet.start().submit(wish(canary=1))[0]
     eventually(lambda: fleet.heard("a"))
     fleet.roster.remove("a")
-    eventually(lambda: str(fleet.store.get_deployment(record.deployment_id).status) == "failed")
-    assert fleet.store.get_deployment(record.deployment_id).reason == "canary a: it was taken out of the fleet"
+    eventually(lambda: str(fleet.store.deployments.get(record.deployment_id).status) == "failed")
+    assert fleet.store.deployments.get(record.deployment_id).reason == "canary a: it was taken out of the fleet"
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room"), StoreBusyError("in use"), ZeroDivisionError("odd")])
@@ -342,11 +353,11 @@ def test_a_report_outlasts_what_hinders_that_it_is_kept(
 ) -> None:
     for name in ("pi-1", "pi-2"):
         fleet.add(name)
-    made = fleet.start().submit(wish()).deployment_id
+    made = fleet.start().submit(wish())[0].deployment_id
     eventually(lambda: len(fleet.commands) == 2)
-    known, errors = fleet.store.list_device_deployments, [error]
+    known, errors = fleet.store.deployments.list_of_device, [error]
     monkeypatch.setattr(
-        fleet.store, "list_device_deployments", lambda name: _raise(errors.pop()) if errors else known(name)
+        fleet.store.deployments, "list_of_device", lambda name: _raise(errors.pop()) if errors else known(name)
     )
     fleet.say("pi-1", "running", made)
     fleet.say("pi-2", "running", made)
@@ -356,3 +367,43 @@ def test_a_report_outlasts_what_hinders_that_it_is_kept(
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+RECORD = DeploymentRecord(
+    deployment_id="d1", run_id="r", model="ab" * 32, task="digits", options={"model": "mlp"}, devices=None, canary=0,
+    canary_s=60.0, tolerance=0.02, min_accuracy=0.0, test_fraction=0.1, status=RolloutStatus.PREPARING,
+    created_at=1.0,
+)  # fmt: skip
+
+
+def export(task: str, options: Mapping[str, Any], model: Path, out: Path) -> None:
+    out.write_text(f"{task} {dict(options)} {model.name}")
+
+
+def broken(_task: str, _options: Mapping[str, Any], _model: Path, out: Path) -> None:
+    out.write_text("half")
+    raise TaskError("torch is not installed")
+
+
+def test_the_file_is_named_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / ".d1.onnx").write_text("left behind")
+    sha256, size = make_deployment_file(RECORD, export, models=tmp_path / "models", folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert path.read_text() == f"digits {{'model': 'mlp'}} {'ab' * 32}.safetensors"
+    assert (path.name, size) == (f"{sha256}.onnx", path.stat().st_size)
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_what_cannot_be_made_or_is_too_large_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="torch is not installed"):
+        make_deployment_file(RECORD, broken, models=tmp_path, folder=tmp_path)
+    with pytest.raises(UsageError, match="devices take 10 at most"):
+        make_deployment_file(RECORD, export, models=tmp_path, folder=tmp_path, max_bytes=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_nobody_needs_go_and_those_being_made_stay(tmp_path: Path) -> None:
+    for name in ("aa", "bb", ".d2"):
+        (tmp_path / f"{name}.onnx").write_text("x")
+    prune_deployment_files(tmp_path, {"aa"})
+    assert {path.name for path in tmp_path.iterdir()} == {"aa.onnx", ".d2.onnx"}

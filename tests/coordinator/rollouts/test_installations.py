@@ -13,9 +13,15 @@ from small_fleet import SmallFleet, eventually, settled
 from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl import __version__
-from edgefl.coordinator.rollouts import bundle_store, controller, notifications
-from edgefl.coordinator.rollouts.bundle_store import BundleStore
-from edgefl.coordinator.rollouts.installations import OUTDATED_AGENT_REASON, InstallationRequest, InstallationService
+from edgefl.coordinator.rollouts import installations as bundle_store
+from edgefl.coordinator.rollouts import service
+from edgefl.coordinator.rollouts.installations import (
+    OUTDATED_AGENT_REASON,
+    BundleStore,
+    InstallationRequest,
+    Installations,
+    InstallationService,
+)
 from edgefl.core.errors import (
     BundleError,
     ConfigError,
@@ -26,7 +32,7 @@ from edgefl.core.errors import (
     VersionError,
 )
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, StatusMessage
-from edgefl.storage.queries.changes import list_events_after
+from edgefl.storage.queries.dashboard import list_events_after
 from edgefl.storage.store import Store
 
 ABLE = {"installs": {"able": True, "slot": "a", "signers": [], "packs": {}}}
@@ -74,10 +80,10 @@ class Fleet:
 
     def start(self) -> InstallationService:
         made = InstallationService(
+            Installations(store=self.store, registry=self.roster, bundle_store=self.files),
             store=self.store,
             registry=self.roster,
-            bundle_store=self.files,
-            command_sender=self,
+            send_command=self.send_command,
             on_fatal=self.fatal.append,
         )
         self.running.append(made)
@@ -96,10 +102,10 @@ class Fleet:
             one.on_heartbeat(name, heartbeat)
 
     def stages(self, installation: str) -> dict[str, str]:
-        return {row.device_id: str(row.state) for row in self.store.list_installation_devices(installation)}
+        return {row.device_id: str(row.state) for row in self.store.installations.list_devices(installation)}
 
     def status(self, installation: str) -> str:
-        return str(self.store.get_installation(installation).status)
+        return str(self.store.installations.get(installation).status)
 
     def events(self) -> list[tuple[str, str | None]]:
         return [
@@ -116,7 +122,7 @@ class Fleet:
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(controller, "POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr(service, "POLL_INTERVAL_S", 0.02)
     made = Fleet(tmp_path)
     yield made
     made.close()
@@ -144,7 +150,7 @@ def test_every_board_that_can_be_updated_is_told_and_what_it_says_is_kept(fleet:
         ("update-rolled-back", "pi-2"),
         ("updated", "pi-1"),
     ]
-    row = fleet.store.list_installation_devices(made)[1]
+    row = fleet.store.installations.list_devices(made)[1]
     assert row.reason == "its agent did not come up"
 
 
@@ -158,7 +164,7 @@ def test_the_rest_follows_when_the_canaries_run_it_and_is_never_told_when_one_fa
     eventually(lambda: fleet.status(made) == "failed")
     assert sorted(fleet.stages(made).values()) == ["refused", "superseded", "superseded"]
     assert len(fleet.commands) == 1
-    assert fleet.store.get_installation(made).reason == f"canary {canary}: not signed by anybody"
+    assert fleet.store.installations.get(made).reason == f"canary {canary}: not signed by anybody"
     again = submit(fleet, installations, canary=1)
     fleet.say(eventually(lambda: [device for device, _, _ in fleet.commands[1:]])[0], "running", again)
     eventually(lambda: {device for device, _, name in fleet.commands if name == again} == {"pi-1", "pi-2", "pi-3"})
@@ -170,7 +176,7 @@ def test_a_canary_that_keeps_what_it_runs_is_not_taken_back_when_another_is_sile
     made = submit(fleet, fleet.start(), canary=2)
     fleet.say("pi-1", "running", made)
     eventually(lambda: fleet.stages(made)["pi-1"] == "running")
-    fleet.store.update_installation(made, canary_until=0.0)
+    fleet.store.installations.update(made, canary_until=0.0)
     eventually(lambda: fleet.status(made) == "failed")
     assert fleet.stages(made) == {"pi-1": "running", "pi-2": "superseded"}
     fleet.say("pi-2", "running", made)  # it was slow, and is believed
@@ -227,7 +233,7 @@ def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits
 def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_answered(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "RESEND_AFTER_S", 0.05)
+    monkeypatch.setattr(service, "RESEND_AFTER_S", 0.05)
     fleet.add("pi-1")
     fleet.add("pi-2")
     installations = fleet.start()
@@ -250,7 +256,7 @@ def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installatio
     second = submit(fleet, installations, version=None, bundle=pack, canary=1, canary_s=60.0)
 
     def until() -> float | None:
-        return fleet.store.get_installation(second).canary_until
+        return fleet.store.installations.get(second).canary_until
 
     eventually(lambda: until() is None)
     settled(installations)
@@ -262,9 +268,9 @@ def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installatio
     fleet.say("pi-1", "running", first)
     eventually(lambda: ("pi-1", "install", second) in fleet.commands)
     eventually(lambda: until() is not None)
-    fleet.store.update_installation(second, canary_until=0.0)
+    fleet.store.installations.update(second, canary_until=0.0)
     eventually(lambda: fleet.status(second) == "failed")
-    assert fleet.store.get_installation(second).reason == "canary pi-1 did not report within 60 s"
+    assert fleet.store.installations.get(second).reason == "canary pi-1 did not report within 60 s"
 
 
 def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) -> None:
@@ -272,12 +278,12 @@ def test_only_the_devices_of_an_installation_may_fetch_its_bundle(fleet: Fleet) 
     fleet.add("pi-2")
     installations = fleet.start()
     made = submit(fleet, installations, devices=("pi-1",))
-    offer = installations.offer(made, "pi-1")
+    offer = installations.make_offer(made, "pi-1")
     assert (offer["sha256"], offer["version"]) == (fleet.release, NEXT)
     assert installations.get_file(made, "pi-1").stat().st_size == offer["bytes"]
     for name, installation in (("pi-2", made), ("pi-1", "other")):
         with pytest.raises(NotFoundError):
-            installations.offer(installation, name)
+            installations.make_offer(installation, name)
     fleet.files.get_path(fleet.release).unlink()
     with pytest.raises(NotFoundError, match="has the bundle no more"):
         installations.get_file(made, "pi-1")
@@ -341,10 +347,10 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
     first.stop()
     fleet.running.clear()
     again = InstallationService(
+        Installations(store=fleet.store, registry=fleet.roster, bundle_store=fleet.files),
         store=fleet.store,
         registry=fleet.roster,
-        bundle_store=fleet.files,
-        command_sender=fleet,
+        send_command=fleet.send_command,
         on_fatal=fleet.fatal.append,
     )
     fleet.running.append(again)
@@ -365,8 +371,8 @@ def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) 
     fleet.roster.remove("pi-2")
     eventually(lambda: fleet.status(made) == "done")
     assert fleet.stages(made)["pi-2"] == "failed"
-    assert fleet.store.list_installation_devices(made)[1].reason == "it was taken out of the fleet"
-    assert not fleet.store.list_open_installations()
+    assert fleet.store.installations.list_devices(made)[1].reason == "it was taken out of the fleet"
+    assert not fleet.store.installations.list_open()
 
 
 def test_a_bundle_that_is_damaged_on_the_disk_does_not_hide_the_others(fleet: Fleet) -> None:
@@ -380,9 +386,9 @@ def test_a_report_outlasts_what_hinders_that_it_is_kept(fleet: Fleet, monkeypatc
         fleet.add(name)
     made = submit(fleet, fleet.start())
     eventually(lambda: len(fleet.commands) == 2)
-    known, errors = fleet.store.list_device_installations, [StoreBusyError("in use"), ZeroDivisionError("odd")]
+    known, errors = fleet.store.installations.list_of_device, [StoreBusyError("in use"), ZeroDivisionError("odd")]
     monkeypatch.setattr(
-        fleet.store, "list_device_installations", lambda name: _raise(errors.pop()) if errors else known(name)
+        fleet.store.installations, "list_of_device", lambda name: _raise(errors.pop()) if errors else known(name)
     )
     fleet.say("pi-1", "running", made)
     fleet.say("pi-2", "running", made)

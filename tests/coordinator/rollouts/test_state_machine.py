@@ -15,7 +15,7 @@ from edgefl.coordinator.rollouts.state_machine import (
     update_canary_deadline,
 )
 from edgefl.core.types import DeviceInfo
-from edgefl.storage.repositories.deployment_records import (
+from edgefl.storage.repositories.rollouts import (
     CANARY_PART,
     DeploymentDeviceRecord,
     DeploymentRecord,

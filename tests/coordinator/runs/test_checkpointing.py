@@ -18,7 +18,7 @@ from edgefl.coordinator.runs.checkpointing import (
     Checkpointer,
 )
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
-from edgefl.engine.stopping import PriorProgress
+from edgefl.engine.progress import PriorProgress
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.store import Store
 

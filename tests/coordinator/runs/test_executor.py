@@ -16,13 +16,12 @@ from synced_wal import SyncedWal
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.replay import RunClock
-from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, Checkpointer
 from edgefl.coordinator.runs.executor import RunExecutor
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
 from edgefl.coordinator.runs.recovery import RunStart, can_auto_finish, restore_exactly, restore_from_checkpoint
-from edgefl.coordinator.runs.run_snapshot import NEW_INCARNATION_FILE
 from edgefl.core.config import ModelsSection
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
@@ -34,8 +33,8 @@ from edgefl.core.types import (
     Tensors,
     TrainInstruction,
 )
+from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import EvaluationRule
-from edgefl.engine.stopping import RoundCounter, StoppingCriteria
 from edgefl.storage.checkpoints import list_checkpoints
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
@@ -43,10 +42,9 @@ from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
 from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model
 from edgefl.storage.store import Store
-from edgefl.strategies.evaluation import EvaluationSchedule
-from edgefl.strategies.participation import MAX_NORMS, RunParticipationPolicy
+from edgefl.strategies.participation import MAX_NORMS, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 ROUNDS = 3
 
@@ -154,7 +152,7 @@ class Site:
             finally:
                 models.close()
             driver.finish(state)
-            driver.recorder.finish()
+            driver.finish_history()
         return state, True
 
 
@@ -201,7 +199,7 @@ def test_a_run_that_is_stopped_in_mid_round_decodes_no_update_and_goes_on_to_the
     assert sorted(rows[0]) == sorted(rows[1])
 
 
-@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "finish")])
+@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "on_finish")])
 def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_followed_by_one_that_ends_it(
     stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +218,7 @@ def test_a_coordinator_that_dies_while_it_writes_down_the_end_of_a_run_is_follow
         assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "finish")])
+@pytest.mark.parametrize("step", [(ModelRetention, "finish"), (HistoryRecorder, "on_finish")])
 def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_down(
     stores: list[Site], step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,8 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.core.errors import JournalError, StoreFullError, StrategyError
@@ -23,7 +22,8 @@ from edgefl.core.types import (
     UpdateStatus,
     derive_rng,
 )
-from edgefl.engine.stopping import ProgressTracker, RoundCounter
+from edgefl.engine.progress import ProgressTracker, RoundCounter
+from edgefl.engine.run_log import RunLog
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.rollback import get_progress
@@ -52,14 +52,16 @@ class Book:
         self.wal = WalJournal(root / "journal", lambda body: decode_body(body, SHAPES))
         self.ledger = HistoryWriter(self.store, "r")
         self.recorder = HistoryRecorder(
-            wal=self.wal, history=self.ledger, rounds=RoundCounter(versions_per_round=versions_per_round),
+            history=self.ledger, rounds=RoundCounter(versions_per_round=versions_per_round),
             clock=lambda: 1000.0 + self.now_s + self.jump_s, monotonic=lambda: self.now_s,
             on_version=self.versions.append, get_blocked=lambda: self.flagged, **options,
         )  # fmt: skip
+        self.log, self.progress = RunLog(self.wal, [self.recorder]), ProgressTracker()
 
     def decide(self, *orders):
-        self.recorder.record_decision(Decision(orders=orders))
-        self.recorder.commit()
+        self.log.record_decision(Decision(orders=orders))
+        self.log.commit()
+        self.progress.record_dispatch(orders, self.now_s)
         return orders
 
     def order(self, version, *devices):
@@ -78,13 +80,22 @@ class Book:
 
     def receive(self, *events):
         """Takes events and commits; returns what the journal made of them."""
-        kept = self.recorder.record_events(events)
-        self.recorder.commit()
+        kept = self.log.record_events(events)
+        for score in [score for event in events for score in self.progress.record_event(event)]:
+            self.log.record_score(score)
+        self.log.commit()
         return kept
 
+    def finish(self):
+        """Ends the run, as the loop and its executor do."""
+        for score in self.progress.nodes.complete_pending():
+            self.log.record_score(score)
+        self.log.finish()
+        self.ledger.finish()
+
     def aggregate(self, version, *names, state=None):
-        self.recorder.record_aggregation(version, names, state)
-        self.recorder.commit()
+        self.log.record_aggregation(version, names, state)
+        self.log.commit()
 
     def round_of(self, version, *devices, **metrics):
         """A whole round: ordered, answered and aggregated."""
@@ -158,7 +169,7 @@ def test_a_round_is_as_long_as_it_was_though_the_clock_is_set_meanwhile(book, ju
 def test_a_round_that_began_before_its_run_went_on_is_as_long_as_from_there(book):
     (order,) = book.order(0, "a")
     opened_s, book.now_s, book.jump_s = dict(book.recorder.round_starts_s), 3.0, 900.0
-    book.recorder.resume([order], ProgressTracker(), opened_s)
+    book.recorder.resume([order], 0, opened_s)
     book.receive(update(0, "a", received_s=3.0))
     book.aggregate(1, "v0-a")
     assert book.rows("rounds", "seconds") == [(3.0,)]
@@ -204,7 +215,7 @@ def test_an_update_that_is_not_used_is_late_at_the_end_and_counts_in_its_round_s
     book.ledger.flush()
     book.receive(update(0, "b"))
     assert book.rows("updates", "outcome") == [("used",), (None,)]
-    book.recorder.finish()
+    book.finish()
     assert book.rows("updates", "outcome", "loss") == [("used", 0.5), ("late", 0.5)]
     assert book.rows("rounds", "num_updates", "num_devices", "bytes_down", "bytes_up") == [(1, 2, 200, 2 * BYTES_UP)]
 
@@ -231,7 +242,7 @@ def test_what_brought_no_update_is_written_with_the_reason_and_when_it_was_given
     assert (row["outcome"], row["reason"], row["round"]) == (str(outcome), "it fell into a pond", 1)
     assert (row["dispatched_at"], row["received_at"], row["ended_at"]) == (1000.0, None, 1030.0)
     book.receive(gone("e1-judge", "judge"))
-    assert book.rows("events", "kind", "device_id") == [("assignment-lost", "b"), ("assignment-lost", "judge")]
+    assert book.rows("events", "kind", "device_id") == [("assignment-failed", "b"), ("assignment-failed", "judge")]
     assert len(book.rows("updates")) == 2, "an evaluation is no update"
 
 
@@ -259,12 +270,12 @@ def test_a_late_evaluation_of_an_older_version_does_not_turn_the_accuracy_back(b
 
 def test_nothing_is_in_the_store_before_it_is_in_the_journal(book):
     book.order(0, "a")
-    book.recorder.record_events([update(0, "a")])
-    book.recorder.record_aggregation(1, ["v0-a"], None)
+    book.log.record_events([update(0, "a")])
+    book.log.record_aggregation(1, ["v0-a"], None)
     assert book.rows("updates", "outcome") == [(None,)]
     book.wal.close()
     with pytest.raises(JournalError):
-        book.recorder.commit()
+        book.log.commit()
     assert book.rows("updates", "outcome") == [(None,)]
     assert book.rows("rounds", "closed_at") == [(None,)]
 
@@ -314,19 +325,19 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason_and_not_behin
         book.flagged |= {"b"} if version else set()
         book.receive(*(gone(f"v{version}-{name}", name, UpdateStatus.REFUSED, f"norm {version}") for name in "ab"))
     events = book.rows("events", "kind", "device_id", "message")
-    assert [event for event in events if event[0] == "device-flagged"] == [("device-flagged", "b", "norm 1")]
+    assert [event for event in events if event[0] == "device-blocked"] == [("device-blocked", "b", "norm 1")]
     assert len(events) == 6 + 1
-    book.recorder.resume([], ProgressTracker(), {})
+    book.recorder.resume([], 0, {})
     book.order(3, "b")
     book.receive(gone("v3-b", "b", UpdateStatus.REFUSED, "norm 3", is_strike=True))
-    assert book.rows("events", "kind")[7:] == [("assignment-lost",)]
+    assert book.rows("events", "kind")[7:] == [("assignment-failed",)]
 
 
 def test_an_update_that_never_came_cannot_be_used(book):
     book.round_of(0, "a")
     for name in ("v0-a", "v9-z"):
         with pytest.raises(StrategyError, match=f"used: the strategy names '{name}'"):
-            book.recorder.record_aggregation(2, [name], None)
+            book.log.record_aggregation(2, [name], None)
 
 
 def apply(book, *names):
@@ -356,7 +367,7 @@ def test_an_asynchronous_round_is_so_many_versions_and_closes_with_its_last_or_w
     apply(book, "v3-a")
     book.now_s = 9.0
     for _ in range(2):
-        book.recorder.finish()
+        book.finish()
         assert book.rows("rounds", "round", "version", "num_updates", "closed_at")[1:] == [(2, 4, 1, 1009.0)]
     assert (book.run().rounds, book.run().version) == (2, 4)
 
@@ -406,7 +417,7 @@ def test_nodes_that_never_answer_leave_the_figures_of_those_that_did_at_the_end(
     for subject in ("a", "b", "c"):
         book.evaluate(1, "judge", subject=subject)
     book.receive(evaluated(1, "judge", "evaluator", 0.5, subject="a"), gone("e1-judgeb", "judge"))
-    book.recorder.finish()
+    book.finish()
     assert book.rows("rounds", *NODE_COLUMNS) == [(None, 0.5, 0.5)]
 
 
@@ -415,8 +426,8 @@ def test_what_a_strategy_tells_of_a_round_stands_in_its_row_at_its_last_version(
     book.order(0, "a", "b", "c")
     book.receive(*(update(0, device) for device in "abc"))
     for version, device in enumerate("abc", 1):
-        book.recorder.record_aggregation(version, [f"v0-{device}"], "x" * version)
-    book.recorder.finish()
+        book.log.record_aggregation(version, [f"v0-{device}"], "x" * version)
+    book.finish()
     assert book.rows("rounds", "facts") == [({"disagreement": 2.0},), ({"disagreement": 3.0},)]
 
 
@@ -425,10 +436,10 @@ def test_figures_that_come_after_a_round_was_closed_leave_its_facts(open_book, m
     book = open_book(compute_metrics=lambda _: {"disagreement": 0.5})
     book.order(0, "a")
     book.evaluate(1, "judge", subject="a")
-    book.recorder.record_events([update(0, "a")])
-    book.recorder.record_aggregation(1, ["v0-a"], None)
+    book.log.record_events([update(0, "a")])
+    book.log.record_aggregation(1, ["v0-a"], None)
     if meanwhile != "nothing":
-        book.recorder.commit()
+        book.log.commit()
     if meanwhile == "written":
         book.ledger.flush()
     book.receive(evaluated(1, "judge", "evaluator", 0.25, subject="a"))

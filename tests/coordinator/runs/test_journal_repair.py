@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.runs.journal_repair import quarantine_damage
-from edgefl.coordinator.runs.run_snapshot import NEW_INCARNATION_FILE, RunSnapshot
+from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, RunSnapshot
+from edgefl.coordinator.runs.executor import quarantine_damage
 from edgefl.core.errors import JournalError, StoreTooNewError
 from edgefl.core.types import Update, UpdateMetrics
 from edgefl.storage.checkpoints import list_checkpoints, save_state

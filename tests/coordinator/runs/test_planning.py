@@ -11,8 +11,9 @@ import pytest
 
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.runs.planning import plan_run
+from edgefl.coordinator.runs.planning import RunValidator, plan_run
 from edgefl.core.config import parse_run
+from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.protocol import Capabilities, StatusMessage
 from edgefl.core.types import Json, UpdateStatus
 from edgefl.engine.build import build_run
@@ -147,3 +148,45 @@ def test_nodes_of_a_graph_send_to_each_neighbour(roster: DeviceRegistry, store: 
 def test_planning_changes_nothing(roster: DeviceRegistry, store: Store) -> None:
     assert plan(roster, store) == plan(roster, store)
     assert store.list_runs() == []
+
+
+@pytest.fixture
+def trainer_roster() -> DeviceRegistry:
+    made = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+    made.record_broker_link(connected=True)
+    made.add("pi", node_id=1, role="trainer", groups=(), examples={"digits": 9})
+    made.record_status("pi", StatusMessage(state="online", boot_id="b", session_no=1))
+    return made
+
+
+def run_file(**sections: Any) -> Any:
+    return parse_run({"run": {"task": "digits", "rounds": 2}, **sections})
+
+
+def test_a_run_that_can_work_is_planned_with_what_was_said_at_its_check(
+    trainer_roster: DeviceRegistry, store: Store
+) -> None:
+    vetting = RunValidator(build_run, trainer_roster, store)
+    told = vetting.check(run_file())
+    assert "state_bytes" in told
+    plan = vetting.plan(run_file())
+    assert told.items() <= plan.items()
+    assert [row["device_id"] for row in plan["rows"] if row["takes_part"]] == ["pi"]
+
+
+def test_a_run_whose_state_is_too_large_is_not_planned_either(trainer_roster: DeviceRegistry, store: Store) -> None:
+    vetting = RunValidator(build_run, trainer_roster, store)
+    greedy = parse_run({"run": {"task": "digits", "max_state_bytes": 1}, "strategy": {"name": "dc-asgd"}})
+    for look in (vetting.check, vetting.plan):
+        with pytest.raises(ConfigError, match="max_state_bytes"):
+            look(greedy)
+
+
+def test_a_run_that_nobody_can_train_is_not_planned_either(trainer_roster: DeviceRegistry, store: Store) -> None:
+    trainer_roster.record_capabilities("pi", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9}))
+    vetting = RunValidator(
+        lambda config, run_id: replace(build_run(config, run_id), needs_torch=True), trainer_roster, store
+    )
+    for look in (vetting.check, vetting.plan):
+        with pytest.raises(TaskError, match="have no torch"):
+            look(run_file())

@@ -13,6 +13,7 @@ from safetensors.numpy import save
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.recording_fleet import FleetSnapshot
+from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, RunSnapshot, create_run_snapshot
 from edgefl.coordinator.runs.recovery import (
     RunStart,
     can_resume_exactly,
@@ -20,7 +21,6 @@ from edgefl.coordinator.runs.recovery import (
     restore_exactly,
     restore_from_checkpoint,
 )
-from edgefl.coordinator.runs.run_snapshot import NEW_INCARNATION_FILE, RunSnapshot, create_run_snapshot
 from edgefl.core.config import parse_run
 from edgefl.core.errors import EdgeflError, JournalError, UsageError
 from edgefl.core.types import (
@@ -33,8 +33,8 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.build import RunComponents, build_run
+from edgefl.engine.progress import ProgressTracker
 from edgefl.engine.round_loop import LoopState
-from edgefl.engine.stopping import ProgressTracker
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal

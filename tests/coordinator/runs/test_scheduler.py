@@ -20,20 +20,20 @@ from noted_calls import NotedCalls
 from small_fleet import add_run, eventually
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.fleet_state import FleetState
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs import storage_backoff
+from edgefl.coordinator.runs import stalls
+from edgefl.coordinator.runs.checkpointing import GuardSnapshot
 from edgefl.coordinator.runs.recovery import MAX_CRASHES
-from edgefl.coordinator.runs.run_snapshot import GuardSnapshot
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
-from edgefl.coordinator.runs.slow_call_watchdog import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
+from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
 from edgefl.core.config import parse_run
 from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
 from edgefl.core.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
 from edgefl.engine.build import build_run
-from edgefl.engine.stopping import PriorProgress
+from edgefl.engine.fleet_state import FleetState
+from edgefl.engine.progress import PriorProgress
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal.file_format import HEADER_BYTES, encode_record_header, list_journal_files
 from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
@@ -367,7 +367,7 @@ class Hindered:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses are looked at often."""
-    monkeypatch.setattr(storage_backoff, "FIRST_RETRY_S", 0.02)
+    monkeypatch.setattr(stalls, "FIRST_RETRY_S", 0.02)
 
 
 @pytest.mark.parametrize("error", [StoreFullError("no room in x"), StoreBusyError("x is in use")])
@@ -376,7 +376,7 @@ def test_a_hindrance_pauses_a_run_until_it_passes_or_the_coordinator_stops_and_e
     store: Store, worker: RunScheduler, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = threading.Event()
-    monkeypatch.setattr(storage_backoff, "has_room", lambda _: room.is_set())
+    monkeypatch.setattr(stalls, "has_room", lambda _: room.is_set())
     assemble = Hindered(error, UsageError("it cannot work"), error)
     worker._context = replace(worker._context, build_run=assemble)
     add_run(store, config=RUN)
@@ -585,7 +585,7 @@ def test_a_stop_that_a_strategy_keeps_from_its_turn_is_told_once(
     worker.flush()
     worker.flush()
     (event,) = read_history(store, "events", run=hung)
-    assert event["kind"] == "run-held-up"
+    assert event["kind"] == "run-stalled"
     assert event["message"].startswith(
         f"cannot be stopped now: assign of strategy {mine}:Hanging has not returned for"
     )

@@ -14,10 +14,16 @@ from digit_shards import digit_shard
 from edgefl.cli.main import main
 from edgefl.core.errors import DataError, VersionError
 from edgefl.device.diagnostics import diagnostic_report, timings
-from edgefl.device.diagnostics.diagnostic_report import DiagnosticReport, ReportContext, make_report
-from edgefl.device.diagnostics.report_archive import REPORT_FILE, read_report, write_report
+from edgefl.device.diagnostics.diagnostic_report import (
+    REPORT_FILE,
+    DiagnosticReport,
+    ReportContext,
+    make_report,
+    read_report,
+    write_report,
+)
 from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
-from edgefl.device.hardware.programs import no_program
+from edgefl.device.hardware.board_reader import no_program
 
 SYSTEMCTL = """
 case "$*" in

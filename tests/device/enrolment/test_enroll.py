@@ -21,8 +21,8 @@ from edgefl.core.errors import (
     VersionError,
     WrongCaError,
 )
+from edgefl.device.enrolment.certificates import create_key, export_public_key
 from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll, get_host_slug
-from edgefl.device.enrolment.keys import create_key, export_public_key
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import find_free_port
 

@@ -7,7 +7,6 @@ import pytest
 from edgefl.core.errors import JoinError, TokenExpiredError, TokenInvalidError, TokenUsedError, UsageError
 from edgefl.device.enrolment.enroll import EnrolmentOptions
 from edgefl.device.enrolment.retry import (
-    MAX_WAIT_S,
     RetryPolicy,
     delete_secret_file,
     enroll_with_retry,
@@ -38,7 +37,7 @@ class Clock:
             raise StuckError
 
     def patience(self):
-        return RetryPolicy(clock=lambda: self.now_s, sleep=self.sleep, jitter=lambda: 1.0)
+        return RetryPolicy(clock=lambda: self.now_s, sleep=self.sleep, rng=None)
 
 
 @pytest.fixture
@@ -92,12 +91,15 @@ def test_a_state_of_another_device_or_a_token_without_an_address_ends_it(front_d
         enroll_with_retry(replace(front_door.token(), addresses=()), PI, root=tmp_path / "d", policy=clock.patience())
 
 
-@pytest.mark.parametrize("chance", [0.0, 0.5, 1.0])
-def test_waits_double_to_a_minute_and_never_to_nothing(chance):
-    patience = RetryPolicy(jitter=lambda: chance)
-    waits = [patience.compute_wait_s(attempt) for attempt in (0, 1, 2, 6, 60, 100_000)]
-    assert waits == [longest * (0.5 + 0.5 * chance) for longest in (1.0, 2.0, 4.0, 60.0, 60.0, 60.0)]
-    assert max(waits) <= MAX_WAIT_S
+def test_waits_double_to_a_minute_and_jitter_takes_half_of_them_at_most(front_door, tmp_path, clock):
+    front_door.lose_answers = 8
+    enroll_with_retry(front_door.token(), PI, root=tmp_path / "d", policy=clock.patience())
+    assert clock.slept == [1, 2, 4, 8, 16, 32, 60, 60]
+    front_door.lose_answers, longest = 8, clock.slept.copy()
+    clock.slept.clear()
+    policy = replace(clock.patience(), rng=RetryPolicy().rng)
+    enroll_with_retry(front_door.token(), replace(PI, name="pi-2"), root=tmp_path / "e", policy=policy)
+    assert all(wait_s / 2 <= slept_s <= wait_s for wait_s, slept_s in zip(longest, clock.slept, strict=True))
 
 
 def test_the_clock_is_waited_for_where_somebody_sets_it_and_not_for_ever(tmp_path, clock):

@@ -38,7 +38,7 @@ def make_node(authority, key_pem):
 
         def make(ca=None):
             trust = create_pinned_context((ca or authority).cert_pem)
-            node = SuperNode(private_key_pem=key_pem, tls_context=trust, clock=time.time, train=None, evaluate=None)
+            node = SuperNode(private_key_pem=key_pem, tls_context=trust, clock=time.time)
             closers.callback(node.close)
             return node
 

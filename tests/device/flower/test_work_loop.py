@@ -1,5 +1,7 @@
 """Work that comes once, twice, or too late, with something in Flower's place that says what it was given."""
 
+import itertools
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -7,8 +9,17 @@ from typing import Any
 import pytest
 from peer_boards import eventually
 
+from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import POLL_S
 from edgefl.device.flower.supernode import ReplyRejectedError
-from edgefl.device.flower.work_loop import MAX_CACHED_REPLIES, WorkLoop
+from edgefl.device.flower.work_loop import (
+    INITIAL_DISCONNECTED_S,
+    MAX_CACHED_REPLIES,
+    MAX_DISCONNECTED_S,
+    PollBackoff,
+    ReplyUploader,
+    WorkLoop,
+)
 from edgefl.system.https_client import create_pinned_context
 
 
@@ -24,28 +35,26 @@ class Trainer:
         told = {"error": "it is bad"} if header["assignment"].startswith("bad") else {"metrics": {}}
         return {"assignment": header["assignment"], **told}, body + b" trained"
 
-    def evaluate(self, _header, body):
-        raise NotImplementedError
+    def evaluate(self, header, body):
+        return {"assignment": header["assignment"], "metrics": {"accuracy": 1.0}}, body + b" evaluated"
 
 
 class Network:
     """Gives out work; an answer is what the bench has made of it."""
 
-    def __init__(self, bench):
-        self._bench = bench
+    def __init__(self):
         self.work = []
         self.sent = []
+        self.is_evaluation = False
         self.incoming_assignment: str | None = None
         self.refuses = False
 
     def pull(self):
-        return SimpleNamespace(header=self.work.pop(0)) if self.work else None
-
-    def run_app(self, instruction):
-        return self._bench._train(instruction.header, b"model")
+        made = lambda header: SimpleNamespace(header=header, body=b"model", is_evaluation=self.is_evaluation)  # noqa: E731
+        return made(self.work.pop(0)) if self.work else None
 
     def create_reply(self, _instruction, answer):
-        return ("again", *answer)
+        return answer
 
     def push(self, reply):
         if self.refuses:
@@ -66,7 +75,7 @@ class Site:
             on_work=self._work,
             on_failure=lambda: self.failures.append(1),
         )
-        self.network = Network(self.bench)
+        self.network = Network()
         self.bench.supernode = self.network
         self.bench.uploader.resume()
 
@@ -98,12 +107,22 @@ def test_an_assignment_that_comes_again_is_answered_from_memory_unless_it_is_of_
     assert site.num_works == 0
     site.do("a", "a", version=41)
     first, second = wait_for_sent(site, 2)
-    assert second == ("again", *first)
+    assert second is first
     assert (site.trainer.trained, site.num_works) == (["a"], 2)
     site.do("a", version=17)
     site.do("a", version=17)
     assert site.trainer.trained == ["a", "a"]
-    assert [sent[0] == "again" for sent in wait_for_sent(site, 4)] == [False, True, False, True]
+    _, _, third, fourth = wait_for_sent(site, 4)
+    assert third is fourth
+    assert third is not first
+
+
+def test_an_evaluation_is_answered_and_not_kept(site):
+    site.network.is_evaluation = True
+    site.do("a", "a")
+    assert wait_for_sent(site, 2) == [({"assignment": "a", "metrics": {"accuracy": 1.0}}, b"model evaluated")] * 2
+    assert site.trainer.trained == []
+    assert site.bench.list_held_assignments() == ()
 
 
 def test_only_the_newest_finished_updates_are_kept(site):
@@ -150,3 +169,139 @@ def test_the_log_names_what_is_worked_on_and_nothing_at_leisure(site):
     site.do("a")
     assert seen == [("r", "a")]
     assert site.bench.get_log_context() is None
+
+
+def test_a_device_asks_seldom_while_it_hears_bells_and_else_soon_after_work_and_then_ever_more_seldom():
+    pace = PollBackoff()
+    for _ in range(2):
+        waits = [pace.compute_interval_s(is_connected=False) for _ in range(8)]
+        assert waits == [INITIAL_DISCONNECTED_S, 1, 2, 4, 8, MAX_DISCONNECTED_S, 15, 15]
+        assert pace.compute_interval_s(is_connected=True) == POLL_S
+    pace.compute_interval_s(is_connected=False)
+    pace.on_work()
+    assert pace.compute_interval_s(is_connected=False) == INITIAL_DISCONNECTED_S
+    own = PollBackoff(0.2)
+    assert [own.compute_interval_s(is_connected=False) for _ in range(3)] == [0.2, 0.2, 0.2], (
+        "a shorter one of its own holds"
+    )
+
+
+def test_next_work_is_found_after_at_most_as_long_again_and_with_few_questions():
+    for lasts_s in (0.3, 1.0, 7.0, 20.0):
+        pace = PollBackoff()
+        pace.on_work()
+        asked_s = itertools.accumulate(pace.compute_interval_s(is_connected=False) for _ in range(20))
+        count, found_s = next((count, at_s) for count, at_s in enumerate(asked_s, 1) if at_s >= lasts_s)
+        assert found_s <= 2 * lasts_s + INITIAL_DISCONNECTED_S
+        assert count <= 6
+
+
+class HeldNetwork:
+    """Takes one answer at a time, when it is let; fails as often as it is told to."""
+
+    def __init__(self):
+        self.sent, self.under_way, self.failures, self.num_failed = [], [], [], 0
+        self.lets = threading.Semaphore(0)
+        self.began = threading.Semaphore(0)
+
+    def push(self, answer):
+        self.under_way.append(answer)
+        self.began.release()
+        assert self.lets.acquire(timeout=60)
+        self.under_way.remove(answer)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.sent.append(answer)
+
+    def fail(self):
+        self.num_failed += 1
+
+    def let(self, count=1):
+        for _ in range(count):
+            self.lets.release()
+
+    def wait_begun(self):
+        assert self.began.acquire(timeout=60)
+
+
+@pytest.fixture
+def network():
+    return HeldNetwork()
+
+
+@pytest.fixture
+def outbox(network):
+    made = ReplyUploader(network.push, network.fail)
+    made.resume()
+    yield made
+    network.let(9)
+    made.close(10)
+    assert not made._thread.is_alive()
+
+
+def test_answers_leave_in_order_and_a_third_waits_for_the_first(network, outbox):
+    outbox.add("one")
+    network.wait_begun()
+    assert network.under_way == ["one"]  # and this thread is free
+    waiting = threading.Thread(target=outbox.add, args=("two",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    network.let(2)
+    waiting.join(60)
+    assert not waiting.is_alive()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+@pytest.mark.parametrize("error", [NetworkError("no answer"), RuntimeError("no answer: a bug")])
+def test_what_could_not_be_sent_is_told_once_kept_and_sent_when_there_is_a_connection_again(network, outbox, error):
+    network.failures = [error]
+    outbox.add("one")
+    network.let()
+    eventually(lambda: network.num_failed)
+    outbox.add("two")  # the training that went on meanwhile
+    with pytest.raises(NetworkError, match="no answer"):
+        outbox.check()
+    outbox.check()
+    assert network.sent == []
+    network.let(2)
+    outbox.resume()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+def test_a_pause_waits_for_what_is_under_way_and_nothing_leaves_until_it_is_over(network, outbox):
+    outbox.add("one")
+    network.wait_begun()
+    pausing = threading.Thread(target=outbox.pause)
+    pausing.start()
+    pausing.join(0.1)
+    assert pausing.is_alive()
+    network.let()
+    pausing.join(60)
+    assert (pausing.is_alive(), network.sent) == (False, ["one"])
+    network.let()
+    outbox.add("two")
+    time.sleep(0.05)
+    assert network.under_way == []
+    outbox.resume()
+    eventually(lambda: network.sent == ["one", "two"])
+
+
+def test_closing_sends_what_is_left_but_waits_no_longer_than_it_may(network):
+    outbox = ReplyUploader(network.push, network.fail)
+    outbox.resume()
+    outbox.add("one")
+    network.let()
+    outbox.close(10)
+    assert network.sent == ["one"]
+    stuck = ReplyUploader(network.push, network.fail)
+    stuck.resume()
+    stuck.add("two")
+    started_s = time.monotonic()
+    stuck.close(0.1)
+    unconnected = ReplyUploader(network.push, network.fail)
+    unconnected.add("three")
+    unconnected.close(10)
+    assert time.monotonic() - started_s < 5
+    assert network.sent == ["one"]
+    network.let()

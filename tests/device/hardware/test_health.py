@@ -1,4 +1,4 @@
-"""The readings on trees of files as boards have them; those of whole boards are in `test_boards`."""
+"""The readings on trees of files as boards have them; those of whole boards are in `test_capabilities`."""
 
 import os
 
@@ -6,6 +6,7 @@ import pytest
 from board_trees import FIRMWARE, plant, rails, zones
 
 from edgefl.device.hardware.board_reader import PATH_CACHE_S, BoardReader
+from edgefl.device.hardware.board_sensors import read_battery_fraction, read_power_w
 from edgefl.device.hardware.health import (
     HealthReader,
     HealthReading,
@@ -15,8 +16,6 @@ from edgefl.device.hardware.health import (
     read_temperature_c,
     read_throttled,
 )
-from edgefl.device.hardware.jetson import read_power_w
-from edgefl.device.hardware.power import read_battery_fraction
 
 HWMON = "sys/class/hwmon/hwmon2"
 SUPPLY = "sys/class/power_supply"

@@ -14,18 +14,18 @@ from edgefl import __version__
 from edgefl.core.errors import TaskError
 from edgefl.core.protocol import model_fingerprint
 from edgefl.device.diagnostics import device_checks
+from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
-from edgefl.device.hardware.programs import no_program
 from edgefl.device.hardware.requirements import (
     check_requirements,
     find_unsupported_backends,
+    get_training_facts,
     select_role,
     select_training_paths,
 )
-from edgefl.device.hardware.training_facts import get_training_facts
 from edgefl.device.training.readiness import ReadinessHandler
 from edgefl.device.training.task_cache import TaskCache
-from edgefl.tasks.backends import NUMPY_MODELS, is_torch_task
+from edgefl.tasks.learners.backends import NUMPY_MODELS, is_torch_task
 from edgefl.tasks.registry import make_task
 
 BLOCKED = Path(__file__).parents[2] / "e2e" / "without_torch"
@@ -69,7 +69,7 @@ def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evalua
 
 def test_without_torch_a_board_trains_if_one_of_its_tasks_needs_none():
     program = """
-from edgefl.device.hardware.training_facts import get_training_facts
+from edgefl.device.hardware.requirements import get_training_facts
 for tasks in (["mnist"], ["mnist", "digits"], ["digits"], []):
     told = get_training_facts("trainer", tasks)
     print(told["backends"], told["trains"], "mnist needs it" in told.get("trains_reason", ""))

@@ -11,10 +11,10 @@ import pytest
 from board_trees import ZERO_2_W, plant
 
 from edgefl.core.errors import TaskError
+from edgefl.device.hardware.benchmark import measure_step_rate
+from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
-from edgefl.device.hardware.programs import no_program
 from edgefl.device.hardware.step_rate import FILE_NAME, StepRateCache
-from edgefl.device.hardware.step_rate_worker import measure_step_rate
 
 OWN = """
 import os, signal, time

@@ -11,10 +11,10 @@ from peer_boards import eventually
 
 from edgefl.core.errors import DataError, NetworkError
 from edgefl.core.types import derive_rng
-from edgefl.device.inference.deployments import DeploymentClient, rejection_reason
+from edgefl.device.inference.deployments import DeployedModels, ModelOffer, rejection_reason
 from edgefl.device.inference.model_check import ModelCheckResult
-from edgefl.device.inference.model_download import ModelOffer
 from edgefl.device.inference.model_store import ModelStore
+from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.state_dir import DeviceSettings, save_enrolment
 
 
@@ -47,8 +47,11 @@ class Board:
         self.coordinator.offer |= told
 
     def start(self):
-        updates = DeploymentClient(
-            self.state, source=self._source, on_change=lambda: None, rng=derive_rng("t"), check_model=self._check
+        updates = RolloutClient(
+            DeployedModels(self.state, check_model=self._check),
+            get_source=self._source,
+            on_change=lambda: None,
+            rng=derive_rng("t"),
         )
         self.updates.append(updates)
         updates.start()
@@ -94,7 +97,7 @@ def until(updates, state, deployment):
 
 def deploy(board, updates, winner, state="running"):
     board.offers(winner)
-    updates.deploy(f"d{winner}")
+    updates.apply(f"d{winner}")
     return until(updates, state, f"d{winner}")
 
 
@@ -102,7 +105,7 @@ def test_the_first_model_is_taken_and_asked_for_on_the_boards_own_data(board):
     updates = board.start()
     report = deploy(board, updates, 3)
     assert report == {"id": "d3", "state": "running", "accuracy": 0.9, "num_examples": 50, "runs": "d3"}
-    assert updates.model == "3" * 64
+    assert updates.handler.model == "3" * 64
     (question,) = board.questions
     assert (question.shard, question.task, question.former_path, question.role) == (
         "shard.npz", "digits", None, "trainer",
@@ -120,21 +123,21 @@ def test_a_worse_model_is_refused_and_the_one_before_stays(board):
     board.scores[first.sha256] = 0.95
     board.offers(2)
     board.scores[board.coordinator.offer["sha256"]] = 0.4
-    updates.deploy("d2")
+    updates.apply("d2")
     report = until(updates, "refused", "d2")
     assert "accuracy 0.4000 on 50 examples of its own, the model before has 0.9500 there" in report["reason"]
     assert (report["accuracy"], report["former_accuracy"], report["runs"]) == (0.4, 0.95, "d1")
     assert board.store.load().current == first
-    assert updates.model == "1" * 64
+    assert updates.handler.model == "1" * 64
     eventually(lambda: [path.stem for path in board.store.folder.glob("*.onnx")] == [first.sha256])
 
 
 def test_a_deployment_that_is_done_is_not_done_again(board):
     updates = board.start()
     deploy(board, updates, 1)
-    updates.deploy("d1")
+    updates.apply("d1")
     deploy(board, updates, 2)
-    updates.deploy("d2")
+    updates.apply("d2")
     deploy(board, updates, 3)
     assert len(board.questions) == 3
 
@@ -145,10 +148,27 @@ def test_it_goes_back_to_the_model_before_and_without_one_to_none(board):
     deploy(board, updates, 2)
     updates.roll_back("d2")
     assert until(updates, "reverted", "d2")["runs"] == "d1"
-    assert updates.model == "1" * 64
+    assert updates.handler.model == "1" * 64
     updates.roll_back("d1")
     assert until(updates, "reverted", "d1")["runs"] is None
-    assert updates.model is None
+    assert updates.handler.model is None
+
+
+def test_the_files_of_the_model_and_of_the_one_before_stay_and_older_ones_go(board):
+    updates = board.start()
+
+    def winners():
+        return {path.stem for path in board.store.folder.glob("*.onnx")}
+
+    made = []
+    for winner in (1, 2, 3):
+        deploy(board, updates, winner)
+        made.append(board.coordinator.offer["sha256"])
+        eventually(lambda: winners() == set(made[-2:]))
+    (board.store.folder / f"{'0' * 64}.part").write_bytes(b"half of what nobody fetches any more")
+    updates.roll_back("d3")
+    until(updates, "reverted", "d3")
+    eventually(lambda: [path.stem for path in board.store.folder.iterdir() if path.suffix != ".json"] == [made[1]])
 
 
 def test_going_back_from_what_it_does_not_run_changes_nothing_and_is_reported(board):
@@ -156,7 +176,7 @@ def test_going_back_from_what_it_does_not_run_changes_nothing_and_is_reported(bo
     deploy(board, updates, 1)
     updates.roll_back("other")
     assert until(updates, "reverted", "other")["runs"] == "d1"
-    updates.deploy("d1")
+    updates.apply("d1")
     assert until(updates, "running", "d1")["accuracy"] == 0.9
     assert len(board.questions) == 1
 
@@ -165,28 +185,28 @@ def test_what_was_begun_before_a_power_cut_is_finished_after_it(board):
     board.is_away = True
     updates = board.start()
     board.offers(5)
-    updates.deploy("d5")
+    updates.apply("d5")
     until(updates, "fetching", "d5")
-    eventually(lambda: board.store.load().pending == "d5")
+    eventually(lambda: board.store.load().report == RolloutReport(id="d5", state="fetching"))
     updates.stop()
     board.is_away = False
     again = board.start()
     assert until(again, "running", "d5")["runs"] == "d5"
-    assert board.store.load().pending is None
+    assert board.store.load().report.is_final
 
 
 def test_an_order_to_go_back_ends_what_is_under_way(board):
     board.is_away = True
     updates = board.start()
-    updates.deploy("d5")
+    updates.apply("d5")
     until(updates, "fetching", "d5")
     updates.roll_back("d5")
     assert until(updates, "reverted", "d5")["runs"] is None
-    eventually(lambda: board.store.load().pending is None)
-    updates.deploy("d6")
+    eventually(lambda: board.store.load().report.is_final)
+    updates.apply("d6")
     until(updates, "fetching", "d6")
     board.offers(7)
-    updates.deploy("d7")  # a newer deployment takes the place of the one under way
+    updates.apply("d7")  # a newer deployment takes the place of the one under way
     board.is_away = False
     until(updates, "running", "d7")
     assert len(board.questions) == 1
@@ -196,7 +216,7 @@ def test_a_file_that_arrives_damaged_twice_has_failed_and_nothing_of_it_stays(bo
     updates = board.start()
     board.offers(4)
     board.coordinator.body = board.coordinator.body[:-1] + b"x"
-    updates.deploy("d4")
+    updates.apply("d4")
     assert "was offered" in until(updates, "failed", "d4")["reason"]
     assert len(board.coordinator.ranges) == 2
     eventually(lambda: [path.name for path in board.store.folder.iterdir()] == ["current.json"])
@@ -205,7 +225,7 @@ def test_a_file_that_arrives_damaged_twice_has_failed_and_nothing_of_it_stays(bo
 def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_failed_with_a_reason(board):
     updates = board.start()
     board.coordinator.status = 404
-    updates.deploy("d1")
+    updates.apply("d1")
     until(updates, "failed", "d1")
     board.coordinator.status = 200
     board.coordinator.offer["task"] = "mnist"
@@ -223,9 +243,7 @@ def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_fai
 
 def offer(**changes):
     values: dict[str, Any] = {"tolerance": 0.02, "min_accuracy": 0.0, **changes}
-    return ModelOffer(
-        deployment="d", model="m", sha256="s", num_bytes=1, task="digits", options={}, test_fraction=0.1, **values
-    )
+    return ModelOffer(deployment="d", model="m", sha256="s", task="digits", options={}, test_fraction=0.1, **values)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from onnx_graphs import constant_model, digits_model
 
 from edgefl.core.errors import DataError, EdgeflError
 from edgefl.device.inference.model_check import ModelCheckRequest, check_in_subprocess, check_model, select_check_data
-from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.tasks.datasets.central import create_shards
+from edgefl.tasks.datasets.shards import split_train_test
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_creation import create_shards
 
 
 @pytest.fixture(scope="module")

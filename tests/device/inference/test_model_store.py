@@ -6,11 +6,11 @@ import pytest
 
 from edgefl.device.inference.model_store import (
     DeployedModel,
-    DeploymentReport,
     DeploymentState,
     ModelStore,
     report_to_json,
 )
+from edgefl.device.rollouts.client import RolloutReport
 
 
 def deployed(name):
@@ -18,24 +18,14 @@ def deployed(name):
 
 
 def report(name, state="running"):
-    return DeploymentReport(id=f"d-{name}", state=state, accuracy=0.5)
+    return RolloutReport(id=f"d-{name}", state=state, accuracy=0.5)
 
 
 @pytest.fixture
 def store(tmp_path):
     store = ModelStore(tmp_path)
     store.save(DeploymentState())
-    for name in "abc":
-        put(store, name)
     return store
-
-
-def put(store, name):
-    (store.folder / f"{name * 64}.onnx").write_bytes(name.encode())
-
-
-def files(store):
-    return {path.name[0] for path in store.folder.glob("*.onnx")}
 
 
 def test_a_board_without_a_note_has_no_model(tmp_path):
@@ -43,17 +33,14 @@ def test_a_board_without_a_note_has_no_model(tmp_path):
     assert report_to_json(DeploymentState()) is None
 
 
-def test_the_model_before_is_kept_for_the_way_back_and_older_ones_go(store):
+def test_the_model_before_is_kept_for_the_way_back(store):
     note = DeploymentState()
     for name in "abc":
-        put(store, name)
         note = store.activate(note, deployed(name), report(name))
     assert store.load() == note
-    assert (note.current, note.former, note.pending) == (deployed("c"), deployed("b"), None)
-    assert files(store) == {"b", "c"}
+    assert (note.current, note.former) == (deployed("c"), deployed("b"))
     back = store.roll_back(note, report("c", "reverted"))
     assert (store.load(), back.current, back.former) == (back, deployed("b"), None)
-    assert files(store) == {"b"}
     assert store.roll_back(back, report("b", "reverted")).current is None
 
 
@@ -62,13 +49,6 @@ def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store):
     note = store.activate(note, deployed("b"), report("b"))
     again = store.activate(note, deployed("b"), report("b"))
     assert (again.current, again.former) == (deployed("b"), deployed("a"))
-
-
-def test_a_part_that_is_being_fetched_stays_and_others_go(store):
-    for name in "xy":
-        (store.folder / f"{name * 64}.part").write_bytes(b"half")
-    store.delete_unused(DeploymentState(current=deployed("a")), kept_sha256="x" * 64)
-    assert {path.name[0] for path in store.folder.iterdir()} == {"a", "x", "c"}
 
 
 def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
@@ -82,10 +62,10 @@ def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
 
 def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs():
     told = report_to_json(
-        DeploymentState(current=deployed("a"), report=DeploymentReport(id="d-b", state="refused", reason="worse"))
+        DeploymentState(current=deployed("a"), report=RolloutReport(id="d-b", state="refused", reason="worse"))
     )
     assert told == {"id": "d-b", "state": "refused", "reason": "worse", "runs": "d-a"}
-    assert report_to_json(DeploymentState(report=DeploymentReport(id="d", state="fetching"))) == {
+    assert report_to_json(DeploymentState(report=RolloutReport(id="d", state="fetching"))) == {
         "id": "d",
         "state": "fetching",
         "runs": None,

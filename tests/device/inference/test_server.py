@@ -13,8 +13,9 @@ from peer_boards import eventually
 
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
-from edgefl.device.inference.model_store import DeployedModel, DeploymentReport, DeploymentState, ModelStore
+from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel
+from edgefl.device.rollouts.client import RolloutReport
 
 ROW = np.zeros((8, 8)).tolist()
 
@@ -33,7 +34,7 @@ class Serving:
         sha256 = constant_model(self.root / "made.onnx", winner)
         new = DeployedModel(deployment=f"d{winner}", sha256=sha256, model=f"{winner}" * 64, task="digits")
         (self.root / "made.onnx").replace(self.store.path(new))
-        self.store.activate(self.store.load(), new, DeploymentReport(id=new.deployment, state="running"))
+        self.store.activate(self.store.load(), new, RolloutReport(id=new.deployment, state="running"))
 
     def ask(self, method, path, body=None, **headers):
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=10)

@@ -14,8 +14,17 @@ from peer_boards import eventually
 
 from edgefl.coordinator import pki
 from edgefl.core.errors import NotJoinedError, StoreFullError
-from edgefl.core.protocol import Capabilities, Command, CommandKind, Heartbeat, ProgressReport, StatusMessage
-from edgefl.device.mqtt.connection import MqttCallbacks, MqttConnection, MqttIdentity, ReconnectPolicy
+from edgefl.core.protocol import (
+    Capabilities,
+    Command,
+    CommandKind,
+    Heartbeat,
+    PresenceState,
+    ProgressReport,
+    StatusMessage,
+)
+from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
+from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.simulation.local_fleet import find_free_port
 
 pytestmark = pytest.mark.timeout(60)
@@ -145,7 +154,7 @@ def test_bells_and_commands_come_over_the_broker_and_nothing_that_they_do_ends_t
     link = site.link(on_wake_up=lambda: bells.append(1), on_command=fail_once)
     eventually(lambda: len(bells) == 1)
     eventually(site.statuses)
-    site.say("bell")
+    site.say("wakeup")
     eventually(lambda: len(bells) == 2)
     site.say("command", b"\xff")
     site.say("status", b"[]")
@@ -262,14 +271,50 @@ def test_a_packet_may_take_longer_than_the_keep_alive_and_a_broker_that_takes_no
     with contextlib.closing(SlowUplink(site.port)) as uplink:
         link = site.link(addresses=[(HOST, uplink.port)], keep_alive_s=KEEP_ALIVE_S)
         started_s = time.monotonic()
-        link.publish_to_peer("pi-2", bytes(SLOW_BYTES))
+        link.peers.publish("pi-2", bytes(SLOW_BYTES))
         eventually(lambda: uplink.num_bytes > SLOW_BYTES)
         assert time.monotonic() - started_s > 2 * KEEP_ALIVE_S
         assert site.num_sessions["pi-1"] == 1
-        link.publish_to_peer("pi-2", bytes(SLOW_BYTES))
+        link.peers.publish("pi-2", bytes(SLOW_BYTES))
         eventually(lambda: uplink.num_bytes > 1.1 * SLOW_BYTES)
         uplink.clogged.set()
         eventually(lambda: not link.is_connected(), timeout_s=4 * KEEP_ALIVE_S)
         uplink.clogged.clear()
         eventually(lambda: site.num_sessions["pi-1"] > 1 and link.is_connected())
         link.stop()
+
+
+def test_without_a_host_of_its_own_the_broker_is_where_the_coordinator_is(state):
+    state.update(addresses=("10.0.0.7:8000", "10.0.0.8:8000", "10.0.0.7:9000"), broker_port=1999, broker_host=None)
+    assert state.settings.brokers == [("10.0.0.7", 1999), ("10.0.0.8", 1999)]
+
+
+def test_a_broker_that_moved_is_followed_also_when_the_card_is_full(state, full_card):
+    with full_card(), pytest.raises(StoreFullError):
+        state.update(broker_port=1999, broker_host="10.0.0.9")
+    assert state.settings.brokers == [("10.0.0.9", 1999)]
+
+
+@pytest.mark.parametrize("was_up", [True, False])
+def test_following_goes_offline_at_the_broker_before_and_subscribes_again_at_another(site, tmp_path, was_up):
+    (tmp_path / "other").mkdir()
+    other, heard = BrokerSite(tmp_path / "other", authority=site.authority).start(), []
+    try:
+        here = (HOST, site.port if was_up else find_free_port())
+        link = site.link(addresses=[here], is_up=was_up, on_peer_message=lambda *message: heard.append(message))
+        link.publish_capabilities(Capabilities(facts={"model": "Pi"}, shards={}))
+        link.peers.subscribe()
+        if not was_up:
+            link.start()
+        _, said = other.client("coordinator", "edgefl/v1/lab/#")
+        link.switch_broker([(HOST, other.port)])
+        eventually(lambda: f"{ROOT}/capabilities" in [name for name, _ in said] and link.is_connected())
+        if was_up:
+            eventually(lambda: site.statuses()[-1].state == PresenceState.OFFLINE)
+        assert sum(thread.name == "mqtt-link" for thread in threading.enumerate()) == 1
+        link.peers.publish("pi-1", b"x")
+        eventually(lambda: heard == [("pi-1", b"x")])
+        link.stop()
+        assert not any(thread.name == "mqtt-link" for thread in threading.enumerate())
+    finally:
+        other.close()

@@ -50,7 +50,7 @@ def test_it_beats_at_once_counts_and_keeps_its_pace_within_the_jitter(ear):
 
 def test_it_tells_the_board_and_what_the_device_is_at(ear):
     signs = HealthReading(uptime_s=9.0, temperature_c=51.5, throttled="ok", cpu_fraction=0.5, memory_bytes=7)
-    activity = DeviceActivity(run="r", assignment="r-1", iteration=3, held_assignments=("r-0",), clock_skew_s=-2.5)
+    activity = DeviceActivity(run="r", assignment="r-1", iteration=3, holding=["r-0"], clock_skew_s=-2.5)
     with beating(HeartbeatPublisher(ear, lambda: signs, lambda: activity)):
         ear.wait_for(1)
     beat = ear.beats[0]

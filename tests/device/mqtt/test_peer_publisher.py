@@ -244,11 +244,11 @@ def without_repeats(said):
 def test_two_devices_hear_each_other_and_only_what_is_for_them(site):
     one, two, three = (site.device(name) for name in ("pi-1", "pi-2", "pi-3"))
     for device in (one, two, three):
-        device.link.subscribe_to_peers()
-    assert one.link.publish_to_peer("pi-2", b"from one")
-    assert two.link.publish_to_peer("pi-1", b"from two")
+        device.link.peers.subscribe()
+    assert one.link.peers.publish("pi-2", b"from one")
+    assert two.link.peers.publish("pi-1", b"from two")
     eventually(lambda: one.heard and two.heard)
-    assert three.link.publish_to_peer("pi-1", bytes(range(256)), retain=False)
+    assert three.link.peers.publish("pi-1", bytes(range(256)), retain=False)
     eventually(lambda: len(one.news) == 2)
     assert one.news == [("pi-2", b"from two"), ("pi-3", bytes(range(256)))]
     assert two.news == [("pi-1", b"from one")]
@@ -257,53 +257,53 @@ def test_two_devices_hear_each_other_and_only_what_is_for_them(site):
 
 def test_a_device_hears_nothing_before_it_listens_and_then_what_was_retained(site):
     one, two = site.device("pi-1"), site.device("pi-2")
-    one.link.publish_to_peer("pi-2", b"early")
-    one.link.publish_to_peer("pi-2", b"newest")
-    one.link.publish_to_peer("pi-3", b"not yours")
+    one.link.peers.publish("pi-2", b"early")
+    one.link.peers.publish("pi-2", b"newest")
+    one.link.peers.publish("pi-3", b"not yours")
     three = site.device("pi-3")
-    three.link.subscribe_to_peers()
+    three.link.peers.subscribe()
     eventually(lambda: three.heard)  # so the broker has what was said before
     assert two.heard == []
-    two.link.subscribe_to_peers()
+    two.link.peers.subscribe()
     eventually(lambda: two.news == [("pi-1", b"newest")])
 
 
 @each_broker
 def test_a_broker_that_lost_everything_is_told_again_and_listening_goes_on(site):
     one, two = site.device("pi-1"), site.device("pi-2")
-    two.link.subscribe_to_peers()
-    one.link.publish_to_peer("pi-2", b"old")
-    one.link.publish_to_peer("pi-2", b"new")
-    one.link.publish_to_peer("pi-4", b"for one who is away")
+    two.link.peers.subscribe()
+    one.link.peers.publish("pi-2", b"old")
+    one.link.peers.publish("pi-2", b"new")
+    one.link.peers.publish("pi-4", b"for one who is away")
     eventually(lambda: two.heard and two.heard[-1] == ("pi-1", b"new"))
     site.broker.stop()
     eventually(lambda: not one.link.is_connected() and not two.link.is_connected())
-    assert not one.link.publish_to_peer("pi-2", b"newest")
-    assert not one.link.publish_to_peer("pi-2", b"lost", retain=False) or one.link.is_connected()
+    assert not one.link.peers.publish("pi-2", b"newest")
+    assert not one.link.peers.publish("pi-2", b"lost", retain=False) or one.link.is_connected()
     two.heard.clear()
     site.broker.start()
     eventually(lambda: two.heard)
     late = site.device("pi-4")
-    late.link.subscribe_to_peers()
+    late.link.peers.subscribe()
     eventually(lambda: late.news == [("pi-1", b"for one who is away")])
     assert set(two.heard) == {("pi-1", b"newest")}
 
 
 def test_what_a_device_forgets_nobody_finds_and_it_hears_nobody(site):
     one, two = site.device("pi-1"), site.device("pi-2")
-    one.link.subscribe_to_peers()
-    two.link.subscribe_to_peers()
-    one.link.publish_to_peer("pi-2", b"x")
-    two.link.publish_to_peer("pi-1", b"x")
+    one.link.peers.subscribe()
+    two.link.peers.subscribe()
+    one.link.peers.publish("pi-2", b"x")
+    two.link.peers.publish("pi-1", b"x")
     eventually(lambda: one.heard and two.heard)
-    one.link.publish_to_peer("pi-2", b"y")
-    one.link.remove_peers(["pi-2"])
+    one.link.peers.publish("pi-2", b"y")
+    one.link.peers.remove(["pi-2"])
     one.link.stop()  # leaves at once, and takes nothing unsent with it
-    two.link.publish_to_peer("pi-1", b"z")
+    two.link.peers.publish("pi-1", b"z")
     again = site.device("pi-2")
-    again.link.subscribe_to_peers()
+    again.link.peers.subscribe()
     three = site.device("pi-3")
-    three.link.publish_to_peer("pi-2", b"last")
+    three.link.peers.publish("pi-2", b"last")
     eventually(lambda: again.heard)
     assert again.news == [("pi-3", b"last")]
     assert one.news == [("pi-2", b"x")]
@@ -312,11 +312,11 @@ def test_what_a_device_forgets_nobody_finds_and_it_hears_nobody(site):
 
 def test_of_a_flood_the_last_value_arrives_and_the_connection_holds(site):
     one, two = site.device("pi-1"), site.device("pi-2")
-    two.link.subscribe_to_peers()
+    two.link.peers.subscribe()
     started_s = time.monotonic()
     values = [number.to_bytes(4, "big") * 25_000 for number in range(1000)]
     for value in values:
-        assert one.link.publish_to_peer("pi-2", value)
+        assert one.link.peers.publish("pi-2", value)
     assert time.monotonic() - started_s < 5, "publishing does not wait for the network"
     eventually(lambda: two.heard and two.heard[-1] == ("pi-1", values[-1]))
     numbers = [int.from_bytes(payload[:4], "big") for _, payload in two.news]
@@ -332,21 +332,21 @@ def test_devices_that_answer_from_the_callback_while_other_threads_publish_stay_
         def answer(sender, payload):
             counts[own] += 1
             if sender != "pi-3":
-                devices[own].link.publish_to_peer(sender, payload + b"x" if len(payload) < 2000 else b"x")
+                devices[own].link.peers.publish(sender, payload + b"x" if len(payload) < 2000 else b"x")
 
         return answer
 
     for name in counts:
         devices[name] = site.device(name, on_peer=answering(name))
-        devices[name].link.subscribe_to_peers()
+        devices[name].link.peers.subscribe()
     third = site.device("pi-3")
-    devices["pi-1"].link.publish_to_peer("pi-2", b"x")
+    devices["pi-1"].link.peers.publish("pi-2", b"x")
     until_s = time.monotonic() + BUSY_S
 
     def busy():
         while time.monotonic() < until_s:
             for name in counts:
-                third.link.publish_to_peer(name, b"y" * 1000)
+                third.link.peers.publish(name, b"y" * 1000)
                 third.link.publish_heartbeat(Heartbeat(seq=1, session_no=0, uptime_s=1.0))
             time.sleep(0.001)
 

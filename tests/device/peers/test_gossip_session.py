@@ -11,11 +11,11 @@ from peer_boards import eventually
 from edgefl.compression.peer_codec import PeerCodec
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import GossipConfig, TensorSpec, TrainConfig
-from edgefl.decentralised.gossip_node import GossipNode
-from edgefl.decentralised.registry import make_algorithm
-from edgefl.decentralised.topology import make_topology
 from edgefl.device.peers import gossip_session as module
 from edgefl.device.peers.gossip_session import GossipSession
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.registry import make_algorithm
+from edgefl.strategies.peer_algorithms.topology import make_topology
 
 NAMES = ("a", "b")
 GRAPH = make_topology("ring", NAMES)
@@ -58,11 +58,11 @@ class Pair:
     def train(self, engine, plan, target):
         if self.failure is not None:
             raise self.failure
-        correction, weights = engine.correction(), engine.algorithm.weights["w"].copy()
+        correction, weights = engine.algorithm.correction(), engine.algorithm.weights["w"].copy()
         for _ in range(plan.iterations or 0):
             gradient = weights - np.float32(target) - correction.correction.get("w", np.float32(0))
             weights = (weights - np.float32(0.1) * gradient) / np.float32(1 + 0.1 * correction.shrinkage)
-        engine.apply_local_steps({"w": weights}, plan.iterations or 0, 0.1)
+        engine.algorithm.apply_local_steps({"w": weights}, plan.iterations or 0, 0.1)
         self.trained[engine.algorithm.name] += plan.iterations or 0
         return plan.iterations or 0, 0.5
 

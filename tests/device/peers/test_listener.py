@@ -13,9 +13,8 @@ from peer_boards import HASTY, LOOPBACK, PATIENCE_S, PATIENT, direct_threads, ev
 
 from edgefl.coordinator import pki
 from edgefl.core.protocol import MAX_PEER_BYTES
-from edgefl.device.peers.framing import FRAME_VERSION, HEADER, MAGIC, FrameKind
 from edgefl.device.peers.listener import ACCEPT_RETRY_S, MAX_UNAUTHENTICATED
-from edgefl.device.peers.tls_transport import PeerTimeouts
+from edgefl.device.peers.peer_connection import FRAME_VERSION, HEADER, MAGIC, FrameKind, PeerTimeouts
 
 MIB = 2**20
 

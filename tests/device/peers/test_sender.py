@@ -8,8 +8,7 @@ from peer_boards import HASTY, PATIENCE_S, PATIENT, direct_threads, eventually, 
 
 from edgefl.coordinator import pki
 from edgefl.device.peers import sender
-from edgefl.device.peers.framing import FrameKind, read_frame
-from edgefl.device.peers.tls_transport import PeerTimeouts
+from edgefl.device.peers.peer_connection import FrameKind, PeerTimeouts, read_frame
 
 
 def confirm(connection):

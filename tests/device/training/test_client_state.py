@@ -1,17 +1,17 @@
 """What a device remembers of a run, on real files and a clock that the test turns."""
 
 import logging
+import os
 
 import numpy as np
 import pytest
 
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body
 from edgefl.core.errors import CodecError
 from edgefl.core.types import TensorSpec, derive_rng
-from edgefl.device.training.client_state import SAVE_INTERVAL_S, ClientState
-from edgefl.device.training.run_arrays import save_arrays
-from edgefl.strategies.asynchronous.work_slots import WorkSlots
-from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate
+from edgefl.device.training.client_state import SAVE_INTERVAL_S, ClientState, save_arrays
+from edgefl.strategies.asynchronous.strategy import WorkSlots
+from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
 SPEC = "ef|topk:0.25"
@@ -208,3 +208,89 @@ def test_a_damaged_control_variate_is_said_and_begins_at_zero(memory, tmp_path, 
     assert memory.get_variate("r").is_zero
     assert memory.get_variate("r").pending_moves == {}
     assert ("is lost" in caplog.text) == (damage != "no zip")
+
+
+LOCAL_SHAPES = (
+    TensorSpec(name="body", shape=(4,)),
+    TensorSpec(name="head.weight", shape=(2, 2), shared=False),
+    TensorSpec(name="head.bias", shape=(2,), shared=False),
+)
+
+
+class Learner:
+    def __init__(self, value):
+        self.value = value
+
+    def read(self):
+        return {spec.name: np.full(spec.shape, self.value, np.float32) for spec in LOCAL_SHAPES}
+
+
+def test_the_newest_comes_back_and_only_what_stays_on_the_board(tmp_path):
+    ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES[:1], Learner(1.0))
+    assert list(tmp_path.iterdir()) == [], "a model that is shared whole writes nothing"
+    assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES) is None
+    for value in (1.0, 3.0):
+        ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(value))
+    kept = ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES)
+    assert set(kept) == {"head.weight", "head.bias"}
+    assert kept["head.weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_what_a_training_that_diverged_leaves_is_not_kept(tmp_path):
+    for value in (1.0, np.nan):
+        ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(value))
+    assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+
+
+def test_runs_are_kept_apart_whatever_they_are_called(tmp_path):
+    ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(1.0))
+    ClientState(tmp_path).update_local_tensors("../r", LOCAL_SHAPES, Learner(2.0))
+    assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+    assert {path.parent for path in tmp_path.rglob("*.npz")} == {tmp_path / "runs"}
+
+
+def test_only_the_newest_runs_are_kept_whatever_the_clock_says(tmp_path):
+    for number in range(6):
+        ClientState(tmp_path).update_local_tensors(f"r{number}", LOCAL_SHAPES, Learner(1.0))
+        os.utime(tmp_path / "runs" / f"r{number}.npz", (1000 + number, 1000 + number))
+    assert {path.stem for path in (tmp_path / "runs").iterdir()} == {"r2", "r3", "r4", "r5"}
+    for path in (tmp_path / "runs").iterdir():
+        os.utime(path, (9e9, 9e9))
+    ClientState(tmp_path).update_local_tensors("new", LOCAL_SHAPES, Learner(1.0))
+    assert ClientState(tmp_path).get_local_tensors("new", LOCAL_SHAPES) is not None
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+def test_a_torn_file_counts_as_none_and_flipped_bits_are_noticed_or_harmless(tmp_path):
+    ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(1.0))
+    (path,) = tmp_path.rglob("*.npz")
+    whole = path.read_bytes()
+    for cut in (0, 1, 10, 100, -1, -10, -100):
+        path.write_bytes(whole[:cut])
+        assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES) is None
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x40]) + whole[place + 1 :])
+        kept = ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES)
+        assert kept is None or kept["head.bias"].tolist() == [1.0, 1.0]
+
+
+def test_a_task_of_another_shape_begins_anew(tmp_path):
+    ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(1.0))
+    other = (LOCAL_SHAPES[0], TensorSpec(name="head.weight", shape=(3, 3), shared=False))
+    assert ClientState(tmp_path).get_local_tensors("r", other) is None
+    assert ClientState(tmp_path).get_local_tensors("r", (TensorSpec(name="new", shape=(1,), shared=False),)) is None
+
+
+def test_what_finds_no_room_is_held_in_memory_and_written_once_there_is_some(tmp_path, full_card, caplog):
+    residents = ClientState(tmp_path)
+    residents.update_local_tensors("r", LOCAL_SHAPES, Learner(1.0))
+    with full_card():
+        for value in (2.0, 3.0, np.nan):
+            residents.update_local_tensors("r", LOCAL_SHAPES, Learner(value))
+    assert "cannot keep the tensors of run r" in caplog.text
+    assert residents.get_local_tensors("r", LOCAL_SHAPES)["head.bias"].tolist() == [3.0, 3.0]
+    assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES)["head.bias"].tolist() == [1.0, 1.0]
+    residents.update_local_tensors("s", LOCAL_SHAPES, Learner(4.0))
+    for run, value in (("r", 3.0), ("s", 4.0)):
+        assert ClientState(tmp_path).get_local_tensors(run, LOCAL_SHAPES)["head.bias"].tolist() == [value] * 2

@@ -10,19 +10,18 @@ import pytest
 from digit_shards import digit_shard
 from peer_boards import eventually
 
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.core.errors import PortInUseError
 from edgefl.core.types import GossipConfig, PeerMessage, TrainConfig, derive_rng
-from edgefl.decentralised.message_bundle import (
+from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.strategies.peer_algorithms.gossip_node import (
     decode_messages,
     decode_peer_message,
     encode_messages,
     encode_peer_message,
 )
-from edgefl.decentralised.topology import make_topology
-from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.strategies.peer_algorithms.topology import make_topology
 from edgefl.tasks.registry import make_task
 
 GRAPH = make_topology("ring", ("a", "b", "c"))

@@ -10,7 +10,8 @@ from edgefl import __version__
 from edgefl.compression.codec import make_codec
 from edgefl.core.protocol import model_fingerprint
 from edgefl.core.types import derive_rng
-from edgefl.device.training.readiness import LEASE_S, PrefetchMissingError, ReadinessHandler
+from edgefl.device.training.instruction import FullModelRequiredError
+from edgefl.device.training.readiness import LEASE_S, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.tasks.registry import make_task
 
@@ -103,7 +104,7 @@ def test_a_run_that_does_not_begin_is_forgotten(trainer):
 
 def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
     class Tasks:
-        def get(self, header):
+        def get(self, name, options):
             return type("Warm", (), {"name": "digits", "model_spec": TASK.shapes()})
 
         def load_split(self, cached_task, test_fraction):
@@ -119,5 +120,5 @@ def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
     assert readiness._prefetched is not None
     now[0] = LEASE_S
     readiness.remove_expired()
-    with pytest.raises(PrefetchMissingError):
-        readiness.add_prefetched_model({"run": "r", "prepared": 0}, b"")
+    with pytest.raises(FullModelRequiredError):
+        readiness.add_prefetched_model("r", 0, b"")

@@ -11,19 +11,15 @@ from board_trees import plant, zones
 from digit_shards import digit_shard, some_digits
 
 from edgefl import __version__
-from edgefl.compression.codec import make_codec
-from edgefl.compression.decoding import decode_body
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import encode_delta
 from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
-from edgefl.decentralised.message_bundle import encode_messages
-from edgefl.device.hardware.health_sampler import HealthSampler
-from edgefl.device.hardware.link_quality import LinkQuality
+from edgefl.device.hardware.health_sampler import HealthSampler, LinkQuality
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
-from edgefl.tasks.datasets.train_test_split import split_train_test
+from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_files import write_shard
-from edgefl.tasks.sharding.shard_metadata import ShardMetadata
 
 OWN = '''
 import numpy as np

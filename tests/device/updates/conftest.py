@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 from wheel_files import Signer, link_slots, make_slots, make_wheel, stand_in
 
-from edgefl.device.updates.install_request import InstallRequest, write_request
+from edgefl.device.updates.protocol import InstallRequest, InstallResult, write_request
 from edgefl.device.updates.slots import Slots
-from edgefl.device.updates.status import InstallResult
 from edgefl.device.updates.trial import TrialTimeouts
-from edgefl.device.updates.updater import Updater, UpdaterContext
+from edgefl.device.updates.updater import Updater
 from edgefl.system.atomic_files import is_locked
 
 QUICK = TrialTimeouts(health_s=4.0, settle_s=0.5, away_s=8.0)
@@ -117,10 +116,14 @@ class SlotBoard:
         pace: TrialTimeouts = QUICK,
     ) -> Updater:
         restart = restart or self.restart
-        board = UpdaterContext(
-            slots=self.slots, state_dir=self.state, signers=self.signer.trusted, restart_agent=restart
+        return Updater(
+            slots=self.slots,
+            state_dir=self.state,
+            signers=self.signer.trusted,
+            restart_agent=restart,
+            timeouts=pace,
+            on_step=on_step,
         )
-        return Updater(board, timeouts=pace, on_step=on_step)
 
     def install(self, bundle: Path) -> InstallResult:
         self.ask(bundle)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgefl.device.updates import updater
-from edgefl.device.updates.status import read_status
+from edgefl.device.updates.protocol import read_status
 from edgefl.device.updates.trial import TrialTimeouts
 
 pytestmark = pytest.mark.slow

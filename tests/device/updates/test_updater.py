@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -15,8 +14,9 @@ import pytest
 from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl.core.errors import ConfigError, StoreError
-from edgefl.device.updates import install_request, trial, updater
-from edgefl.device.updates.status import read_status
+from edgefl.device.rollouts import download
+from edgefl.device.updates import protocol, trial, updater
+from edgefl.device.updates.protocol import read_status
 from edgefl.device.updates.trial import TrialTimeouts
 
 TASKS = "from importlib.metadata import entry_points as e; print(sorted(p.name for p in e(group='edgefl.tasks')))"
@@ -180,17 +180,19 @@ def test_a_bundle_for_another_board_is_refused_and_so_is_a_pack_signed_before_it
 
 
 def test_a_disk_without_room_fails_before_anything_is_built(idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def full(*_: Any) -> Iterator[Any]:
-        raise OSError(28, "No space left on device")
-        yield
+    write = protocol.open_atomic
+
+    def full(path: Path, **options: Any) -> Any:
+        if path.suffix == ".tar":  # the copy of the bundle
+            raise OSError(28, "No space left on device")
+        return write(path, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(install_request, "open_atomic", full)
+        patched.setattr(protocol, "open_atomic", full)
         outcome = idle.install(idle.release("1.1"))
         assert (outcome.state, "No space left on device; free some space" in outcome.reason) == ("failed", True)
     usage = updater.shutil.disk_usage(idle.folder)
-    monkeypatch.setattr(updater.shutil, "disk_usage", lambda _: usage._replace(free=updater.MIN_FREE_BYTES))
+    monkeypatch.setattr(updater.shutil, "disk_usage", lambda _: usage._replace(free=download.MIN_FREE_BYTES))
     outcome = idle.install(idle.release("1.1"))
     assert (outcome.state, "must stay free" in outcome.reason) == ("failed", True)
     is_untouched(idle)

@@ -15,13 +15,12 @@ from edgefl.core.errors import RunFailedError
 from edgefl.core.types import TrainConfig, TrainInstruction, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.simulation.backends.backend import EncodedModel, TrainingBackend, TrainingFailedError, TrainingJob
-from edgefl.simulation.backends.in_process import InProcessBackend
+from edgefl.simulation.backends.in_process import AutoBackend, InProcessBackend
+from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
-from edgefl.simulation.backends.worker_count import AutoBackend
-from edgefl.simulation.partitioned_data import FleetData, partition_in_memory
+from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task
-from edgefl.tasks.sharding.shard_creation import create_shards
 
 TRADE = TaskSpec(task="digits", options={"model": "logistic"}, seed=5)
 TASK = make_task(TRADE.task, TRADE.options)

@@ -41,8 +41,13 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.storage.journal import file_format
-from edgefl.storage.journal.file_format import HEADER_BYTES, JournalRecord, RecordKind, list_journal_files
-from edgefl.storage.journal.reader import read_records
+from edgefl.storage.journal.file_format import (
+    HEADER_BYTES,
+    JournalRecord,
+    RecordKind,
+    list_journal_files,
+    read_records,
+)
 from edgefl.storage.journal.record_encoding import (
     Aggregation,
     CheckpointMark,
@@ -146,7 +151,7 @@ def test_a_received_update_is_read_from_the_disk_and_numbers_go_on_after_a_resta
         assert (body_of(kept), decoded) == (b"first", [])
         kept.tensors.unload()
         assert (body_of(kept), decoded) == (b"first", [b"first"])
-        assert journal.find_record("a1") == journal.last_record == 1
+        assert journal.last_record == 1
     with open_journal(tmp_path / "j") as journal:
         journal.record_events([update("a2")])
         assert journal.last_record == 2
@@ -225,8 +230,6 @@ def test_pruning_removes_whole_files_up_to_the_checkpoint_and_nothing_behind_it(
             if n == 1:
                 oldest = first
         journal.prune(5)
-        assert journal.find_record("a5") is None
-        assert journal.find_record("a6") == 6
         with pytest.raises(NotKeptError, match="pruned"):
             body_of(oldest)
     assert [number for number, _ in entries(tmp_path / "j", after=5)] == [6, 7, 8, 9, 10]
@@ -453,7 +456,7 @@ def test_a_call_without_room_keeps_nothing_and_may_be_repeated(tmp_path, file_si
     with pytest.raises(StoreFullError, match="no room to write journal") as error:
         journal.record_events(batch)
     assert error.value.__cause__.errno == errno.EFBIG
-    assert journal.find_record("a1") is None
+    assert journal.last_record == 1
     file_size_limit(100_000)
     kept = journal.record_events(batch)
     assert [body_of(event)[:1] for event in kept] == [b"y", b"z"]
@@ -497,7 +500,7 @@ def test_a_whole_record_of_nonsense_is_named(tmp_path):
             EncodedRecord(kind=RecordKind.INSTRUCTION_FAILED, assignment_id="a", parts=(b"\x05\0\0\0[1,2]",))
         )
         journal.commit()
-        with pytest.raises(JournalError, match=r"record 1 \(lost\) makes no sense"):
+        with pytest.raises(JournalError, match=r"record 1 \(instruction failed\) makes no sense"):
             list(journal.read_entries())
 
 

@@ -6,6 +6,7 @@ import pytest
 from filled_store import FilledStore
 
 from edgefl.core.errors import NotFoundError, UsageError
+from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import UpdateStatus
 from edgefl.storage.queries import history
 from edgefl.storage.queries.columns import COLUMNS, SELF_ORDERED_KINDS, get_columns
@@ -39,7 +40,10 @@ def filled(store):
     store.record_event("run-started", "go", at=1000.0, run_id="run-1", data={"by": "me"})
     for at in (1000.0, 1005.0):
         store.record_heartbeats(
-            [HeartbeatRow(device_id=d, at=at, seq=1, session_no=1, uptime_s=1.0, run="run-1") for d in ("a", "b")]
+            [
+                HeartbeatRow(device_id=d, at=at, heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=1.0, run="run-1"))
+                for d in ("a", "b")
+            ]
         )
     return store
 
@@ -272,6 +276,9 @@ def test_dropouts_and_staleness_are_counted_by_device(store, run_id):
 def test_heartbeats_of_a_device_in_a_run_are_found(store):
     lived = filled(store)
     lived.record_heartbeats(
-        [HeartbeatRow(device_id="a", at=at, seq=1, session_no=1, uptime_s=1.0) for at in (999.0, 1002.0, 1009.0)]
+        [
+            HeartbeatRow(device_id="a", at=at, heartbeat=Heartbeat(seq=1, session_no=1, uptime_s=1.0))
+            for at in (999.0, 1002.0, 1009.0)
+        ]
     )
     assert column(read_history(lived, "heartbeats", run="run-1", device="a"), "at") == [1000.0, 1005.0]

@@ -5,10 +5,10 @@ import pytest
 from strategy_turns import moved, view_of
 
 from edgefl.core.types import SparseTensor
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.asynchronous.adacomp import MAX_COUNT, AdaCompConfig
 from edgefl.strategies.asynchronous.asgd import ASGDConfig
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 
 class Play:

@@ -1,11 +1,12 @@
-"""`fedasync`: a share of each device's model is mixed in, less of it the older it is."""
+"""Asynchronous federated averaging: mixing model by model, and in buffers of K updates."""
 
 import numpy as np
 import pytest
-from strategy_turns import begun, moved
+from strategy_turns import begun, moved, update_of, view_of
 
-from edgefl.strategies.asynchronous.fedasync import FedAsyncConfig
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.aggregation import ServerOptimizer
+from edgefl.strategies.asynchronous.fedasync import FedAsyncConfig, FedBuffConfig
+from edgefl.strategies.strategy_config import RoundRules
 
 
 def asked(start, **options):
@@ -61,3 +62,93 @@ def test_the_proximal_term_of_the_paper_is_done_by_the_devices():
     plan = FedAsyncConfig(mu=0.01).plan()
     assert (plan.algorithm, plan.options) == ("prox", {"mu": 0.01})
     assert FedAsyncConfig().plan().algorithm == "sgd"
+
+
+ABC = ("a", "b", "c")
+
+
+def asked_for_buffer(model, size=2, **rules):
+    strategy = FedBuffConfig(buffer_size=size).build(RoundRules(**rules))
+    return strategy, *begun(strategy, model, ABC)
+
+
+def received(strategy, state, order, num_examples=1, **tensors):
+    return strategy.receive(state, update_of(order, tensors, num_examples=num_examples))
+
+
+def test_k_updates_are_one_version_and_move_the_model_by_their_mean():
+    strategy, state, orders = asked_for_buffer({"w": np.array([1.0])})
+    state = received(strategy, state, orders["c"], w=[0.5])
+    assert not strategy.ready(state, view_of(*ABC))
+    state = received(strategy, state, orders["a"], w=[0.1])
+    assert strategy.ready(state, view_of(*ABC))
+    state = strategy.aggregate(state)
+    assert state.model["w"][0] == pytest.approx(1.3)
+    assert (state.version, state.used) == (1, (orders["c"].assignment_id, orders["a"].assignment_id))
+    assert not strategy.ready(state, view_of(*ABC))
+
+
+def test_an_update_that_is_s_versions_old_weighs_one_over_the_root_of_one_plus_s():
+    strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=1)
+    for name, expected in (("a", 1.0), ("b", 1.0 + 2**-0.5), ("c", 1.0 + 2**-0.5 + 3**-0.5)):
+        state = strategy.aggregate(received(strategy, state, orders[name], w=[1.0]))
+        assert state.model["w"][0] == pytest.approx(expected)
+
+
+def test_what_comes_beyond_a_full_buffer_goes_into_the_next():
+    strategy, state, orders = asked_for_buffer({"w": np.array([0.0])})
+    for name in ABC:
+        state = received(strategy, state, orders[name], w=[1.0])
+    state = strategy.aggregate(state)
+    assert state.model["w"][0] == pytest.approx(1.0)
+    assert state.held == (orders["c"].assignment_id,)
+    assert state.total["w"][0] == pytest.approx(2**-0.5)
+
+
+def test_a_device_works_on_while_its_update_waits_in_the_buffer():
+    strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=3)
+    state = received(strategy, state, orders["a"], w=[1.0])
+    state, decision = strategy.assign(state, view_of("a", busy={name: [orders[name].assignment_id] for name in "bc"}))
+    (again,) = decision.orders
+    # What is in the buffer will be used for certain, and the device may forget it.
+    assert (again.device_id, again.base_version, again.settled) == ("a", 0, (orders["a"].assignment_id,))
+    state = received(strategy, state, again, w=[1.0])
+    state = received(strategy, state, orders["b"], w=[1.0])
+    assert strategy.aggregate(state).model["w"][0] == pytest.approx(1.0)
+
+
+def test_one_model_is_in_memory_however_large_the_buffer_is():
+    strategy, state, orders = asked_for_buffer({"w": np.zeros(1000, np.float32)}, size=3)
+    for name in "ab":
+        state = received(strategy, state, orders[name], w=np.ones(1000, np.float32))
+    assert not state.queue
+    assert state.total["w"].tolist() == [2.0] * 1000
+
+
+def test_the_servers_optimiser_takes_the_mean_of_the_buffer():
+    server = ServerOptimizer(kind="momentum", beta1=0.5, learning_rate=2.0)
+    strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=1, server=server)
+    state = strategy.aggregate(received(strategy, state, orders["a"], w=[1.0]))
+    assert state.model["w"][0] == pytest.approx(2.0)
+
+
+def test_running_means_become_the_devices_mean_and_counters_come_from_the_most_examples():
+    server = ServerOptimizer(buffers=frozenset({"mean"}))
+    strategy, state, orders = asked_for_buffer({"mean": np.array([1.0]), "seen": np.array(3)}, server=server)
+    state = received(strategy, state, orders["a"], 5, mean=[1.0], seen=4)
+    state = received(strategy, state, orders["b"], 9, mean=[3.0], seen=7)
+    state = strategy.aggregate(state)
+    assert state.model["mean"][0] == pytest.approx((2.0 + 4.0) / 2)
+    assert int(state.model["seen"]) == 10
+
+
+def test_at_the_end_of_a_run_a_part_filled_buffer_counts_once_nobody_is_at_work():
+    strategy, state, orders = asked_for_buffer({"w": np.array([1.0])}, size=10)
+    state = received(strategy, state, orders["a"], w=[0.5])
+    state = strategy.finish(received(strategy, state, orders["b"], w=[0.1]))
+    assert not strategy.ready(state, view_of("a", "b", busy={"c": [orders["c"].assignment_id]}))
+    assert strategy.ready(state, view_of(*ABC))
+    state = strategy.aggregate(state)
+    assert state.model["w"][0] == pytest.approx(1.3)
+    assert state.used == (orders["a"].assignment_id, orders["b"].assignment_id)
+    assert not strategy.ready(state, view_of(*ABC))

@@ -7,9 +7,9 @@ import pytest
 from strategy_turns import update_of, view_of
 
 from edgefl.core.errors import ConfigError
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.asynchronous.asgd import ASGDConfig
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 ABC = ("a", "b", "c")
 

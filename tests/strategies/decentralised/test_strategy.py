@@ -13,11 +13,11 @@ import pytest
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import DeviceInfo, FinishEarlyInstruction, PeerMessage, TrainInstruction, Update, UpdateMetrics
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.decentralised.strategy import DecentralisedState, DecentralisedStrategy
 from edgefl.strategies.participation import FilteredFleetView
 from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 NAMES = ("a", "b", "c", "d")
 

@@ -4,8 +4,8 @@ from strategy_turns import begun, update_of
 
 from edgefl.core.types import Algorithm, Dataset, TrainConfig, Update, UpdateMetrics, derive_rng
 from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.fednova import compute_step_weight
-from edgefl.strategies.synchronous.strategy import RoundRules
 from edgefl.tasks.local_algorithms.local_training import train
 
 

@@ -13,10 +13,10 @@ from strategy_turns import view_of
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, TrainConfig, TrainInstruction, Update, UpdateMetrics
 from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
-from edgefl.strategies.synchronous.strategy import RoundRules
-from edgefl.tasks.local_algorithms.control_variates import ClientControlVariate, get_start_version
 from edgefl.tasks.local_algorithms.registry import make_local_algorithm
+from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 
 NAMES = tuple(f"n{place}" for place in range(8))
 QUADRATICS = Quadratics.drawn(8)

@@ -8,12 +8,12 @@ from paced_fleet import Board, PacedFleet, run
 from strategy_turns import update_of, view_of
 
 from edgefl.core.errors import StrategyError
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import AcceptAllPolicy
-from edgefl.engine.stopping import StoppingCriteria
+from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.participation import FilteredFleetView
 from edgefl.strategies.registry import make_strategy
-from edgefl.strategies.server_optimizers import ServerOptimizer
-from edgefl.strategies.synchronous.strategy import RoundRules
+from edgefl.strategies.strategy_config import RoundRules
 
 NEVER = 1e9
 

@@ -1,0 +1,322 @@
+"""`edgefl strategies` and `edgefl codecs`: lists what a run file may name; creates a strategy, measures codecs."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgefl.cli.experiments import THREAD_VARIABLES
+from edgefl.cli.output import FullHelpGroup, format_option, print_rows
+from edgefl.cli.sources import FOLDER_TYPE
+from edgefl.core.errors import DataError, EdgeflError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.core.types import Json
+    from edgefl.tasks.datasets.sample_updates import SampleUpdate
+
+STRATEGY_COLUMNS = ("name", "kind", "summary", "settings")
+FLOWER_NAME = "flwr:NAME"
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]*\Z")
+TEMPLATES = {"{}.py": "strategy.py.txt", "test_{}.py": "test_strategy.py.txt"}
+CODEC_COLUMNS = ("name", "kind", "argument", "biased", "contraction", "summary")
+BENCH_COLUMNS = (
+    "codec", "bytes_body", "ratio", "encode_mb_per_s", "decode_mb_per_s", "relative_error", "index_bits",
+    "entropy_bits",
+)  # fmt: skip
+
+
+@click.group("strategies", cls=FullHelpGroup)
+def strategies() -> None:
+    """List the strategies, begin one of your own."""
+
+
+@strategies.command("list")
+@format_option
+def list_strategies(*, fmt: str) -> None:
+    """List what `[strategy] name` may be, with the settings and their defaults.
+
+    The table shows a strategy's own settings, and below it those that most share; JSON and CSV have all with each.
+    """
+    from edgefl.strategies.registry import list_strategy_names  # noqa: PLC0415 fast start
+
+    rows = [_make_row(name) for name in list_strategy_names()] + [_make_flower_row()]
+    if fmt != "table":
+        print_rows(rows, STRATEGY_COLUMNS, fmt, kind="strategies")
+        return
+    shared = _list_shared_settings()
+    print_rows(
+        [{**row, "settings": _format_own_settings(row["settings"], shared)} for row in rows], STRATEGY_COLUMNS, fmt
+    )
+    click.echo("\nShared by most: " + " ".join(f"{name}={_format_value(value)}" for name, value in shared.items()))
+    click.echo("Your own: module:Class, see `edgefl strategies new`.")
+
+
+@strategies.command()
+@click.argument("name")
+@click.option(
+    "--out",
+    type=FOLDER_TYPE,
+    default=".",
+    help="Folder to write into [default: this one].",
+)
+def new(*, name: str, out: Path) -> None:
+    """Write NAME.py, a working strategy to change, and its test."""
+    from importlib.resources import files  # noqa: PLC0415 fast start
+
+    _check_name(name)
+    values = {"NAME": name, "TITLE": name.replace("_", " ").capitalize(), "CLASS": _make_class_name(name)}
+    texts = {}
+    for pattern, template in TEMPLATES.items():
+        text = files("edgefl.strategies").joinpath("template", template).read_text(encoding="utf-8")
+        texts[out / pattern.format(name)] = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+    for path in texts:
+        if path.exists():
+            raise UsageError(f"{path} exists; choose another name, or another folder with --out")
+    for path, text in texts.items():
+        _write_file(path, text)
+        click.echo(path)
+    click.echo(
+        f"Try it with `pytest {out / f'test_{name}.py'}`, "
+        f'then in a run file: name = "{name}:{_make_class_name(name)}"'
+    )
+
+
+def _make_row(name: str) -> Json:
+    from edgefl.strategies.registry import find_strategy, get_settings  # noqa: PLC0415 fast start
+
+    try:
+        strategy, settings = find_strategy(name), get_settings(name)
+    except EdgeflError as error:  # a broken package must not hide the others
+        return {"name": name, "kind": None, "summary": str(error), "settings": {}}
+    text = getattr(strategy, "summary", "") or sys.modules[strategy.__module__].__doc__ or strategy.__doc__ or ""
+    summary = " ".join(text.strip().partition("\n\n")[0].split())
+    return {
+        "name": name,
+        "kind": _find_kind(name, settings),
+        "summary": summary,
+        "settings": _format_settings(settings),
+    }
+
+
+def _make_flower_row() -> Json:
+    from edgefl.flower.strategy_options import list_flower_strategies  # noqa: PLC0415 slow: Flower
+
+    names = ", ".join(name.removeprefix("flwr:") for name in list_flower_strategies())
+    return {"name": FLOWER_NAME, "kind": "synchronous", "summary": f"Flower's strategies: {names}", "settings": {}}
+
+
+def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
+    """Returns synchronous, asynchronous or decentralised: declared by the class, or its template's."""
+    from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy  # noqa: PLC0415 fast start
+    from edgefl.strategies.registry import REQUIRED, find_strategy, make_strategy  # noqa: PLC0415 likewise
+    from edgefl.strategies.strategy_config import RoundRules  # noqa: PLC0415 likewise
+    from edgefl.strategies.synchronous.strategy import SynchronousStrategy  # noqa: PLC0415 likewise
+
+    kind: str | None = getattr(find_strategy(name), "kind", None)
+    if kind is not None or REQUIRED in settings.values():
+        return kind
+    try:
+        strategy = make_strategy(name, {}, RoundRules())
+    except EdgeflError:
+        return None
+    if isinstance(strategy, SynchronousStrategy | AsynchronousStrategy):
+        return "synchronous" if isinstance(strategy, SynchronousStrategy) else "asynchronous"
+    return "synchronous" if getattr(strategy, "versions_per_round", 1) == 1 else "asynchronous"
+
+
+def _format_settings(settings: Mapping[str, Any]) -> Json:
+    from edgefl.strategies.registry import REQUIRED  # noqa: PLC0415 fast start
+
+    return {
+        name: "required" if default is REQUIRED else _format_default(default) for name, default in settings.items()
+    }
+
+
+def _format_default(default: Any) -> Any:
+    is_scalar = default is None or isinstance(default, bool | int | float | str)
+    return (str(default) if isinstance(default, str) else default) if is_scalar else repr(default)
+
+
+def _list_shared_settings() -> Json:
+    from dataclasses import fields  # noqa: PLC0415 fast start
+
+    from edgefl.strategies.strategy_config import StrategyConfig  # noqa: PLC0415 likewise
+
+    return {item.name: _format_default(item.default) for item in fields(StrategyConfig)}
+
+
+def _format_own_settings(settings: Json, shared: Json) -> str:
+    """Returns the settings that are not shared, or that differ in their default."""
+    own_settings = {name: value for name, value in settings.items() if name not in shared or shared[name] != value}
+    return " ".join(f"{name}={_format_value(value)}" for name, value in own_settings.items()) or "-"
+
+
+def _format_value(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _make_class_name(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def _check_name(name: str) -> None:
+    """Rejects a name that is invalid for a module of the user's own.
+
+    Raises:
+        UsageError: with the reason.
+    """
+    if not NAME_PATTERN.match(name) or keyword.iskeyword(name) or name.endswith("_"):
+        raise UsageError(
+            f"a strategy's name is a module's: small letters, digits and _, as trimmed_mean; got {name!r}"
+        )
+    if name in sys.stdlib_module_names or name in {"edgefl", "numpy", "torch", "flwr"}:
+        raise UsageError(f"there is a module {name!r} that everybody imports; choose another name")
+
+
+def _write_file(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@click.group("codecs", cls=FullHelpGroup)
+def codecs() -> None:
+    """List the codecs, measure them on a gradient."""
+
+
+@codecs.command("list")
+@format_option
+def list_codecs(*, fmt: str) -> None:
+    """List the stages that a codec is made of, those of installed packages too.
+
+    A line is a tensor stage, then a value stage, then a lossless one, joined by bars; each may be left out.
+    `contraction` says whether the stage works behind `ef`.
+    """
+    from edgefl.compression.registry import list_stages  # noqa: PLC0415 fast start
+
+    rows = [
+        {
+            "name": row.name,
+            "kind": row.kind,
+            "argument": row.argument,
+            "biased": row.is_biased,
+            "contraction": row.is_contraction,
+            "summary": row.summary,
+        }
+        for row in list_stages()
+    ]
+    print_rows(rows, CODEC_COLUMNS, fmt, kind="codecs")
+    if fmt == "table":
+        click.echo('\nAs in up = "ef|topk:0.01|int8" of a run file; "auto" chooses for each device.')
+
+
+@codecs.command()
+@click.option("--codec", "specs", multiple=True, help="A codec to measure; may be repeated [default: all stages].")
+@click.option(
+    "--gradient",
+    "name",
+    default="mnist-cnn",
+    show_default=True,
+    help="mnist-cnn, resnet-18, or a file (.npz, .safetensors) with arrays by name.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder of the MNIST images that the networks learn; otherwise mnist in $EDGEFL_DATA.",
+)
+@click.option(
+    "--repeats", type=click.IntRange(min=1, max=1000), default=5, show_default=True, help="The best counts."
+)
+@format_option
+def bench(*, specs: Sequence[str], name: str, data: Path | None, repeats: int, fmt: str) -> None:
+    """Measure bytes, speed and error of codecs on one update of a network, on one thread.
+
+    Speeds are megabytes of dense float32 a second. index_bits are what the place of an entry takes, entropy_bits what
+    it would take at its entropy if places were spread evenly. Without torch or images, numbers are drawn instead.
+    """
+    for variable in THREAD_VARIABLES:  # before NumPy is loaded
+        os.environ.setdefault(variable, "1")
+    from edgefl.compression.codec_benchmark import make_example_specs  # noqa: PLC0415 after the line above, and slow
+
+    gradient = _load_gradient(name, data)
+    rows = (
+        _measure_codecs(gradient, specs, repeats)
+        if specs
+        else _measure_codecs(gradient, make_example_specs(gradient.tensors), repeats)
+    )
+    if fmt == "table":
+        print_rows(rows, BENCH_COLUMNS, fmt, title=f"gradient: {gradient.source}")
+    else:
+        labelled_rows = [{"gradient": gradient.source, **row} for row in rows]
+        print_rows(labelled_rows, ("gradient", *BENCH_COLUMNS), fmt, kind="codec-bench")
+
+
+def _measure_codecs(gradient: SampleUpdate, specs: Sequence[str], repeats: int) -> list[Json]:
+    import time  # noqa: PLC0415 only measuring needs a clock
+
+    from edgefl.compression.codec_benchmark import measure_codec  # noqa: PLC0415 fast start
+
+    rows: list[Json] = []
+    is_terminal = sys.stderr.isatty()
+    with click.progressbar(specs, file=sys.stderr) if is_terminal else nullcontext(specs) as pending:
+        for spec in pending:
+            result = measure_codec(spec, gradient.tensors, gradient.shapes, clock=time.perf_counter, repeats=repeats)
+            rows.append(
+                {
+                    "codec": result.spec,
+                    "bytes_body": result.num_bytes,
+                    "ratio": result.ratio,
+                    "encode_mb_per_s": result.encode_mb_per_s,
+                    "decode_mb_per_s": result.decode_mb_per_s,
+                    "relative_error": result.relative_error,
+                    "index_bits": result.index_bits,
+                    "entropy_bits": result.entropy_bits,
+                }
+            )
+    return rows
+
+
+def _load_gradient(name: str, data: Path | None) -> SampleUpdate:
+    """Returns a real update, or a random one where none is available.
+
+    Raises:
+        EdgeflError: the gradient is unknown or its file is invalid, or the named folder has no images.
+    """
+    from edgefl.tasks.datasets.sample_updates import SAMPLE_SETTINGS, compute_sample_update, read_sample_update  # noqa: PLC0415 fast start
+
+    if name not in SAMPLE_SETTINGS:
+        if "." not in name:
+            raise UsageError(
+                f"--gradient is {', '.join(SAMPLE_SETTINGS)}, or a file .npz or .safetensors, got {name!r}"
+            )
+        return read_sample_update(Path(name))
+    try:
+        return compute_sample_update(name, data)
+    except EdgeflError as error:
+        if data is not None:
+            raise
+        click.echo(f"edgefl: no real gradient, one is drawn: {error}", err=True)
+        return _draw_gradient(name)
+
+
+def _draw_gradient(name: str) -> SampleUpdate:
+    from edgefl.compression.codec_benchmark import make_random_update  # noqa: PLC0415 fast start
+    from edgefl.core.types import derive_rng  # noqa: PLC0415 NumPy
+    from edgefl.tasks.datasets.sample_updates import SEED, SampleUpdate, get_network_shapes  # noqa: PLC0415 likewise
+
+    shapes = get_network_shapes(name)
+    return SampleUpdate(
+        tensors=make_random_update(shapes, derive_rng(SEED, "drawn")),
+        shapes=shapes,
+        source=f"drawn from Student's t with 3 degrees of freedom, in the shapes of {name}",
+    )

@@ -1,0 +1,356 @@
+"""Experiments on one machine: `edgefl simulate` in virtual time, `demo` with real processes, `data` to cut shards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.output import FullHelpGroup, format_option, print_rows, select_known_columns
+from edgefl.cli.run import RunProgressBar
+from edgefl.cli.sources import FOLDER_TYPE
+from edgefl.core.errors import DataError, UsageError
+from edgefl.engine.run_summary import format_accuracy, select_device_metrics
+from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
+
+if TYPE_CHECKING:
+    from edgefl.core.config import RunConfig
+    from edgefl.core.types import Json
+    from edgefl.tasks.datasets.shards import ShardMetadata
+
+ROUND_COLUMNS = (
+    "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
+    "bytes_down", "seconds", "ended_s",
+)  # fmt: skip
+PROFILE_COLUMNS = (
+    "name", "model", "speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes", "source",
+)  # fmt: skip
+MAX_SHOWN_ROUNDS = 50
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+DEFAULT_OUT = Path("demo-run")
+DEFAULT_ROUNDS = 20
+MARKER_TEXT = "made by edgefl demo\n"
+FORMAT_VERSION = 1
+
+
+@click.command("simulate")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's].")
+@click.option(
+    "--profile",
+    "profiles",
+    multiple=True,
+    metavar="NAME[:COUNT]|FILE.toml",
+    help="Kind of board; may be repeated, and is given round and round.",
+)
+@click.option(
+    "--dir",
+    "root",
+    type=FOLDER_TYPE,
+    help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
+)
+@click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
+@click.option(
+    "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
+)
+@click.option("--seed", type=click.IntRange(min=0), help="In place of the run file's.")
+@click.option("--faults", type=click.Path(path_type=Path), help="A fault script.")
+@click.option(
+    "--workers", type=click.IntRange(0, 256), help="Processes that train; 0 for this one [default: measured]."
+)
+@click.option(
+    "--list-profiles", is_flag=True, help="Print the profiles that there are, and where their numbers are from."
+)
+@format_option
+def simulate(  # noqa: PLR0913 one per option
+    *,
+    file: Path | None,
+    devices: int | None,
+    profiles: tuple[str, ...],
+    root: Path | None,
+    bookkeeping_only: bool,
+    data: Path | None,
+    scheme: str | None,
+    seed: int | None,
+    faults: Path | None,
+    workers: int | None,
+    list_profiles: bool,
+    fmt: str,
+) -> None:
+    """Run FILE.toml on a virtual fleet: the same loop, strategies and training, in virtual time."""
+    if list_profiles:
+        _print_profiles(profiles, fmt)
+        return
+    if file is None:
+        raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
+    _use_one_thread()
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+    from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
+
+    config = _apply_options(load_run(file), seed, faults, workers)
+    with _silence_recorder(), RunProgressBar() as progress:
+        result = run_simulation(
+            config,
+            devices=devices,
+            profiles=profiles,
+            data=data,
+            scheme=scheme,
+            root=root,
+            bookkeeping_only=bookkeeping_only,
+            on_change=progress.update,
+        )
+    rows = _add_times(result.rounds)
+    if fmt == "table" and len(rows) > MAX_SHOWN_ROUNDS:
+        click.echo(f"only the newest {MAX_SHOWN_ROUNDS} of {len(rows)} rounds are shown", err=True)
+        rows = rows[-MAX_SHOWN_ROUNDS:]
+    columns = select_known_columns(rows, ROUND_COLUMNS, DEVICE_MODEL_COLUMNS)
+    print_rows(rows, columns, fmt, title=f"run {result.run_id} ({result.reason})", kind="rounds")
+    if fmt == "table":
+        if words := format_accuracy(result.metrics):
+            click.echo(words)
+        click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
+        click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
+
+
+@contextlib.contextmanager
+def _silence_recorder() -> Iterator[None]:
+    """Keeps lost instructions and evaluations off stderr: they are rows, thousands in simulated fleets."""
+    log = logging.getLogger("edgefl.coordinator.runs.history_recorder")
+    original_level = log.level
+    if logging.getLogger().level > logging.DEBUG:
+        log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(original_level)
+
+
+def _apply_options(config: RunConfig, seed: int | None, faults: Path | None, workers: int | None) -> RunConfig:
+    """Returns the run file with the command-line options applied."""
+    section = config.simulation
+    simulation = replace(
+        section,
+        faults=section.faults if faults is None else str(faults.absolute()),
+        workers=section.workers if workers is None else workers,
+    )
+    return replace(
+        config, simulation=simulation, run=replace(config.run, seed=config.run.seed if seed is None else seed)
+    )
+
+
+def _add_times(rounds: Sequence[Json]) -> list[Json]:
+    """Returns rounds with their virtual seconds, and their end since the start of the first."""
+    start = rounds[0]["started_at"] if rounds else 0.0
+    closed = [row for row in rounds if row["closed_at"] is not None]
+    return [
+        {
+            **row,
+            **select_device_metrics(row),
+            "seconds": row["closed_at"] - row["started_at"],
+            "ended_s": row["closed_at"] - start,
+        }
+        for row in closed
+    ]
+
+
+def _print_profiles(paths: Sequence[str], fmt: str) -> None:
+    from edgefl.simulation.profiles import load_catalogue  # noqa: PLC0415 fast start
+
+    catalogue = load_catalogue([path for path in paths if path.endswith(".toml")])
+    rows = [
+        {
+            **{name: getattr(profile, name) for name in PROFILE_COLUMNS if name != "source"},
+            "source": dict(profile.sources) if fmt != "table" else _format_sources(profile.sources),
+        }
+        for profile in catalogue.profiles.values()
+    ]
+    print_rows(rows, PROFILE_COLUMNS, fmt, kind="profiles")
+
+
+def _format_sources(sources: Mapping[str, str]) -> str:
+    """Returns the origin of the profiles' numbers: measured, vendor or estimated."""
+    kinds: dict[str, list[str]] = {}
+    for name, text in sources.items():
+        kinds.setdefault(text.partition(":")[0], []).append(name)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items())
+
+
+def _use_one_thread() -> None:
+    """Limits BLAS to one thread, for equal bits here and in a worker process."""
+    if "numpy" not in sys.modules:
+        os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
+
+
+@click.command("demo")
+@click.option("--task", default="digits", show_default=True, help="A task that can be cut into shards.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
+@click.option("--devices", type=click.IntRange(1, 64), default=4, show_default=True, help="How many processes train.")
+@click.option("--strategy", default="fedavg", show_default=True, help="Who trains, and how updates become a model.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=DEFAULT_ROUNDS,
+    show_default=True,
+    help="The demo ends after these.",
+)
+@click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts and trains the same.")
+@click.option(
+    "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
+)
+@click.option(
+    "--broker",
+    type=click.Choice(["auto", "mosquitto", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="auto takes mosquitto when it is installed.",
+)
+@click.option(
+    "--out",
+    type=FOLDER_TYPE,
+    default=DEFAULT_OUT,
+    show_default=True,
+    help="Folder for all of it; an earlier demo there is replaced.",
+)
+def demo(  # noqa: PLR0913 one per option
+    *,
+    task: str,
+    data: Path | None,
+    devices: int,
+    strategy: str,
+    rounds: int,
+    seed: int,
+    scheme: str | None,
+    broker: str,
+    out: Path,
+) -> None:
+    """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
+    from edgefl.core.config import parse_run  # noqa: PLC0415 fast start
+    from edgefl.simulation.local_fleet import LocalFleet  # noqa: PLC0415 likewise
+    from edgefl.simulation.local_run import check_run, default_scheme, partition_devices  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.central import plan_shards  # noqa: PLC0415 likewise
+
+    config = parse_run(
+        {
+            "run": {"task": task, "name": f"demo-{task}", "rounds": rounds, "seed": seed},
+            "strategy": {"name": strategy},
+            "devices": {"min": devices},
+        }
+    )
+    check_run(config)
+    scheme = scheme or default_scheme(task)
+    plan_shards(task, scheme, devices, data, seed)  # invalid options are reported before an earlier demo is replaced
+    _clear_folder(out)
+    click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
+    partition = partition_devices(task, scheme, devices, out / "shards", data, seed)
+    click.echo(f"starting a coordinator and {devices} devices; their logs are in {out}")
+    with LocalFleet(
+        root=out.resolve(), devices=partition.devices, test_shards=partition.test_shards, broker=broker
+    ) as fleet:
+        run_id = fleet.submit(config)
+        with RunProgressBar() as progress:
+            fleet.wait_for_run(run_id, on_change=progress.update)
+        rows = fleet.list_history("rounds", run=run_id)  # in-flight updates at the end may complete one more
+    for row in rows:
+        row["seconds"] = row["closed_at"] - row["started_at"] if row["closed_at"] else None
+        row.update(select_device_metrics(row))
+    print_rows(rows, select_known_columns(rows, ROUND_COLUMNS[:-1], DEVICE_MODEL_COLUMNS), title=f"run {run_id}")
+    if accuracies := [words for row in rows if (words := format_accuracy(row))]:
+        click.echo(accuracies[-1])
+    click.echo(f"database: {fleet.database}")
+    click.echo(f"query it: edgefl history updates --dir {fleet.directory} --run {run_id}")
+
+
+def _clear_folder(out: Path) -> None:
+    """Makes the folder anew; files not made by a demo are not touched."""
+    marker = out / ".edgefl-demo"
+    try:
+        if out.exists() and any(out.iterdir()):
+            if not marker.exists():
+                raise UsageError(f"{out} exists and is not of an earlier demo; choose another --out")
+            shutil.rmtree(out)
+        out.mkdir(parents=True, exist_ok=True)
+        marker.write_text(MARKER_TEXT)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error.strerror}") from None
+
+
+@click.group("data", cls=FullHelpGroup)
+def data() -> None:
+    """Cut a data set into shards for experiments. Real boards bring data of their own."""
+
+
+@data.command("shard")
+@click.argument("task")
+@click.option(
+    "--scheme",
+    default="iid",
+    show_default=True,
+    help="natural, iid, by-class, sorted (contiguous equal parts of the rows by class), dirichlet:A, labels:K, "
+    "shards:K (K such parts for each device, dealt at random), redundant:R (every subset of R devices shares a "
+    "block) or duplicate:R (devices in groups of R with equal shards).",
+)
+@click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of shards.")
+@click.option("--out", type=FOLDER_TYPE, required=True, help="Folder to write into.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder of the data set; otherwise the folder of the task's name in $EDGEFL_DATA.",
+)
+@click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts the same shards.")
+@click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)
+def shard(  # noqa: PLR0913 one per option
+    *, task: str, scheme: str, devices: int, out: Path, data: Path | None, seed: int, format_: str
+) -> None:
+    """Writes device-01.npz and so on and test.npz, each with a card, and prints the examples per class."""
+    from edgefl.tasks.datasets.central import TEST_NAME, create_shards  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.shards import read_metadata  # noqa: PLC0415 NumPy only where it is used
+
+    paths = [*create_shards(task, scheme, devices, out, data, seed), out / TEST_NAME]
+    cards = [(path, read_metadata(path)) for path in paths]
+    if format_ == "json":
+        click.echo(
+            json.dumps({"v": FORMAT_VERSION, "shards": [_make_row(path, card) for path, card in cards]}, indent=1)
+        )
+    else:
+        _print_cards(cards)
+
+
+def _make_row(path: Path, card: ShardMetadata) -> dict[str, object]:
+    return {
+        "shard": path.stem,
+        "path": str(path),
+        "task": card.task,
+        "scheme": card.scheme,
+        "num_examples": card.num_examples,
+        "counts": {str(label): count for label, count in card.counts.items()},
+        "groups": list(card.groups),
+        "blocks": sorted(card.blocks),
+        "sha256": card.sha256,
+    }
+
+
+def _print_cards(cards: list[tuple[Path, ShardMetadata]]) -> None:
+    first = cards[0][1]
+    classes = sorted({label for _, card in cards for label in card.counts})
+    names = {label: first.labels[label] if label < len(first.labels) else str(label) for label in classes}
+    rows: list[dict[str, object]] = [
+        {
+            "shard": path.stem,
+            "people": " ".join(card.groups),
+            "examples": card.num_examples,
+            **{name: card.counts.get(label, 0) for label, name in names.items()},
+        }
+        for path, card in cards
+    ]
+    columns = select_known_columns(rows, ("shard", "people", "examples", *names.values()), ("people",))
+    print_rows(rows, columns, title=f"{first.task}: examples per class")

@@ -1,0 +1,281 @@
+"""`edgefl coordinator`: set-up, operation and join tokens of a coordinator, and its operator's file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.fleet import maintenance
+from edgefl.cli.fleet.maintenance import (
+    alert_options,
+    dir_option,
+    format_dir_argument,
+    resolve_alert_settings,
+    store_option,
+)
+from edgefl.cli.output import FullHelpGroup, text_format_option
+from edgefl.core.errors import DataError, UsageError
+from edgefl.system.api_client import OperatorFile, get_operator_path, load_operator_file
+
+if TYPE_CHECKING:
+    from edgefl.coordinator.directory import CoordinatorDirectory
+
+DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
+
+
+def save_operator_file(content: OperatorFile, path: Path | None = None) -> Path | None:
+    """Writes the file; returns the new path of another fleet's file, which is kept beside it."""
+    from edgefl.system.atomic_files import write_atomic  # noqa: PLC0415 only `coordinator` commands write
+
+    path = path or get_operator_path()
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    moved_path = None
+    if path.exists():
+        other = load_operator_file(path)
+        if other.ca_fingerprint != content.ca_fingerprint:
+            moved_path = path.with_name(f"operator.{other.fleet}-{other.ca_fingerprint[:8]}.toml")
+            path.replace(moved_path)
+    write_atomic(path, content.to_toml().encode())
+    return moved_path
+
+
+def grant_access(
+    directory: CoordinatorDirectory, path: Path | None = None
+) -> tuple[CoordinatorDirectory, Path | None]:
+    """Gives this machine's user an operator file for a coordinator, unless a valid one exists.
+
+    Returns:
+        The directory with the hashes of the new tokens, and the new path of another fleet's file.
+    """
+    from edgefl.coordinator.directory import add_access_tokens, hash_token  # noqa: PLC0415 as above
+
+    path = path or get_operator_path()
+    url = f"https://127.0.0.1:{directory.port}"
+    existing = load_operator_file(path) if path.exists() else None
+    if existing and hash_token(existing.operator_token) in directory.operator_sha256:
+        if existing.url != url and existing.url.startswith("https://127.0.0.1:"):
+            save_operator_file(replace(existing, url=url), path)
+        return directory, None
+    directory, operator, viewer = add_access_tokens(directory)
+    content = OperatorFile(
+        url=url,
+        fleet=directory.fleet,
+        ca_fingerprint=directory.compute_ca_fingerprint(),
+        ca_pem=directory.ca_cert.read_text(),
+        operator_token=operator,
+        viewer_token=viewer,
+    )
+    return directory, save_operator_file(content, path)
+
+
+@click.group(cls=FullHelpGroup)
+def command() -> None:
+    """Set up and run the coordinator, make join tokens."""
+
+
+@command.command()
+@dir_option
+@click.option("--host", "hosts", multiple=True, metavar="NAME", help="A name or address under which boards find it.")
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: 8000].")
+@click.option("--fleet", metavar="NAME", help="The fleet's name [default: fleet].")
+@store_option
+def init(root: Path, hosts: tuple[str, ...], port: int | None, fleet: str | None, store: str | None) -> None:
+    """Make the state directory: CA, server certificate, settings, and this user's operator file.
+
+    Doing it again loses nothing: the CA and the devices stay, new hosts are added.
+    """
+    from edgefl.coordinator.directory import init_directory, set_store  # noqa: PLC0415 likewise
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
+
+    directory = set_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
+    directory, moved_file = grant_access(directory)
+    click.echo(f"fleet {directory.fleet} in {root}")
+    click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
+    click.echo(
+        f"operator file: {get_operator_path()}"
+        + (f" (the one of another fleet is now {moved_file})" if moved_file else "")
+    )
+    click.echo(f"next: edgefl coordinator start{format_dir_argument(root)}")
+
+
+@command.command()
+@dir_option
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port; remembered [default: what init said].")
+@click.option("--broker", default="auto", show_default=True, help="auto, mosquitto, embedded or mqtts://HOST:PORT.")
+@click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
+@store_option
+@click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
+@click.option(
+    "--device-metrics",
+    type=click.IntRange(0),
+    default=1000,
+    show_default=True,
+    help="A fleet of more devices than this has no series of its own for each in /metrics; 0 for none ever.",
+)
+@alert_options
+@click.option(
+    "--keep-history",
+    "keep_history_days",
+    type=click.FloatRange(min=1),
+    metavar="DAYS",
+    help="Forget earlier heartbeats, comings, goings, refusals, and updates of runs that ended [default: keep all].",
+)
+def start(  # noqa: PLR0913, PLR0917 one argument per option
+    root: Path,
+    host: str,
+    port: int | None,
+    broker: str,
+    broker_port: int,
+    store: str | None,
+    test_shards: tuple[str, ...],
+    device_metrics: int,
+    webhook: str | None,
+    secret: str | None,
+    keep_history_days: float | None,
+) -> None:
+    """Run the coordinator until SIGTERM or Ctrl-C."""
+    from edgefl.cli.fleet.models import export_for_devices  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import (  # noqa: PLC0415 likewise
+        StartOptions,
+        load_directory,
+        set_store,
+    )
+    from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
+    from edgefl.engine.build import build_run  # noqa: PLC0415 fast start
+
+    shards = dict(_parse_test_shard(text) for text in test_shards)
+    directory = load_directory(root)
+    port = port or directory.port
+    serve(
+        directory,
+        StartOptions(
+            host=host,
+            port=port,
+            broker=broker,
+            broker_port=broker_port,
+            test_shards=shards,
+            device_metrics=device_metrics,
+            alerts=resolve_alert_settings(directory, webhook, secret),
+            keep_history_days=keep_history_days,
+        ),
+        build_run,
+        lambda current: set_store(_save_port(current, port), store),
+        export_for_devices,
+    )
+
+
+@command.command()
+@dir_option
+@click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
+@click.option(
+    "--kind",
+    type=click.Choice(["auto", "mosquitto", "embedded"]),
+    default="auto",
+    show_default=True,
+    help="auto is mosquitto when it is installed, else embedded.",
+)
+def broker(root: Path, host: str, port: int, kind: str) -> None:
+    """Run the fleet's broker alone until SIGTERM or Ctrl-C; it outlives a coordinator that uses it.
+
+    The coordinator is started beside it with the --broker that this prints.
+    """
+    from edgefl.coordinator.brokers.mqtt_service import run_broker  # noqa: PLC0415 fast start
+    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
+    from edgefl.core.protocol import validate_address  # noqa: PLC0415 likewise
+
+    run_broker(
+        load_directory(root),
+        host=host,
+        port=port,
+        kind=kind,
+        on_ready=lambda address: click.echo(
+            f"next: edgefl coordinator start --broker mqtts://{validate_address(address.host, address.port)}"
+            + format_dir_argument(root)
+        ),
+    )
+
+
+@command.command()
+@dir_option
+@click.option("--ttl", default="24h", show_default=True, help="How long it lets in: 30m, 24h, 7d.")
+@click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
+@click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")
+@click.option("--role", type=click.Choice(["trainer", "evaluator"]), help="Let them in as this only.")
+@text_format_option
+def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str | None, style: str) -> None:
+    """Print a token that lets boards join; the coordinator may be running or not."""
+    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
+    from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
+
+    spec = JoinTokenSpec(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
+    directory = load_directory(root)
+    now = time.time()
+    with Store.open(directory.store_url) as store:
+        join_token = make_token(store, directory, spec, now=now)
+    if style == "json":
+        value = {"v": 1, "token": join_token.text(), "token_id": join_token.token_id, "fleet": join_token.fleet}
+        value |= {"expires_at": now + spec.ttl_s, "uses": uses, "groups": list(groups), "role": role}
+        click.echo(
+            json.dumps({**value, "addresses": list(join_token.addresses), "join": format_join_command(join_token)})
+        )
+        return
+    click.echo(join_token.text())
+    click.echo(format_join_command(join_token))
+
+
+@command.command()
+@dir_option
+@click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: as before].")
+@click.argument("hosts", nargs=-1, metavar="[HOST]...")
+def readdress(root: Path, port: int | None, hosts: tuple[str, ...]) -> None:
+    """Give the coordinator other names and addresses; without any, those that this machine has now.
+
+    The CA stays, so boards that have joined keep trusting it. Restart a running coordinator afterwards.
+    """
+    directory = _change_addresses(root, hosts, port)
+    click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
+    click.echo("a running coordinator uses the new certificate after a restart")
+
+
+for _later in (
+    maintenance.backup,
+    maintenance.restore,
+    maintenance.rotate,
+    maintenance.alert_test,
+    maintenance.grafana,
+):
+    command.add_command(_later)
+
+
+def _save_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirectory:
+    """Returns the directory with this port; called once the port is bound."""
+    return directory if port == directory.port else _change_addresses(directory.root, directory.hosts, port)
+
+
+def _change_addresses(root: Path, hosts: Sequence[str], port: int | None) -> CoordinatorDirectory:
+    """Returns the directory with these hosts and this port, saved to the operator file too."""
+    from edgefl.coordinator.directory import change_addresses  # noqa: PLC0415 fast start
+    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
+
+    directory = change_addresses(root, hosts, port=port)
+    if get_operator_path().exists():
+        directory, _ = grant_access(directory)
+    return directory
+
+
+def _parse_test_shard(text: str) -> tuple[str, Path]:
+    task, separator, path = text.partition("=")
+    if not separator or not task or not path:
+        raise UsageError(f"--test-shard must be TASK=PATH, got {text!r}")
+    if not Path(path).exists():
+        raise DataError(f"test shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")
+    return task, Path(path).absolute()

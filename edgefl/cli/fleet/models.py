@@ -1,0 +1,341 @@
+"""`edgefl model`: the retained models of runs; export and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgefl.cli.fleet.rollouts import deploy, deployments
+from edgefl.cli.output import (
+    SHORT_HASH_DIGITS,
+    FullHelpGroup,
+    format_bytes,
+    format_heading,
+    format_option,
+    format_value,
+    print_rows,
+)
+from edgefl.cli.sources import Source, find_coordinator_shard, load_model, source_options
+from edgefl.core.errors import DataError, NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.core.types import Array, Dataset, Json, Scalar, Task
+
+TEST_SCHEME = "test"
+COLUMNS = ("sha256", "run_id", "name", "task", "round", "version", "accuracy", "bytes_file", "at", "latest", "best")
+SCORE_COLUMNS = (
+    "sha256",
+    "run_id",
+    "round",
+    "version",
+    "accuracy",
+    "loss",
+    "num_examples",
+    "recorded_accuracy",
+    "bytes_file",
+)
+FORMAT_SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": (".safetensors",)}
+EXPORT_FILE_MODE = 0o644
+
+run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
+part_option = click.option(
+    "--part",
+    type=click.Choice(["test", "all"]),
+    help="Which examples of the shard [default: all of one that was cut for tests, else those that devices test on].",
+)
+
+
+@click.group("model", cls=FullHelpGroup)
+def command() -> None:
+    """List, export and evaluate the models that runs have kept; deploy them to devices.
+
+    MODEL is the beginning of a SHA-256, RUN:ROUND, RUN:best or RUN:latest; best, latest or a round alone are of
+    --run, or of the newest run.
+    """
+
+
+command.add_command(deploy)
+command.add_command(deployments)
+
+
+@command.command("list")
+@run_option
+@source_options
+@format_option
+def list_(*, run: str | None, source: Source, fmt: str) -> None:
+    """List the kept models, oldest run first."""
+    rows = source.list_models(run)
+    print_rows(_shorten_hashes(rows, fmt), COLUMNS, fmt, kind="models")
+
+
+@command.command()
+@click.argument("model")
+@run_option
+@source_options
+@format_option
+def show(*, model: str, run: str | None, source: Source, fmt: str) -> None:
+    """Show one model: whose it is, how good, and how large."""
+    row = source.find_model(model, run)
+    columns = (*COLUMNS, "task_options", "test_fraction")
+    if fmt == "table":
+        print_rows(
+            [{"fact": format_heading(name), "value": format_value(name, row.get(name))} for name in columns],
+            ("fact", "value"),
+        )
+    else:
+        print_rows([row], columns, fmt, kind="models")
+
+
+@command.command()
+@click.argument("model", required=False)
+@run_option
+@click.option(
+    "--format", "kind", type=click.Choice(list(FORMAT_SUFFIXES)), help="[default: what the suffix of --out says]"
+)
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="The new file.")
+@click.option("--quantise", is_flag=True, help="Only for onnx: weights of 8 bits; says what it costs in accuracy.")
+@click.option("--shard", type=click.Path(path_type=Path), help="Real data to check an onnx file with.")
+@part_option
+@source_options
+def export(  # noqa: PLR0913 one per option
+    *,
+    model: str | None,
+    run: str | None,
+    kind: str | None,
+    out: Path,
+    quantise: bool,
+    shard: Path | None,
+    part: str | None,
+    source: Source,
+) -> None:
+    """Write MODEL (default: the last one of --run) as a file for other programs.
+
+    An onnx file takes what a shard of the task holds, as float32, and is checked against the task before it is there.
+    """
+    if model is None and run is None:
+        raise UsageError("say which model: a MODEL, or --run RUN for the last one of a run")
+    kind = _resolve_format(kind, out)
+    if kind != "onnx" and (quantise or shard or part):
+        raise UsageError(f"--quantise, --shard and --part are for onnx, not for {kind}")
+    row = source.find_model(model or "latest", run)
+    click.echo(_format_title(row))
+    if kind == "onnx":
+        data = EvaluationData(shard=shard, part=part, directory=source.directory)
+        _export_onnx(row, load_model(source, row), out, quantise=quantise, data=data)
+    elif kind == "torch":
+        from edgefl.tasks.export.model_export import export_torch  # noqa: PLC0415 torch is slow to load
+
+        num_bytes = export_torch(load_model(source, row), out)
+        click.echo(f"{out}: {format_bytes(num_bytes)}, a state dict for torch.load(weights_only=True)")
+    else:
+        _export_safetensors(source, row, out)
+
+
+@command.command()
+@click.argument("models", nargs=-1, metavar="[MODEL]...")
+@run_option
+@click.option("--shard", type=click.Path(path_type=Path), help="A shard of the models' task, on this machine.")
+@click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
+@part_option
+@source_options
+@format_option
+def evaluate(  # noqa: PLR0913 one per option
+    *,
+    models: tuple[str, ...],
+    run: str | None,
+    shard: Path | None,
+    place: str | None,
+    part: str | None,
+    source: Source,
+    fmt: str,
+) -> None:
+    """Run the kept models of a run (default: the newest), or the MODELs that are named, over a shard."""
+    if (shard is None) == (place is None):
+        raise UsageError("say what to evaluate on: --shard PATH, or --on coordinator for its own test shard")
+    rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
+    if not rows:
+        raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
+    data = EvaluationData(shard=shard, part=part, directory=source.directory)
+    scored = _evaluate_models(source, rows, data)
+    print_rows(_shorten_hashes(scored, fmt), SCORE_COLUMNS, fmt, kind="evaluations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationData:
+    """Examples of `shard`, else of the coordinator in `directory` (None: the default one)."""
+
+    shard: Path | None
+    part: str | None
+    directory: Path | None
+
+    def load(self, task: Task, row: Json) -> tuple[Path, Dataset]:
+        """Returns the examples and their shard.
+
+        Raises:
+            DataError: there is no shard, or it holds no such examples.
+        """
+        from edgefl.tasks.datasets.shards import split_train_test  # noqa: PLC0415 fast start
+
+        path = self.shard or find_coordinator_shard(self.directory, row["task"])
+        if path is None:
+            raise DataError(
+                f"no test shard of task {row['task']} in a coordinator's directory on this machine; name it with "
+                "--dir, or give --shard PATH"
+            )
+        data = task.read(str(path))
+        if (self.part or ("all" if _is_test_shard(path) else "test")) == "test":
+            data = split_train_test(data, row["test_fraction"])[1]
+            if not len(data):
+                raise DataError(f"the test part of shard {path} is empty; --part all takes every example of it")
+        return path, data
+
+    def has_shard(self, task: str) -> bool:
+        return bool(self.shard or find_coordinator_shard(self.directory, task))
+
+
+def _is_test_shard(path: Path) -> bool:
+    from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata  # noqa: PLC0415 fast start
+
+    return path.is_file() and get_metadata_path(path).exists() and read_metadata(path).scheme == TEST_SCHEME
+
+
+def _export_onnx(row: Json, tensors: dict[str, Array], out: Path, *, quantise: bool, data: EvaluationData) -> None:
+    from edgefl.tasks.export.model_export import export_onnx  # noqa: PLC0415 onnx and torch are slow to load
+
+    task = _make_task(row)
+    shard, samples = data.load(task, row) if data.has_shard(row["task"]) else (None, None)
+    report = export_onnx(
+        task,
+        tensors,
+        out,
+        quantise=quantise,
+        samples=samples,
+        options=row["task_options"],
+        model_sha256=row["sha256"],
+    )
+    dims = ", ".join(["n", *map(str, report.input_shape[1:])])
+    click.echo(
+        f"{out}: {format_bytes(report.bytes_file)}, ONNX opset {report.opset}, float32 {report.input_name} [{dims}] "
+        f"-> {report.output_name} [n, {report.num_classes}]"
+    )
+    origin = "made-up inputs, since no --shard was given" if shard is None else f"inputs of {shard}"
+    click.echo(
+        f"checked against the task on {report.num_checked} {origin}: largest difference {report.max_difference:.1e} "
+        f"({report.tolerance:.1e} allowed)"
+    )
+    if report.preprocess:
+        click.echo("its inputs are what the task's own prepare function makes of a shard, which ONNX cannot hold")
+    if report.is_quantised:
+        click.echo(f"8-bit weights: {format_bytes(report.bytes_float32)} became {format_bytes(report.bytes_file)}")
+    if report.accuracy is not None:
+        click.echo(_format_accuracy(report.accuracy, report.accuracy_quantised))
+    elif report.is_quantised:
+        click.echo("how much accuracy that costs is not known without labelled data; give --shard")
+
+
+def _format_accuracy(accuracy: float, quantised: float | None) -> str:
+    if quantised is None:
+        return f"accuracy {accuracy:.4f}"
+    return f"accuracy {accuracy:.4f} with float32, {quantised:.4f} with 8-bit weights: {quantised - accuracy:+.4f}"
+
+
+def _export_safetensors(source: Source, row: Json, out: Path) -> None:
+    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
+
+    with source.open_model_file(row["sha256"]) as path:
+        load_model_file(path)  # detects a damaged file
+        try:
+            with open_atomic(out, mode=EXPORT_FILE_MODE) as file:
+                file.write(path.read_bytes())
+        except OSError as error:
+            raise make_store_error(out, error) from None
+    click.echo(f"{out}: {format_bytes(row['bytes_file'])}, safetensors, SHA-256 {row['sha256']}")
+
+
+def _evaluate_models(source: Source, rows: list[Json], data: EvaluationData) -> list[Json]:
+    """Returns one row per model; a task and its examples are loaded once."""
+    loaded: dict[str, tuple[Any, Dataset]] = {}
+    scored = []
+    for row in rows:
+        key = repr((row["task"], sorted(row["task_options"].items()), row["test_fraction"]))
+        if key not in loaded:
+            task = _make_task(row)
+            loaded[key] = task.learner(), data.load(task, row)[1]
+        learner, examples = loaded[key]
+        learner.load(load_model(source, row))
+        loss, accuracy = learner.evaluate(examples)
+        figures = {"loss": loss, "accuracy": accuracy, "num_examples": len(examples)}
+        scored.append({**row, "recorded_accuracy": row["accuracy"], **figures})
+    return scored
+
+
+def _make_task(row: Json) -> Task:
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 fast start
+
+    return make_task(row["task"], row["task_options"])
+
+
+def _resolve_format(file_format: str | None, out: Path) -> str:
+    """Returns the file format, which must match the file's suffix.
+
+    Raises:
+        UsageError: it does not, or the file cannot be made there.
+    """
+    by_suffix = {suffix: name for name, suffixes in FORMAT_SUFFIXES.items() for suffix in suffixes}
+    chosen = file_format or by_suffix.get(out.suffix.lower())
+    if chosen is None:
+        raise UsageError(f"--out must end in {', '.join(by_suffix)}, or --format say what to write; got {out.name}")
+    if out.suffix.lower() not in FORMAT_SUFFIXES[chosen]:
+        raise UsageError(
+            f"a file of format {chosen} must end in {' or '.join(FORMAT_SUFFIXES[chosen])}, got {out.name}"
+        )
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out} must be a new file in a folder that exists")
+    return chosen
+
+
+def _format_title(row: Json) -> str:
+    accuracy = "" if row["accuracy"] is None else f", accuracy {row['accuracy']:.4f} when it was trained"
+    sha256 = row["sha256"][:SHORT_HASH_DIGITS]
+    return f"model {sha256} of run {row['run_id']} ({row['task']}), round {row['round']}{accuracy}"
+
+
+def _shorten_hashes(rows: list[Json], fmt: str) -> list[Json]:
+    return [{**row, "sha256": row["sha256"][:SHORT_HASH_DIGITS]} for row in rows] if fmt == "table" else rows
+
+
+def export_for_devices(task: str, options: Mapping[str, Scalar], model: Path, out: Path) -> None:
+    """Writes the ONNX file of a task's safetensors file.
+
+    A coordinator runs for months: torch's hundreds of megabytes are freed with the child process.
+
+    Raises:
+        EdgeflError: the task cannot be exported here, or the model is not of this task.
+    """
+    from edgefl.system.processes import call_in_subprocess  # noqa: PLC0415 fast start
+
+    request = {"task": task, "options": dict(options), "model": str(model), "out": str(out)}
+    call_in_subprocess(__name__, request, description="exporting the model")
+
+
+def _run_export(request: Json) -> Json:
+    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 only in the child process
+    from edgefl.tasks.export.model_export import export_onnx  # noqa: PLC0415 only in the child process
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
+
+    model, options = Path(request["model"]), request["options"]
+    tensors = load_model_file(model)
+    task = make_task(request["task"], options)
+    export_onnx(task, tensors, Path(request["out"]), options=options, model_sha256=model.stem)
+    return {}
+
+
+if __name__ == "__main__":
+    from edgefl.system.processes import serve_call
+
+    serve_call(_run_export)

@@ -1,0 +1,56 @@
+"""Services of the HTTPS API, and the checks that admit its callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from edgefl.coordinator.api.feed import Feed
+from edgefl.coordinator.auth import AccessCheck, RecordRejection
+from edgefl.coordinator.device_clients import DeviceClients
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.enrolment.certificates import CertificateRotation
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
+from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
+from edgefl.coordinator.fleet.membership import DrainController
+from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.core.config import RunConfig
+from edgefl.core.types import Json
+from edgefl.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiContext:
+    """Services of the routes.
+
+    Attributes:
+        viewer, operator, device: admit those who may read, those who may act, and devices of the fleet.
+        get_permissions: request -> (may read, may act).
+        record_rejection: called for rejected requests.
+        remove_device: removes a device from the fleet.
+        check_run: raises an EdgeflError for an invalid run file, and returns notes on a valid one.
+        plan_run: the same, and returns the run's plan.
+        render_metrics: returns the response to a scrape.
+    """
+
+    viewer: AccessCheck
+    operator: AccessCheck
+    device: AccessCheck
+    get_permissions: Callable[[Request], tuple[bool, bool]]
+    record_rejection: RecordRejection
+    directory: CoordinatorDirectory
+    store: Store
+    registry: DeviceRegistry
+    clients: DeviceClients
+    drain_controller: DrainController
+    enrolment: EnrolmentService
+    renewal: RenewalService
+    reenrolment: ReenrolmentService
+    rotation: CertificateRotation
+    feed: Feed
+    remove_device: Callable[[str], None]
+    check_run: Callable[[RunConfig], Json]
+    plan_run: Callable[[RunConfig], Json]
+    render_metrics: Callable[[], bytes]

@@ -1,0 +1,157 @@
+"""Stalled runs: back-off while storage cannot be written, and a watchdog of slow strategy calls.
+
+A run pauses while its store or journal is full, or locked by another program. Nothing that could not be written was
+acted on, so the run is where its journal ends, as after a crash of its coordinator; it is resumed from there in the
+same process. The store cannot be written meanwhile, so the paused runs are kept in memory and override their rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError
+from edgefl.core.types import Json
+from edgefl.storage.store import Store
+from edgefl.system.retries import Backoff
+
+log = logging.getLogger(__name__)
+
+PAUSED = "paused"
+"""Shown in place of a run's status; the store has *running*, so that the next coordinator resumes it."""
+RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
+"""Event kinds; both are written once the store is writable again, each with its own time."""
+MIN_FREE_BYTES = 512 * 1024
+"""Minimum free space to try a run again."""
+FIRST_RETRY_S = 0.5
+MAX_RETRY_S = 10.0
+
+
+@dataclass(slots=True)
+class PausedRuns:
+    """Paused runs and their reasons. One thread writes, any may read."""
+
+    _reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, run_id: str, reason: str) -> None:
+        self._reasons = {**self._reasons, run_id: reason}
+
+    def remove(self, run_id: str) -> None:
+        self._reasons = {name: reason for name, reason in self._reasons.items() if name != run_id}
+
+    def apply_to(self, row: Json) -> Json:
+        """Returns a run's row, with status and reason replaced while it is paused."""
+        reason = self._reasons.get(str(row.get("run_id")))
+        return row if reason is None else {**row, "status": PAUSED, "reason": reason}
+
+
+def has_room(directory: Path) -> bool:
+    """Returns whether the disk has `MIN_FREE_BYTES` free; the directory may be missing."""
+    try:
+        disk: Any = os.statvfs(directory if directory.exists() else directory.parent)
+    except OSError:
+        return False
+    return int(disk.f_bavail) * int(disk.f_frsize) >= MIN_FREE_BYTES
+
+
+@dataclass(slots=True, kw_only=True)
+class StorageBackoff:
+    """Waits for writable storage, with exponential back-off, and records the pause.
+
+    Attributes:
+        directory: on the disk that must have room.
+        store: gets the events of a pause once it is writable.
+        flush: writes the rows buffered for the store.
+        stop_event: ends all waiting.
+        paused_runs: lists the run while it is paused.
+    """
+
+    directory: Path
+    store: Store
+    flush: Callable[[], None]
+    stop_event: threading.Event
+    paused_runs: PausedRuns
+    _backoff: Backoff = field(default_factory=lambda: Backoff(initial_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
+    _resumed_s: float = 0.0
+
+    def wait_until_writable(self, run_id: str, error: EdgeflError) -> bool:
+        """Waits until storage is writable; returns False when `stop_event` is set before.
+
+        Args:
+            run_id: of the run to pause; empty for none.
+            error: the reason.
+        """
+        paused_at, paused_s, label = time.time(), time.monotonic(), f"run {run_id}" if run_id else "the queue of runs"
+        log.warning("%s is paused: %s", label, error)
+        if paused_s - self._resumed_s > MAX_RETRY_S:
+            self._backoff.reset()
+        if run_id:
+            self.paused_runs.add(run_id, str(error))
+        try:
+            while not self.stop_event.wait(self._backoff.next_s()):
+                if has_room(self.directory) and self._has_recorded_pause(run_id, str(error), paused_at):
+                    log.info("%s goes on after a pause of %.0f s", label, time.monotonic() - paused_s)
+                    return True
+            return False
+        finally:
+            self._resumed_s = time.monotonic()
+            self.paused_runs.remove(run_id)
+
+    def _has_recorded_pause(self, run_id: str, reason: str, paused_at: float) -> bool:
+        """Flushes and records the pause; returns whether that was possible."""
+        now = time.time()
+        try:
+            self.flush()
+            with self.store.batch(durable=True):
+                self.store.record_event(RUN_PAUSED, reason, at=paused_at, run_id=run_id or None)
+                self.store.record_event(RUN_UNPAUSED, f"after {now - paused_at:.0f} s", at=now, run_id=run_id or None)
+        except RETRYABLE_STORE_ERRORS:
+            return False
+        return True
+
+
+RUN_STALLED = "run-stalled"
+REPORT_AFTER_S = 60.0
+"""A strategy call that delays a stop for longer is reported as an event."""
+STOP_TIMEOUT_S = 45.0
+"""How long a stopping coordinator waits for its run: half of its unit's TimeoutStopSec."""
+
+
+class SlowCallWatchdog:
+    """Measures how long one call of a user strategy's method has been running."""
+
+    __slots__ = ("_number", "_since_s")
+
+    def __init__(self) -> None:
+        self._number, self._since_s = -1, 0.0
+
+    def compute_call_s(self, strategy: object, now_s: float) -> float:
+        """Returns the seconds since the running call was first seen; 0 if none runs."""
+        number: int = getattr(strategy, "num_calls", 0)
+        if number != self._number or not format_running_call(strategy):
+            self._number, self._since_s = number, now_s
+        return now_s - self._since_s
+
+
+def format_running_call(strategy: object) -> str:
+    """Returns a description of the running method; empty if none runs, or the strategy is built in."""
+    method = getattr(strategy, "calling", "")
+    return f"{method} of strategy {getattr(strategy, 'name', '')} has not returned" if method else ""
+
+
+def format_current_frame(thread: Thread) -> str:
+    """Returns file, line and function that a thread is in; empty if it has just ended."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 the only way to look at another thread
+    if frame is None:
+        return ""
+    innermost = traceback.extract_stack(frame)[-1]
+    return f"{innermost.filename}, line {innermost.lineno}, in {innermost.name}"

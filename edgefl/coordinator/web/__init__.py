@@ -1,1 +1,0 @@
-"""Dashboard page and its live feed."""

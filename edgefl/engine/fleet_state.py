@@ -1,0 +1,204 @@
+"""Mutable fleet state of a run, in memory: the one `FleetView` of live, replayed and simulated fleets.
+
+The live fleet fills it from registry events, a resumed run from its journal, the simulator in virtual time.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from edgefl.core.types import (
+    DeviceInfo,
+    DeviceThroughput,
+    EvaluateInstruction,
+    HealthMetrics,
+    Progress,
+    Role,
+    TrainInstruction,
+    UpdateMetrics,
+)
+
+SMOOTHING_FACTOR = 0.3
+"""Weight of the newest measurement in a moving average."""
+
+
+def update_moving_average(previous: float | None, newest: float) -> float:
+    """Returns the moving average of a measurement, the newest one included."""
+    return newest if previous is None else previous + SMOOTHING_FACTOR * (newest - previous)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchedInstruction:
+    """An in-flight instruction, and when it was dispatched, in seconds of the run's own clock."""
+
+    order: TrainInstruction | EvaluateInstruction
+    given_s: float
+
+
+class _PresentDevices(Mapping[str, DeviceInfo]):
+    """Present devices, in the order of their ids whoever came last."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, DeviceInfo] = {}
+
+    def __getitem__(self, device_id: str) -> DeviceInfo:
+        return self.by_id[device_id]
+
+    def __contains__(self, device_id: object) -> bool:
+        return device_id in self.by_id
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self.by_id))
+
+
+class FleetState:
+    """Implements `FleetView`, and has the instructions in flight; every read costs O(1).
+
+    `busy` holds training only: evaluations never make a device busy. Speeds are those of this run: those of another
+    model or batch are not comparable.
+    """
+
+    def __init__(self, health: Mapping[str, HealthMetrics] | None = None) -> None:
+        self._now_s = 0.0
+        self._devices = _PresentDevices()
+        self._idle: list[str] = []
+        self._in_flight: dict[str, DispatchedInstruction] = {}
+        self._finishing_early: set[str] = set()
+        self._busy: dict[str, list[str]] = {}
+        self._speeds: dict[str, DeviceThroughput] = {}
+        self._progress: dict[str, Progress] = {}
+        self._health: Mapping[str, HealthMetrics] = {} if health is None else health
+
+    @property
+    def now_s(self) -> float:
+        return self._now_s
+
+    @property
+    def devices(self) -> Mapping[str, DeviceInfo]:
+        return self._devices
+
+    @property
+    def idle(self) -> Sequence[str]:
+        return self._idle
+
+    @property
+    def busy(self) -> Mapping[str, Sequence[str]]:
+        return self._busy
+
+    @property
+    def speeds(self) -> Mapping[str, DeviceThroughput]:
+        return self._speeds
+
+    @property
+    def progress(self) -> Mapping[str, Progress]:
+        return self._progress
+
+    @property
+    def health(self) -> Mapping[str, HealthMetrics]:
+        return self._health
+
+    @property
+    def in_flight(self) -> Mapping[str, DispatchedInstruction]:
+        """Instructions in flight by assignment id, in the order of dispatch; `busy` has those that train."""
+        return self._in_flight
+
+    @property
+    def finishing_early(self) -> Collection[str]:
+        """Ids of those in flight that were asked to finish early."""
+        return self._finishing_early
+
+    def start_turn(self, now_s: float) -> None:
+        """Starts a turn, with its time."""
+        self._now_s = now_s
+
+    def update_device(self, device_id: str, info: DeviceInfo | None) -> None:
+        """Updates a device; None removes one that may not work any more."""
+        if info is not None:
+            self._devices.by_id[device_id] = info
+        else:
+            self._devices.by_id.pop(device_id, None)
+        self._update_idle(device_id)
+
+    def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
+        """Adds an instruction that is dispatched in this turn."""
+        self._in_flight[instruction.assignment_id] = DispatchedInstruction(order=instruction, given_s=self._now_s)
+        if not isinstance(instruction, TrainInstruction):
+            return
+        self._busy.setdefault(instruction.device_id, []).append(instruction.assignment_id)
+        self._update_idle(instruction.device_id)
+
+    def finish_early(self, assignment_id: str) -> None:
+        """Marks an instruction in flight as asked to finish early."""
+        if assignment_id in self._in_flight:
+            self._finishing_early.add(assignment_id)
+
+    def complete(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
+        """Removes an instruction that was answered or given up."""
+        del self._in_flight[instruction.assignment_id]
+        self._finishing_early.discard(instruction.assignment_id)
+        if not isinstance(instruction, TrainInstruction):
+            return
+        outstanding = self._busy[instruction.device_id]
+        outstanding.remove(instruction.assignment_id)
+        if not outstanding:
+            del self._busy[instruction.device_id]
+        report = self._progress.get(instruction.device_id)
+        if report is not None and report.assignment_id == instruction.assignment_id:
+            del self._progress[instruction.device_id]
+        self._update_idle(instruction.device_id)
+
+    def record_progress(self, progress: Progress) -> None:
+        self._progress[progress.device_id] = progress
+
+    def record_speed(self, device_id: str, metrics: UpdateMetrics) -> None:
+        """Updates the moving average of a device's speed from an update."""
+        if metrics.iterations:
+            previous = self._speeds.get(device_id, DeviceThroughput())
+            average_s = update_moving_average(previous.seconds_per_iteration, metrics.compute_s / metrics.iterations)
+            self._speeds[device_id] = replace(previous, seconds_per_iteration=average_s)
+
+    def record_transfer(self, device_id: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
+        """Updates the moving averages of a device's link, once its speed is known."""
+        if (previous := self._speeds.get(device_id)) is not None:
+            self._speeds[device_id] = replace(
+                previous,
+                up_bytes_per_s=update_moving_average(previous.up_bytes_per_s, up_bytes_per_s),
+                down_bytes_per_s=update_moving_average(previous.down_bytes_per_s, down_bytes_per_s),
+            )
+
+    def restore(
+        self,
+        in_flight: Mapping[str, DispatchedInstruction],
+        finishing_early: Collection[str],
+        speeds: Mapping[str, DeviceThroughput],
+        progress: Mapping[str, Progress],
+    ) -> None:
+        """Restores work and measurements from a snapshot, in a state without work."""
+        for dispatched in in_flight.values():
+            self.assign(dispatched.order)
+        self._in_flight, self._finishing_early = dict(in_flight), set(finishing_early)
+        self._speeds, self._progress = dict(speeds), dict(progress)
+
+    def restore_from(self, other: FleetState) -> None:
+        """Copies work, speeds and progress from another state; the devices stay its own."""
+        self._in_flight, self._finishing_early = dict(other.in_flight), set(other.finishing_early)
+        self._busy = {device_id: list(names) for device_id, names in other.busy.items()}
+        self._speeds, self._progress = dict(other.speeds), dict(other.progress)
+        for device_id in [*self._devices]:
+            self._update_idle(device_id)
+
+    def _update_idle(self, device_id: str) -> None:
+        """Adds a device to the idle list or removes it, by its present state."""
+        info = self._devices.by_id.get(device_id)
+        is_idle = info is not None and info.role == Role.TRAINER and device_id not in self._busy
+        index = bisect_left(self._idle, device_id)
+        is_listed = index < len(self._idle) and self._idle[index] == device_id
+        if is_listed and not is_idle:
+            del self._idle[index]
+        elif is_idle and not is_listed:
+            insort(self._idle, device_id)

@@ -1,0 +1,325 @@
+"""Run progress and stopping criteria: rounds, evaluations, goal reached, or no device can make progress."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from edgefl.core.errors import RunFailedError
+from edgefl.core.types import (
+    EvaluateInstruction,
+    EvaluateResult,
+    Event,
+    FleetView,
+    Instruction,
+    InstructionFailed,
+    Role,
+    StopRequested,
+    TrainInstruction,
+    Update,
+    UpdateStatus,
+)
+
+MAX_CONSECUTIVE_FAILURES = 3
+"""Failures per device since the last update after which the run fails."""
+MAX_ACCURACY_WINDOW = 100
+"""Maximum number of recent accuracies."""
+
+
+@dataclass(slots=True)
+class RoundCounter:
+    """Round counter by versions; None until the first dispatch, then the number of its devices."""
+
+    versions_per_round: int | None = 1
+
+    def start(self, num_devices: int) -> None:
+        """Sets the versions per round to the devices of the first dispatch, unless it is set already."""
+        if self.versions_per_round is None:
+            self.versions_per_round = max(1, num_devices)
+
+    def get_round(self, version: int) -> int:
+        """Returns the round of the aggregation to `version`; version 0 is before the first."""
+        return math.ceil(version / (self.versions_per_round or 1))
+
+    def count_closed(self, version: int) -> int:
+        """Returns the number of complete rounds at `version`."""
+        return version // (self.versions_per_round or 1)
+
+    def is_round_end(self, version: int) -> bool:
+        return version % (self.versions_per_round or 1) == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingCriteria:
+    """Stopping criteria, the first reached ends the run; None is off. `seconds` count from the first dispatch.
+
+    `accuracy` is compared with the mean of the last `accuracy_over` evaluated versions.
+    """
+
+    rounds: int | None = None
+    updates: int | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+    accuracy: float | None = None
+    accuracy_over: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriorProgress:
+    """Progress of a resumed run before it resumed: updates, bytes, and seconds since its first dispatch."""
+
+    updates: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionAccuracy:
+    """Accuracy of one version of the global model; None if no evaluation succeeded.
+
+    `is_newest` of the versions with an accuracy.
+    """
+
+    version: int
+    accuracy: float | None
+    is_newest: bool
+
+
+@dataclass(slots=True)
+class _PendingEvaluations:
+    """Evaluations in flight, and their results by version until the last one is in."""
+
+    outstanding: dict[str, int] = field(default_factory=dict)
+    results: dict[int, list[EvaluateResult]] = field(default_factory=dict)
+    num_outstanding: dict[int, int] = field(default_factory=dict)
+
+    def _add(self, instructions: Iterable[EvaluateInstruction]) -> None:
+        for instruction in instructions:
+            version = instruction.version
+            if self.outstanding.get(instruction.assignment_id) == version:
+                continue  # the loop adds evaluations before it dispatches them
+            self.outstanding[instruction.assignment_id] = version
+            self.num_outstanding[version] = self.num_outstanding.get(version, 0) + 1
+
+    def _pop_complete(self, event: EvaluateResult | InstructionFailed) -> tuple[int, list[EvaluateResult]] | None:
+        """Returns a version and its results with its last pending evaluation."""
+        version = self.outstanding.pop(event.assignment_id, None)
+        if version is None:
+            return None
+        if isinstance(event, EvaluateResult):
+            self.results.setdefault(version, []).append(event)
+        self.num_outstanding[version] -= 1
+        if self.num_outstanding[version]:
+            return None
+        del self.num_outstanding[version]
+        return version, self.results.pop(version, [])
+
+
+@dataclass(slots=True)
+class EvaluationTracker(_PendingEvaluations):
+    """Tracks evaluations; `accuracy` is that of the newest version whose evaluations all returned or failed.
+
+    It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
+    Models of single devices are excluded; see `DeviceEvaluationTracker`.
+    """
+
+    accuracy: float | None = None
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ACCURACY_WINDOW))
+    version: int = -1
+    asked: int = -1
+
+    def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
+        orders = [order for order in instructions if isinstance(order, EvaluateInstruction) and not order.subject]
+        self._add(orders)
+        self.asked = max([self.asked, *(order.version for order in orders)])
+
+    def record_event(self, event: EvaluateResult | InstructionFailed) -> VersionAccuracy | None:
+        """Returns the accuracy of a version with its last pending evaluation."""
+        if (complete := self._pop_complete(event)) is None:
+            return None
+        version, results = complete
+        accuracy = compute_mean_accuracy(results)
+        is_newest = accuracy is not None and version > self.version
+        if accuracy is not None and is_newest:
+            self.version, self.accuracy = version, accuracy
+            self.recent.append(accuracy)
+        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest)
+
+    def compute_mean(self, count: int) -> float | None:
+        """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
+        last = list(self.recent)[-count:]
+        return sum(last) / count if len(last) == count else None
+
+    def is_accuracy_reached(self, goal: StoppingCriteria) -> bool:
+        mean = self.compute_mean(goal.accuracy_over)
+        return goal.accuracy is not None and mean is not None and mean >= goal.accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAccuracy:
+    """Accuracy of the devices' models after a round: the unweighted mean, and the worst."""
+
+    round: int
+    mean: float
+    worst: float
+
+
+@dataclass(slots=True)
+class DeviceEvaluationTracker(_PendingEvaluations):
+    """Tracks evaluations of devices' own models."""
+
+    def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
+        self._add(order for order in instructions if isinstance(order, EvaluateInstruction) and order.subject)
+
+    def record_event(self, event: EvaluateResult | InstructionFailed) -> DeviceAccuracy | None:
+        """Returns the accuracy after a round with its last pending evaluation, if any returned."""
+        complete = self._pop_complete(event)
+        return None if complete is None else _compute_accuracy(complete[1])
+
+    def complete_pending(self) -> list[DeviceAccuracy]:
+        """Returns the accuracies of incomplete versions and drops pending evaluations."""
+        accuracies = [_compute_accuracy(self.results[version]) for version in sorted(self.results)]
+        self.outstanding, self.results, self.num_outstanding = {}, {}, {}
+        return [accuracy for accuracy in accuracies if accuracy is not None]
+
+
+def compute_mean_accuracy(results: Sequence[EvaluateResult]) -> float | None:
+    """Returns the accuracy of one model: the evaluators' mean by examples, else the devices'; None without any."""
+    selection = [result for result in results if result.source != "device"] or results
+    num_examples = sum(result.num_examples for result in selection)
+    return sum(result.accuracy * result.num_examples for result in selection) / num_examples if num_examples else None
+
+
+def _compute_accuracy(results: Sequence[EvaluateResult]) -> DeviceAccuracy | None:
+    by_device: dict[str, list[EvaluateResult]] = {}
+    for result in results:
+        by_device.setdefault(result.subject, []).append(result)
+    accuracies = [
+        accuracy
+        for device_results in by_device.values()
+        if (accuracy := compute_mean_accuracy(device_results)) is not None
+    ]
+    return (
+        DeviceAccuracy(round=results[0].round, mean=sum(accuracies) / len(accuracies), worst=min(accuracies))
+        if accuracies
+        else None
+    )
+
+
+@dataclass(slots=True)
+class ProgressTracker:
+    """Tracks a run's progress against its stopping criteria."""
+
+    rounds: RoundCounter = field(default_factory=RoundCounter)
+    version: int = 0
+    updates: int = 0
+    bytes: int = 0
+    started_s: float | None = None
+    earlier_s: float = 0.0
+    stop_reason: str | None = None
+    scores: EvaluationTracker = field(default_factory=EvaluationTracker)
+    nodes: DeviceEvaluationTracker = field(default_factory=DeviceEvaluationTracker)
+    failures: dict[str, int] = field(default_factory=dict)
+    last_failure: str = ""
+    has_new_failure: bool = False
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether an evaluation is in flight, of the global model or of a device's."""
+        return bool(self.scores.outstanding or self.nodes.outstanding)
+
+    def restore(self, prior_progress: PriorProgress) -> None:
+        """Continues the counts of a resumed run."""
+        self.updates, self.bytes, self.earlier_s = (
+            prior_progress.updates,
+            prior_progress.bytes,
+            prior_progress.seconds,
+        )
+
+    def record_dispatch(self, instructions: Sequence[Instruction], now_s: float) -> None:
+        self.scores.record_dispatch(instructions)
+        self.nodes.record_dispatch(instructions)
+        if self.started_s is None and (
+            device_ids := {o.device_id for o in instructions if isinstance(o, TrainInstruction)}
+        ):
+            self.started_s = now_s - self.earlier_s
+            self.rounds.start(len(device_ids))
+
+    def record_event(self, event: Event) -> Sequence[VersionAccuracy | DeviceAccuracy]:
+        """Returns the accuracies that are complete with this event."""
+        match event:
+            case Update():
+                self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
+                self.failures.clear()
+            case EvaluateResult():
+                self.bytes += event.bytes_up + event.bytes_down
+                return self._record_evaluation(event)
+            case InstructionFailed() if self._is_evaluation(event.assignment_id):
+                return self._record_evaluation(event)
+            case InstructionFailed():
+                if event.outcome in {UpdateStatus.FAILED, UpdateStatus.REFUSED}:
+                    self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
+                    self.last_failure = f"{event.device_id}: {event.reason}"
+                    self.has_new_failure = True
+            case StopRequested():
+                self.stop_reason = event.reason
+        return ()
+
+    def find_stop_reason(self, goal: StoppingCriteria, now_s: float) -> str | None:
+        """Returns why the run is over, or None."""
+        facts: tuple[tuple[str, float | None, float | None], ...] = (
+            ("rounds", self.rounds.count_closed(self.version), goal.rounds),
+            ("updates", self.updates, goal.updates),
+            ("seconds", None if self.started_s is None else now_s - self.started_s, goal.seconds),
+            ("bytes", self.bytes, goal.bytes),
+            ("accuracy", self.scores.compute_mean(goal.accuracy_over), goal.accuracy),
+        )
+        for name, value, limit in facts:
+            if value is not None and limit is not None and value >= limit:
+                return f"{name} reached {limit:g}"
+        return self.stop_reason
+
+    def compute_wake_s(self, goal: StoppingCriteria, until_s: float, *, is_over: bool) -> float:
+        """Returns the next wake-up time: `until_s`, or the run's deadline if it is earlier."""
+        if is_over or goal.seconds is None or self.started_s is None:
+            return until_s
+        return min(until_s, self.started_s + goal.seconds)
+
+    def check_progress_possible(self, view: FleetView, blocked_devices: Collection[str]) -> None:
+        """Checks that some device can still make progress.
+
+        Raises:
+            RunFailedError: every present trainer failed repeatedly since the last update or is blocked; or the
+                failures are as many as if every trainer had, and no work is in flight.
+        """
+        # Only a new failure can end progress, and scanning every device every turn is too slow for a large fleet.
+        if not self.has_new_failure:
+            return
+        self.has_new_failure = False
+        if not self.failures and not blocked_devices:  # nothing failed: no need to scan the fleet
+            return
+        trainers = [info.device_id for info in view.devices.values() if info.role == Role.TRAINER]
+        counts = [self.failures.get(name, 0) for name in trainers]
+        if trainers and all(
+            n >= MAX_CONSECUTIVE_FAILURES or name in blocked_devices for name, n in zip(trainers, counts, strict=True)
+        ):
+            raise RunFailedError(
+                f"no device can do this work, each failed {MAX_CONSECUTIVE_FAILURES} times or is flagged; "
+                f"{self.last_failure}"
+            )
+        # Devices without assignments (`local`, a board that does not qualify) never fail, and send no updates either.
+        if trainers and not view.busy and sum(counts) >= MAX_CONSECUTIVE_FAILURES * len(trainers):
+            raise RunFailedError(
+                f"no device that is asked can do this work, {sum(counts)} tries failed in a row; {self.last_failure}"
+            )
+
+    def _is_evaluation(self, assignment_id: str) -> bool:
+        return assignment_id in self.scores.outstanding or assignment_id in self.nodes.outstanding
+
+    def _record_evaluation(
+        self, event: EvaluateResult | InstructionFailed
+    ) -> Sequence[VersionAccuracy | DeviceAccuracy]:
+        scores = self.scores.record_event(event), self.nodes.record_event(event)
+        return [score for score in scores if score is not None]

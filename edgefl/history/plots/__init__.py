@@ -1,1 +1,0 @@
-"""Matplotlib sheets of the history, one file per family of figures; only `options` loads without it."""

@@ -1,1 +1,0 @@
-"""Strategies that tolerate faulty or missing devices."""

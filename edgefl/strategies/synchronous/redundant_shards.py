@@ -1,0 +1,235 @@
+"""Redundant shards: every block of the data lies on r devices, and counts once a round however many copies arrive.
+
+Source: Parallel-SGD's block assignments with its Plain codec: the mean over blocks, any copy of which will do. A
+block's random streams follow from the block, so that every holder's copy is the same; r - 1 lost devices then change
+nothing, not a bit of the model. Cut shards with the scheme `redundant:R` or `duplicate:R`; a device whose shard has
+no blocks takes part with all of it.
+
+A device has at most two assignments; holders begin with different blocks, and a redundant copy is recalled. When all
+holders of a block are gone, the round continues without it, after the barrier if there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import FinishEarlyInstruction, FleetView, Instruction, Update
+from edgefl.strategies.participation import can_receive_work
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_choice
+from edgefl.strategies.synchronous.fedavg import weight_by_examples, weight_uniformly
+from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, make_finish_early_instructions
+
+WEIGHTS = ("uniform", "samples")
+_ERROR_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")
+MAX_OUTSTANDING = 2
+MAX_RETRIES = 3
+"""Retries per round for blocks that their holders failed to deliver."""
+BLOCK_SLOT_PREFIX = "block:"
+"""Prefix of the slots of blocks, which no assignment id has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedundantShardsConfig(SingleStepConfig):
+    """Settings of a run with `redundant`; `weights` averages blocks uniformly or by their examples."""
+
+    weights: str = "uniform"
+
+    def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
+        check_choice("weights", self.weights, WEIGHTS)
+        if self.keep_optimizer:
+            raise ConfigError("strategy.keep_optimizer: with it the copies of a block differ; redundant needs it off")
+        if rules.codec is not None and _ERROR_FEEDBACK.match(rules.codec):
+            raise ConfigError(
+                f"compression.up = {rules.codec!r}: error feedback makes the copies of a block differ; leave ef out, "
+                "and with auto name codecs without it, as in auto:fp16,int8"
+            )
+        if self.seconds is not None:
+            raise ConfigError(
+                "strategy.seconds: a budget in seconds makes the copies of a block differ; give iterations"
+            )
+        if rules.min_updates is not None:
+            raise ConfigError("run.min_updates: redundant waits for every block; give strategy fedavg for k of n")
+        weigh = weight_uniformly if self.weights == "uniform" else weight_by_examples
+        return self.make(RedundantShards, rules, compute_weight=weigh)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RedundantShards(SynchronousStrategy[RoundState]):
+    """Rounds whose slots are blocks; a device without blocks is its own slot."""
+
+    def list_candidates(self, state: RoundState, view: FleetView) -> Sequence[str]:  # noqa: ARG002 the fleet says it all
+        return _list_present(view)
+
+    def open_round(self, state: RoundState, selected: Sequence[str], view: FleetView) -> tuple[Instruction, ...]:
+        new_round, holders = state.open[-1], self._find_holders(selected, view)
+        new_round.fold.expected = [_format_slot(block) for block in holders]
+        new_round.queued = _make_queues(holders)
+        requests = [
+            SlotRequest(device_id=name)
+            for name in selected
+            if name not in view.busy and not self._get_blocks(name, view)
+        ]
+        return _finish_all_early(view) + self.assign_slots(
+            state, new_round, [*requests, *_select_next_requests(new_round, view)], view
+        )
+
+    def on_update(self, state: RoundState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
+        _, slot = current_round.asked[update.assignment_id]
+        current_round.needless.append(slot)
+
+    def schedule_during_round(
+        self, state: RoundState, current_round: OpenRound, view: FleetView
+    ) -> tuple[Instruction, ...]:
+        """Recalls redundant copies, assigns next blocks, and asks holders that have returned."""
+        redundant_ids = [
+            assignment_id for slot in current_round.needless for assignment_id in current_round.copies.get(slot, ())
+        ]
+        current_round.needless.clear()
+        instructions = make_finish_early_instructions(
+            current_round,
+            [assignment_id for assignment_id in redundant_ids if _is_in_flight(current_round, assignment_id, view)],
+        )
+        instructions += self.assign_slots(state, current_round, _select_next_requests(current_round, view), view)
+        if instructions or _is_in_progress(current_round, view) or not self._can_retry(current_round, view):
+            return instructions
+        current_round.num_retries, state.attempt = current_round.num_retries + 1, state.attempt + 1
+        return self.assign_slots(state, current_round, self.select_backups(current_round, view), view)
+
+    def is_pending(self, current_round: OpenRound, view: FleetView) -> bool:
+        """Returns whether the round has work in flight or queued; with a barrier also whether a block is missing."""
+        if _is_in_progress(current_round, view):
+            return True
+        return (
+            self.rules.barrier_s is not None
+            and not current_round.is_given_up
+            and bool(_find_missing_blocks(current_round))
+        )
+
+    def is_complete(self, current_round: OpenRound, view: FleetView) -> bool:
+        return not self.is_pending(current_round, view) and not self._can_retry(current_round, view)
+
+    def select_replacements(
+        self, state: RoundState, current_round: OpenRound, view: FleetView
+    ) -> Sequence[SlotRequest]:
+        """Returns requests to devices without blocks, when no update has arrived."""
+        if current_round.num_received:
+            return ()
+        requests = [SlotRequest(device_id=name) for name in view.idle if not self._get_blocks(name, view)]
+        state.attempt += bool(requests)
+        return requests
+
+    def select_backups(self, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
+        """Returns requests for missing blocks: to holders not at work on them, or else to all holders."""
+        in_flight = {current_round.asked[name] for name in current_round.list_pending(view)}
+        missing = _find_missing_blocks(current_round)
+        holders = {
+            block: [name for name in names if (name, _format_slot(block)) not in in_flight] or names
+            for block, names in self._find_holders(_list_present(view), view).items()
+            if block in missing
+        }
+        current_round.queued = _make_queues(holders)
+        return _select_next_requests(current_round, view)
+
+    def list_missing(self, current_round: OpenRound, view: FleetView) -> Iterable[str]:
+        """Returns the missing blocks with their asked devices, and the pending devices."""
+        for block in sorted(_find_missing_blocks(current_round)):
+            device_ids = {current_round.asked[name][0] for name in current_round.copies.get(_format_slot(block), ())}
+            yield f"block {block} of {' or '.join(sorted(device_ids)) or 'nobody'}"
+        for name in current_round.list_pending(view):
+            device_id, slot = current_round.asked[name]
+            if slot not in current_round.copies:
+                yield device_id
+
+    def _can_retry(self, current_round: OpenRound, view: FleetView) -> bool:
+        """Returns whether a present device holds a missing block, with retries left."""
+        missing = _find_missing_blocks(current_round)
+        if not missing or (current_round.num_retries >= MAX_RETRIES and current_round.num_received):
+            return False
+        return any(block in missing for name in _list_present(view) for block in self._get_blocks(name, view))
+
+    def _get_blocks(self, device_id: str, view: FleetView) -> tuple[int, ...]:
+        info = view.devices.get(device_id)
+        return () if info is None else tuple(info.blocks.get(self.rules.task, ()))
+
+    def _find_holders(self, device_ids: Iterable[str], view: FleetView) -> dict[int, list[str]]:
+        """Returns the holders of each block."""
+        holders: dict[int, list[str]] = {}
+        for name in device_ids:
+            for block in self._get_blocks(name, view):
+                holders.setdefault(block, []).append(name)
+        return dict(sorted(holders.items()))
+
+
+def _list_present(view: FleetView) -> list[str]:
+    """Returns idle devices, and busy ones that may get more work, such as after a redundant copy."""
+    return sorted({*view.idle, *(name for name in view.busy if can_receive_work(name, view))})
+
+
+def _make_queues(holders: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
+    """Returns each device's queue of blocks.
+
+    Each block is a first choice of its first holder, a second one of the next, and so on, so that copies come last.
+    """
+    choices: dict[str, list[tuple[int, int]]] = {}
+    for block, names in holders.items():
+        for rank, name in enumerate(names):
+            choices.setdefault(name, []).append((rank, block))
+    return {name: [block for _, block in sorted(ranked_blocks)] for name, ranked_blocks in choices.items()}
+
+
+def _select_next_requests(current_round: OpenRound, view: FleetView) -> list[SlotRequest]:
+    """Pops the next blocks from the queues of devices with capacity."""
+    requests, busy = [], view.busy
+    for name in [name for name in current_round.queued if can_receive_work(name, view)]:
+        queue, capacity = current_round.queued[name], MAX_OUTSTANDING - len(busy.get(name, ()))
+        while queue and capacity > 0:
+            block = queue.pop(0)
+            if not current_round.fold.has_update(_format_slot(block)):
+                requests.append(SlotRequest(device_id=name, slot=_format_slot(block), block=block))
+                capacity -= 1
+        if not queue:
+            del current_round.queued[name]
+    return requests
+
+
+def _is_in_progress(current_round: OpenRound, view: FleetView) -> bool:
+    """Returns whether the round has work in flight, or a present device with queued blocks."""
+    if current_round.is_pending(view):
+        return True
+    has_update = current_round.fold.has_update
+    return any(
+        can_receive_work(name, view) and not all(has_update(_format_slot(block)) for block in queue)
+        for name, queue in current_round.queued.items()
+    )
+
+
+def _is_in_flight(current_round: OpenRound, assignment_id: str, view: FleetView) -> bool:
+    device_id, _ = current_round.asked[assignment_id]
+    return assignment_id in view.busy.get(device_id, ())
+
+
+def _find_missing_blocks(current_round: OpenRound) -> set[int]:
+    """Returns the blocks without any received copy."""
+    slots, has_update = current_round.fold.expected, current_round.fold.has_update
+    return {
+        int(slot.removeprefix(BLOCK_SLOT_PREFIX))
+        for slot in slots
+        if slot.startswith(BLOCK_SLOT_PREFIX) and not has_update(slot)
+    }
+
+
+def _format_slot(block: int) -> str:
+    return f"{BLOCK_SLOT_PREFIX}{block}"
+
+
+def _finish_all_early(view: FleetView) -> tuple[Instruction, ...]:
+    """Returns recalls of all redundant copies still in flight when a round opens."""
+    return tuple(
+        FinishEarlyInstruction(assignment_id=assignment_id, device_id=name)
+        for name, outstanding in view.busy.items()
+        for assignment_id in outstanding
+    )

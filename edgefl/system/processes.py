@@ -1,0 +1,270 @@
+"""Processes: orderly end on signals and with the parent, calls in a subprocess, and notifications to systemd.
+
+A call in a subprocess isolates this process from memory use and crashes: request and reply are one JSON object each.
+A unit with Type=notify tells ready, watchdog and stopping; outside of systemd, where no `NOTIFY_SOCKET` is set,
+nothing is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from edgefl.core import errors
+from edgefl.core.errors import EdgeflError
+
+if TYPE_CHECKING:
+    from edgefl.core.types import Json
+
+PR_SET_PDEATHSIG = 1
+# Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def on_stop_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """Calls `stop` in a separate thread after a stop signal.
+
+    The signal handler may interrupt any code, even one that holds a lock `stop` needs, so it only writes a byte.
+    """
+    reader, writer = os.pipe()
+
+    def handle_signal(_number: int, _frame: object) -> None:
+        os.write(writer, b"s")
+
+    def wait_for_signal() -> None:
+        if os.read(reader, 1) == b"s":
+            stop()
+
+    thread = threading.Thread(target=wait_for_signal, name="signals", daemon=True)
+    thread.start()
+    previous_handlers = {number: signal.signal(number, handle_signal) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+        os.write(writer, b"e")
+        thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def raise_file_limit() -> int:
+    """Raises the open-file limit to the system's maximum and returns it.
+
+    Most systems default to 1,024, for programs that use select(). A coordinator has two connections for each device,
+    its broker has one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # a limit of its own, such as fs.nr_open
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def exit_with_parent() -> None:
+    """Sets SIGTERM as the parent-death signal of this process; for `preexec_fn`.
+
+    Nothing is loaded or looked up, so that it takes no lock of the C library's; where there is no prctl, it does
+    nothing.
+    """
+    if _PRCTL is not None:
+        _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+log = logging.getLogger(__name__)
+
+
+def call_in_subprocess(module: str, request: Json, *, description: str, timeout_s: float | None = None) -> Json:
+    """Returns the reply of `python -m MODULE`, which calls `serve_call`; errors name `description`.
+
+    Raises:
+        EdgeflError: the one that the child raised; or it timed out or crashed.
+    """
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", module],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            start_new_session=True,  # Ctrl-C is for us; a child must not answer it with a traceback
+            preexec_fn=exit_with_parent,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        raise EdgeflError(f"{description} took more than {timeout_s:g} s") from None
+    try:
+        reply: Json = json.loads(process.stdout)
+        error = reply.pop("error", None)
+    except (ValueError, AttributeError):
+        error_lines = process.stderr.decode(errors="replace").strip().splitlines()
+        raise EdgeflError(
+            f"{description} ended with code {process.returncode}: {error_lines[-1] if error_lines else 'no word'}"
+        ) from None
+    if error is None:
+        return reply
+    if error["trace"]:
+        log.warning("%s: %s", description, error["trace"])
+    raise getattr(errors, error["kind"])(error["message"])
+
+
+def serve_call(handle: Callable[[Json], Json]) -> None:
+    """Answers the request on the standard input; an exception is encoded as reply.
+
+    Output printed meanwhile goes to the standard error, since custom tasks may print.
+    """
+    with os.fdopen(os.dup(1), "w") as stdout:
+        os.dup2(2, 1)
+        try:
+            reply = handle(json.load(sys.stdin))
+        except Exception as error:  # noqa: BLE001 the boundary of the process: the parent needs a reply in any case
+            reply = {"error": _encode_error(error)}
+        json.dump(reply, stdout)
+
+
+def _encode_error(error: Exception) -> Json:
+    if isinstance(error, EdgeflError):
+        kind = next(cls for cls in type(error).__mro__ if cls.__module__ == errors.__name__)
+        return {"kind": kind.__name__, "message": str(error), "trace": ""}
+    trace = "".join(traceback.format_exception(error))
+    return {"kind": EdgeflError.__name__, "message": f"{type(error).__name__}: {error}", "trace": trace}
+
+
+KEEPALIVES_PER_TIMEOUT = 4
+"""Notifications per WatchdogSec; a loop has half of WatchdogSec to make progress."""
+WORK_TIMEOUT_S = 1800.0
+"""Time without computing or progress after which work counts as stuck, as at a disk or a lock that never answers."""
+MIN_CPU_SHARE = 0.005
+"""Minimum share of a core of a computing thread; waiting, even with short sleeps, takes less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemdNotifier:
+    """Sender of states to the service manager; `address` None means that there is none."""
+
+    address: str | None = None
+    watchdog_s: float | None = None
+
+    @classmethod
+    def from_environment(cls, environment: MutableMapping[str, str] | None = None) -> SystemdNotifier:
+        """Returns the notifier, and removes its variables so that children cannot notify for us."""
+        environment = os.environ if environment is None else environment
+        address = environment.pop("NOTIFY_SOCKET", None)
+        usec, pid = environment.pop("WATCHDOG_USEC", ""), environment.pop("WATCHDOG_PID", "")
+        is_for_us = usec.isdecimal() and (not pid or pid == str(os.getpid()))
+        return cls(address=address, watchdog_s=int(usec) / 1e6 if is_for_us and int(usec) else None)
+
+    def notify(self, state: str) -> None:
+        """Sends lines such as `READY=1`; failures to send are ignored."""
+        if not self.address:
+            return
+        # A leading @ denotes an abstract socket, whose name begins with a zero byte.
+        address = f"\0{self.address[1:]}" if self.address.startswith("@") else self.address
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+                sender.connect(address)
+                sender.sendall(state.encode())
+        except OSError as error:
+            log.warning("the service manager cannot be told %s: %s", state.splitlines()[0], error)
+
+
+@dataclass(slots=True)
+class LivenessMonitor:
+    """Liveness of a loop and of the thread that it runs in.
+
+    The loop calls `record_progress`, another thread `is_alive`. When idle, the loop must record progress in time.
+    During tracked work it counts as alive while its thread uses the processor or records progress.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    work_timeout_s: float = WORK_TIMEOUT_S
+    _progress_at: float = field(init=False)
+    _num_working: int = field(default=0, init=False)
+    _thread_id: int = field(default_factory=threading.get_ident, init=False)
+    _cpu_sample: tuple[float, float] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._progress_at = self.clock()
+
+    def record_progress(self) -> None:
+        """Records an iteration of the loop, or progress of its work."""
+        self._progress_at = self.clock()
+
+    @contextlib.contextmanager
+    def track_work(self) -> Iterator[None]:
+        """Marks a block that may take minutes; the CPU time of the entering thread counts as progress."""
+        self._thread_id = threading.get_ident()
+        self.record_progress()
+        self._num_working += 1
+        try:
+            yield
+        finally:
+            self._num_working -= 1
+            self.record_progress()
+
+    def is_alive(self, timeout_s: float) -> bool:
+        """Returns whether the loop made progress within `timeout_s`, or works; call at regular intervals."""
+        now, silence_s = self.clock(), self.clock() - self._progress_at
+        is_computing = self._is_computing(now)
+        if not self._num_working:
+            return silence_s < timeout_s
+        if is_computing:
+            self._progress_at = now
+        return is_computing or silence_s < max(timeout_s, self.work_timeout_s)
+
+    def _is_computing(self, now: float) -> bool:
+        """Returns whether the loop's thread has used the processor since the last call."""
+        try:
+            cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._thread_id))
+        except (OSError, AttributeError):  # the thread is gone; a system without such clocks
+            return False
+        previous, self._cpu_sample = self._cpu_sample, (now, cpu_s)
+        return previous is not None and cpu_s - previous[1] > MIN_CPU_SHARE * (now - previous[0])
+
+
+@contextlib.contextmanager
+def run_watchdog(notifier: SystemdNotifier, monitor: LivenessMonitor) -> Iterator[None]:
+    """Notifies ready, then watchdog while the loop is alive, then stopping at the end."""
+    stop = threading.Event()
+    thread = threading.Thread(target=_send_keepalives, args=(notifier, monitor, stop), name="watchdog", daemon=True)
+    notifier.notify("READY=1")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        notifier.notify("STOPPING=1")
+
+
+def _send_keepalives(notifier: SystemdNotifier, monitor: LivenessMonitor, stop: threading.Event) -> None:
+    if notifier.watchdog_s is None:
+        return
+    was_alive = True
+    while True:
+        is_alive = monitor.is_alive(timeout_s=notifier.watchdog_s / 2)
+        if is_alive:
+            notifier.notify("WATCHDOG=1")
+        elif was_alive:
+            log.error("the main loop does not come round any more; the service manager will start this anew")
+        was_alive = is_alive
+        if stop.wait(notifier.watchdog_s / KEEPALIVES_PER_TIMEOUT):
+            return

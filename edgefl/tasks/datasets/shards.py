@@ -1,0 +1,296 @@
+"""Shards on disk: one `.npz` and its card (a JSON file with its metadata), or a growing folder of `.npz` files.
+
+`inputs` [n, ...] and `labels` [n] are stored raw (pixels as bytes); a task turns them into features when it trains,
+so files stay small and a sample keeps its hash for ever. By that hash a device splits its data into a training and a
+test part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Array, Dataset, Task
+from edgefl.system.atomic_files import compute_sha256, open_atomic
+from edgefl.tasks.datasets.array_files import read_npz
+
+# A service with a user of its own must be able to read its operator's files.
+SHARD_FILE_MODE = 0o644
+METADATA_VERSION = 1
+MAX_METADATA_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMetadata:
+    """Metadata of a shard: its task, its origin and scheme, and the checksum of the `.npz`.
+
+    `groups` names the people in a natural shard. `blocks` maps a block of a redundant shard to its rows
+    [start, stop); the same block has the same rows in the same order on every device that holds it.
+    """
+
+    task: str
+    scheme: str = ""
+    source: str = ""
+    num_examples: int = 0
+    counts: Mapping[int, int] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    blocks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    sha256: str = ""
+
+
+def get_metadata_path(shard: Path) -> Path:
+    return shard.with_suffix(".json")
+
+
+def read_metadata(shard: Path) -> ShardMetadata:
+    """Returns the card of a shard file; unknown fields of a newer edgefl are ignored.
+
+    Raises:
+        DataError: it is not a card.
+    """
+    path = get_metadata_path(shard)
+    try:
+        if path.stat().st_size > MAX_METADATA_BYTES:
+            raise DataError(
+                f"shard card {path} has {path.stat().st_size} bytes, at most {MAX_METADATA_BYTES} are read"
+            )
+        value = parse_json(path.read_bytes())
+        return ShardMetadata(
+            task=_require_text(value["task"]),
+            scheme=_require_text(value.get("scheme", "")),
+            source=_require_text(value.get("source", "")),
+            num_examples=int(value.get("num_examples", 0)),
+            counts={int(label): int(count) for label, count in value.get("counts", {}).items()},
+            labels=tuple(_require_text(label) for label in value.get("labels", [])),
+            groups=tuple(_require_text(group) for group in value.get("groups", [])),
+            blocks={int(block): (int(start), int(stop)) for block, (start, stop) in value.get("blocks", {}).items()},
+            sha256=_require_text(value["sha256"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise DataError(
+            f"shard card {path} cannot be read ({type(error).__name__}: {error}); cut the shard again"
+        ) from None
+
+
+def compute_file_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hexadecimal digits.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        return compute_sha256(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+@contextmanager
+def write_atomically(path: Path) -> Iterator[IO[bytes]]:
+    """Yields a file to write; it appears under its name only on success, and then durably.
+
+    Creates the folder if missing.
+
+    Raises:
+        DataError: the directory cannot be written, or the disk is full.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open_atomic(path, mode=SHARD_FILE_MODE) as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _require_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a string, got {value!r}")
+    return value
+
+
+_ARRAYS = ("inputs", "labels")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReport:
+    """Content of a shard: examples per class, and the task's missing classes (if the task names them)."""
+
+    task: str
+    path: str
+    num_examples: int
+    counts: Mapping[int, int]
+    missing_labels: tuple[int, ...]
+    labels: tuple[str, ...] = ()
+
+
+def read_shard(
+    path: str, task: str, *, input_shape: tuple[int, ...] | None = None, num_classes: int | None = None
+) -> Dataset:
+    """Returns the examples of a shard file, or of a folder's `.npz` files by name.
+
+    A file needs its card, to detect another task's shard or a damaged one; files in a folder are
+    checked against a card where they have one. Names that start with a dot or do not end in `.npz` are
+    skipped: they are still being written.
+
+    Raises:
+        DataError: no file, or one that is damaged, of another task, or invalid.
+    """
+    shard_path = Path(path)
+    try:
+        is_there = bool(path) and shard_path.exists()
+        is_open = is_there and os.access(shard_path, os.R_OK | os.X_OK if shard_path.is_dir() else os.R_OK)
+    except PermissionError:
+        is_there, is_open = True, False
+    if not is_there:
+        raise DataError(f"shard {path!r} of task {task} does not exist; give a .npz file or a folder of them")
+    if not is_open:
+        raise DataError(
+            f"shard {path!r} of task {task} may not be read by this user; let it: setfacl, chgrp or chmod"
+        )
+    if not shard_path.is_dir():
+        if not get_metadata_path(shard_path).exists():
+            raise DataError(
+                f"shard {shard_path} has no card {get_metadata_path(shard_path).name}; "
+                "put a file without one into a folder of its own"
+            )
+        return _read_file(shard_path, task, input_shape, num_classes)
+    files = list_shard_files(shard_path)
+    if not files:
+        raise DataError(f"shard folder {shard_path} holds no .npz file yet")
+    return _concatenate([_read_file(file, task, input_shape, num_classes) for file in files], shard_path)
+
+
+def list_shard_files(folder: Path) -> list[Path]:
+    """Returns the finished `.npz` files of a folder by name."""
+    return sorted(file for file in folder.glob("*.npz") if not file.name.startswith("."))
+
+
+def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
+    """Writes `.npz` and card, each whole or not at all; returns the card with its counts and checksum."""
+    with write_atomically(path) as file:
+        np.savez(file, inputs=data.inputs, labels=data.labels)
+    counts = count_labels(data.labels)
+    written = replace(metadata, counts=counts, num_examples=len(data), sha256=compute_file_sha256(path))
+    with write_atomically(get_metadata_path(path)) as file:
+        file.write(json.dumps({"v": METADATA_VERSION, **asdict(written)}, indent=1).encode() + b"\n")
+    return written
+
+
+def count_labels(labels: Array) -> dict[int, int]:
+    classes, counts = np.unique(labels, return_counts=True)
+    return {int(label): int(count) for label, count in zip(classes, counts, strict=True)}
+
+
+def check_shard(task: Task, path: str) -> ShardReport:
+    """Returns the data that the task reads from `path`.
+
+    Raises:
+        DataError: the shard cannot be used.
+    """
+    data = task.read(path)
+    counts = count_labels(data.labels)
+    labels = tuple(getattr(task, "labels", ()))
+    missing = tuple(label for label in range(len(labels)) if label not in counts)
+    return ShardReport(
+        task=task.name, path=path, num_examples=len(data), counts=counts, missing_labels=missing, labels=labels
+    )
+
+
+def _read_file(path: Path, task: str, input_shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
+    if get_metadata_path(path).exists():
+        card = read_metadata(path)
+        if card.task != task:
+            raise DataError(f"shard {path} is of task {card.task}, this is task {task}")
+        if (checksum := compute_file_sha256(path)) != card.sha256:
+            raise DataError(
+                f"shard {path} is damaged: its SHA-256 is {checksum[:12]}…, "
+                f"its card says {card.sha256[:12]}…; copy it again"
+            )
+    data = _load_file(path)
+    _check_dataset(data, path, input_shape)
+    _check_values(data, path, num_classes)
+    return data
+
+
+def _load_file(path: Path) -> Dataset:
+    try:
+        with path.open("rb") as file:
+            arrays = read_npz(file, _ARRAYS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise DataError(f"shard {path} has no array {missing[0]!r}, only {', '.join(arrays) or 'others'}")
+    return Dataset(inputs=arrays["inputs"], labels=arrays["labels"])
+
+
+def _check_dataset(data: Dataset, path: Path, shape: tuple[int, ...] | None) -> None:
+    inputs, labels = data.inputs, data.labels
+    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+        raise DataError(f"labels of shard {path} must be integers [n], got {labels.dtype} {list(labels.shape)}")
+    if inputs.ndim == 0 or len(inputs) != len(labels) or not np.issubdtype(inputs.dtype, np.number):
+        raise DataError(
+            f"inputs of shard {path} must be numbers, one row for each of {len(labels)} labels, "
+            f"got {inputs.dtype} {list(inputs.shape)}"
+        )
+    if not len(labels):
+        raise DataError(f"shard {path} holds no examples")
+    if shape is not None and inputs.shape[1:] != shape:
+        raise DataError(f"inputs of shard {path} must be {list(shape)} each, got {list(inputs.shape[1:])}")
+
+
+def _check_values(data: Dataset, path: Path, num_classes: int | None) -> None:
+    low, high = int(data.labels.min()), int(data.labels.max())
+    if low < 0 or (num_classes is not None and high >= num_classes):
+        limit = "" if num_classes is None else f"..{num_classes - 1}"
+        raise DataError(f"labels of shard {path} must lie in 0{limit}, got {low if low < 0 else high}")
+    if np.issubdtype(data.inputs.dtype, np.inexact) and not np.isfinite(data.inputs).all():
+        row = int(np.argwhere(~np.isfinite(data.inputs))[0][0])
+        raise DataError(f"inputs of shard {path} hold a NaN or an infinity, first in row {row}")
+
+
+def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
+    if len({part.inputs.shape[1:] for part in parts}) > 1:
+        raise DataError(f"the files of shard folder {folder} hold inputs of different shapes")
+    return Dataset(
+        inputs=np.concatenate([part.inputs for part in parts]), labels=np.concatenate([part.labels for part in parts])
+    )
+
+
+HASH_BYTES = 8
+
+
+def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:
+    """Returns (train, test); a sample's side depends on its own bytes only.
+
+    Growing data never moves a sample, and copies of a sample stay on one side, so no trained sample is ever used
+    for a test. Either part of a very small shard may be empty.
+
+    Raises:
+        ConfigError: `test_fraction` is not in [0, 1).
+    """
+    if not 0.0 <= test_fraction < 1.0:
+        raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
+    in_test = compute_sample_hashes(data.inputs, salt) < np.uint64(test_fraction * 2.0**64)
+    return data.take(np.flatnonzero(~in_test)), data.take(np.flatnonzero(in_test))
+
+
+def compute_sample_hashes(inputs: Array, salt: str = "") -> Array:
+    """Returns [n] uint64, uniform, the same for equal samples on every machine."""
+    rows = np.ascontiguousarray(inputs).astype(inputs.dtype.newbyteorder("<"), copy=False)
+    start = hashlib.blake2b(digest_size=HASH_BYTES, key=hashlib.sha256(salt.encode()).digest())
+    digests = []
+    for row in rows.reshape(len(rows), -1).view(np.uint8) if rows.size else ():
+        digest = start.copy()
+        digest.update(row.data)
+        digests.append(digest.digest())
+    return np.frombuffer(b"".join(digests), dtype="<u8")

@@ -1,0 +1,350 @@
+"""Export of a model as a file independent of the task's code: ONNX, or a torch state dict; checked before it appears.
+
+The ONNX file takes the inputs of the task's `read`, as float32, and returns `logits`: the task's own preparation of
+raw inputs is part of the graph. A user's `prepare` without a node builder is omitted, and the metadata notes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from edgefl.core.errors import TaskError
+from edgefl.core.types import Array, Dataset, Json, Scalar, Task, Tensors, derive_rng
+from edgefl.system.atomic_files import make_store_error, open_atomic
+from edgefl.tasks.export.onnx_graph import (
+    INPUTS,
+    LOGITS,
+    MODEL,
+    OPSET,
+    PREPARE,
+    OnnxGraph,
+    get_node_builder,
+    import_onnx,
+    suppress_export_logs,
+)
+from edgefl.tasks.learners.backends import import_extra, import_torch
+
+TOLERANCE = 2e-5
+"""Relative to the largest logit, at least 1: float32 sums are added in another order."""
+BATCH_SIZE = 256
+
+
+def open_session(content: bytes) -> Any:
+    """Returns an onnxruntime session of a file's bytes, on the CPU.
+
+    Raises:
+        TaskError: onnxruntime is missing or cannot load the file.
+    """
+    runtime = import_extra(
+        "onnxruntime", "an exported model is checked with onnxruntime", "pip install onnxruntime -c constraints.txt"
+    )
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    try:
+        return runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors have no common base class
+        raise TaskError(f"onnxruntime cannot load the exported model: {error}") from error
+
+
+def verify_logits(session: Any, features: Array, expected: Array) -> tuple[float, float]:
+    """Returns the largest difference of the file's logits from the expected ones, and its tolerance.
+
+    Raises:
+        TaskError: it is larger, or a value is NaN.
+    """
+    run = partial(_compute_logits, session)
+    logits = np.concatenate([run(features[:1]), *run_in_batches(run, features[1:])])
+    if logits.shape != expected.shape:
+        raise TaskError(f"the ONNX file gives logits {list(logits.shape)}, the task {list(expected.shape)}")
+    tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    difference = float(np.abs(logits - expected).max())
+    if not difference <= tolerance:
+        raise TaskError(
+            f"the ONNX file does not compute what the task computes: logits differ by up to {difference:.2e} on "
+            f"{len(features)} inputs, {tolerance:.2e} would be allowed; nothing was written"
+        )
+    return difference, tolerance
+
+
+def compute_accuracy(session: Any, features: Array, labels: Array | None) -> float | None:
+    """Returns the fraction of correct predictions of the file; None without labels."""
+    if labels is None or not len(labels):
+        return None
+    predictions = np.concatenate(
+        [logits.argmax(axis=1) for logits in run_in_batches(partial(_compute_logits, session), features)]
+    )
+    return float((predictions == labels).mean())
+
+
+def quantise_model(content: bytes) -> Any:
+    """Returns the model with int8 weights; activations are quantised dynamically, so no data is needed.
+
+    Raises:
+        TaskError: onnxruntime fails.
+    """
+    onnx = import_onnx()
+    with suppress_export_logs():
+        try:
+            from onnxruntime.quantization import QuantType, quantize_dynamic  # noqa: PLC0415 slow to load
+
+            with tempfile.TemporaryDirectory(prefix="edgefl-") as folder:
+                source, target = Path(folder) / "float32.onnx", Path(folder) / "int8.onnx"
+                source.write_bytes(content)
+                features = [node.name for node in onnx.load(source).graph.node if node.name.startswith(PREPARE)]
+                # Unsigned weights: onnxruntime has no convolution of signed ones on the CPU.
+                quantize_dynamic(source, target, weight_type=QuantType.QUInt8, nodes_to_exclude=features)
+                return onnx.load(target)
+        except Exception as error:  # as above
+            raise TaskError(f"onnxruntime cannot quantise this model: {error}") from error
+
+
+def run_in_batches(function: Callable[[Array], Array], inputs: Array) -> Iterator[Array]:
+    """Yields a function's results by batch: a whole test set at once needs too much memory."""
+    for start in range(0, len(inputs), BATCH_SIZE):
+        yield function(inputs[start : start + BATCH_SIZE])
+
+
+def _compute_logits(session: Any, features: Array) -> Array:
+    (logits,) = session.run([LOGITS], {INPUTS: features})
+    return np.asarray(logits)
+
+
+NUM_RANDOM_INPUTS = 64
+FILE_MODE = 0o644
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnnxExportReport:
+    """Report on a written file and its checks.
+
+    Attributes:
+        sha256, bytes_file: of the file.
+        opset: the version of ONNX's operators.
+        input_name, input_shape: its input, float32; None stands for any number of examples.
+        output_name, num_classes: its output, float32 [n, num_classes].
+        max_difference: between its logits and the task's own, the largest over `num_checked` inputs. For a quantised
+            file it is that of the float32 file.
+        tolerance: upper limit of the difference.
+        num_checked, is_random: number of inputs; whether they were random, since none were given.
+        preprocess: preparation of inputs outside the file; empty when it takes the task's raw inputs.
+        accuracy: of the float32 file on labelled samples, None without any.
+        is_quantised, accuracy_quantised, bytes_float32: whether its weights are int8, the accuracy with them, and
+            the size of the float32 file.
+    """
+
+    sha256: str
+    bytes_file: int
+    opset: int
+    input_name: str
+    input_shape: tuple[int | None, ...]
+    output_name: str
+    num_classes: int
+    max_difference: float
+    tolerance: float
+    num_checked: int
+    is_random: bool
+    preprocess: Mapping[str, Any]
+    accuracy: float | None
+    is_quantised: bool
+    accuracy_quantised: float | None
+    bytes_float32: int
+
+
+class OnnxExportable(Protocol):
+    """Interface of a learner, beyond `Learner`, whose model can be exported."""
+
+    @property
+    def prepare(self) -> Callable[[Array], Array]: ...
+    def logits(self, inputs: Array) -> Array: ...
+    def draw(self, graph: OnnxGraph, features: str, example: Array) -> str: ...
+
+
+def export_onnx(  # noqa: PLR0913 all but three by name
+    task: Task,
+    model: Tensors,
+    path: Path,
+    *,
+    quantise: bool = False,
+    samples: Dataset | Array | None = None,
+    options: Mapping[str, Scalar] | None = None,
+    model_sha256: str = "",
+) -> OnnxExportReport:
+    """Writes a model as an ONNX file and returns a report.
+
+    Args:
+        task: of the model.
+        model: tensors by name; local tensors (`shared=False`) may be missing.
+        path: of the new file; it appears only after the checks.
+        quantise: weights become int8, and activations while it runs.
+        samples: inputs of the task's `read`, to check the file with; with labels they also give the accuracy.
+            None makes random ones.
+        options: of the task, for the file's metadata.
+        model_sha256: of the model's safetensors file, likewise.
+
+    Raises:
+        TaskError: onnx or torch is missing, the model cannot be exported, or the file's results differ from the
+            task's.
+        StoreError: the file cannot be written.
+    """
+    inputs, labels = _select_inputs(task, samples)
+    learner = _load_learner(task, model)
+    preprocess, built = _build_graph(learner, inputs)
+    facts = _make_metadata(task, options, model_sha256, preprocess)
+    content = _encode_with_metadata(built, facts, "float32")
+    features = _compute_features(learner, inputs, preprocess)
+    session = open_session(content)
+    difference, tolerance = verify_logits(
+        session, features, np.concatenate([*run_in_batches(learner.logits, inputs)])
+    )
+    accuracy, quantised_accuracy, bytes_float32 = compute_accuracy(session, features, labels), None, len(content)
+    if quantise:
+        content = _encode_with_metadata(quantise_model(content), facts, "int8")
+        quantised_accuracy = compute_accuracy(open_session(content), features, labels)
+    _write_file(path, content)
+    return OnnxExportReport(
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes_file=len(content),
+        opset=OPSET,
+        input_name=INPUTS,
+        input_shape=(None, *features.shape[1:]),
+        output_name=LOGITS,
+        num_classes=built.graph.output[0].type.tensor_type.shape.dim[1].dim_value,
+        max_difference=difference,
+        tolerance=tolerance,
+        num_checked=len(inputs),
+        is_random=samples is None,
+        preprocess=preprocess,
+        accuracy=accuracy,
+        is_quantised=quantise,
+        accuracy_quantised=quantised_accuracy,
+        bytes_float32=bytes_float32,
+    )
+
+
+def _select_inputs(task: Task, samples: Dataset | Array | None) -> tuple[Array, Array | None]:
+    if isinstance(samples, Dataset):
+        inputs, labels = samples.inputs, samples.labels
+    else:
+        inputs, labels = (_make_random_inputs(task) if samples is None else samples), None
+    if not len(inputs):
+        raise TaskError(
+            f"there are no inputs to check the ONNX file of task {task.name} with; give a shard that holds some"
+        )
+    return inputs, labels
+
+
+def _make_random_inputs(task: Task) -> Array:
+    """Returns random inputs of the right shape, some like dark, some like bright pixels."""
+    shape: tuple[int, ...] | None = getattr(task, "input_shape", None)
+    if shape is None:
+        raise TaskError(
+            f"task {task.name} does not say the shape of its inputs (input_shape); give inputs of a real shard"
+        )
+    rng = derive_rng("onnx", task.name)
+    scales = np.where(np.arange(NUM_RANDOM_INPUTS) % 2, 255.0, 16.0).reshape(-1, *[1] * len(shape))
+    return np.floor(rng.random((NUM_RANDOM_INPUTS, *shape)) * scales).astype(np.uint8)
+
+
+def _load_learner(task: Task, model: Tensors) -> OnnxExportable:
+    learner = task.learner()
+    if not all(hasattr(learner, name) for name in ("prepare", "logits", "draw")):
+        raise TaskError(
+            f"the learner of task {task.name} cannot be exported: a {type(learner).__name__} has no prepare, logits "
+            "and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
+        )
+    missing = [spec.name for spec in task.shapes() if spec.shared and spec.name not in model]
+    if missing:
+        raise TaskError(
+            f"the model lacks tensor {missing[0]!r} of task {task.name}; it is of another task or options"
+        )
+    learner.load(model)
+    return cast("OnnxExportable", learner)
+
+
+def _build_graph(learner: OnnxExportable, inputs: Array) -> tuple[Json, Any]:
+    """Returns the preparation outside the graph, and the graph."""
+    graph, prepared = OnnxGraph(), learner.prepare(inputs[:2])
+    steps = get_node_builder(learner.prepare)
+    preprocess: Json = {}
+    if steps is not None:
+        features = steps(graph, INPUTS)
+    elif _is_identity(learner.prepare, inputs):
+        features = INPUTS
+    else:
+        features, preprocess = INPUTS, {"kind": "task"}
+    graph.stage = MODEL
+    shape = prepared.shape[1:] if preprocess else inputs.shape[1:]
+    result = learner.draw(graph, features, np.ascontiguousarray(prepared, dtype=np.float32))
+    num_classes = learner.logits(inputs[:1]).shape[1]
+    return preprocess, graph.build_model(source=INPUTS, shape=shape, result=result, num_classes=num_classes)
+
+
+def _is_identity(prepare: Callable[[Array], Array], inputs: Array) -> bool:
+    prepared = np.asarray(prepare(inputs))
+    return prepared.shape == inputs.shape and bool(np.array_equal(prepared, inputs.astype(np.float32)))
+
+
+def _compute_features(learner: OnnxExportable, inputs: Array, preprocess: Json) -> Array:
+    return np.ascontiguousarray(learner.prepare(inputs) if preprocess else inputs, dtype=np.float32)
+
+
+def _make_metadata(task: Task, options: Mapping[str, Scalar] | None, sha256: str, preprocess: Json) -> dict[str, str]:
+    labels = [str(label) for label in getattr(task, "labels", ())]
+    return {
+        "edgefl.task": task.name,
+        "edgefl.task_options": json.dumps(dict(options or {}), sort_keys=True),
+        "edgefl.model": sha256,
+        "edgefl.preprocess": json.dumps(preprocess) if preprocess else "",
+        "edgefl.classes": json.dumps(labels) if labels else "",
+    }
+
+
+def _encode_with_metadata(model: Any, metadata: Mapping[str, str], numbers: str) -> bytes:
+    del model.metadata_props[:]
+    for key, value in {**metadata, "edgefl.numbers": numbers}.items():
+        model.metadata_props.add(key=key, value=value)
+    try:
+        content: bytes = model.SerializeToString(deterministic=True)
+    except ValueError as error:
+        raise TaskError(f"the model is too large for one ONNX file: {error}") from error
+    return content
+
+
+def _write_file(path: Path, content: bytes | memoryview) -> None:
+    try:
+        with open_atomic(path, mode=FILE_MODE) as file:
+            file.write(content)
+    except OSError as error:
+        raise make_store_error(path, error) from None
+
+
+def export_torch(model: Tensors, path: Path) -> int:
+    """Writes the tensors by name and returns the file's bytes; it appears only after being read back.
+
+    Raises:
+        TaskError: torch is missing, or reads back other tensors.
+        StoreError: the file cannot be written.
+    """
+    backend = import_torch()
+    # torch takes writable arrays only, so each is copied.
+    dense = {name: np.array(t if isinstance(t, np.ndarray) else t.dense()) for name, t in model.items()}
+    content = io.BytesIO()
+    backend.save({name: backend.from_numpy(array) for name, array in dense.items()}, content)
+    content.seek(0)
+    read_back = backend.load(content, weights_only=True)
+    if list(read_back) != list(dense) or any(
+        not np.array_equal(read_back[n].numpy(), a, equal_nan=True) for n, a in dense.items()
+    ):
+        raise TaskError("torch does not read back the tensors that it was given; nothing was written")
+    _write_file(path, content.getbuffer())
+    return content.getbuffer().nbytes

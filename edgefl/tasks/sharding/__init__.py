@@ -1,1 +1,0 @@
-"""Partitioning of a data set into shards."""

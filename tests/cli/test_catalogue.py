@@ -1,0 +1,186 @@
+"""`edgefl strategies` and `edgefl codecs`."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from edgefl.compression.registry import STAGES
+from edgefl.strategies.peer_algorithms.registry import ALGORITHMS
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
+from edgefl.strategies.strategy_config import RoundRules
+
+ROOT = Path(__file__).parents[2]
+HOPPING = '''"""Hops: goes on one leg."""
+class Hops:
+    kind = "decentralised"
+    def __init__(self, legs): ...
+'''
+ASYNCHRONOUS = {"adacomp", "asgd", "bounded", "dc-asgd", "fedasync", "fedbuff"}
+
+
+@pytest.fixture
+def listed(run):
+    return lambda: {row["name"]: row for row in run("strategies", "list", "--format", "json").rows}
+
+
+@pytest.fixture
+def new(run, tmp_path):
+    return lambda name, out=tmp_path: run("strategies", "new", name, "--out", out)
+
+
+def test_every_strategy_is_listed_with_its_kind_its_settings_and_what_it_is(listed, run):
+    rows = listed()
+    assert list(rows) == [*sorted(BUILT_IN_STRATEGIES), "flwr:NAME"]
+    for name, row in rows.items():
+        kind = "decentralised" if name in ALGORITHMS else "asynchronous" if name in ASYNCHRONOUS else "synchronous"
+        assert row["kind"] == kind, name
+        assert row["summary"], name
+    for name in BUILT_IN_STRATEGIES:
+        assert rows[name]["settings"] == json.loads(json.dumps(get_settings(name))), name
+    table = run("strategies", "list").out
+    (line,) = [line for line in table.splitlines() if line.startswith("fedbuff")]
+    assert ("buffer_size=10" in line, "weight_decay" in line) == (True, False), "only what is its own"
+    assert "learning_rate=0.05 schedule=constant" in table
+    assert "FedAdam, " in table
+
+
+def test_a_strategy_of_a_broken_package_does_not_hide_the_others(listed, installed):
+    installed({"hopping": HOPPING}, {"edgefl.strategies": {"lame": "no_such_package:Lame", "hops": "hopping:Hops"}})
+    rows = listed()
+    assert "cannot be imported" in rows["lame"]["summary"]
+    facts = {"kind": "decentralised", "summary": "Hops: goes on one leg.", "settings": {"legs": "required"}}
+    assert rows["hops"] == {"name": "hops", **facts}
+    assert rows["fedavg"]["kind"] == "synchronous"
+
+
+def checked(*command, folder=ROOT, **environment):
+    done = subprocess.run(
+        [sys.executable, "-m", *map(str, command)], cwd=folder, capture_output=True, text=True, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_new_strategy_is_short_and_works_and_its_test_passes_as_written(new, tmp_path, monkeypatch):
+    done = new("trimmed_mean", tmp_path / "mine")
+    files = [tmp_path / "mine" / name for name in ("trimmed_mean.py", "test_trimmed_mean.py")]
+    assert done.out.splitlines()[:2] == [str(path) for path in files]
+    assert 'name = "trimmed_mean:TrimmedMean"' in done.out
+    options = ("-q", "-W", "error", "-p", "no:cacheprovider", ".")
+    assert "2 passed" in checked("pytest", *options, folder=tmp_path / "mine")
+    checked("ruff", "format", "--check", files[0])
+    assert len([line for line in files[0].read_text().split('"""')[2].splitlines() if line.strip()]) < 25
+    monkeypatch.syspath_prepend(tmp_path / "mine")
+    assert make_strategy("trimmed_mean:TrimmedMean", {"trim": 2, "epochs": 2}, RoundRules()).init({}) is not None
+    sys.modules.pop("trimmed_mean")
+
+
+@pytest.mark.slow
+def test_a_new_strategy_is_strictly_typed(new, tmp_path):
+    assert new("own").code == 0
+    checked("mypy", "--strict", tmp_path / "own.py")
+
+
+def test_what_is_there_is_not_overwritten(new, tmp_path):
+    for name in ("mine.py", "test_mine.py"):
+        (tmp_path / name).write_text("precious")
+        done = new("mine")
+        assert (done.code, f"{tmp_path / name} exists" in done.err) == (2, True)
+        assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "precious")]
+        (tmp_path / name).unlink()
+    (tmp_path / "file").write_text("")
+    assert new("mine", tmp_path / "file" / "deeper").code in {2, 4}
+
+
+@pytest.mark.parametrize("name", ["Mine", "my-own", "2nd", "a/b", "..", "", "class", "mine_", "ü", "random", "numpy"])
+def test_a_name_that_cannot_be_a_module_of_ones_own_is_refused(new, tmp_path, name):
+    done = new(name)
+    assert (done.code, done.is_one_line, list(tmp_path.iterdir())) == (2, True, [])
+
+
+PACKAGE = '''"""A codec of somebody else's."""
+from edgefl.compression.quantisation.rounding import Float16
+
+
+class Half(Float16):
+    """Rounds to half precision, as ours does.
+
+    More of it.
+    """
+'''
+
+
+@pytest.fixture
+def gradient(tmp_path):
+    rng = np.random.default_rng(3)
+    path = tmp_path / "mine.npz"
+    np.savez(path, w=rng.standard_normal((50, 40)).astype(np.float32), b=np.zeros(50, np.float32))
+    return path
+
+
+@pytest.fixture
+def bench(run, gradient):
+    def call(*words, fmt="json"):
+        return run("codecs", "bench", "--gradient", gradient, "--repeats", 1, *words, "--format", fmt)
+
+    return call
+
+
+def listed_codecs(run):
+    return {row["name"]: row for row in run("codecs", "list", "--format", "json").rows}
+
+
+def test_lists_every_stage_with_what_it_is(run):
+    found = listed_codecs(run)
+    assert {*STAGES, "ef", "rice"} <= set(found)
+    assert (found["topk"]["kind"], found["topk"]["biased"], found["topk"]["contraction"]) == ("tensors", True, True)
+    assert (found["qsgd"]["kind"], found["qsgd"]["biased"]) == ("values", False)
+    assert (found["zstd"]["kind"], found["zstd"]["biased"]) == ("lossless", None)
+    assert "ATOMO, Wang et al. 2018" in run("codecs", "list").out
+
+
+def test_the_stage_of_an_installed_package_is_listed_and_measured_as_every_other(run, bench, installed):
+    installed({"half_codec": PACKAGE}, {"edgefl.codecs": {"half": "half_codec:Half"}})
+    assert listed_codecs(run)["half"]["summary"] == "Rounds to half precision, as ours does."
+    shown = {part.partition(":")[0] for row in bench().rows for part in row["codec"].split("|")}
+    assert shown >= {*STAGES, "half"} - {"delta", "layers", "shuffle"}
+
+
+def test_measures_the_codecs_that_are_named_in_their_order(bench):
+    asked = ["topk:0.01|int8", "dense", "ef|topk:0.1"]
+    found = bench(*(word for spec in asked for word in ("--codec", spec))).rows
+    assert [(row["codec"], row["gradient"]) for row in found] == [(codec, "mine.npz") for codec in asked]
+    sparse, whole, _ = found
+    assert sparse["ratio"] > 50
+    assert (whole["relative_error"], whole["index_bits"]) == (0.0, None)
+    assert sparse["index_bits"] >= 0.9 * sparse["entropy_bits"] > 0
+    assert all(row["encode_mb_per_s"] > 0 and row["decode_mb_per_s"] > 0 for row in found)
+    (row,) = csv.DictReader(bench("--codec", "sign", fmt="csv").out.splitlines())
+    assert set(row) == set(sparse)
+
+
+def test_draws_a_gradient_where_there_is_no_real_one_and_says_so(run, monkeypatch):
+    monkeypatch.delenv("EDGEFL_DATA", raising=False)
+    ran = run("codecs", "bench", "--codec", "topk:0.01", "--repeats", 1)
+    assert ran.out.startswith("gradient: drawn from Student's t")
+    assert "no real gradient" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--codec", "topk:2"], 7, "needs a fraction"),
+        (["--codec", "delta|fp16"], 7, "delta is for [compression] down"),
+        (["--gradient", "vgg"], 2, "mnist-cnn, resnet-18, or a file"),
+        (["--gradient", "no/such.npz"], 4, "no/such.npz"),
+        (["--gradient", "mnist-cnn", "--data", "no-such-folder"], 4, "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(refused, gradient, arguments, code, text):
+    refused(["codecs", "bench", "--gradient", gradient, *arguments], code, text)

@@ -1,0 +1,184 @@
+"""`edgefl simulate`, `demo` and `data` as a user types them: tables, stores, and one line for what makes no sense."""
+
+import json
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import apart_strategy
+import pytest
+
+RUN = (
+    '[run]\ntask = "digits"\nrounds = 2\n[task]\nmodel = "logistic"\n[simulation]\nprofiles = ["pi-5"]\nworkers = 0\n'
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+@pytest.fixture
+def simulate(run, file, tmp_path):
+    """The rows of a simulation of the run file."""
+    return lambda *words: run("simulate", file, "--dir", tmp_path / "d", *words, "--format", "json").rows
+
+
+def test_it_prints_the_rounds_and_where_to_ask_for_more(run, file, tmp_path):
+    done = run("simulate", file, "--devices", 3, "--profile", "pi-4", "--profile", "pi-zero-2w")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    assert lines[1].split()[:4] == ["round", "num", "updates", "accuracy"]
+    assert [line.split()[:2] for line in lines[2:4]] == [["1", "3"], ["2", "3"]]
+    assert "virtual time:" in lines[4]
+    assert len(run(*lines[5].removeprefix("query it: edgefl ").split(), "--format", "json").rows) == 2 * 3
+    assert (tmp_path / "data" / "edgefl" / "simulations" / "edgefl.db").exists()
+
+
+def test_options_replace_what_the_run_file_says_and_json_has_the_rounds_in_full(simulate, tmp_path):
+    rows = simulate("--seed", 3)
+    assert [row["round"] for row in rows] == [1, 2]
+    assert rows[1]["ended_s"] == pytest.approx(rows[0]["seconds"] + rows[1]["seconds"])
+    rows = simulate("--devices", 200, "--bookkeeping-only")
+    assert [(row["num_updates"], row["accuracy"]) for row in rows] == [(200, None)] * 2
+    (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "device-01"\nat_s = 0\nkind = "kill"\n')
+    assert [row["num_updates"] for row in simulate("--devices", 3, "--faults", tmp_path / "faults.toml")] == [2, 2]
+
+
+def test_the_profiles_are_listed_with_their_sources(run, tmp_path):
+    table = run("simulate", "--list-profiles").out
+    names = ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano", "estimated: speed")
+    assert all(name in table for name in names)
+    (tmp_path / "mine.toml").write_text('[profile.mine]\nspeed = 3\nsource.speed = "measured: by me"\n')
+    rows = run("simulate", "--list-profiles", "--profile", tmp_path / "mine.toml", "--format", "json").rows
+    assert {row["name"]: row["source"] for row in rows}["mine"] == {"speed": "measured: by me"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        ("", 2, "a simulation needs a run file"),
+        ("none.toml", 3, "none.toml: cannot be read"),
+        ("{file} --profile pi4", 3, "no profile 'pi4': did you mean pi-4?"),
+        ("{file} --profile none.toml", 3, "none.toml: cannot be read"),
+        ("{file} --scheme odd", 3, "scheme must be one of"),
+        ("{file} --faults none.toml", 3, "none.toml: cannot be read"),
+        ("{file} --devices 9999", 3, "devices must be 1 to"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(refused, file, words, code, message):
+    refused(["simulate", *words.format(file=file).split()], code, message)
+
+
+def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(run, simulate, file, monkeypatch):
+    monkeypatch.syspath_prepend(apart_strategy.TESTS)
+    file.write_text(f'{RUN}[strategy]\nname = "{apart_strategy.NAME}"\n')
+    done = run("simulate", file, "--devices", 2, "--scheme", "iid")
+    assert done.code == 0, done.err
+    _, heading, *_, last, words, _, _ = done.out.splitlines()
+    names = "round num updates accuracy node accuracy worst node accuracy disagreement loss"
+    assert " ".join(heading.split()).startswith(names)
+    shown = last.split()[2:6]
+    told = re.fullmatch(r"accuracy of the average model (\S+), of the nodes (\S+) \(worst (\S+)\)", words)
+    assert [*map(float, told.groups()), 0.5] == pytest.approx([*map(float, shown)], abs=1e-4)
+    assert simulate("--devices", 2, "--scheme", "iid")[-1]["disagreement"] == 0.5
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def demo(folder, *words):
+    """Runs it where the user has nothing but edgefl, and returns how it ended."""
+    return subprocess.run(
+        [sys.executable, "-m", "edgefl.cli.main", "demo", *words], capture_output=True, text=True, check=False,
+        cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": str(folder), "PYTHONPATH": str(ROOT)}, timeout=100,
+    )  # fmt: skip
+
+
+def processes_of(folder):
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder) in path.read_bytes().decode(errors="replace"):
+                yield path
+        except OSError:
+            continue
+
+
+def rounds_in(out, num_updates=r"\d+"):
+    return [line.split() for line in out.splitlines() if re.match(rf"\s+\d+\s+{num_updates} ", line)]
+
+
+def test_a_whole_fleet_trains_tells_its_rounds_and_leaves_a_store_that_can_be_asked(command, tmp_path):
+    done = demo(tmp_path, "--rounds", "6", "--devices", "2")
+    assert done.returncode == 0, done.stderr
+    rows = rounds_in(done.stdout, "2")
+    assert [int(row[0]) for row in rows] == list(range(1, 7))
+    assert float(rows[-1][2]) >= 0.8
+    (path,) = re.findall(r"^database: (.+)$", done.stdout, re.MULTILINE)
+    with closing(sqlite3.connect(path)) as store:
+        assert store.execute("SELECT count(*) FROM updates WHERE outcome = 'used'").fetchone() == (6 * 2,)
+        assert store.execute("SELECT count(DISTINCT device_id) FROM heartbeats").fetchone() == (3,)
+    (line,) = re.findall(r"^query it: edgefl (.+)$", done.stdout, re.MULTILINE)
+    assert len(command(*line.split()).out.splitlines()) == 1 + 6 * 2
+    assert [path.name for path in tmp_path.iterdir()] == ["demo-run"], "the user's own settings are left alone"
+    assert list(processes_of(tmp_path)) == []
+
+
+def test_a_mistake_is_one_line_and_leaves_an_earlier_demo_alone(refused, tmp_path, monkeypatch):
+    earlier = tmp_path / "demo-run" / "kept.txt"
+    earlier.parent.mkdir()
+    earlier.write_text("of an earlier demo")
+    (earlier.parent / ".edgefl-demo").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EDGEFL_DATA", raising=False)
+    refused(["demo", "--scheme", "nope"], 3, "scheme must be one of")
+    refused(["demo", "--scheme", "natural"], 4, "who its examples come from")
+    refused(["demo", "--task", "fashion-mnist", "--data", "no"], 4, "does not exist")
+    refused(["demo", "--out", "/dev/null/demo"], 4, "/dev/null/demo cannot be written: Not a directory")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").touch()
+    refused(["demo", "--out", "mine"], 2, "is not of an earlier demo")
+    assert earlier.exists()
+
+
+@pytest.mark.slow
+def test_a_second_demo_replaces_the_first_and_shows_the_first_rounds_of_an_asynchronous_run(tmp_path):
+    (tmp_path / "demo-run").mkdir()
+    (tmp_path / "demo-run" / ".edgefl-demo").touch()
+    (tmp_path / "demo-run" / "kept.txt").touch()
+    done = demo(tmp_path, "--strategy", "asgd", "--rounds", "2", "--devices", "3")
+    assert done.returncode == 0, done.stderr
+    assert [int(row[0]) for row in rounds_in(done.stdout)][:2] == [1, 2]
+    assert not (tmp_path / "demo-run" / "kept.txt").exists()
+
+
+def test_the_cut_is_told_for_people_and_for_programs_as_the_cards_on_disk_say(run, tmp_path):
+    words = ("data", "shard", "digits", "--scheme", "by-class", "--devices", "5", "--out", tmp_path)
+    names = [*(f"device-0{number}" for number in range(1, 6)), "test"]
+    rows = {line.split()[0]: line.split()[1:] for line in run(*words).out.splitlines() if line.split()}
+    assert set(names) <= set(rows)
+    assert all(int(rows[name][0]) == sum(map(int, rows[name][1:])) for name in names)
+    printed = json.loads(run(*words, "--format", "json").out)
+    assert (printed["v"], [row["shard"] for row in printed["shards"]]) == (1, names)
+    for row in printed["shards"]:
+        card = json.loads((tmp_path / f"{row['shard']}.json").read_text())
+        for name in ("task", "num_examples", "counts", "sha256"):
+            assert row[name] == card[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["digits", "--scheme", "magic"], 3, "scheme must be one of natural, iid"),
+        (["mnist", "--data", "nowhere"], 4, "nowhere of task mnist does not exist"),
+        (["cifar"], 5, "'cifar' has no data set to cut"),
+    ],
+)
+def test_bad_input_is_one_line_and_its_exit_code(refused, tmp_path, words, code, told):
+    refused(["data", "shard", *words, "--out", tmp_path], code, told)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,32 @@
+"""The file for boards is made in a child process, and what goes wrong there comes back as it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from edgefl.cli.fleet.models import export_for_devices
+from edgefl.core.errors import EdgeflError, NotFoundError
+from edgefl.device.inference.onnx_model import OnnxModel
+from edgefl.storage.checkpoints import save_model
+from edgefl.tasks.registry import make_task
+
+
+def test_a_kept_model_becomes_a_file_that_says_what_it_is(tmp_path):
+    task = make_task("digits", {"model": "logistic"})
+    sha256, path = save_model(tmp_path / "models", task.init(7))
+    out = tmp_path / "out.onnx"
+    export_for_devices("digits", {"model": "logistic"}, path, out)
+    model = OnnxModel(out)
+    assert (model.model, model.task, model.options) == (sha256, "digits", {"model": "logistic"})
+    rows = np.random.default_rng(7).integers(0, 17, (5, 8, 8))
+    weights = task.init(7)
+    expected = (rows.reshape(5, 64) / 16) @ weights["fc1.weight"].T + weights["fc1.bias"]
+    assert np.abs(model.logits(rows) - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(("task", "kind"), [("digits", NotFoundError), ("nothing", EdgeflError)])
+def test_what_fails_in_the_child_is_raised_here(tmp_path, task, kind):
+    with pytest.raises(kind):
+        export_for_devices(task, {}, tmp_path / "none.safetensors", tmp_path / "out.onnx")
+    assert not (tmp_path / "out.onnx").exists()

@@ -1,0 +1,81 @@
+"""Accuracies of the devices' own models, worked out by hand."""
+
+import pytest
+
+from edgefl.core.types import EvaluateInstruction, EvaluateResult, InstructionFailed, UpdateStatus
+from edgefl.engine.progress import DeviceAccuracy, DeviceEvaluationTracker, compute_mean_accuracy
+
+
+def order(device, subject, version=1):
+    key = f"e{version}-{device}:{subject}"
+    return EvaluateInstruction(assignment_id=key, device_id=device, version=version, round=version, subject=subject)
+
+
+def result(device, subject, accuracy, *, version=1, source="evaluator", num_examples=10):
+    return EvaluateResult(
+        assignment_id=f"e{version}-{device}:{subject}", device_id=device, version=version, round=version,
+        source=source, num_examples=num_examples, loss=1.0, accuracy=accuracy, subject=subject,
+    )  # fmt: skip
+
+
+def lost(device, subject, version=1):
+    key = f"e{version}-{device}:{subject}"
+    return InstructionFailed(device_id=device, assignment_id=key, outcome=UpdateStatus.LOST, reason="gone")
+
+
+def test_every_node_counts_alike_however_many_examples_it_was_tested_on():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order("a", "a"), order("b", "b")])
+    assert scores.record_event(result("a", "a", 0.9, source="device", num_examples=1000)) is None
+    assert scores.record_event(result("b", "b", 0.5, source="device", num_examples=1)) == DeviceAccuracy(
+        round=1, mean=pytest.approx(0.7), worst=0.5
+    )
+    assert (scores.outstanding, scores.results) == ({}, {})
+
+
+def test_several_evaluators_of_one_node_count_by_their_examples():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order(judge, node) for node in "ab" for judge in "xy"])
+    scores.record_event(result("x", "a", 1.0, num_examples=30))
+    scores.record_event(result("y", "a", 0.0, num_examples=10))
+    scores.record_event(result("x", "b", 0.5))
+    assert scores.record_event(result("y", "b", 0.5)) == DeviceAccuracy(round=1, mean=0.625, worst=0.5)
+
+
+def test_a_node_whose_evaluation_was_lost_is_left_out_and_one_without_any_result_says_nothing():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order("x", "a"), order("x", "b"), order("x", "a", version=2)])
+    scores.record_event(result("x", "a", 0.75))
+    assert scores.record_event(lost("x", "b")) == DeviceAccuracy(round=1, mean=0.75, worst=0.75)
+    assert scores.record_event(lost("x", "a", version=2)) is None
+    assert scores.outstanding == {}
+
+
+def test_versions_are_told_apart_and_may_come_in_any_order():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order("x", "a"), order("x", "a", version=2)])
+    assert scores.record_event(result("x", "a", 0.5, version=2)) == DeviceAccuracy(round=2, mean=0.5, worst=0.5)
+    assert scores.record_event(result("x", "a", 0.25)) == DeviceAccuracy(round=1, mean=0.25, worst=0.25)
+
+
+def test_at_the_end_what_came_counts_and_nobody_is_waited_for():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order("x", "a"), order("x", "b"), order("x", "a", version=2)])
+    scores.record_event(result("x", "a", 0.5))
+    assert scores.complete_pending() == [DeviceAccuracy(round=1, mean=0.5, worst=0.5)]
+    assert (scores.outstanding, scores.complete_pending()) == ({}, [])
+    assert scores.record_event(result("x", "b", 0.1)) is None
+
+
+def test_the_global_model_is_not_one_of_the_nodes():
+    scores = DeviceEvaluationTracker()
+    scores.record_dispatch([order("x", "")])
+    assert scores.outstanding == {}
+    assert scores.record_event(result("x", "", 0.9)) is None
+
+
+def test_devices_own_splits_count_only_where_there_is_no_evaluator():
+    own = [result("a", "", 0.2, source="device"), result("b", "", 0.4, source="device", num_examples=30)]
+    assert compute_mean_accuracy(own) == pytest.approx(0.35)
+    assert compute_mean_accuracy([*own, result("x", "", 0.9)]) == 0.9
+    assert compute_mean_accuracy([]) is None

@@ -1,0 +1,191 @@
+"""Redundant shards: P-T2 and P-T9 of Parallel-SGD, on boards with a pace."""
+
+import numpy as np
+import pytest
+from paced_fleet import Board, PacedFleet, run, trained
+
+from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.types import TrainInstruction
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.strategy_config import RoundRules
+from edgefl.tasks.datasets.partitioning import list_duplicate_holders, list_subset_holders
+
+TASK = "digits"
+
+
+def fleet_of(holders, *, paces=None, exchange_s=0.0):
+    """Boards d0, d1, … of which `holders[b]` hold block b; a block's optimum is its number."""
+    names = sorted({device for held in holders for device in held})
+    boards = {}
+    for number in names:
+        blocks = tuple(block for block, held in enumerate(holders) if number in held)
+        boards[f"d{number}"] = Board((paces or {}).get(number, 1.0), exchange_s, blocks=blocks)
+    return PacedFleet(boards, task=TASK)
+
+
+def redundant(rules=None, **options):
+    rules = {"task": TASK, **(rules or {})}
+    return make_strategy("redundant", {"learning_rate": 0.25, **options}, RoundRules(**rules))
+
+
+def by_hand(num_blocks, num_rounds, blocks=None):
+    """The mean over all blocks, whoever computed them."""
+    model = np.zeros(2)
+    for _ in range(num_rounds):
+        moves = [trained(model, float(block), 0.25, 1) - model for block in (blocks or range(num_blocks))]
+        model = model + sum(moves[1:], moves[0]) / len(moves)
+    return model.tobytes()
+
+
+def blocks_used(fleet):
+    return [sorted(int(name.rpartition("-b")[2]) for name in names) for names in fleet.journal.aggregates]
+
+
+@pytest.mark.parametrize(
+    "holders", [list_duplicate_holders(4, 2), list_subset_holders(5, 3), list_duplicate_holders(3, 1)], ids=len
+)
+def test_every_block_counts_once_a_round_however_many_hold_it(holders):
+    fleet = fleet_of(holders)
+    state = run(fleet, redundant(), rounds=4)
+    assert blocks_used(fleet) == [list(range(len(holders)))] * 4
+    assert state.model["w"].tobytes() == by_hand(len(holders), 4)
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (0, 3), (2, 3)])
+def test_r_minus_one_lost_devices_change_not_a_bit(lost):
+    holders = list_subset_holders(4, 3)
+    fleet = fleet_of(holders, paces={0: 0.7, 1: 1.0, 2: 1.3, 3: 2.2})
+    for moment, number in zip((1.5, 4.1), lost, strict=True):
+        fleet.at(moment, lambda number=number: fleet.leave(f"d{number}"))
+    state = run(fleet, redundant(), rounds=6)
+    assert state.model["w"].tobytes() == by_hand(len(holders), 6)
+
+
+def test_a_slow_holder_costs_no_time_when_another_has_its_blocks():
+    fleet = fleet_of(list_duplicate_holders(4, 2), paces={0: 1.0, 1: 50.0, 2: 1.0, 3: 50.0})
+    run(fleet, redundant(), rounds=3)
+    closing = [at for at, update in fleet.arrived if update.device_id == "d2"]
+    assert closing[:3] == [1.0, 2.0, 3.0]
+
+
+def test_a_copy_is_recalled_when_another_has_come_while_the_round_goes_on():
+    fleet = fleet_of(list_duplicate_holders(4, 2), paces={0: 1.0, 1: 0.11, 2: 1.0, 3: 1.0})
+    run(fleet, redundant(iterations=10), rounds=1)
+    assert fleet.recalls()[0] == (pytest.approx(1.1), "d0")
+    assert {update.device_id: update.metrics.iterations for _, update in fleet.arrived}["d0"] == 2
+
+
+def test_when_all_holders_of_a_block_are_gone_the_round_goes_on_without_it():
+    fleet = fleet_of(list_duplicate_holders(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    run(fleet, redundant(), rounds=5)
+    assert blocks_used(fleet) == [[0, 1], [0, 1], [1], [1], [1]]
+
+
+def test_with_a_barrier_a_block_that_nobody_has_ends_the_run_after_twice_the_limit_and_is_named():
+    fleet = fleet_of(list_duplicate_holders(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    with pytest.raises(
+        StrategyError, match=r"round 3 waited 20 s for block 0 of d0 or d1: barrier_s = 10 passed twice"
+    ):
+        run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=5)
+    assert fleet.now_s == pytest.approx(22.0)
+
+
+def test_with_a_barrier_a_holder_that_comes_back_in_time_is_asked_again():
+    fleet = fleet_of(list_duplicate_holders(4, 2))
+    fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    fleet.at(9.0, lambda: fleet.join("d1"))
+    state = run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=4)
+    assert blocks_used(fleet) == [[0, 1]] * 4
+    assert state.model["w"].tobytes() == by_hand(2, 4)
+
+
+def test_asking_again_asks_a_holder_that_came_while_the_others_hang():
+    fleet = fleet_of(list_duplicate_holders(2, 2))
+    fleet.leave("d1")
+    fleet.boards["d0"].answers = False
+    fleet.at(4.0, lambda: fleet.join("d1"))
+    run(fleet, redundant({"barrier_s": 5.0, "rescue": "ask-again"}), rounds=1)
+    assert fleet.journal.aggregates == [("v0-a2-d1-b0",)]
+    assert fleet.arrived[0][0] == 6.0
+
+
+def test_a_holder_that_fails_again_and_again_does_not_keep_the_round_open():
+    fleet = fleet_of(list_duplicate_holders(2, 1))
+    ended = fleet.answer
+    fleet.answer = lambda name, work: [fleet.lose(name, work, "failed")] if name == "d0" else ended(name, work)
+    run(fleet, redundant(), rounds=2)
+    assert blocks_used(fleet) == [[1], [1]]
+    asked = [order for order in fleet.assignments() if order.device_id == "d0" and order.base_version == 0]
+    assert 2 <= len(asked) <= 5
+
+
+def test_devices_without_blocks_take_part_with_their_whole_shard():
+    fleet = fleet_of(list_duplicate_holders(2, 2))
+    fleet.boards["whole"], fleet.queues["whole"] = Board(1.0, target=4.0), []
+    fleet.join("whole")
+    state = run(fleet, redundant(), rounds=1)
+    assert {order.block for order in fleet.assignments()} == {0, None}
+    assert state.model["w"].tolist() == [0.25 * (0 + 4) / 2] * 2
+
+
+def test_blocks_weigh_alike_or_by_their_examples():
+    for weights, expected in (("uniform", 0.5), ("samples", 0.25)):
+        fleet = fleet_of(list_duplicate_holders(2, 1))
+        fleet.boards["d0"].num_examples, fleet.boards["d1"].num_examples = 30, 10
+        state = run(fleet, redundant(weights=weights), rounds=1)
+        assert state.model["w"].tolist() == [0.25 * expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "rules", "message"),
+    [
+        ({"keep_optimizer": True}, {}, r"strategy\.keep_optimizer: with it the copies of a block differ"),
+        ({"seconds": 3.0}, {}, r"strategy\.seconds: a budget in seconds makes the copies of a block differ"),
+        ({}, {"codec": " ef | fp16"}, r"compression\.up = ' ef \| fp16': error feedback .* as in auto:fp16,int8"),
+        ({}, {"codec": "ef; *.bias = fp16"}, "error feedback makes the copies"),
+        ({}, {"min_updates": 2}, r"run\.min_updates: redundant waits for every block"),
+    ],
+)
+def test_what_would_make_copies_differ_is_refused(options, rules, message):
+    with pytest.raises(ConfigError, match=message):
+        redundant(rules, **options)
+
+
+class Distrust(UpdateGuard):
+    """Flags d0 with its first update."""
+
+    def rejection_reason(self, update):
+        if update.device_id != "d0":
+            return None
+        self.blocked_devices.add("d0")
+        return "no update of d0 is let in"
+
+
+def test_a_holder_that_is_flagged_is_not_asked_for_its_other_blocks():
+    fleet = fleet_of(list_subset_holders(4, 3), paces={0: 0.3})
+    gate = RunParticipationPolicy(guard=Distrust())
+    state = run(fleet, redundant(), gate=gate, rounds=3)
+    assert blocks_used(fleet) == [[0, 1, 2, 3]] * 3
+    assert state.model["w"].tobytes() == by_hand(4, 3)
+    asked = [
+        (at, order.block)
+        for at, order in fleet.given
+        if isinstance(order, TrainInstruction) and order.device_id == "d0"
+    ]
+    assert [at for at, _ in asked] == [0.0, 0.0]  # both before its first answer
+
+
+def test_a_holder_that_rests_is_asked_for_no_more_blocks_until_it_is_well():
+    fleet = fleet_of(list_subset_holders(4, 3))
+    fleet.at(1.5, lambda: fleet.resting.add("d0") or [])
+    fleet.at(9.5, lambda: fleet.resting.discard("d0") or [])
+    state = run(
+        fleet, redundant(), gate=RunParticipationPolicy(selection=DeviceSelection(unhealthy_policy="rest")), rounds=20
+    )
+    assert state.model["w"].tobytes() == by_hand(4, 20)
+    asked = [at for at, order in fleet.given if isinstance(order, TrainInstruction) and order.device_id == "d0"]
+    assert not [at for at in asked if 1.5 < at < 9.5]
+    assert max(asked) > 9.5

@@ -1,0 +1,358 @@
+"""Processes: stop signals, children that end with their parent, calls in a subprocess, and the service manager."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from edgefl.core.errors import EdgeflError, NotFoundError
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, call_in_subprocess, on_stop_signal, run_watchdog
+
+
+def test_a_signal_stops_once_and_outside_the_handler():
+    stopped, threads = threading.Event(), list[threading.Thread]()
+
+    def stop():
+        threads.append(threading.current_thread())
+        stopped.set()
+
+    with on_stop_signal(stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.wait(60)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_a_signal_that_comes_while_the_lock_of_stop_is_held_ends_in_no_deadlock():
+    stopping, lock = threading.Event(), threading.Lock()
+
+    def stop():
+        with lock:
+            stopping.set()
+
+    with on_stop_signal(stop):
+        with lock:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.wait(60)
+
+
+def test_afterwards_the_handlers_are_as_before_and_no_thread_is_left():
+    before, threads = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with on_stop_signal(lambda: None):
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert threading.active_count() == threads
+
+
+def test_a_child_ends_when_the_process_that_started_it_is_killed():
+    program = (
+        "import subprocess, sys, time\n"
+        "from edgefl.system.processes import exit_with_parent\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "child = subprocess.Popen(sleep, preexec_fn=exit_with_parent)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s and _is_running(child):
+        time.sleep(0.02)
+    assert not _is_running(child)
+
+
+def test_nothing_is_loaded_between_fork_and_exec():
+    program = (
+        "import ctypes\n"
+        "from edgefl.system.processes import exit_with_parent\n"
+        "del ctypes.CDLL, ctypes.PyDLL\n"
+        "exit_with_parent()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_process_opens_more_files_than_it_was_given_at_first():
+    program = (
+        "import resource, sys, os\n"
+        "from edgefl.system.processes import raise_file_limit\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "assert raise_file_limit() == hard\n"
+        "files = [os.pipe() for _ in range(100)]\n"
+        "print(len(files))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.strip() == "100", done.stderr
+
+
+CHILD = """
+import os, sys, time
+from edgefl.system.processes import serve_call
+from edgefl.core.errors import NotFoundError
+
+class OwnError(NotFoundError): ...
+
+def answer(question):
+    print("noise"); os.system("echo noise of a program")
+    match question["do"]:
+        case "tell": return {"it": question["it"]}
+        case "own": raise OwnError("no such thing")
+        case "fault": return {"it": 1 / 0}
+        case "die": os._exit(3)
+        case "sleep": time.sleep(60)
+
+serve_call(answer)
+"""
+
+
+@pytest.fixture(autouse=True)
+def child(tmp_path, monkeypatch):
+    (tmp_path / "asked_child.py").write_text(CHILD)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def ask(do, within_s=None):
+    return call_in_subprocess("asked_child", {"do": do, "it": [1, "two"]}, description="asking", timeout_s=within_s)
+
+
+def test_the_answer_comes_back_whatever_the_child_prints():
+    assert ask("tell") == {"it": [1, "two"]}
+
+
+def test_an_error_of_ours_comes_back_as_the_kind_that_everybody_knows():
+    with pytest.raises(NotFoundError, match=r"^no such thing$") as raised:
+        ask("own")
+    assert type(raised.value) is NotFoundError
+
+
+def test_another_one_is_named_and_its_traceback_logged(caplog):
+    with caplog.at_level(logging.WARNING), pytest.raises(EdgeflError, match="ZeroDivisionError: division by zero"):
+        ask("fault")
+    assert 'case "fault"' in caplog.text
+
+
+def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error():
+    with pytest.raises(EdgeflError, match="asking ended with code 3: noise of a program"):
+        ask("die")
+    with pytest.raises(EdgeflError, match=r"asking took more than 0\.2 s"):
+        ask("sleep", within_s=0.2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc: run it on Linux")
+def test_a_child_whose_asker_is_killed_ends_without_a_word(tmp_path):
+    """Whenever that is: while it starts, imports, reads or works."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from edgefl.system.processes import call_in_subprocess as ask\n"
+        "print(flush=True)\n"
+        "ask('asked_child', {'do': 'sleep'}, description='asking')"
+    )
+    for after_s in (0.0, 0.005, 0.02, 0.1, 0.3):
+        command = [sys.executable, "-c", program]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asker:
+            assert asker.stdout is not None
+            asker.stdout.readline()
+            time.sleep(after_s)
+            asker.kill()
+            assert asker.communicate(timeout=60)[1] == b""
+        deadline_s = time.monotonic() + 60
+        while children(tmp_path):
+            assert time.monotonic() < deadline_s, f"still there, killed after {after_s} s: {children(tmp_path)}"
+            time.sleep(0.02)
+
+
+def children(folder):
+    """Who has this folder in its PYTHONPATH, by process id."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found += [path.parent.name] * (f"PYTHONPATH={folder}".encode() in path.read_bytes())
+    return found
+
+
+class Manager:
+    """Stands for systemd: a datagram socket that keeps what it is told."""
+
+    def __init__(self, folder):
+        self.address = str(folder / "notify")
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(self.address)
+
+    def next(self, timeout_s):
+        self.socket.settimeout(timeout_s)
+        try:
+            return self.socket.recv(4096).decode()
+        except TimeoutError:
+            return None
+
+
+@pytest.fixture
+def manager(tmp_path):
+    manager = Manager(tmp_path)
+    yield manager
+    manager.socket.close()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_ready_beats_and_stopping_come_in_this_order_and_no_beats_without_a_watchdog(manager):
+    with run_watchdog(SystemdNotifier(address=manager.address, watchdog_s=0.2), LivenessMonitor()):
+        assert [manager.next(5), manager.next(5)] == ["READY=1", "WATCHDOG=1"]
+    told = []
+    while (word := manager.next(0.1)) is not None:
+        told.append(word)
+    assert told[-1] == "STOPPING=1"
+    with run_watchdog(SystemdNotifier(address=manager.address), LivenessMonitor()):
+        pass
+    assert [manager.next(5), manager.next(5), manager.next(0.1)] == ["READY=1", "STOPPING=1", None]
+
+
+def test_beats_end_when_the_loop_is_stuck_and_come_again_with_it(manager):
+    life = LivenessMonitor()
+    with run_watchdog(SystemdNotifier(address=manager.address, watchdog_s=0.4), life):
+        deadline_s = time.monotonic() + 60
+        while manager.next(0.5) is not None:  # the loop, which is this one, does not come round
+            assert time.monotonic() < deadline_s, "a stuck loop went on beating"
+        life.record_progress()
+        assert manager.next(5) == "WATCHDOG=1"
+
+
+def test_outside_of_systemd_nothing_is_told_and_nothing_fails(tmp_path, caplog):
+    SystemdNotifier().notify("READY=1")
+    assert not caplog.records
+    SystemdNotifier(address=str(tmp_path / "nobody")).notify("READY=1")
+    assert "cannot be told READY=1" in caplog.text
+
+
+def test_an_abstract_socket_is_reached():
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(f"\0edgefl-test-{os.getpid()}")
+        listener.settimeout(5)
+        SystemdNotifier(address=f"@edgefl-test-{os.getpid()}").notify("READY=1")
+        assert listener.recv(100) == b"READY=1"
+
+
+OWN = {"WATCHDOG_PID": str(os.getpid())}
+
+
+@pytest.mark.parametrize(
+    ("found", "watchdog_s"),
+    [
+        ({"WATCHDOG_USEC": "180000000", **OWN}, 180.0),
+        ({"WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_what_systemd_set_for_this_process_is_taken_out_of_the_environment(found, watchdog_s):
+    environment = {"NOTIFY_SOCKET": "/run/n", "A": "b", **found}
+    assert SystemdNotifier.from_environment(environment) == SystemdNotifier(address="/run/n", watchdog_s=watchdog_s)
+    assert environment == {"A": "b"}
+
+
+def test_a_loop_at_leisure_must_come_round_after_work_too():
+    clock = Clock()
+    life = LivenessMonitor(clock=clock, work_timeout_s=1000)
+    for now, is_alive in ((9.0, True), (11.0, False)):
+        clock.now = now
+        assert life.is_alive(10) is is_alive
+    life.record_progress()
+    assert life.is_alive(10)
+    with life.track_work():
+        clock.now = 600.0
+    for now, is_alive in ((605.0, True), (611.0, False)):
+        clock.now = now
+        assert life.is_alive(10) is is_alive
+
+
+@contextmanager
+def at_work(life, work):
+    """A thread that works in the loop's place until the block is over."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def run():
+        with life.track_work():
+            entered.set()
+            work(leave)
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    assert entered.wait(60)
+    yield worker
+    leave.set()
+    worker.join()
+
+
+def test_work_that_waits_is_given_its_time_and_no_more():
+    clock = Clock()
+    life = LivenessMonitor(clock=clock, work_timeout_s=1000)
+    with at_work(life, lambda leave: leave.wait(30)):
+        for now, is_alive in ((500.0, True), (1100.0, False)):
+            clock.now = now
+            assert life.is_alive(10) is is_alive
+        life.record_progress()  # an iteration was done
+        assert life.is_alive(10)
+
+
+def test_work_that_computes_is_alive_however_long_it_takes():
+    def compute(leave):
+        while not leave.is_set():
+            sum(range(1000))
+
+    clock = Clock()
+    life = LivenessMonitor(clock=clock, work_timeout_s=1.0)
+    with at_work(life, compute) as worker:
+        life.is_alive(1)
+        cpu, deadline_s = time.pthread_getcpuclockid(worker.ident), time.monotonic() + 60
+        for now in (1.5, 3.0, 4.5):
+            # The clock of the loop is ours, that of the processor is real: let it run for a share of 1.5 s.
+            until_s = time.clock_gettime(cpu) + 0.05
+            while time.clock_gettime(cpu) < until_s:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            clock.now = now
+            assert life.is_alive(1)
+    clock.now = 10.0
+    assert not life.is_alive(1), "a thread that is gone computes no more"
+
+
+NOTIFYING_CHILD = """
+import subprocess, sys
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, run_watchdog
+with run_watchdog(SystemdNotifier.from_environment(), LivenessMonitor()):
+    program = 'import os; raise SystemExit("NOTIFY_SOCKET" in os.environ)'
+    subprocess.run([sys.executable, "-c", program], check=True)
+"""
+
+
+def test_a_child_does_not_speak_for_its_parent(manager):
+    environment = {**os.environ, "NOTIFY_SOCKET": manager.address}
+    subprocess.run([sys.executable, "-c", NOTIFYING_CHILD], env=environment, check=True, timeout=30)
+    assert manager.next(5) == "READY=1"
