@@ -29,7 +29,7 @@ from edgefl.coordinator.execution import admission, live_fleet, messaging
 from edgefl.coordinator.execution.headers import RunIncarnations, create_instruction_header
 from edgefl.coordinator.execution.model_distribution import KEEP_MODEL, PREFETCHED_KEY, REPLY_ONLY
 from edgefl.coordinator.fleet import presence
-from edgefl.coordinator.flower import fleet_api
+from edgefl.coordinator.flower import fleet_api, superlink
 from edgefl.coordinator.rollouts import deployments, installations, service
 from edgefl.core import protocol
 from edgefl.core.config import parse_run
@@ -97,7 +97,7 @@ def served():
         installations=SimpleNamespace(name="installation", kind=KIND_OF_BUNDLE),
         bundle_store=None, run_scheduler=None,
     )  # fmt: skip
-    found = {f"POST /v1/fleet/{name}": "device" for name in fleet_api._HANDLERS}
+    found = {f"POST /v1/fleet/{name}": "device" for name in superlink._HANDLERS}
     for route in (route for router in make_routers(context) for route in router.routes):
         assert isinstance(route, APIRoute)
         guards = [item.dependency for item in route.dependencies]

@@ -95,9 +95,7 @@ FENCES = {
     "time": {"coordinator", "device", "cli", "simulation/local_fleet", "simulation/simulated_run", "system"},
 }
 FLOWER = {"flwr", "flwr.app", "flwr.serverapp", "flwr.clientapp", "google.protobuf", "grpc"}
-FLOWER_FILES = {
-    "coordinator/flower/fleet_api.py", "coordinator/flower/superlink.py", "device/flower/supernode.py",
-}  # fmt: skip
+FLOWER_FILES = {"coordinator/flower/superlink.py", "device/flower/supernode.py"}
 # Strategies written for Flower draw from the global generators and read a process-wide identity: one file hides both.
 GLOBALS_FILE = "flower/isolation.py"
 GLOBALS = {"random", "flwr.supercore.task_identity.TaskIdentity"}

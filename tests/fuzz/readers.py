@@ -133,10 +133,10 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-api": _entry(
             api_readers.fleet_api,
             "coordinator/flower/superlink.py:SuperLink._decode_reply",
-            "coordinator/flower/fleet_api.py:FlowerFleetServicer.authenticate",
-            "coordinator/flower/fleet_api.py:FlowerFleetServicer.handle",
-            "coordinator/flower/fleet_api.py:FlowerFleetServicer._check_node",
-            "coordinator/flower/fleet_api.py:_is_signed",
+            "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
+            "coordinator/flower/superlink.py:FlowerFleetServicer.handle",
+            "coordinator/flower/superlink.py:FlowerFleetServicer._check_node",
+            "coordinator/flower/superlink.py:_is_signed",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
         "fleet-instructions": _entry(
@@ -284,7 +284,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
             "speeds.json: see disk-notes; a report goes on without it"
         ),
         "device/peers/peer_connection.py:PeerTls.load": "the files of the own join",
-        "coordinator/flower/fleet_api.py:FlowerFleetServicer.is_from_other_device": (
+        "coordinator/flower/superlink.py:FlowerFleetServicer.is_from_other_device": (
             "what `handle` has refused before, for the event's text"
         ),
         "coordinator/monitoring/metrics.py:load_grafana_dashboard": "a file of the package",

@@ -1,22 +1,28 @@
-"""Flower's SuperLink inside our process; only this module and `fleet_api` use Flower's private ones.
+"""Flower's SuperLink inside our process: the only module of the coordinator that uses Flower's private ones.
 
 Flower's in-memory LinkState is a cache: it holds messages between dispatch and reply, while the store is the
 truth. The subclass here calls back when a reply is complete, keeps node ids over restarts, and makes rejected replies
-visible. `fleet_api` serves Flower's Fleet API and nothing else of Flower's HTTP surface.
+visible. The servicer hands the requests that `fleet_api` lets in to Flower's own handlers.
 """
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
 import io
 import json
 import logging
 import os
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from fastapi import HTTPException
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
@@ -24,12 +30,18 @@ from flwr.common.constant import (
     NOOP_ACCOUNT_NAME,
     NOOP_FLWR_AID,
     SUPERLINK_NODE_ID,
+    SYSTEM_TIME_TOLERANCE,
+    TIMESTAMP_HEADER,
+    TIMESTAMP_TOLERANCE,
     SubStatus,
 )
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
+    FLEET_HTTP_PUBLIC_KEY_HEADER,
+    FLEET_HTTP_SIGNATURE_HEADER,
     NOOP_FEDERATION_ID,
     OBJECT_PUSH_SESSION_TTL_SECONDS,
     NodeStatus,
@@ -37,14 +49,25 @@ from flwr.supercore.constant import (
 )
 from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
+from flwr.superlink.servicer.fleet import fleet_handlers
+from google.protobuf.message import DecodeError
+from starlette.requests import Request
 
+from edgefl.coordinator.flower.asgi import FLEET_PREFIX, encode_error
 from edgefl.coordinator.flower.fleet_api import (
     MAX_OBJECT_BYTES,
+    PULL_MESSAGES,
+    PULL_OBJECT,
+    PUSH_MESSAGES,
+    PUSH_OBJECT,
     FleetApi,
-    FlowerFleetServicer,
+    FleetResponse,
     OnRejected,
     RequestObserver,
 )
@@ -69,6 +92,28 @@ MESSAGE_TTL_S = 100 * 365 * 24 * 3600.0
 """Lifetime of a Flower message by wall clock: our own deadlines end it, not a clock that jumps."""
 EARLIEST_MESSAGE_S = 1_740_700_800.0
 """Flower rejects messages created earlier; the clock of a coordinator without network time may be there."""
+
+MAX_CACHED_CHUNKS = 4
+"""Maximum number of cached encoded model chunks, each of at most `protocol.CHUNK_BYTES`."""
+MAX_CACHED_KEYS = 4096
+"""Maximum number of cached parsed public keys: parsing costs a third of a verification."""
+
+Handler = Callable[[Any, Any], Any]
+
+_HANDLERS: Mapping[str, Handler] = {
+    "activate-node": fleet_handlers.activate_node,
+    "deactivate-node": fleet_handlers.deactivate_node,
+    "send-node-heartbeat": fleet_handlers.send_node_heartbeat,
+    PULL_MESSAGES: lambda message, state: fleet_handlers.pull_messages(message, state, state.object_store),
+    PUSH_MESSAGES: fleet_handlers.push_messages,
+    PUSH_OBJECT: fleet_handlers.push_object,
+    PULL_OBJECT: fleet_handlers.pull_object,
+    "confirm-message-received": lambda message, state: fleet_handlers.confirm_message_received(
+        message, state, state.object_store
+    ),
+    "get-run": fleet_handlers.get_run,
+    "get-fab": fleet_handlers.get_fab,
+}
 
 
 def prepare_body(body: bytes) -> PreparedBody:
@@ -285,6 +330,121 @@ def _is_valid_tree(tree: Any) -> bool:
 
 def _make_rejection(reason: str) -> FlowerError:
     return FlowerError(ApiErrorCode.FLEET_RUN_STATUS_NOT_ALLOWED, reason, public_details=reason)
+
+
+class FlowerFleetServicer:
+    """Flower's handlers of the Fleet API; `methods` are their names after the prefix.
+
+    Flower's `authenticate_node` is split in two: the signature is checked with the headers, the rest with the body.
+    Both at the end would cost a second verification of every signature, and reject bodies that take longer over a
+    slow link than a signature is valid.
+    """
+
+    methods = frozenset(_HANDLERS)
+
+    def __init__(self, state: InMemoryLinkState) -> None:
+        self._state = state
+        self._cached_answers: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def authenticate(self, request: Request) -> int | None:
+        """Returns the node that signed a request's headers, before the body is read."""
+        try:
+            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+            node_id: int | None = self._state.get_node_id_by_public_key(key)
+            return node_id if node_id is not None and _is_signed(request, key) else None
+        except (KeyError, ValueError, TypeError):  # a missing or invalid header
+            return None
+
+    def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
+        """Returns the response of a handler; every error becomes one, since this is the boundary.
+
+        `authenticate` has checked the headers before. May block unless in `INLINE_METHODS`.
+        """
+        try:
+            message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
+            message.ParseFromString(body)
+            self._check_node(request, message)
+            if method == PUSH_MESSAGES:
+                _check_sender(message)
+            reply = _HANDLERS[method](message, self._state)
+            content = (
+                self._encode_cached(message.object_id, reply) if method == PULL_OBJECT else reply.SerializeToString()
+            )
+        except HTTPException as error:
+            return FleetResponse(status=error.status_code, content=encode_error(str(error.detail)))
+        except FlowerError as error:
+            spec = API_ERROR_MAP[error.code]
+            error_content = json.dumps(error.to_json(spec.public_message)).encode()
+            return FleetResponse(status=spec.http_status_code, content=error_content)
+        except Exception:  # the boundary of one request: the next device must still be served
+            log.debug("a request to %s failed", method, exc_info=True)
+            return FleetResponse(status=500, content=encode_error("Internal server error."))
+        pulled = [item.metadata.message_id for item in reply.messages_list] if method == PULL_MESSAGES else []
+        return FleetResponse(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
+
+    def _check_node(self, request: Request, message: Any) -> None:
+        """Checks that a request is about the device that signed it, and that this is registered."""
+        key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        node_id = self._state.get_node_id_by_public_key(key)
+        if isinstance(message, ActivateNodeRequest):
+            is_own = node_id is not None and message.public_key == key
+        else:
+            is_own = (
+                node_id is not None and node_id == (message.node if hasattr(message, "node") else message).node_id
+            )
+        if not is_own:
+            raise HTTPException(401, "Invalid SuperNode authentication")
+
+    def _encode_cached(self, object_id: str, answer: Any) -> bytes:
+        """Returns the encoded response with a model's chunk, cached for all devices that fetch it.
+
+        An object id is a hash of its content, so that equal ids have equal responses.
+        """
+        if not answer.object_available:
+            return bytes(answer.SerializeToString())
+        with self._lock:
+            if object_id not in self._cached_answers:
+                self._cached_answers[object_id] = answer.SerializeToString()
+            self._cached_answers.move_to_end(object_id)
+            encoded = self._cached_answers[object_id]
+            while len(self._cached_answers) > MAX_CACHED_CHUNKS:
+                self._cached_answers.popitem(last=False)
+        return encoded
+
+    def is_from_other_device(self, method: str, body: bytes, node_id: int) -> bool:
+        """Returns whether a rejected request names another device, or answers its work."""
+        if method != PUSH_MESSAGES:
+            return True
+        try:
+            request = PushMessagesRequest.FromString(body)
+            metadata = [message.metadata for message in request.messages_list]
+        except DecodeError:
+            return True
+        instructions = [self._state.message_ins_store.get(item.reply_to_message_id) for item in metadata]
+        owners = {request.node.node_id, *(item.src_node_id for item in metadata)}
+        return bool((owners | {item.metadata.dst_node_id for item in instructions if item is not None}) - {node_id})
+
+
+def _check_sender(request: Any) -> None:
+    """Checks that replies are from the device that signed; Flower checks that of the request only."""
+    if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
+        raise HTTPException(401, "a reply is from another node than the request")
+
+
+def _is_signed(request: Request, key: bytes) -> bool:
+    """Returns whether the timestamp is signed and recent; Flower's own check has the same window."""
+    timestamp = request.headers[TIMESTAMP_HEADER]
+    signature = base64.b64decode(request.headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
+    age_s = (now() - dt.datetime.fromisoformat(timestamp)).total_seconds()
+    if not -SYSTEM_TIME_TOLERANCE < age_s < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
+        return False
+    return bool(verify_signature(_parse_public_key(key), timestamp.encode("ascii"), signature))
+
+
+@lru_cache(maxsize=MAX_CACHED_KEYS)
+def _parse_public_key(key: bytes) -> EllipticCurvePublicKey:
+    return bytes_to_public_key(key)
 
 
 class SuperLink:

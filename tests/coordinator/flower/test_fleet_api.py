@@ -18,7 +18,7 @@ from edgefl.coordinator.flower.fleet_api import (
     PUSH_MESSAGES,
     FleetApi,
     FleetResponse,
-    FlowerFleetServicer,
+    FleetServicer,
 )
 from edgefl.core.protocol import INSTANCE_HEADER, MAX_REQUEST_BYTES
 
@@ -50,7 +50,7 @@ class Site:
         self.contacts = self.watcher.contacts
         self.refused: list[tuple[str, int | None]] = []
         self.api = FleetApi(
-            cast("FlowerFleetServicer", self.calls), self.watcher, lambda what, _r, node, _d: self.note(what, node)
+            cast("FleetServicer", self.calls), self.watcher, lambda what, _r, node, _d: self.note(what, node)
         )
 
     def note(self, what: str, node_id: int | None) -> None:

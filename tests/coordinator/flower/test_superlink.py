@@ -33,7 +33,6 @@ from starlette.requests import Request
 from edgefl.coordinator.api.server import WebServer, make_app, open_listener
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.execution.messaging import MAX_MEMORY_BYTES, PUT_TIMEOUT_S, BoundedEventQueue
-from edgefl.coordinator.flower import fleet_api
 from edgefl.coordinator.flower import superlink as superlink_module
 from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
 from edgefl.coordinator.flower.superlink import ChunkStore, NotifyingLinkState, SuperLink, prepare_body
@@ -306,7 +305,7 @@ def test_the_pieces_of_a_model_are_the_same_bytes_for_all_who_fetch_them(site, r
     fresh = calls._encode_cached("another", SimpleNamespace(object_available=True, SerializeToString=lambda: b"said"))
     again = SimpleNamespace(object_available=True, SerializeToString=lambda: pytest.fail("said already"))
     assert calls._encode_cached("another", again) is fresh
-    for number in range(fleet_api.MAX_CACHED_CHUNKS):
+    for number in range(superlink_module.MAX_CACHED_CHUNKS):
         calls._encode_cached(
             str(number), SimpleNamespace(object_available=True, SerializeToString=lambda: b"a piece of a newer model")
         )
@@ -601,7 +600,7 @@ def test_an_unknown_key_is_refused_before_its_body_is_read(site):
 
 
 def key_header(public):
-    return {fleet_api.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
+    return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
 
 
 def signed(device, *, key_pem=None, off_s=0.0):
@@ -610,8 +609,8 @@ def signed(device, *, key_pem=None, off_s=0.0):
     signature = sign_message(bytes_to_private_key(key_pem or device.key[0]), timestamp.encode())
     return {
         **key_header(device.public),
-        fleet_api.TIMESTAMP_HEADER: timestamp,
-        fleet_api.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+        superlink_module.TIMESTAMP_HEADER: timestamp,
+        superlink_module.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
     }
 
 
@@ -637,9 +636,9 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
         signed(device, key_pem=new_key()[0]),
         signed(device, off_s=-3600.0),
         signed(device, off_s=3600.0),
-        {**good, fleet_api.TIMESTAMP_HEADER: "noon"},
-        {**good, fleet_api.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
-        {**good, fleet_api.FLEET_HTTP_SIGNATURE_HEADER: "?"},
+        {**good, superlink_module.TIMESTAMP_HEADER: "noon"},
+        {**good, superlink_module.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
+        {**good, superlink_module.FLEET_HTTP_SIGNATURE_HEADER: "?"},
     ]
     for headers in bad:  # the promised body never comes: an answer shows that nobody waited for it
         assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
@@ -664,7 +663,7 @@ def test_a_body_that_takes_longer_than_a_signature_counts_is_taken_all_the_same(
     assert calls.authenticate(request) == device.id
 
     in_ten_minutes = dt.datetime.now(dt.UTC) + dt.timedelta(minutes=10)
-    for module in (superlink_module, fleet_api, node_auth):
+    for module in (superlink_module, node_auth):
         monkeypatch.setattr(module, "now", lambda: in_ten_minutes)
 
     assert calls.handle(request, "pull-messages", body).status == 200
@@ -901,7 +900,7 @@ def test_what_we_override_is_called_as_flower_calls_it(name):
 
 def test_every_request_that_we_serve_has_a_type():
     paths = {path for method, path in PROTOBUF_REQUEST_TYPES if method == "POST"}
-    assert {f"/v1/fleet/{name}" for name in fleet_api._HANDLERS} <= paths
+    assert {f"/v1/fleet/{name}" for name in superlink_module._HANDLERS} <= paths
 
 
 def test_a_torn_connection_does_not_disturb_the_others(site, run):
