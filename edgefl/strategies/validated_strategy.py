@@ -137,8 +137,14 @@ class ValidatedStrategy(Strategy[Any]):
         return self._validate_state("resumed", self._call("resumed", state))
 
     def bytes_per_device(self, model_bytes: int) -> int:
-        count = self._call("bytes_per_device", model_bytes)
-        self._require(_is_int(count), "bytes_per_device", count, "a whole number")
+        return self._count_bytes("bytes_per_device", model_bytes)
+
+    def bytes_per_message(self, model_bytes: int) -> int:
+        return self._count_bytes("bytes_per_message", model_bytes)
+
+    def _count_bytes(self, method: str, model_bytes: int) -> int:
+        count = self._call(method, model_bytes)
+        self._require(_is_int(count), method, count, "a whole number")
         return int(count)
 
     def init(self, model: Tensors) -> Any:

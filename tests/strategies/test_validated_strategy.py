@@ -249,6 +249,7 @@ OPTIONAL = {
     "finish": lambda checked, state: checked.finish(state),
     "resumed": lambda checked, state: checked.resumed(state),
     "bytes_per_device": lambda checked, _: checked.bytes_per_device(100),
+    "bytes_per_message": lambda checked, _: checked.bytes_per_message(100),
 }
 
 
@@ -267,6 +268,7 @@ OPTIONAL = {
         ("finish", None, "finish returned None, it must return the state, a State"),
         ("resumed", OtherState(), "resumed returned"),
         ("bytes_per_device", "much", "bytes_per_device returned 'much', it must return a whole number"),
+        ("bytes_per_message", 0.5, "bytes_per_message returned 0.5, it must return a whole number"),
     ],
 )
 def test_a_wrong_answer_of_a_method_that_may_be_left_out_is_told(method, answer, told):
