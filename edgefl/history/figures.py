@@ -11,8 +11,6 @@ from matplotlib.figure import Figure
 
 from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.history import comparison, plot_style, timeline
-from edgefl.history import comparison as curves
-from edgefl.history import comparison as staleness
 from edgefl.history.plot_options import AXES, CURVE_KINDS, PLOT_KINDS
 from edgefl.history.series import (
     AssignmentArrays,
@@ -83,19 +81,19 @@ def _render_curves(source: HistoryReader, runs: dict[str, RunInfo], request: Plo
     default_axes = ("rounds", "time") if request.kind == "disagreement" else AXES
     axes = default_axes if request.axis is None else (request.axis,)
     quantities = (request.kind,) if request.kind else _select_known_metrics(series)
-    return curves.render_curves(series, quantities, axes, request.title)
+    return comparison.render_curves(series, quantities, axes, request.title)
 
 
 def _select_known_metrics(series: Sequence[RoundSeries]) -> tuple[str, ...]:
     """Returns those of accuracy and loss that every run has; logs which is left out."""
     lacking = {
-        name: [run.label for run in series if not curves.has_metric(run, name)] for name in ("accuracy", "loss")
+        name: [run.label for run in series if not comparison.has_metric(run, name)] for name in ("accuracy", "loss")
     }
     complete = tuple(name for name, labels in lacking.items() if not labels)
     if not complete:
         labels = lacking["accuracy"]
         raise NotFoundError(
-            f"run {labels[0]} has neither accuracy nor loss: {curves.PLOT_METRICS['accuracy'].missing_reason}"
+            f"run {labels[0]} has neither accuracy nor loss: {comparison.PLOT_METRICS['accuracy'].missing_reason}"
         )
     for name in lacking.keys() - set(complete):
         log.warning("%s is left out: %s has none", name, ", ".join(lacking[name]))
@@ -192,7 +190,7 @@ def _render_staleness(source: HistoryReader, series: Sequence[RoundSeries], requ
         by_run[run.label] = work.staleness[work.is_used & np.isfinite(work.staleness)]
         if not by_run[run.label].size:
             raise NotFoundError(f"run {run.label} has no staleness: no update was applied")
-    return staleness.render_staleness(by_run, request.title)
+    return comparison.render_staleness(by_run, request.title)
 
 
 def _get_duration_s(run: RoundSeries) -> float:

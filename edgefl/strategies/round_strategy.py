@@ -24,9 +24,8 @@ from edgefl.core.errors import StrategyError
 from edgefl.core.types import Array, ComputedMapping, FleetView, Tensors, TrainConfig, Update
 from edgefl.strategies.aggregation import dense_tensor, unload_tensors
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
-from edgefl.strategies.synchronous.fedavg import weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,7 +327,9 @@ class ValidatedStrategy(Strategy[Any]):
         plain_instructions = []
         for instruction in instructions:
             is_instruction = isinstance(instruction, TrainInstruction | EvaluateInstruction | FinishEarlyInstruction)
-            self._require(is_instruction, "assign", instruction, "Assignments, Evaluations and Recalls as orders")
+            self._require(
+                is_instruction, "assign", instruction, "Train-, Evaluate- or FinishEarlyInstructions as orders"
+            )
             instruction = self._to_plain(instruction, plans)  # noqa: PLW2901 the same instruction, in serialisable numbers
             plain_instructions.append(instruction)
             if isinstance(instruction, FinishEarlyInstruction):

@@ -4,7 +4,7 @@ import pytest
 
 from edgefl.coordinator.fleet.presence import DevicePresence
 from edgefl.core.protocol import Heartbeat
-from edgefl.storage import store as retention
+from edgefl.storage import store as store_module
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import HeartbeatRow, RunStatus
 
@@ -13,7 +13,7 @@ DAY = 86_400.0
 
 @pytest.fixture
 def lived(store, monkeypatch):
-    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
+    monkeypatch.setattr(store_module, "PRUNE_BATCH_ROWS", 2)
     for run_id, status, at in (
         ("old", RunStatus.FINISHED, 10 * DAY), ("new", RunStatus.STOPPED, 90 * DAY),
         ("cut-off", RunStatus.INTERRUPTED, 10 * DAY), ("on", RunStatus.RUNNING, 10 * DAY),
@@ -68,7 +68,7 @@ def test_of_a_run_that_is_taken_up_again_meanwhile_nothing_more_goes(lived):
 
 
 def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monkeypatch):
-    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
+    monkeypatch.setattr(store_module, "PRUNE_BATCH_ROWS", 2)
     for at in (10 * DAY, 90 * DAY):
         for kind in (
             "device-online",
@@ -86,8 +86,8 @@ def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monk
 
 
 def test_of_what_was_refused_only_the_newest_events_stay_however_long_history_is_kept(store, monkeypatch):
-    monkeypatch.setattr(retention, "PRUNE_BATCH_ROWS", 2)
-    monkeypatch.setattr(retention, "MAX_REJECTED_EVENTS", 3)
+    monkeypatch.setattr(store_module, "PRUNE_BATCH_ROWS", 2)
+    monkeypatch.setattr(store_module, "MAX_REJECTED_EVENTS", 3)
     for number in range(8):
         store.record_event("refused", str(number), at=1.0)
         store.record_event("device-joined", str(number), at=1.0, device_id="a")
@@ -100,4 +100,4 @@ def test_of_what_was_refused_only_the_newest_events_stay_however_long_history_is
 
 
 def test_the_kinds_that_go_are_those_that_presence_writes():
-    assert {f"device-{state}" for state in DevicePresence} <= set(retention.PRESENCE_EVENT_KINDS)
+    assert {f"device-{state}" for state in DevicePresence} <= set(store_module.PRESENCE_EVENT_KINDS)

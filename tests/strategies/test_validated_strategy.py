@@ -221,7 +221,11 @@ def test_a_journal_that_cannot_be_read_is_no_fault_of_the_strategy(error):
         ("assign", (State(), [assignment()]), "assign returned a list, it must return a Decision after the state"),
         ("assign", (None, Decision()), "assign returned None, it must return the state, a State"),
         ("assign", (State(), Decision(orders=None)), "assign returned None, it must return a tuple of orders"),
-        ("assign", (State(), Decision(orders=("go",))), "assign returned 'go', it must return Assignments"),
+        (
+            "assign",
+            (State(), Decision(orders=("go",))),
+            "assign returned 'go', it must return Train-, Evaluate- or FinishEarlyInstructions",
+        ),
         ("assign", (State(), Decision(next_wake_s="soon")), "next_wake_s = 'soon', it must be seconds"),
         ("assign", (State(), Decision(next_wake_s=float("nan"))), "next_wake_s = nan"),
         ("receive", None, "receive returned None, it must return the state, a State"),

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgefl.compression.chunked_indexing import compute_gaps
 from edgefl.compression.entropy.golomb import (
     MAX_PARAMETER,
     compute_exp_golomb_cost,
-    compute_gaps,
     count_values,
     pack_bits,
     read_bits,

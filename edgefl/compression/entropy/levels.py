@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from edgefl.compression.chunked_indexing import iterate_chunks, scatter_masked, select_masked
 from edgefl.compression.entropy.golomb import (
     MAX_PARAMETER,
     count_values,
-    iterate_chunks,
     negate_where,
     pack_bits,
     read_narrow_bits,
     read_rice,
-    scatter_masked,
-    select_masked,
     select_rice_parameter,
     write_rice,
 )

@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import iterate_chunks
+from edgefl.compression.chunked_indexing import iterate_chunks
 from edgefl.compression.lowrank.matrices import (
     DENSE_FORM,
     ENTRIES_FORM,

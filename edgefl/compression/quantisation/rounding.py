@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import iterate_chunks
+from edgefl.compression.chunked_indexing import iterate_chunks
 from edgefl.compression.stages import FLOAT32, StageKind, StageWithoutArgument, compute_max_magnitude
 from edgefl.compression.wire import PayloadReader, encode_varint
 from edgefl.core.errors import CodecError

@@ -14,7 +14,8 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import CHUNK, iterate_chunks, pack_bits, read_binary_values, read_narrow_bits
+from edgefl.compression.chunked_indexing import CHUNK, iterate_chunks
+from edgefl.compression.entropy.golomb import pack_bits, read_binary_values, read_narrow_bits
 from edgefl.compression.stages import (
     FLOAT32,
     UNEXPECTED_SCALE,

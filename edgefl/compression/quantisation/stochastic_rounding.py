@@ -11,16 +11,8 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import (
-    CHUNK,
-    gather,
-    iterate_chunks,
-    negate_where,
-    pack_bits,
-    read_narrow_bits,
-    scatter_masked,
-    select_masked,
-)
+from edgefl.compression.chunked_indexing import CHUNK, gather, iterate_chunks, scatter_masked, select_masked
+from edgefl.compression.entropy.golomb import negate_where, pack_bits, read_narrow_bits
 from edgefl.compression.entropy.indices import read_mask, write_mask
 from edgefl.compression.entropy.levels import read_labels, read_levels, write_labels, write_levels
 from edgefl.compression.stages import (
@@ -213,7 +205,6 @@ _MIN_EXPONENT, _NUM_EXPONENTS = -149, 277
 _FRACTION_BITS = 23
 _EXPONENT_BIAS = 127
 _FRACTION_MASK = 2**_FRACTION_BITS - 1
-# A chunk's numbers stay in the cache.
 
 
 class NaturalCompression(StageWithoutArgument):

@@ -25,7 +25,8 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import iterate_chunks, pack_bits, read_bits
+from edgefl.compression.chunked_indexing import iterate_chunks
+from edgefl.compression.entropy.golomb import pack_bits, read_bits
 from edgefl.compression.entropy.indices import read_indices, write_indices
 from edgefl.compression.stages import (
     FLOAT32,

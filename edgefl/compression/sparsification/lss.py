@@ -21,7 +21,7 @@ from typing import ClassVar, Self
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.entropy.golomb import iterate_chunks, scatter_masked, select_masked
+from edgefl.compression.chunked_indexing import iterate_chunks, scatter_masked, select_masked
 from edgefl.compression.entropy.levels import count_labels, read_labels, write_labels
 from edgefl.compression.stages import (
     StageKind,

@@ -1,1 +1,1 @@
-"""Asynchronous strategies, one paper a file."""
+"""Asynchronous strategies. Begin with `strategy`, their template; `registry` says where each of them lies."""

@@ -19,8 +19,7 @@ from edgefl.strategies.aggregation import QueuedUpdate, to_writable
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_at_least, check_choice
-from edgefl.strategies.synchronous.fedavg import weight_uniformly
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

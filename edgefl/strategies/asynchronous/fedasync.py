@@ -14,7 +14,14 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Algorithm, Array, FleetView, SparseTensor, TrainConfig, Update
-from edgefl.strategies.aggregation import QueuedUpdate, add_in_place, is_float, require_tensor, to_writable
+from edgefl.strategies.aggregation import (
+    QueuedUpdate,
+    add_in_place,
+    apply_step,
+    is_float,
+    require_tensor,
+    to_writable,
+)
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig, check_at_least, check_choice
 
@@ -230,8 +237,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
             for name, total in state.total.items()
         }
         buffer_means = {name: mean.pop(name) for name in list(mean) if self.is_averaged(name, state.model[name])}
-        for name, step in self.rules.server.step(state.moments, mean).items():
-            np.add(state.model[name], step, out=state.model[name], casting="same_kind")
+        apply_step(state.model, self.rules.server.step(state.moments, mean))
         for name, value in buffer_means.items():
             np.copyto(state.model[name], value, casting="same_kind")
         for name, displacement in state.counters.items():

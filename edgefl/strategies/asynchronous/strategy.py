@@ -21,7 +21,6 @@ from edgefl.core.types import (
     Array,
     Decision,
     FleetView,
-    LazyTensors,
     Strategy,
     Tensor,
     Tensors,
@@ -38,6 +37,7 @@ from edgefl.strategies.aggregation import (
     is_float,
     require_tensor,
     to_writable,
+    unload_tensors,
 )
 from edgefl.strategies.strategy_config import MAX_WAIT_S, MIN_SETTLED_IDS, TICK_S, LearningRateSchedule, RoundRules
 
@@ -357,8 +357,7 @@ class AsynchronousStrategy(Strategy[A]):
 
     def release_update(self, state: A, queued_update: QueuedUpdate) -> None:
         """Releases an applied update, and what was stored for it alone."""
-        if isinstance(queued_update.tensors, LazyTensors):
-            queued_update.tensors.unload()
+        unload_tensors(queued_update.tensors)
         self._remove_version_holder(state, queued_update.base_version)
 
     def apply_displacement(self, state: A, queued_update: QueuedUpdate, displacement: Mapping[str, Tensor]) -> None:

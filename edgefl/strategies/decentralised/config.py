@@ -23,7 +23,7 @@ class DecentralisedConfig(StrategyConfig):
 
     Attributes:
         iterations: K, local ones between two exchanges of an edge.
-        graph: one of `decentralised.topology.TOPOLOGY_SPECS`, or the path of a `node_list.json`.
+        graph: one of `peer_algorithms.topology.TOPOLOGY_SPECS`, or the path of a `node_list.json`.
         schedule: of the learning rate by round, as in other strategies.
         exchange: when edges fire: `sync`, `slots` or `poisson`.
         carrier: transport of messages to neighbours: the coordinator (`relay`), the broker (`peer`), or the devices

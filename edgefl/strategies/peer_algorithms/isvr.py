@@ -28,8 +28,10 @@ class Isvr(GossipAlgorithm):
     A message is state and no increment: losses, delays and one-sided messages slow it down, and change no fixed
     point. Nodes may differ in speed, in local iterations and in learning rate.
 
-    Args:
+    Attributes:
         retained_fraction: how much of z stays at each message: 0 is PDMM, z ← y; ½ is ADMM, z ← ½z + ½y.
+
+    Args:
         step_size: `edge`, or `node` for the paper's own, only to reproduce its numbers.
     """
 

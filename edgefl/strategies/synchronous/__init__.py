@@ -1,1 +1,1 @@
-"""Synchronous strategies, one paper a file."""
+"""Synchronous strategies. Begin with `strategy`, their template; `registry` says where each of them lies."""

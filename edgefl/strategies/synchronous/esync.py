@@ -31,13 +31,13 @@ from edgefl.strategies.strategy_config import (
     check_choice,
     check_positive,
 )
-from edgefl.strategies.synchronous.fedavg import weight_by_examples, weight_uniformly
 from edgefl.strategies.synchronous.fednova import check_normalisable, make_normaliser
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import (
     SynchronousStrategy,
-    compute_unit_norm,
     make_finish_early_instructions,
+    weight_by_examples,
+    weight_uniformly,
 )
 
 MODES = ("budget", "live")
@@ -86,7 +86,7 @@ class ESyncConfig(SingleStepConfig):
             ESync,
             replace(rules, server=server),
             compute_weight=weight_uniformly if self.aggregation == "uniform" else weight_by_examples,
-            compute_norm=make_normaliser(plan, self.make_schedule()) if is_nova else compute_unit_norm,
+            compute_norm=make_normaliser(plan, self.make_schedule()) if is_nova else weight_uniformly,
             config=self,
         )
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Algorithm, Array, FleetView, TrainConfig, Update
+from edgefl.core.types import Algorithm, Array, FleetView, TrainConfig
 from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, StrategyConfig, check_at_least
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_by_examples, weight_uniformly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,6 @@ class FedAvgConfig(StrategyConfig):
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         buffering = self.double_buffering
         return self.make(SynchronousStrategy, rules, compute_weight=weight_by_examples, double_buffering=buffering)
-
-
-def weight_by_examples(update: Update) -> float:
-    """Returns the weight n_k of the paper; a device without examples (a no-op task) counts as one."""
-    return float(max(1, update.metrics.num_examples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,10 +79,6 @@ class SSGDConfig(SingleStepConfig):
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         buffering = self.double_buffering
         return self.make(SynchronousStrategy, rules, compute_weight=weight_uniformly, double_buffering=buffering)
-
-
-def weight_uniformly(update: Update) -> float:  # noqa: ARG001 every update weighs the same
-    return 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Algorithm, TrainConfig, Update
 from edgefl.strategies.strategy_config import LearningRateSchedule, RoundRules, StrategyConfig, check_at_least
-from edgefl.strategies.synchronous.fedavg import weight_by_examples
 from edgefl.strategies.synchronous.round_state import RoundState
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_by_examples
 
 NORMALISABLE_ALGORITHMS = (Algorithm.SGD, Algorithm.PROX, Algorithm.DECAY, Algorithm.GRADIENT)
 """Local algorithms whose displacement is a sum of gradients with weights that do not depend on them."""

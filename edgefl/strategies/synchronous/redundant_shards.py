@@ -19,9 +19,13 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import FinishEarlyInstruction, FleetView, Instruction, Update
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_choice
-from edgefl.strategies.synchronous.fedavg import weight_by_examples, weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy, make_finish_early_instructions
+from edgefl.strategies.synchronous.strategy import (
+    SynchronousStrategy,
+    make_finish_early_instructions,
+    weight_by_examples,
+    weight_uniformly,
+)
 
 WEIGHTS = ("uniform", "samples")
 _ERROR_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")

@@ -20,9 +20,8 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
 from edgefl.strategies.aggregation import is_float
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
-from edgefl.strategies.synchronous.fedavg import weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 COORDINATOR = "coordinator"
 """Sender of the messages beside the model."""

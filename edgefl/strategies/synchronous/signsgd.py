@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, TrainConfig, Update
+from edgefl.strategies.aggregation import unload_tensors
 from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_positive
-from edgefl.strategies.synchronous.fedavg import weight_uniformly
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
-from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,7 @@ class SignSGD(SynchronousStrategy[RoundState]):
 
         def load() -> Tensors:
             votes = {name: self._to_signs(name, tensor) for name, tensor in tensors.items()}
-            if isinstance(tensors, LazyTensors):
-                tensors.unload()
+            unload_tensors(tensors)
             return votes
 
         return LazyTensors(load)

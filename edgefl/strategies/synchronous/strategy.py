@@ -50,7 +50,12 @@ from edgefl.strategies.synchronous.round_state import (
 R = TypeVar("R", bound=RoundState)
 
 
-def compute_unit_norm(update: Update) -> float:  # noqa: ARG001 every update as it is
+def weight_by_examples(update: Update) -> float:
+    """Returns the weight n_k of FedAvg; a device without examples (a no-op task) counts as one."""
+    return float(max(1, update.metrics.num_examples))
+
+
+def weight_uniformly(update: Update) -> float:  # noqa: ARG001 every update weighs the same
     return 1.0
 
 
@@ -75,7 +80,7 @@ class SynchronousStrategy(Strategy[R]):
     plan: TrainConfig
     compute_weight: Callable[[Update], float]
     rules: RoundRules
-    compute_norm: Callable[[Update], float] = compute_unit_norm
+    compute_norm: Callable[[Update], float] = weight_uniformly
     lr_schedule: LearningRateSchedule = compute_constant_rate
     double_buffering: bool = False
 

@@ -193,7 +193,7 @@ def run_gossip_instruction(  # noqa: PLR0913 as `train`
         plan: with `node` and `inbox`; with 0 iterations nothing is trained.
         rng: orders the examples.
         clock: seconds, monotone.
-        on_iteration: as in `local_training.train`.
+        on_iteration: as in `train`.
 
     Raises:
         DataError: there are no examples.
