@@ -57,7 +57,9 @@ class _PresentDevices(Mapping[str, DeviceInfo]):
 
 
 class FleetState:
-    """Implements `FleetView`, and has the instructions in flight; every read costs O(1).
+    """Implements `FleetView`, and has the instructions in flight.
+
+    Every look-up costs O(1); iterating the devices sorts them.
 
     `busy` holds training only: evaluations never make a device busy. Speeds are those of this run: those of another
     model or batch are not comparable.

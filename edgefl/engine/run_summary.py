@@ -1,4 +1,4 @@
-"""Text summaries of a run, and the device metrics of a round."""
+"""Metrics and text summaries of a run, and the device metrics of a round."""
 
 from __future__ import annotations
 

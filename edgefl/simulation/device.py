@@ -87,7 +87,6 @@ class SimulatedDevice:
 
     Attributes:
         info: its entry in the fleet view.
-        index: its place in the fleet's order.
         profile: its profile, with its faults applied.
         iteration_s: batch size -> seconds of one iteration of this run's task, before jitter and throttling.
         num_examples: its training examples.
@@ -102,7 +101,6 @@ class SimulatedDevice:
     """
 
     info: DeviceInfo
-    index: int
     profile: DeviceProfile
     iteration_s: Callable[[int], float]
     num_examples: int

@@ -164,7 +164,7 @@ class SimulatedFleet:
     """Implements `Fleet` in virtual time.
 
     Args:
-        devices: in the order of the fleet view.
+        devices: of the fleet.
         backend: trains and evaluates.
         downlink: encodes models and counts their bytes.
         settings: common to all devices.

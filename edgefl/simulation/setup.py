@@ -84,7 +84,6 @@ def make_devices(
             info=_make_device_info(
                 names[index], profile, task, section.examples if shard is None else len(shard.rows), blocks
             ),
-            index=len(boards),
             profile=apply_faults(names[index], profile, faults),
             iteration_s=make_cost_function(profile, workload, reference),
             num_examples=section.examples if shard is None else len(shard.train),

@@ -97,7 +97,7 @@ def board(
 ) -> SimulatedDevice:
     info = DeviceInfo(device_id=f"d{index}", tasks=("t",), examples={"t": 10})
     values = {"iteration_s": lambda _batch: iteration_s, "num_examples": 10, **more}
-    return SimulatedDevice(info=info, index=index, profile=profile, **values)
+    return SimulatedDevice(info=info, profile=profile, **values)
 
 
 def fleet(boards: Sequence[SimulatedDevice], training: Script | None = None, **more: Any) -> SimulatedFleet:

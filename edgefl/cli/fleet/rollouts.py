@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.output import format_option, print_rows
-from edgefl.cli.sources import EXISTING_FILE_TYPE, make_client, url_option
+from edgefl.cli.output import SHORT_HASH_DIGITS, format_option, print_rows
+from edgefl.cli.sources import EXISTING_FILE_TYPE, make_client, make_path, url_option
 from edgefl.core.errors import RunFailedError, UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
 POLL_S = 0.5
-SHORT_HASH_DIGITS = 12
 FAILED_STATES = frozenset({"refused", "failed", "rolled-back"})
 INSTALL_COMMANDS = {
     "release": "update --to VERSION --bundle FILE",
@@ -52,7 +51,7 @@ class RolloutTable:
     def list_or_show(self, rollout: str | None, url: str | None, fmt: str) -> None:
         """Prints all rollouts, or one with its devices."""
         if rollout is not None:
-            self.show(make_client(url).get(self._make_path(rollout)), fmt)
+            self.show(make_client(url).get(make_path(f"{self.kind}s", rollout)), fmt)
             return
         rows = make_client(url).get(f"/edgefl/v1/{self.kind}s")["rows"]
         print_rows([_shorten_hash(row, fmt) for row in rows], self.columns, fmt, kind=f"{self.kind}s")
@@ -86,7 +85,7 @@ class RolloutTable:
 
     def _wait(self, rollout: Any, client: CoordinatorClient) -> Any:
         """Returns a rollout at its end; prints the progress of its devices on stderr."""
-        path, printed = self._make_path(rollout[f"{self.kind}_id"]), None
+        path, printed = make_path(f"{self.kind}s", rollout[f"{self.kind}_id"]), None
         while rollout["status"] not in TERMINAL_STATUSES:
             if (rollout["status"], rollout["counts"]) != printed:
                 printed = rollout["status"], rollout["counts"]
@@ -95,11 +94,6 @@ class RolloutTable:
             time.sleep(POLL_S)
             rollout = client.get(path)
         return rollout
-
-    def _make_path(self, rollout: str) -> str:
-        from edgefl.system.api_client import format_resource_path  # noqa: PLC0415 fast start
-
-        return format_resource_path(f"{self.kind}s", rollout)
 
 
 DEPLOYMENTS = RolloutTable(

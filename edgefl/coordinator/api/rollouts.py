@@ -30,7 +30,6 @@ def rollout_router(
     kind, rollouts = service.kind, service.kind.repository
     router = APIRouter(prefix=f"/edgefl/v1/{service.name}s")
     viewer_only, operator_only, device_only = [Depends(viewer)], [Depends(operator)], [Depends(device)]
-    one = f"/{{{service.name}}}"
 
     @router.get("", dependencies=viewer_only)
     def listed() -> Json:
@@ -44,18 +43,17 @@ def rollout_router(
         record, excluded = service.submit(from_mapping(kind.request, values, path=service.name))
         return {**encode(record), **({} if excluded is None else {"left_out": excluded})}
 
-    @router.get(one, dependencies=viewer_only)
-    def show(request: Request) -> Json:
-        return encode(rollouts.get(request.path_params[service.name]))
+    @router.get("/{rollout}", dependencies=viewer_only)
+    def show(rollout: str) -> Json:
+        return encode(rollouts.get(rollout))
 
-    @router.get(f"{one}/offer", dependencies=device_only)
-    def offer(request: Request) -> Json:
-        offered = service.make_offer(request.path_params[service.name], request.state.device_id)
-        return {"v": PROTOCOL_VERSION, **offered}
+    @router.get("/{rollout}/offer", dependencies=device_only)
+    def offer(rollout: str, request: Request) -> Json:
+        return {"v": PROTOCOL_VERSION, **service.make_offer(rollout, request.state.device_id)}
 
-    @router.get(f"{one}/{kind.artefact}", dependencies=device_only)
-    def fetch(request: Request) -> FileResponse:
-        path = service.get_file(request.path_params[service.name], request.state.device_id)
+    @router.get(f"/{{rollout}}/{kind.artefact}", dependencies=device_only)
+    def fetch(rollout: str, request: Request) -> FileResponse:
+        path = service.get_file(rollout, request.state.device_id)
         return FileResponse(path, media_type="application/octet-stream")
 
     def encode(record: RolloutRecord) -> Json:

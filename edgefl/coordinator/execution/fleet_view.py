@@ -1,4 +1,4 @@
-"""Fleet view of a run, updated incrementally: reading costs no pass over all devices.
+"""Fleet view of a run, updated incrementally without passes over all devices; and the report of a run that waits.
 
 The live view fills its state from registry events, a resumed run from its journal; both give the same view.
 """
@@ -20,6 +20,13 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.core.types import DeviceInfo, EvaluateInstruction, HealthMetrics, Progress, Role, TrainInstruction
 from edgefl.engine.fleet_state import FleetState
+
+log = logging.getLogger(__name__)
+
+RUN_WAITING = "run-waiting"
+"""Kind of the event of a waiting run."""
+REPORT_AFTER_S = 30.0
+MAX_NAMES = 5
 
 
 class HealthSnapshot(Mapping[str, HealthMetrics]):
@@ -150,14 +157,6 @@ class LiveFleetView(FleetState):
         if listed_info != self._devices.get(device_id):
             self._changes[device_id] = listed_info
         self.update_device(device_id, listed_info)
-
-
-log = logging.getLogger(__name__)
-
-RUN_WAITING = "run-waiting"
-"""Kind of the event of a waiting run."""
-REPORT_AFTER_S = 30.0
-MAX_NAMES = 5
 
 
 class IdleRunReporter:

@@ -69,8 +69,6 @@ from edgefl.core.types import (
 from edgefl.engine.fleet_state import DispatchedInstruction
 from edgefl.storage.store import REJECTED_EVENT_KIND
 
-__all__ = ["DeviceNotifier", "InterruptedRunError", "LiveFleet", "LiveFleetView", "RunSpec"]
-
 log = logging.getLogger(__name__)
 
 EVALUATION_DEADLINE_S = 600.0
@@ -192,9 +190,7 @@ class LiveFleet:
         for instruction in instructions:
             if isinstance(instruction, FinishEarlyInstruction):
                 self._view.finish_early(instruction.assignment_id)
-                self._in_flight.finish_early(
-                    self._incarnations.get_wire_id(instruction.assignment_id), instruction.device_id
-                )
+                self._in_flight.finish_early(self._incarnations.get_wire_id(instruction.assignment_id))
             else:
                 self._view.assign(instruction)
                 payload, now_s = self._distributor.create_payload(instruction, source), self.clock()

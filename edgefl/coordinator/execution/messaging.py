@@ -153,16 +153,16 @@ class InFlightInstructions:
         overdue = []
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             pending = self._pending[heapq.heappop(self._deadlines)[1]]
-            self.finish_early(pending.wire_id, pending.instruction.device_id)
+            self.finish_early(pending.wire_id)
             overdue.append(pending)
         return overdue
 
-    def finish_early(self, wire_id: str, device_id: str) -> None:
+    def finish_early(self, wire_id: str) -> None:
         """Asks a device to finish now, once per instruction."""
         pending = self._pending.get(wire_id)
         if pending is not None and not pending.is_finishing_early:
             pending.is_finishing_early = True
-            self._send_finish_early(wire_id, device_id)
+            self._send_finish_early(pending)
 
     def resend(self, pending: PendingInstruction, reason: str) -> None:
         """Sends an instruction again, with its present header and body."""
@@ -170,7 +170,7 @@ class InFlightInstructions:
         self._cancel(pending)
         self._send(pending)
         if pending.is_finishing_early:  # a restarted agent has not received it
-            self._send_finish_early(pending.wire_id, pending.instruction.device_id)
+            self._send_finish_early(pending)
 
     def reconcile(self, held: HeldInstructions) -> None:
         """Resends lost instructions: delivered and not held, or answered by a reply that did not arrive."""
@@ -189,17 +189,16 @@ class InFlightInstructions:
     def close(self, *, should_finish_early: bool = True) -> None:
         """Closes the Flower run; unless it will be resumed, devices are asked to finish early."""
         for pending in self if should_finish_early else ():
-            self.finish_early(pending.wire_id, pending.instruction.device_id)
+            self.finish_early(pending.wire_id)
         self._transport.close()
 
     def _cancel(self, pending: PendingInstruction) -> None:
         if pending.message_id:
             self._transport.cancel(pending.message_id)
 
-    def _send_finish_early(self, wire_id: str, device_id: str) -> None:
-        self._notifier.send_command(
-            device_id, Command(id=uuid.uuid4().hex, kind=CommandKind.FINISH_EARLY, argument=wire_id)
-        )
+    def _send_finish_early(self, pending: PendingInstruction) -> None:
+        command = Command(id=uuid.uuid4().hex, kind=CommandKind.FINISH_EARLY, argument=pending.wire_id)
+        self._notifier.send_command(pending.instruction.device_id, command)
 
     def _send(self, pending: PendingInstruction) -> None:
         """Sends the instruction through Flower, with a new message id, and wakes the device."""

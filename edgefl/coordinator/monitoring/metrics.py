@@ -1,4 +1,4 @@
-"""`/metrics` in Prometheus' text format: the collector registry and HTTP response counters.
+"""`/metrics` in Prometheus' text format: collectors of the fleet and its devices, HTTP counters.
 
 Nothing here reads history from the store: values come from the device registry, `RunMetrics` and a few `stat` calls.
 """

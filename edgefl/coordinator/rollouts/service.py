@@ -161,6 +161,8 @@ class RolloutService(Generic[RequestT, RecordT]):
             self.kind.on_submitted(record, names)
             if self.kind.is_ready:
                 self._prepare(record)
+        if self.kind.is_ready:
+            self.kind.prune()  # after the transaction: other writers wait for it, and a deletion is not undone
         log.info("%s %s: %d devices", self.name, record.id, len(names))
         self._wake.set()
         return self._rollouts.get(record.id), excluded
@@ -257,6 +259,7 @@ class RolloutService(Generic[RequestT, RecordT]):
             rows = self._rollouts.list_devices(record.id)
         if record.status is RolloutStatus.PREPARING:
             self._prepare(record)
+            self.kind.prune()
         else:
             # A canary that is away has no other rollout under way: its time goes on.
             is_queued = lambda name: name in busy and self._registry.get_state(name) in PRESENT_STATES  # noqa: E731 beside its use
@@ -285,7 +288,6 @@ class RolloutService(Generic[RequestT, RecordT]):
                 first_step = start_rollout(record, rows, list_present(self._registry), now)
                 step = replace(first_step, values={**first_step.values, **described})
         self._apply(record, step)
-        self.kind.prune()
 
     def _apply(self, record: RecordT, step: RolloutTransition) -> None:
         status, reason = step.values.get("status"), step.values.get("reason")

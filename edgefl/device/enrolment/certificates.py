@@ -1,4 +1,10 @@
-"""Key and certificate of a device: signing requests, renewal, and recovery of a lost renewal."""
+"""Key and certificate of a device: signing requests, renewal, and recovery of a lost renewal.
+
+The coordinator decides when to renew: the board's own clock may be in 1970. The request is signed like every other
+one, and that signature has no dates: a board switched off for longer than its certificate's validity recovers by
+itself. The new key is on disk before it is sent. So when the reply is lost after the coordinator registered the new
+key, the device finds its old key rejected and repeats the request with the new one.
+"""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import ssl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
@@ -20,6 +20,7 @@ from edgefl.core.types import Json
 from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +45,20 @@ class PollBackoff:
     """
 
     poll_s: float = POLL_S
-    _disconnected_s: float = INITIAL_DISCONNECTED_S
+    _disconnected: Backoff = field(
+        default_factory=lambda: Backoff(initial_s=INITIAL_DISCONNECTED_S, max_s=MAX_DISCONNECTED_S), init=False
+    )
 
     def compute_interval_s(self, *, is_connected: bool) -> float:
         """Returns how long to wait for a wake-up before polling."""
         if is_connected:
-            self._disconnected_s = INITIAL_DISCONNECTED_S
+            self._disconnected.reset()
             return self.poll_s
-        wait_s, self._disconnected_s = self._disconnected_s, min(2 * self._disconnected_s, MAX_DISCONNECTED_S)
-        return min(wait_s, self.poll_s)
+        return min(self._disconnected.next_s(), self.poll_s)
 
     def on_work(self) -> None:
         """Resets the back-off after work: more may follow soon."""
-        self._disconnected_s = INITIAL_DISCONNECTED_S
+        self._disconnected.reset()
 
 
 class ReplyUploader(Generic[A]):

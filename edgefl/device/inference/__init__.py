@@ -1,1 +1,1 @@
-"""Inference on a board: download, check, storage and serving of models without torch."""
+"""Inference on a board: check, storage and serving of models without torch."""

@@ -24,9 +24,7 @@ log = logging.getLogger(__name__)
 class ModelOffer:
     """Coordinator's description of a model before its download."""
 
-    deployment: str
     model: str
-    sha256: str
     task: str
     options: Mapping[str, Any]
     tolerance: float
@@ -38,9 +36,7 @@ class ModelOffer:
         """Returns the offer in an answer of the coordinator; raises DataError for a malformed one."""
         try:
             return cls(
-                deployment=str(value["deployment"]),
                 model=str(value["model"]),
-                sha256=str(value["sha256"]),
                 task=str(value["task"]),
                 options=dict(value["options"]),
                 tolerance=float(value["tolerance"]),
@@ -118,7 +114,7 @@ class DeployedModels:
             return replace(report, state="refused", reason=reason)
         deployed = DeployedModel(
             deployment=rollout_id,
-            sha256=offer.sha256,
+            sha256=path.stem,
             model=offer.model,
             task=offer.task,
             accuracy=scores.accuracy,

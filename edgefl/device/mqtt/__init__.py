@@ -1,1 +1,1 @@
-"""MQTT side of a device: connection, session, wake-ups, heartbeats."""
+"""MQTT side of a device: connection, session, heartbeats, values of peers."""

@@ -1,4 +1,4 @@
-"""MQTT session of a device: one client object, one session number, one will that carries it."""
+"""MQTT session of a device: one client object, one session number, one will that carries it; dispatch of messages."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class BackgroundTaskQueue(Generic[ItemT]):
         """Returns the result of `attempt`, retried while the connection breaks; final errors are raised.
 
         Args:
-            attempt: fetches something, as `file_download.download_file` does.
+            attempt: fetches something, as `download.download_file` does.
             label: of the fetched file in the log.
             on_disconnect: called whenever the connection is broken.
         """

@@ -108,8 +108,8 @@ class WalJournal:
             with self._atomic_append():
                 self._append_record(encode_decision(decision))
 
-    def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object = None) -> None:  # noqa: ARG002
-        """Appends an aggregation to `version`; the state is for journals that checkpoint by themselves."""
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None:
+        """Appends an aggregation to `version`."""
         with self._atomic_append():
             self._append_record(encode_aggregation(version, assignment_ids))
 

@@ -11,7 +11,8 @@ from small_fleet import SmallFleet
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution import messaging
 from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
-from edgefl.coordinator.execution.live_fleet import EVALUATION_DEADLINE_S, InterruptedRunError, LiveFleet, RunSpec
+from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.live_fleet import EVALUATION_DEADLINE_S, InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import NetworkError

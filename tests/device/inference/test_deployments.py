@@ -243,7 +243,7 @@ def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_fai
 
 def offer(**changes):
     values: dict[str, Any] = {"tolerance": 0.02, "min_accuracy": 0.0, **changes}
-    return ModelOffer(deployment="d", model="m", sha256="s", task="digits", options={}, test_fraction=0.1, **values)
+    return ModelOffer(model="m", task="digits", options={}, test_fraction=0.1, **values)
 
 
 @pytest.mark.parametrize(
