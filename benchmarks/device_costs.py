@@ -49,13 +49,13 @@ import sys
 from pathlib import Path
 import torch
 from edgefl.tasks.datasets.array_files import read_image_set
-from edgefl.tasks.learners.networks import cnn
+from edgefl.tasks.learners.networks import CNN, build_chain
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")
 rows = torch.randperm(len(images.labels))[:6000].numpy()
 pixels, labels = images.inputs[rows].copy(), torch.tensor(images.labels[rows]).long()
 del images
-network = cnn()
+network = build_chain(CNN)
 steps = torch.optim.SGD(network.parameters(), lr=0.05)
 for first in range(0, 1000, 10):
     batch = torch.tensor(pixels[first : first + 10]).float().div(255).reshape(10, 1, 28, 28)
