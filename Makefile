@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow flaky chaos chaos-short soak board-test wheel-check locks fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow flaky chaos chaos-short attack soak board-test wheel-check locks fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -31,6 +31,7 @@ help:
 	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
+	@echo "make attack       attack a fleet of real processes in every known way; prints a table of what came of it (an hour)"
 	@echo "make soak         see that nothing grows in a real hour and in a simulated week (an hour and a half)"
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
@@ -49,14 +50,14 @@ demo: $(VENV)/.installed-demo
 test test-all test-slow flaky: export PYTHONDONTWRITEBYTECODE :=
 
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-QUICK := not extended and not slow and not board and not chaos
+QUICK := not extended and not slow and not board and not chaos and not attack
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) -m "$(QUICK)" $(ARGS)
 
 test-all: $(VENV)/.installed-dev
 	@$(BIN)/python tests/requirements.py
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not board and not chaos" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not board and not chaos and not attack" $(ARGS)
 
 flaky: $(VENV)/.installed-dev
 	@failed=0; for number in $$(seq $(TIMES)); do \
@@ -65,10 +66,13 @@ flaky: $(VENV)/.installed-dev
 	done; echo "$$failed of $(TIMES) runs failed"; test "$$failed" = 0
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "slow and not board and not chaos" --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not board and not chaos and not attack" --timeout 1800 $(ARGS)
 
 chaos-short: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos
+
+attack: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 0 -m attack -s --timeout 3600 $(ARGS) tests/attack
 
 chaos: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python tests/chaos/run_chaos.py $(ARGS)
