@@ -38,7 +38,7 @@ help:
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
 	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours; a tally goes on)"
 	@echo "make mutants      change the source a bit at a time and count the changes that tests notice (minutes to hours)"
-	@echo "make check        format, lint, strict types; insecure code, vulnerable packages, secrets in logs"
+	@echo "make check        format, lint, types, imports, dead code; insecure code, vulnerable packages, secrets in logs"
 	@echo "make docs         build the documentation site; a wrong link or anchor fails"
 	@echo "make bench        measure the figures that the README quotes (hours; EDGEFL_DATA says where data is)"
 	@echo "make clean        remove the environment and what tools left behind"
@@ -101,6 +101,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
 	$(BIN)/python tests/checks/audit_packages.py
 	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py

@@ -20,11 +20,13 @@ from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy,
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
-from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
-from edgefl.strategies.validated_strategy import make_validated_strategy
-from edgefl.tasks.learners.backends import is_torch_task
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.update_guard import MIN_DIRECTION_PEERS, UpdateGuard
+from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
+from edgefl.tasks.backends import is_torch_task
 from edgefl.tasks.registry import make_task
 
 
@@ -89,7 +91,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         model=_load_initial_model(task, shapes, config),
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
-        policy=_make_policy(config, shapes, codecs, has_full_models=strategy.has_nodes),
+        policy=_make_policy(config, shapes, codecs, strategy),
         goal=StoppingCriteria(
             rounds=config.run.rounds,
             updates=config.run.updates,
@@ -214,7 +216,6 @@ def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:
         "run.updates_per_round": config.run.updates_per_round,
         "devices.fraction": config.devices.fraction,
         "guard.max_norm": config.guard.max_norm,
-        "guard.max_norm_ratio": config.guard.max_norm_ratio,
     }
     for name, value in unsupported.items():
         if value is not None:
@@ -227,9 +228,12 @@ def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:
 
 
 def _make_policy(
-    config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, *, has_full_models: bool
+    config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, strategy: Strategy[Any]
 ) -> RunParticipationPolicy:
     devices, guard = config.devices, config.guard
+    inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+    # In rounds the first one is judged when it is complete, otherwise as soon as there is a majority to judge by.
+    hold_updates = config.run.min_updates if isinstance(inner, SynchronousStrategy) else MIN_DIRECTION_PEERS + 1
     return RunParticipationPolicy(
         selection=DeviceSelection(
             min_memory_bytes=devices.min_memory_bytes,
@@ -239,11 +243,13 @@ def _make_policy(
             unhealthy_policy=devices.unwell,
         ),
         guard=UpdateGuard(
-            has_full_models=has_full_models,
+            has_full_models=strategy.has_nodes,
             shapes=shapes,
             max_norm=guard.max_norm,
-            max_norm_ratio=guard.max_norm_ratio,
-            flag_after=guard.flag_after,
+            norm_ratio=guard.norm_ratio if guard.enabled else None,
+            min_cosine=guard.min_cosine if guard.enabled else None,
+            refusals_before_quarantine=guard.refusals_before_quarantine,
+            hold_updates=hold_updates,
         ),
         codec_policy=codec_policy,
     )

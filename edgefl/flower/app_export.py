@@ -17,7 +17,7 @@ from edgefl import DISTRIBUTION, __version__
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
 from edgefl.core.safe_parsing import format_toml
-from edgefl.tasks.learners.backends import is_torch_task
+from edgefl.tasks.backends import is_torch_task
 from edgefl.tasks.registry import make_task
 
 PACKAGE = "edgefl_app"

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Scalar
 from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
 from edgefl.tasks.export.onnx_graph import (
@@ -140,6 +141,7 @@ def _make_task(
 def _make_factory_model(
     options: _ImageOptions, prepare: Callable[[Array], Array], num_classes: int
 ) -> TorchFactoryModel:
+    check_allowed(options.model, "model", ConfigError)
     _reject_init(options)
     channels = _validate_int(options.task, "channels", options.channels, 1, MAX_CHANNELS)
     size = _validate_int(options.task, "size", options.size, MIN_SIZE, MAX_SIZE)

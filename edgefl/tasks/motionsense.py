@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.errors import DataError
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Dataset, Scalar
 from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
 from edgefl.tasks.datasets.array_files import read_npz
@@ -131,7 +132,9 @@ def motionsense(*, model: str = "cnn") -> ClassificationTask:
     `model` is cnn or `module:factory` (torch, on raw windows [9, 128]), mlp or logistic (NumPy, on features of a
     window).
     """
-    if not is_factory_name(model):
+    if is_factory_name(model):
+        check_allowed(model, "model", ConfigError)
+    else:
         validate_choice("motionsense", "model", model, MODELS, extra_choice="module:factory")
     return ClassificationTask(
         name="motionsense",

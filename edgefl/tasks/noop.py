@@ -8,8 +8,8 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, TensorSpec, derive_rng
+from edgefl.tasks.backends import validate_accelerator
 from edgefl.tasks.export.onnx_graph import OnnxGraph
-from edgefl.tasks.learners.backends import validate_accelerator
 from edgefl.tasks.learners.numpy_learner import NumpyLearner
 
 DEFAULT_MODEL_BYTES = 1_000_000

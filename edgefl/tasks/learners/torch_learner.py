@@ -1,8 +1,8 @@
 """Training with torch: any module with cross-entropy behind the `Learner` calls. Imports torch when first used.
 
-A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`. That
-name may come from another machine, so its object is called only if it is a class of modules, or a function annotated
-to return one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that,
+A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where the
+operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to return
+one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that,
 else without arguments.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
+from edgefl.tasks.backends import import_torch, validate_accelerator
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_torch_module,
@@ -27,7 +28,6 @@ from edgefl.tasks.export.onnx_graph import (
     get_node_builder,
     register_node_builder,
 )
-from edgefl.tasks.learners.backends import import_torch, validate_accelerator
 from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
 from edgefl.tasks.registry import load_object
 

@@ -67,7 +67,7 @@ def train(  # noqa: PLR0913 the last three by name
     algorithm = algorithm or make_local_algorithm(plan)
     _reseed(learner, rng)
     start, started_s = learner.read(), clock()
-    limit = compute_iteration_limit(plan, len(data))
+    limit = plan.count_iterations(len(data))
     iterations, loss, num_seen = 0, 0.0, 0
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -113,13 +113,6 @@ def check_plan(plan: TrainConfig) -> None:
         value = getattr(plan, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"{name} of a plan must be a finite number of 0 or more, got {value}")
-
-
-def compute_iteration_limit(plan: TrainConfig, num_examples: int) -> int | None:
-    """Returns the iterations after which a plan is done; None for one limited by seconds."""
-    if plan.epochs is not None:
-        return max(1, round(plan.epochs * math.ceil(num_examples / plan.batch_size)))
-    return plan.iterations
 
 
 def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:

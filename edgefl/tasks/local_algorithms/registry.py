@@ -2,23 +2,21 @@
 
 They modify a `Learner`'s arrays in place with `+=`, `-=`, `*=`, scalars and, for a root, `** 0.5`, so the same code
 works on NumPy arrays and torch tensors. Packages add algorithms by the entry point `edgefl.local_steps`:
-a callable that takes the `TrainConfig` and returns a `LocalAlgorithm`.
+a class that inherits from `LocalAlgorithm` and is constructed with the `TrainConfig`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_entry_point
 from edgefl.core.types import Algorithm, Array, Dataset, Learner, TrainConfig
 from edgefl.tasks.local_algorithms.adaptive import Adadelta, Adagrad, Adam, RMSprop
 from edgefl.tasks.local_algorithms.scaffold import ScaffoldSgd
 from edgefl.tasks.local_algorithms.sgd import DecayedSgd, FullGradientDescent, ProximalSgd, Sgd
-
-ENTRY_POINT_GROUP = "edgefl.local_steps"
 
 
 class LocalAlgorithm(Protocol):
@@ -42,6 +40,13 @@ class StatefulLocalAlgorithm(Protocol):
         """Restores the state that `state` returned; called after `start`."""
 
 
+KIND = ExtensionKind(
+    noun="local algorithm",
+    group="edgefl.local_steps",
+    is_declared=inherits_from(LocalAlgorithm),
+    declaration="inherits from edgefl.tasks.local_algorithms.registry.LocalAlgorithm",
+    error=ConfigError,
+)
 BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
     {
         Algorithm.SGD: Sgd,
@@ -65,15 +70,15 @@ def make_local_algorithm(plan: TrainConfig) -> LocalAlgorithm:
     """
     if plan.algorithm in BUILT_IN:
         return BUILT_IN[plan.algorithm](plan)
-    for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=plan.algorithm):
-        step: LocalAlgorithm = entry_point.load()(plan)
+    step_class = load_entry_point(KIND, plan.algorithm)
+    if step_class is not None:
+        step: LocalAlgorithm = step_class(plan)
         return step
     raise ConfigError(
-        f"local algorithm {plan.algorithm!r} is not installed on this board, "
+        f"local algorithm {format_name(plan.algorithm)} is not installed on this board, "
         f"only {', '.join(list_local_algorithms())}"
     )
 
 
 def list_local_algorithms() -> tuple[str, ...]:
-    installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
-    return tuple(sorted({*map(str, BUILT_IN), *installed}))
+    return tuple(sorted({*map(str, BUILT_IN), *list_entry_points(KIND)}))

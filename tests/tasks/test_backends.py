@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgefl.tasks.learners.backends import is_torch_task, list_backends
+from edgefl.tasks.backends import is_torch_task, list_backends
 from edgefl.tasks.registry import make_task
 
 
