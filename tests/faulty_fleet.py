@@ -173,7 +173,7 @@ class FaultyFleet:
         assert len(outstanding) < 2, f"{order.device_id} has two assignments already"
         assert order.base_version == source.version
         assert order.assignment_id not in {other.assignment_id for other in self.given}, "an id given twice"
-        assert set(order.settled) <= set(self.journal.arrived)
+        assert set(order.used_assignments) <= set(self.journal.arrived)
 
     def begin(self, order):
         pace_s = 0.2 * (8 if self.faults.get(order.device_id) == "slow" else 1 + NAMES.index(order.device_id) / 20)

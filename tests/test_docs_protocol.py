@@ -150,7 +150,8 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     instructions, _ = tables(part(PROTOCOL, "Work"))
     plan = TrainConfig(iterations=1, options={"a": 1})
     order = TrainInstruction(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
-    of_model = {**KEEP_MODEL, "base": 0, **REPLY_ONLY, "mail": [], PREFETCHED_KEY: 0}  # what the downlink adds
+    # What the downlink adds.
+    of_model = {**KEEP_MODEL, "base_version": 0, **REPLY_ONLY, "messages": [], PREFETCHED_KEY: 0}
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
     sent = {**build_run(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
     assert {name for row in instructions for name in code(row[0])} == set(sent)

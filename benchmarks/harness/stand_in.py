@@ -150,7 +150,7 @@ class StandIn:
             instruction = self._node.pull()
             if instruction is None:
                 return
-            for used in instruction.header.get("settled", ()):
+            for used in instruction.header.get("used_assignments", ()):
                 if used in self._finished:
                     self._finished.remove(used)
             try:
@@ -180,9 +180,9 @@ class StandIn:
             return {**reply, "ready": True}, b""
         begun_s, job = time.monotonic(), parse_instruction(self.name, header)
         self._now = job.run, job.assignment_id
-        if header.get("prepared") is not None:
-            if self._prepared != (job.run, header["prepared"]):
-                return {**reply, "error": "the model is not here", "needs_dense": True}, b""
+        if header.get("prefetched_version") is not None:
+            if self._prepared != (job.run, header["prefetched_version"]):
+                return {**reply, "error": "the model is not here", "requires_full_model": True}, b""
             body = self._tally.bodies[self._prepared]
         decode_body(body, self._tally.shapes)
         rng = derive_rng(*job.seed_key, "stand-in")

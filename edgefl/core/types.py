@@ -264,6 +264,12 @@ class TrainConfig:
     inbox: tuple[PeerMessage, ...] = ()
     node: GossipConfig | None = None
 
+    def count_iterations(self, num_examples: int) -> int | None:
+        """Returns the iterations on so many examples unless finished early; None where seconds decide."""
+        if self.epochs is not None:
+            return max(1, round(self.epochs * math.ceil(num_examples / self.batch_size)))
+        return self.iterations
+
     @classmethod
     def from_json(cls, value: Mapping[str, Any], inbox: tuple[PeerMessage, ...] = ()) -> Self:
         """Returns the config from JSON values, which have no inbox; unknown fields are ignored."""
@@ -288,7 +294,7 @@ class TrainInstruction:
     codec: str | None = None
     deadline_s: float | None = None
     block: int | None = None
-    settled: tuple[str, ...] = ()
+    used_assignments: tuple[str, ...] = ()
     sends_model: bool = True
 
 
@@ -438,6 +444,15 @@ class InstructionFailed:
     outcome: UpdateStatus
     reason: str
     is_strike: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedUpdate:
+    """An update that is used with a smaller norm than it came with, and why; follows from the events before it."""
+
+    assignment_id: str
+    device_id: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -614,6 +629,24 @@ class ParticipationPolicy(Protocol):
 
     def observe(self, event: Event, accuracy: float | None) -> None:
         """Records an event; `accuracy` is that of a version whose evaluation the event completed."""
+
+    def admit(self, update: Update) -> Sequence[Update]:
+        """Returns what the strategy receives of a journaled update: itself, clipped, or nothing while it is held."""
+
+    def release(self, view: FleetView) -> Sequence[Update]:
+        """Returns held updates that the strategy may receive now."""
+
+    def hold_view(self, view: FleetView) -> FleetView:
+        """Returns the view in which devices whose updates are held are busy with them."""
+
+    def observe_decision(self, decision: Decision) -> Decision:
+        """Returns the strategy's decision without what concerns held updates, which it then receives at once."""
+
+    def record_version(self, version: int) -> None:
+        """Records that a version was aggregated; later updates are judged against the ones before it."""
+
+    def pop_clipped(self) -> Sequence[ClippedUpdate]:
+        """Returns the updates that were clipped since the last call."""
 
 
 class ModelProvider(Protocol):

@@ -167,12 +167,12 @@ class GridFleet:
         plan = {
             name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "inbox"
         }
-        settled_ids = [f"{self._header['run']}/{assignment_id}" for assignment_id in instruction.settled]
+        used_ids = [f"{self._header['run']}/{assignment_id}" for assignment_id in instruction.used_assignments]
         header |= {
             "version": instruction.base_version,
             "plan": plan,
             "codec": instruction.codec or "dense",
-            "settled": settled_ids,
+            "used_assignments": used_ids,
         }
         return header if instruction.block is None else {**header, "block": instruction.block}
 

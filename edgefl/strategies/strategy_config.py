@@ -23,7 +23,7 @@ MAX_WAIT_S = 60.0
 """Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
 TICK_S = 1e-6
 """Times closer than this are equal: a sum of floats may miss the exact wake-up time."""
-MIN_SETTLED_IDS = 2
+MIN_USED_IDS = 2
 """Number of newest used updates that a device is always told of: a board whose card lost the last minutes learns from
 them that it did. Error feedback relies on it."""
 

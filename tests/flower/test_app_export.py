@@ -365,12 +365,16 @@ def test_work_keeps_a_device_busy_until_its_update_is_there(export):
     events_of(fleet, 2)
     evaluation = EvaluateInstruction(assignment_id="e1", device_id="device-02", version=0, round=0)
     fleet.dispatch(
-        [order(settled=("a0",)), evaluation, FinishEarlyInstruction(assignment_id="a1", device_id="device-01")],
+        [
+            order(used_assignments=("a0",)),
+            evaluation,
+            FinishEarlyInstruction(assignment_id="a1", device_id="device-01"),
+        ],
         Source(),
     )
     assert (fleet.view().busy, fleet.view().idle) == ({"device-01": ["a1"]}, ["device-02"])
     assert grid.requests == [2, 2], "one request for the introductions, one for the orders"
-    assert (grid.headers[2]["settled"], grid.headers[2]["assignment"]) == (["r1/a0"], "r1/a1")
+    assert (grid.headers[2]["used_assignments"], grid.headers[2]["assignment"]) == (["r1/a0"], "r1/a1")
     events = {type(event): event for event in events_of(fleet, 2)}
     update, evaluated = events[Update], events[EvaluateResult]
     assert (update.assignment_id, update.metrics.iterations, update.base_version) == ("a1", 1, 0)

@@ -22,7 +22,7 @@ from edgefl.flower.strategy_options import get_flower_settings, is_flower_strate
 from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.storage.state_serialisation import encode_state
 from edgefl.strategies.aggregation import ServerOptimizer
-from edgefl.strategies.registry import REQUIRED
+from edgefl.core.option_types import REQUIRED
 from edgefl.strategies.strategy_config import RoundRules
 
 DEVICES = tuple(f"pi-{i}" for i in range(4))
@@ -252,7 +252,7 @@ def test_devices_are_told_which_of_their_updates_were_used():
     strategy = made("flwr:FedAvg")
     state, first = play(strategy, strategy.init(first_model()), 0)
     _, second = play(strategy, state, 1)
-    assert {o.device_id: o.settled for o in second} == {o.device_id: (o.assignment_id,) for o in first}
+    assert {o.device_id: o.used_assignments for o in second} == {o.device_id: (o.assignment_id,) for o in first}
 
 
 def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():

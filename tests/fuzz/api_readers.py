@@ -417,13 +417,13 @@ def replies(_folder: Path) -> Reader:
 
     metrics = {
         "iterations": 3, "num_examples": 9, "loss": 0.5, "compute_s": 1.5, "accuracy": 0.9, "extra": {"a": 1.0},
-        "vitals": {"max_temperature_c": 60.0, "throttled": "ok", "energy_j": 5.0},
+        "health": {"max_temperature_c": 60.0, "throttled": "ok", "energy_j": 5.0},
     }  # fmt: skip
     header = {"v": 1, "run": "r", "assignment": "r/a", "metrics": metrics}
-    mailed = {**header, "mail": [["pi", "b", 1, 0, 4]]}
+    mailed = {**header, "messages": [["pi", "b", 1, 0, 4]]}
     said = ((b"u", header, update), (b"e", header, b""), (b"n", mailed, b"mail" + update), (b"u", {**header,
     "error": "no"}, b""),
-            (b"u", {**header, "needs_dense": True, "error": "x"}, b""))  # fmt: skip
+            (b"u", {**header, "requires_full_model": True, "error": "x"}, b""))  # fmt: skip
     seeds = []
     for kind, value, body in said:
         text = json.dumps(value).encode()
@@ -444,7 +444,7 @@ def instructions(_folder: Path) -> Reader:
         "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 4, "node": {
             "method": "gossip", "edges": [{"neighbour": "b", "sign": 1.0, "degree": 1, "weight": 0.5, "period": 1}],
             "learning_rate": 0.1, "period": 1, "codec": "dense", "carrier": "relay"}},
-        "settled": ["r/b"], "test_fraction": 0.2,
+        "used_assignments": ["r/b"], "test_fraction": 0.2,
     }  # fmt: skip
 
     def feed(data: bytes) -> None:

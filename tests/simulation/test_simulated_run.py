@@ -197,7 +197,7 @@ class Odd:
     def aggregate(self, state):
         state = self.inner.aggregate(state)
         if state.version == 3:
-            state.settled["device-01"] = {"of-late": print}
+            state.used_assignments["device-01"] = {"of-late": print}
         return state
 
 @dataclass(frozen=True, kw_only=True)

@@ -204,10 +204,10 @@ def test_devices_are_told_which_of_their_updates_were_used(case):
     strategy = built(case)
     state, orders, used = play_round(strategy, strategy.init(first_model()), 0)
     _, following = asked(strategy, state, view_over())
-    told = {assignment_id for order in following for assignment_id in order.settled}
+    told = {assignment_id for order in following for assignment_id in order.used_assignments}
     assert told == set(used)
     given_to = {order.assignment_id: order.device_id for order in orders}
-    assert all(given_to[settled] == order.device_id for order in following for settled in order.settled)
+    assert all(given_to[used_id] == order.device_id for order in following for used_id in order.used_assignments)
 
 
 def run(strategy, seed, goal=None, *, fleet=None, **options):

@@ -120,7 +120,9 @@ def create_instruction_header(
         "version": instruction.base_version,
         "plan": plan,
         "codec": instruction.codec or "dense",
-        "settled": [incarnations.get_wire_id(assignment_id) for assignment_id in instruction.settled],
+        "used_assignments": [
+            incarnations.get_wire_id(assignment_id) for assignment_id in instruction.used_assignments
+        ],
     }
 
 
@@ -149,7 +151,7 @@ def parse_update_metrics(
         bytes_up=bytes_up + prefetch_bytes[0],
         bytes_down=bytes_down + prefetch_bytes[1],
         extra={name: value for name, value in numbers.items() if value is not None},
-        **_parse_health(metrics.get("vitals")),
+        **_parse_health(metrics.get("health")),
     )
 
 
@@ -202,7 +204,7 @@ def parse_peer_messages(
     plan = instruction.plan.node
     if plan is None:
         return (), body
-    outbox, model_body = decode_messages(header.get("mail", []), body)
+    outbox, model_body = decode_messages(header.get("messages", []), body)
     edges = {(instruction.device_id, side.neighbour) for side in plan.edges}
     foreign_edges = [message.edge for message in outbox if message.edge not in edges]
     if foreign_edges:

@@ -21,17 +21,17 @@ from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 MAX_CACHE_BYTES = 64 * 1024 * 1024
 """Maximum bytes of cached full models of versions sent as a delta; the newest is always cached."""
 
-KEEP_MODEL: Json = {"keep": True}
-NO_MODEL: Json = {"model": False}
-REPLY_ONLY: Json = {"held": True, **NO_MODEL}
+KEEP_MODEL: Json = {"keeps_model": True}
+NO_MODEL: Json = {"has_model": False}
+REPLY_ONLY: Json = {"has_stored_reply": True, **NO_MODEL}
 """Requests only the answer of a device that holds the assignment; it asks for the full model if it does not."""
-PREFETCHED_KEY = "prepared"
+PREFETCHED_KEY = "prefetched_version"
 """The body has no model: the device prefetched this version during admission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPayload:
-    """A body and its header fields: `keep` the model, the body is a delta to version `base`."""
+    """A body and its header fields: `keeps_model`, the body is a delta to `base_version`."""
 
     body: PreparedBody
     header: Json = field(default_factory=dict)
@@ -88,7 +88,9 @@ class ModelDistributor:
             self._add_to_cache(source)
         message_header, body = encode_messages(instruction.plan.inbox, b"")
         header: Json = (
-            {"mail": message_header} if instruction.plan.inbox else (KEEP_MODEL if self._run.encode_changes else {})
+            {"messages": message_header}
+            if instruction.plan.inbox
+            else (KEEP_MODEL if self._run.encode_changes else {})
         )
         return ModelPayload(body=prepare_body(body), header={**header, PREFETCHED_KEY: prefetched_version})
 
@@ -108,7 +110,7 @@ class ModelDistributor:
         delta = None if base is None else self._get_delta_body(base, source)
         if delta is None:
             return ModelPayload(body=self._get_newest_body(source), header=KEEP_MODEL)
-        return ModelPayload(body=delta, header={**KEEP_MODEL, "base": base})
+        return ModelPayload(body=delta, header={**KEEP_MODEL, "base_version": base})
 
     def create_full_payload(self, instruction: TrainInstruction) -> ModelPayload | None:
         """Returns the full model that a device got as a delta; None when it is no longer cached.
@@ -135,7 +137,7 @@ class ModelDistributor:
         model = self._encode_newest(self._source) if has_model else b""
         message_header, body = encode_messages(instruction.plan.inbox, model)
         return ModelPayload(
-            body=prepare_body(body), header={"mail": message_header, **({} if has_model else NO_MODEL)}
+            body=prepare_body(body), header={"messages": message_header, **({} if has_model else NO_MODEL)}
         )
 
     def remove_device(self, device_id: str) -> None:

@@ -68,7 +68,7 @@ class UnauthorisedError(NetworkError):
 
 
 class ReplyRejectedError(NetworkError):
-    """Rejected reply: its instruction is settled, or its run is over."""
+    """Rejected reply: its update was used, or its run is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,9 +295,9 @@ def _parse_header(message: Message) -> Json:
     if message.metadata.message_type not in {TRAIN, EVALUATE}:
         raise ValueError(f"it must be to train or to evaluate, got {message.metadata.message_type!r}")
     header = parse_json(str(message.content[RECORD_HEADER][FIELD_JSON]))
-    settled = header.get("settled", []) if isinstance(header, dict) else None
-    if not isinstance(settled, list) or not all(isinstance(name, str) for name in settled):
-        raise TypeError("its header must be an object, in which `settled` is a list of texts")
+    used_assignments = header.get("used_assignments", []) if isinstance(header, dict) else None
+    if not isinstance(used_assignments, list) or not all(isinstance(name, str) for name in used_assignments):
+        raise TypeError("its header must be an object, in which `used_assignments` is a list of texts")
     if not isinstance(header.get("assignment"), str | None):
         raise TypeError("its assignment must be a text")
     return cast("Json", header)

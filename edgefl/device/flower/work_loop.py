@@ -207,8 +207,8 @@ class WorkLoop:
         self._on_work()
         self._state.reload()  # a shard may have been added since
         assignment = str(instruction.header.get("assignment"))
-        for settled in instruction.header.get("settled", ()):
-            self._reply_cache.pop(settled, None)
+        for used_id in instruction.header.get("used_assignments", ()):
+            self._reply_cache.pop(used_id, None)
         self._current = str(instruction.header.get("run")), assignment
         version, cached_reply = self._reply_cache.get(assignment, (None, None))
         # Of another version it is other work: a coordinator restored from a backup reuses names.

@@ -130,7 +130,7 @@ class GossipWorker:
             "compute_s": result.compute_s,
             "extra": {"dropped_messages": node.num_dropped},
         }
-        return {"metrics": metrics, "mail": index}, reply_body
+        return {"metrics": metrics, "messages": index}, reply_body
 
     @property
     def run_id(self) -> str:
@@ -236,7 +236,7 @@ class GossipWorker:
                 "iterations_in_all": report.total_iterations,
             },
         }
-        return {"metrics": metrics, "mail": index}, reply_body
+        return {"metrics": metrics, "messages": index}, reply_body
 
     def _update_session(self, instruction: ParsedInstruction, plan: GossipConfig) -> GossipSession:
         """Updates the session to a newer plan of the same run."""

@@ -41,7 +41,7 @@ class ParsedInstruction:
     block: int | None
     seed_key: tuple[int | str, ...]
     used_assignments: tuple[str, ...]
-    is_held: bool
+    has_stored_reply: bool
     keeps_model: bool
     base_version: int | None
     prefetched_version: int | None
@@ -76,13 +76,13 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         codec_spec=str(header.get("codec", "dense")),
         block=block,
         seed_key=(seed, version, *source),
-        used_assignments=tuple(map(str, header.get("settled", ()))),
-        is_held=bool(header.get("held")),
-        keeps_model=bool(header.get("keep")),
-        base_version=_parse_optional_int(header.get("base")),
-        prefetched_version=_parse_optional_int(header.get("prepared")),
+        used_assignments=tuple(map(str, header.get("used_assignments", ()))),
+        has_stored_reply=bool(header.get("has_stored_reply")),
+        keeps_model=bool(header.get("keeps_model")),
+        base_version=_parse_optional_int(header.get("base_version")),
+        prefetched_version=_parse_optional_int(header.get("prefetched_version")),
         is_durable=header.get("residuals") == "durable",
-        messages=header.get("mail", []),
+        messages=header.get("messages", []),
         header=header,
     )
 

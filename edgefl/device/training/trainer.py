@@ -40,7 +40,7 @@ from edgefl.device.training.instruction import FullModelRequiredError, ParsedIns
 from edgefl.device.training.readiness import ReadinessHandler
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
-from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, compute_iteration_limit, train
+from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
 
 log = logging.getLogger(__name__)
@@ -207,7 +207,7 @@ class DeviceTrainer:
             raise
         except FullModelRequiredError as error:
             log.info("assignment %s: %s", header.get("assignment"), error)
-            return {**reply, "error": str(error), "needs_dense": True}, b""
+            return {**reply, "error": str(error), "requires_full_model": True}, b""
         except Exception as error:  # the boundary of one assignment: the board must survive for the next
             is_known = isinstance(error, EdgeflError)
             log.warning("assignment %s failed: %s", header.get("assignment"), error, exc_info=not is_known)
@@ -227,11 +227,11 @@ class DeviceTrainer:
             self._health_sampler.start()
             self._health_sampler.sample()
         reply, result = self._train(instruction, cached_task, body)
-        vitals = {
+        health = {
             **(self._health_sampler.stop() if self._health_sampler is not None else {}),
             **self._thermal_pacer.get_metrics(),
         }
-        return {**reply, "metrics": {**reply["metrics"], **({"vitals": vitals} if vitals else {})}}, result
+        return {**reply, "metrics": {**reply["metrics"], **({"health": health} if health else {})}}, result
 
     def _sample_health(self) -> None:
         self._on_alive()
@@ -239,7 +239,7 @@ class DeviceTrainer:
             self._health_sampler.sample()
 
     def _train(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
-        if instruction.is_held:  # a held one would have been answered already
+        if instruction.has_stored_reply:  # a held one would have been answered already
             raise FullModelRequiredError("the answer to it is not held here any more")
         self._gossip_worker.discard_other_runs(instruction.run)
         if instruction.plan.node is not None:
@@ -291,7 +291,7 @@ class DeviceTrainer:
             plan,
             derive_rng(*instruction.seed_key),
             clock=time.monotonic,
-            on_iteration=self._make_iteration_callback(instruction, last=compute_iteration_limit(plan, len(data))),
+            on_iteration=self._make_iteration_callback(instruction, last=plan.count_iterations(len(data))),
             algorithm_state=algorithm_state,
         )
         if variate is not None:

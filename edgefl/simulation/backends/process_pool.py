@@ -64,18 +64,20 @@ def instruction_to_json(instruction: TrainInstruction) -> Json:
     return {
         **{name: getattr(instruction, name) for name in _INSTRUCTION_FIELDS},
         "plan": plan,
-        "settled": list(instruction.settled),
+        "used_assignments": list(instruction.used_assignments),
     }
 
 
 def instruction_from_json(value: Json, inbox: tuple[PeerMessage, ...] = ()) -> TrainInstruction:
     plan = TrainConfig.from_json(value["plan"], inbox)
     return TrainInstruction(
-        **{name: value[name] for name in _INSTRUCTION_FIELDS}, plan=plan, settled=tuple(value["settled"])
+        **{name: value[name] for name in _INSTRUCTION_FIELDS},
+        plan=plan,
+        used_assignments=tuple(value["used_assignments"]),
     )
 
 
-_INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "settled"})
+_INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "used_assignments"})
 
 
 def main() -> None:
@@ -102,7 +104,7 @@ class WorkerServer:
         threading.Thread(target=self._read_requests, name="jobs", daemon=True).start()
         while (message := self._requests.get()) is not None:
             header, body = message
-            inbox, body = decode_messages(header.get("mail", []), body)
+            inbox, body = decode_messages(header.get("messages", []), body)
             if body:
                 self._model = EncodedModel(version=header["version"], body=body, owner=header["subject"])
             self._send_reply(header, inbox)
@@ -141,7 +143,7 @@ class WorkerServer:
             is_cancelled=lambda: ticket in self._cancelled_ids,
         )
         message_headers, packed = encode_messages(update.outbox, update.body)
-        return {"num_examples": update.num_examples, "loss": update.loss, "mail": message_headers}, packed
+        return {"num_examples": update.num_examples, "loss": update.loss, "messages": message_headers}, packed
 
 
 log = logging.getLogger(__name__)
@@ -180,7 +182,7 @@ class WorkerProcess:
             header = {**header, "version": model.version, "subject": model.owner}
         if messages:
             message_headers, body = encode_messages(messages, body)
-            header = {**header, "mail": message_headers}
+            header = {**header, "messages": message_headers}
         assert self._process.stdin is not None
         try:
             write_message(self._process.stdin, {**header, "ticket": self._num_requests}, body)  # type: ignore[arg-type]  # an unbuffered pipe writes like any binary file
@@ -292,7 +294,7 @@ class ProcessPoolBackend:
     def get_result(self, job: TrainingJob) -> TrainingResult:
         pending = self._pending_jobs.pop(job)
         header, body = pending.worker.wait_for_reply(pending.request_id)
-        outbox, body = decode_messages(header["mail"], body)
+        outbox, body = decode_messages(header["messages"], body)
         update = EncodedUpdate(body=body, num_examples=header["num_examples"], loss=header["loss"], outbox=outbox)
         return make_result(update, self._model_spec)
 

@@ -130,7 +130,7 @@ class SimulatedTrainer:
         origin = self._task_spec.seed, instruction.base_version, *source
         self._load_model(memory, model)
         if plan.algorithm == Algorithm.SCAFFOLD:
-            memory.variate = memory.variate.apply_used(get_start_version(plan), instruction.settled)
+            memory.variate = memory.variate.apply_used(get_start_version(plan), instruction.used_assignments)
         result = train(
             self._learner,
             data,
@@ -144,7 +144,7 @@ class SimulatedTrainer:
         rng = derive_rng(*origin, "uplink")
         if has_error_feedback(spec):
             feedback = self._get_error_feedback(memory, spec)
-            feedback.record_used(instruction.settled)
+            feedback.record_used(instruction.used_assignments)
             body = feedback.encode(instruction.assignment_id, result.displacement, rng)
         else:
             body = self._get_codec(spec).encode(result.displacement, rng)

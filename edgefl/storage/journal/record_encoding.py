@@ -299,7 +299,7 @@ def _instruction_from_json(value: Json, blob: bytes) -> Instruction:
         inbox = tuple(_message_from_json(message, blob) for message in plan["inbox"])
         node = None if plan.get("node") is None else GossipConfig.from_json(plan["node"])
         values["plan"] = TrainConfig(**{**plan, "inbox": inbox, "node": node})
-        values["settled"] = tuple(values["settled"])
+        values["used_assignments"] = tuple(values["used_assignments"])
     return kind(**values)
 
 

@@ -244,7 +244,7 @@ class SSP(AsynchronousStrategy[SSPState]):
         self.apply_displacement(state, queued_update, self.select_trained(state, queued_update))
 
     def assign(self, state: SSPState, view: FleetView) -> tuple[SSPState, Decision]:
-        state.had_resting = bool(state.seats.resting)
+        state.had_resting = bool(state.slots.resting)
         return AsynchronousStrategy.assign(self, state, view)
 
     def list_candidates(self, state: SSPState, view: FleetView) -> Sequence[str]:
@@ -258,7 +258,7 @@ class SSP(AsynchronousStrategy[SSPState]):
         self._update_slowest(state, view, frozenset() if is_capped else frozenset(recent))
         state.back = []
         is_unchanged = state.slowest == slowest_before and len(idle) == state.num_left + len(recent)
-        if is_capped or not is_unchanged or state.had_resting or state.seats.resting:
+        if is_capped or not is_unchanged or state.had_resting or state.slots.resting:
             return idle
         # The number of idle devices matches, so these are idle; searching for each in `idle` would dominate the cost.
         return [device_id for device_id in recent if device_id not in view.busy and can_receive_work(device_id, view)]
@@ -280,7 +280,7 @@ class SSP(AsynchronousStrategy[SSPState]):
     def _is_at_slowest(self, state: SSPState, device_id: str, view: FleetView, recent: frozenset[str]) -> bool:
         if state.clocks[device_id] != state.slowest:
             return False
-        return state.seats.is_in_flight(device_id, view) or (device_id in recent and device_id in view.idle)
+        return state.slots.is_in_flight(device_id, view) or (device_id in recent and device_id in view.idle)
 
     def can_start(self, state: SSPState, device_id: str) -> bool:
         return state.clocks.get(device_id, state.slowest) - state.slowest <= self.max_steps_ahead

@@ -158,7 +158,7 @@ class FedBuffConfig(StrategyConfig):
 
 @dataclass(slots=True)
 class FedBuffState(AsyncState):
-    """State of FedBuff: `total` is the weighted sum of `held`, `weight` the sum of its weights.
+    """State of FedBuff: `total` is the weighted sum of `buffered`, `weight` the sum of its weights.
 
     `counters` are the integer tensors of the update with the most examples so far. With `is_over` nothing more is
     assigned.
@@ -168,7 +168,7 @@ class FedBuffState(AsyncState):
     weight: float = 0.0
     counters: dict[str, Array] = field(default_factory=dict)
     most_examples: int = -1
-    held: tuple[str, ...] = ()
+    buffered: tuple[str, ...] = ()
     is_over: bool = False
 
 
@@ -188,7 +188,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         return FedBuffState(model=model)
 
     def receive(self, state: FedBuffState, update: Update) -> FedBuffState:
-        if len(state.held) >= self.size:  # the loop aggregates before it waits; a batch may hold more updates
+        if len(state.buffered) >= self.size:  # the loop aggregates before it waits; a batch may hold more updates
             return AsynchronousStrategy.receive(self, state, update)
         queued_update = self.complete_assignment(state, update)
         if queued_update is not None:
@@ -214,11 +214,11 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
                 state.total[name] = weighted
         state.weight += weight
         state.most_examples = max(state.most_examples, queued_update.num_examples)
-        state.held = (*state.held, queued_update.assignment_id)
+        state.buffered = (*state.buffered, queued_update.assignment_id)
         self.release_update(state, queued_update)
 
     def ready(self, state: FedBuffState, view: FleetView) -> bool:
-        return len(state.held) >= self.size or (state.is_over and bool(state.held) and not view.busy)
+        return len(state.buffered) >= self.size or (state.is_over and bool(state.buffered) and not view.busy)
 
     def finish(self, state: FedBuffState) -> FedBuffState:
         state.is_over = True
@@ -233,7 +233,9 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         """Moves the model by the buffer; running means become the weighted mean of the devices' own."""
         mean = {
             name: total
-            / np.asarray(state.weight if self.is_averaged(name, state.model[name]) else len(state.held), total.dtype)
+            / np.asarray(
+                state.weight if self.is_averaged(name, state.model[name]) else len(state.buffered), total.dtype
+            )
             for name, total in state.total.items()
         }
         buffer_means = {name: mean.pop(name) for name in list(mean) if self.is_averaged(name, state.model[name])}
@@ -242,9 +244,9 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
             np.copyto(state.model[name], value, casting="same_kind")
         for name, displacement in state.counters.items():
             np.add(state.model[name], displacement, out=state.model[name], casting="unsafe")
-        state.version, state.used = state.version + 1, state.held
-        state.total, state.counters, state.held = {}, {}, ()
+        state.version, state.used = state.version + 1, state.buffered
+        state.total, state.counters, state.buffered = {}, {}, ()
         state.weight, state.most_examples = 0.0, -1
-        while state.queue and len(state.held) < self.size:
+        while state.queue and len(state.buffered) < self.size:
             self.apply(state, state.queue.popleft())
         return state

@@ -1,7 +1,7 @@
 """The asynchronous template: idle devices get work at once, and every update makes a version.
 
 Updates are applied in the order of arrival. A strategy moves the model in `apply`; data about a base version is
-stored in `on_version_dispatched` and dropped in `on_version_released`. `seats` holds the work in flight. No event
+stored in `on_version_dispatched` and dropped in `on_version_released`. `slots` holds the work in flight. No event
 scans all devices: 10,000 of them cost as much as ten. An assignment that is neither answered nor in `view.busy` is
 lost for good. That is detected when its device is asked again, and otherwise by a round-robin check of a few devices
 at a time.
@@ -39,7 +39,7 @@ from edgefl.strategies.aggregation import (
     to_writable,
     unload_tensors,
 )
-from edgefl.strategies.strategy_config import MAX_WAIT_S, MIN_SETTLED_IDS, TICK_S, LearningRateSchedule, RoundRules
+from edgefl.strategies.strategy_config import MAX_WAIT_S, MIN_USED_IDS, TICK_S, LearningRateSchedule, RoundRules
 
 NUM_CHECKS_PER_CALL = 3
 """Devices checked per call; a third as many calls check all of them."""
@@ -50,15 +50,15 @@ MAX_BACKOFF_S = 60.0
 class WorkSlot:
     """Work slot of one device: its assignment ("" for none), and its used updates to acknowledge.
 
-    `told` of the `settled` ones were sent with the assignment; they are dropped when its update arrives, but for the
-    newest two.
+    The first `num_sent` of `used_assignments` were sent with the assignment; they are dropped when its update
+    arrives, but for the newest two.
     """
 
     assignment_id: str = ""
     base_version: int = 0
     learning_rate: float = 0.0
-    settled: tuple[str, ...] = ()
-    told: int = 0
+    used_assignments: tuple[str, ...] = ()
+    num_sent: int = 0
     losses: int = 0
 
 
@@ -79,17 +79,17 @@ class WorkSlots:
             slot = self.by_device[device_id] = WorkSlot()
             self.turn.append(device_id)
         slot.assignment_id, slot.base_version, slot.learning_rate = assignment_id, base_version, learning_rate
-        slot.told = len(slot.settled)
-        return slot.settled
+        slot.num_sent = len(slot.used_assignments)
+        return slot.used_assignments
 
     def complete(self, device_id: str, assignment_id: str) -> WorkSlot | None:
         """Returns the slot of an assignment and clears it; None when it is not in flight."""
         slot = self.by_device.get(device_id)
         if slot is None or not assignment_id or slot.assignment_id != assignment_id:
             return None
-        settled_ids = (*slot.settled, assignment_id)
-        slot.settled = settled_ids[-max(MIN_SETTLED_IDS, len(settled_ids) - slot.told) :]
-        slot.assignment_id, slot.told, slot.losses = "", 0, 0
+        used_ids = (*slot.used_assignments, assignment_id)
+        slot.used_assignments = used_ids[-max(MIN_USED_IDS, len(used_ids) - slot.num_sent) :]
+        slot.assignment_id, slot.num_sent, slot.losses = "", 0, 0
         return slot
 
     def has_assignment(self, device_id: str) -> bool:
@@ -155,10 +155,10 @@ class AsyncState:
 
     model: dict[str, Array]
     version: int = 0
-    num_given: int = 0
+    num_assigned: int = 0
     num_left: int = 0
     round_size: int = 0
-    seats: WorkSlots = field(default_factory=WorkSlots)
+    slots: WorkSlots = field(default_factory=WorkSlots)
     queue: deque[QueuedUpdate] = field(default_factory=deque)
     used: tuple[str, ...] = ()
     holders: dict[int, int] = field(default_factory=dict)
@@ -221,7 +221,7 @@ class AsynchronousStrategy(Strategy[A]):
 
     def assign(self, state: A, view: FleetView) -> tuple[A, Decision]:
         """Assigns work to every idle device, up to the maximum of busy ones."""
-        if not state.num_given and len(view.idle) < self.rules.min_devices:
+        if not state.num_assigned and len(view.idle) < self.rules.min_devices:
             return state, Decision(next_wake_s=MAX_WAIT_S)
         self._check_devices(state, view)
         plan = self._make_plan(state)
@@ -230,31 +230,31 @@ class AsynchronousStrategy(Strategy[A]):
         )
         state.round_size = state.round_size or self.rules.updates_per_round or len(instructions)
         state.num_left = len(view.idle) - len(instructions)
-        return state, Decision(orders=instructions, next_wake_s=state.seats.compute_wake_s(view.now_s, MAX_WAIT_S))
+        return state, Decision(orders=instructions, next_wake_s=state.slots.compute_wake_s(view.now_s, MAX_WAIT_S))
 
     def _make_plan(self, state: A) -> TrainConfig:
         factor = self.lr_schedule(state.version // ((self.versions_per_round or state.round_size) or 1))
         return self.plan if factor == 1.0 else replace(self.plan, learning_rate=self.plan.learning_rate * factor)
 
     def _check_devices(self, state: A, view: FleetView) -> None:
-        state.seats.remove_expired_backoffs(view.now_s)
-        for device_id in state.seats.select_next():
-            if state.seats.has_assignment(device_id) and not state.seats.is_in_flight(device_id, view):
+        state.slots.remove_expired_backoffs(view.now_s)
+        for device_id in state.slots.select_next():
+            if state.slots.has_assignment(device_id) and not state.slots.is_in_flight(device_id, view):
                 self._cancel_assignment(state, device_id, view.now_s)
             if device_id not in view.devices:
                 self.on_device_gone(state, device_id)
 
     def _cancel_assignment(self, state: A, device_id: str, now_s: float) -> None:
-        self._remove_version_holder(state, state.seats.cancel(device_id, now_s))
+        self._remove_version_holder(state, state.slots.cancel(device_id, now_s))
 
     def _select_devices(self, state: A, view: FleetView) -> list[str]:
         num_free = self._compute_max_busy(view) - len(view.busy)
         idle = self.list_candidates(state, view)
 
         def is_available(device_id: str) -> bool:
-            if state.seats.has_assignment(device_id):  # though it is idle
+            if state.slots.has_assignment(device_id):  # though it is idle
                 self._cancel_assignment(state, device_id, view.now_s)
-            return not state.seats.is_backing_off(device_id) and self.can_start(state, device_id)
+            return not state.slots.is_backing_off(device_id) and self.can_start(state, device_id)
 
         if num_free >= len(idle):
             return [device_id for device_id in idle if is_available(device_id)]
@@ -278,7 +278,7 @@ class AsynchronousStrategy(Strategy[A]):
     ) -> list[str]:
         """Returns up to `num_free` random available devices, in order; for a few it does not scan all."""
         indices: set[int] = set()
-        for index in select_random_indices(len(idle), num_free, self.rules.seed, "chosen", state.num_given):
+        for index in select_random_indices(len(idle), num_free, self.rules.seed, "chosen", state.num_assigned):
             if len(indices) == num_free:
                 break
             if index not in indices and is_available(idle[index]):
@@ -286,9 +286,9 @@ class AsynchronousStrategy(Strategy[A]):
         return [idle[index] for index in sorted(indices)]
 
     def _make_instruction(self, state: A, device_id: str, plan: TrainConfig) -> TrainInstruction:
-        state.num_given += 1
-        assignment_id = f"n{state.num_given}-{device_id}"
-        settled_ids = state.seats.assign(
+        state.num_assigned += 1
+        assignment_id = f"n{state.num_assigned}-{device_id}"
+        used_ids = state.slots.assign(
             device_id, assignment_id, base_version=state.version, learning_rate=plan.learning_rate
         )
         self._add_version_holder(state)
@@ -300,7 +300,7 @@ class AsynchronousStrategy(Strategy[A]):
             plan=plan,
             codec=self.rules.codec,
             deadline_s=self.rules.deadline_s,
-            settled=settled_ids,
+            used_assignments=used_ids,
         )
 
     def _add_version_holder(self, state: A) -> None:
@@ -329,7 +329,7 @@ class AsynchronousStrategy(Strategy[A]):
         return state
 
     def complete_assignment(self, state: A, update: Update) -> QueuedUpdate | None:
-        slot = state.seats.complete(update.device_id, update.assignment_id)
+        slot = state.slots.complete(update.device_id, update.assignment_id)
         if slot is None:
             return None
         self.on_update(state, update.device_id)
@@ -400,9 +400,9 @@ class AsynchronousStrategy(Strategy[A]):
 
     def resumed(self, state: A) -> A:
         """Returns the state after a coordinator restart: no assignments in flight, and no losses counted for it."""
-        for slot in state.seats.by_device.values():
+        for slot in state.slots.by_device.values():
             if slot.assignment_id:
                 self._remove_version_holder(state, slot.base_version)
             slot.assignment_id, slot.losses = "", 0
-        state.seats.resting.clear()
+        state.slots.resting.clear()
         return state

@@ -23,7 +23,7 @@ class NodeState:
 
     is_member: bool = True
     is_awaited: bool = False
-    has_begun: bool = False
+    has_started: bool = False
     exchanges: int = 0
     iterations: int = 0
     assignment_id: str = ""
@@ -35,12 +35,12 @@ class NodeState:
     rests_until_s: float = 0.0
     inbox: list[PeerMessage] = field(default_factory=list)
     sent: tuple[PeerMessage, ...] = ()
-    edges_told: str = ""
+    edges_sent: str = ""
 
 
 @dataclass(slots=True)
 class DecentralisedState:
-    """State of a decentralised run: `model` is the mean of `models`, `lives` the number of resumes.
+    """State of a decentralised run: `model` is the mean of `models`, `num_resumes` the number of resumes.
 
     `bridges` connect components that absent nodes would leave disconnected. `edge_epochs` counts the starts of an
     edge, so that both ends restart it when one of them was away, and `edge_degrees` fixes the degree of its step
@@ -49,8 +49,8 @@ class DecentralisedState:
 
     model: dict[str, Array]
     version: int = 0
-    num_given: int = 0
-    lives: int = 0
+    num_assigned: int = 0
+    num_resumes: int = 0
     awaits_until_s: float | None = None
     order: tuple[str, ...] = ()
     edges: tuple[Edge, ...] = ()
@@ -61,7 +61,7 @@ class DecentralisedState:
     models: dict[str, dict[str, Array]] = field(default_factory=dict)
     pending: list[str] = field(default_factory=list)
     used: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
+    reporters: tuple[str, ...] = ()
     edge_bytes: int = 0
     num_messages: int = 0
     figures: dict[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ def add_member(state: DecentralisedState, name: str, *, has_shared_rounds: bool)
     node.is_member, node.exchanges = True, max((other.exchanges for other in others), default=0)
     if has_shared_rounds and others:  # credited with the mean: rounds count the iterations of all nodes together
         node.iterations = round(sum(other.iterations for other in others) / len(others))
-    node.reported, node.edges_told = 0, ""
+    node.reported, node.edges_sent = 0, ""
     state.nodes[name] = node
 
 

@@ -128,7 +128,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 continue
             if self._can_continue(state, graph, device_id):
                 node.is_report = self.goes_on_alone or (
-                    is_round_done and node.has_begun and node.reported <= state.version
+                    is_round_done and node.has_started and node.reported <= state.version
                 )
                 instructions.append(self._make_instruction(state, graph, device_id, view))
         waits = [node.rests_until_s for node in state.nodes.values() if node.rests_until_s > view.now_s]
@@ -139,7 +139,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         node = state.nodes.get(update.device_id)
         if node is None or not node.assignment_id or node.assignment_id != update.assignment_id:
             return state
-        node.assignment_id, node.losses, node.has_begun, node.sent = "", 0, True, ()
+        node.assignment_id, node.losses, node.has_started, node.sent = "", 0, True, ()
         state.pending.append(update.assignment_id)
         total_iterations = update.metrics.extra.get("iterations_in_all")
         node.iterations = (
@@ -194,14 +194,14 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             "messages": float(state.num_messages),
         }
         state.edge_bytes = state.num_messages = 0
-        state.told = tuple(reporters)
+        state.reporters = tuple(reporters)
         state.version += 1
         state.used, state.pending = tuple(state.pending), []
         return state
 
     def resumed(self, state: DecentralisedState) -> DecentralisedState:
         """Returns the state after a coordinator restart: no assignments in flight, and no losses counted for it."""
-        state.lives += 1
+        state.num_resumes += 1
         state.pending, state.awaits_until_s = [], None
         for node in state.nodes.values():
             node.assignment_id, node.losses, node.rests_until_s = "", 0, 0.0
@@ -210,7 +210,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
 
     def node_models(self, state: DecentralisedState) -> Mapping[str, Tensors]:
         """Returns the last reported models whose mean is the newest version."""
-        return {name: state.models[name] for name in state.told}
+        return {name: state.models[name] for name in state.reporters}
 
     def facts(self, state: DecentralisedState) -> Mapping[str, float]:
         """Returns the disagreement of the nodes (root mean square, relative to their mean), and the traffic."""
@@ -280,7 +280,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         node = state.nodes[name]
         if self.goes_on_alone:
             is_over = self.rules.rounds is not None and node.reported >= self.rules.rounds
-            return node.edges_told != format_edges(state, graph, name) or (
+            return node.edges_sent != format_edges(state, graph, name) or (
                 not is_over and node.reported <= state.version + MAX_ROUNDS_AHEAD
             )
         if self.config.exchange != EdgeScheduleKind.SYNC:
@@ -295,9 +295,9 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         self, state: DecentralisedState, graph: Topology, name: str, view: FleetView
     ) -> TrainInstruction:
         node = state.nodes[name]
-        state.num_given += 1
-        prefix = f"r{state.lives}" if state.lives else ""
-        node.assignment_id = f"{prefix}n{state.num_given}-{name}"
+        state.num_assigned += 1
+        prefix = f"r{state.num_resumes}" if state.num_resumes else ""
+        node.assignment_id = f"{prefix}n{state.num_assigned}-{name}"
         period = graph.periods.get(name, self.plan.iterations or 1)
         is_damped = self.method == "d2" and graph.should_damp()
         edges = tuple(
@@ -318,7 +318,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 exchange = schedule.next_exchange(node.iterations, fires)
                 iterations, fires = exchange.iterations, exchange.neighbours
         inbox = node.sent = tuple(node.inbox)
-        node.inbox, node.edges_told = [], format_edges(state, graph, name)
+        node.inbox, node.edges_sent = [], format_edges(state, graph, name)
         node.until = node.iterations + self._iterations_per_round
         state.edge_bytes += sum(len(message.body) for message in inbox)
         state.num_messages += len(inbox)
@@ -349,7 +349,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             ),
             codec="dense",
             deadline_s=None if self.goes_on_alone else self.rules.deadline_s,
-            sends_model=not node.has_begun,
+            sends_model=not node.has_started,
         )
 
     def _get_address(self, name: str, view: FleetView) -> str:

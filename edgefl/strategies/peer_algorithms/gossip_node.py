@@ -195,7 +195,7 @@ def decode_messages(index: Any, body: bytes) -> tuple[tuple[PeerMessage, ...], b
 def encode_peer_message(run: str, message: PeerMessage) -> bytes:
     """Returns one message in the peer format: a line of JSON, then its body."""
     index, body = encode_messages([message])
-    return json.dumps({"v": 1, "run": run, "mail": index}).encode() + b"\n" + body
+    return json.dumps({"v": 1, "run": run, "messages": index}).encode() + b"\n" + body
 
 
 def decode_peer_message(payload: bytes) -> tuple[str, PeerMessage]:
@@ -207,7 +207,7 @@ def decode_peer_message(payload: bytes) -> tuple[str, PeerMessage]:
     line, _, body = payload.partition(b"\n")
     try:
         header = parse_json(line)
-        run, index = header["run"], header["mail"]
+        run, index = header["run"], header["messages"]
     except (ValueError, KeyError, TypeError) as error:
         raise NetworkError(f"a neighbour's message begins with no JSON of ours: {error}") from None
     messages, tail = decode_messages(index, body)

@@ -109,7 +109,7 @@ class RedundantShards(SynchronousStrategy[RoundState]):
             return True
         return (
             self.rules.barrier_s is not None
-            and not current_round.is_given_up
+            and not current_round.is_abandoned
             and bool(_find_missing_blocks(current_round))
         )
 

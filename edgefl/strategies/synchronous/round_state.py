@@ -42,7 +42,7 @@ class OpenRound:
     since_s: float | None = None
     alarm_s: float | None = None
     is_rescued: bool = False
-    is_given_up: bool = False
+    is_abandoned: bool = False
     recalled: set[str] = field(default_factory=set)
     copies: dict[str, list[str]] = field(default_factory=dict)
     queued: dict[str, list[int]] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class RoundState:
     moments: ServerMoments = field(default_factory=dict)
     used: tuple[str, ...] = ()
     silent: set[str] = field(default_factory=set)
-    settled: dict[str, dict[str, int]] = field(default_factory=dict)
+    used_assignments: dict[str, dict[str, int]] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -141,7 +141,7 @@ def check_round_deadline(current_round: OpenRound, rules: RoundRules, now_s: flo
     # The clock of a restarted coordinator may be behind that of the one before.
     current_round.since_s = now_s if current_round.since_s is None else min(current_round.since_s, now_s)
     due_s = compute_alarm_s(current_round, rules)
-    if due_s is None or current_round.is_given_up or now_s + TICK_S < due_s:
+    if due_s is None or current_round.is_abandoned or now_s + TICK_S < due_s:
         return DeadlineAction.WAIT
     if not current_round.is_rescued:
         current_round.is_rescued = True

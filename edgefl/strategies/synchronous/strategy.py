@@ -31,7 +31,7 @@ from edgefl.strategies.aggregation import apply_step
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import (
     MAX_WAIT_S,
-    MIN_SETTLED_IDS,
+    MIN_USED_IDS,
     TICK_S,
     LearningRateSchedule,
     RoundRules,
@@ -171,11 +171,11 @@ class SynchronousStrategy(Strategy[R]):
 
     def receive(self, state: R, update: Update) -> R:
         """Adds an expected update; an unknown, late or repeated one changes nothing."""
-        settled = state.settled.get(update.device_id, {})
+        used_assignments = state.used_assignments.get(update.device_id, {})
         for assignment_id in [
-            name for name in list(settled)[:-MIN_SETTLED_IDS] if settled[name] <= update.base_version
+            name for name in list(used_assignments)[:-MIN_USED_IDS] if used_assignments[name] <= update.base_version
         ]:
-            del settled[assignment_id]  # the device was notified with this assignment
+            del used_assignments[assignment_id]  # the device was notified with this assignment
         for open_round in state.open:
             _, slot = open_round.asked.get(update.assignment_id, (None, None))
             if slot is not None and not open_round.fold.has_update(slot):
@@ -196,7 +196,7 @@ class SynchronousStrategy(Strategy[R]):
             return False  # the next round begins with the present model
         if state.is_over and not oldest.is_pending(view):
             return True
-        return oldest.is_given_up or self.is_complete(oldest, view)
+        return oldest.is_abandoned or self.is_complete(oldest, view)
 
     def aggregate(self, state: R) -> R:
         closing = state.open.pop(0)
@@ -206,7 +206,7 @@ class SynchronousStrategy(Strategy[R]):
         state.silent = {device_id for device_id, slot in closing.asked.values() if slot not in closing.fold.used}
         for assignment_id in state.used:
             device_id, _ = closing.asked[assignment_id]
-            state.settled.setdefault(device_id, {})[assignment_id] = state.version
+            state.used_assignments.setdefault(device_id, {})[assignment_id] = state.version
         return state
 
     def finish(self, state: R) -> R:
@@ -247,7 +247,7 @@ class SynchronousStrategy(Strategy[R]):
             codec=self.rules.codec,
             deadline_s=self.compute_deadline_s(state),
             block=request.block,
-            settled=tuple(state.settled.get(request.device_id, ())),
+            used_assignments=tuple(state.used_assignments.get(request.device_id, ())),
         )
 
     def _make_round_plan(self, state: R) -> TrainConfig:
@@ -282,14 +282,14 @@ class SynchronousStrategy(Strategy[R]):
         if instructions or self.is_pending(current_round, view):
             return instructions + self._check_deadline(state, current_round, view)
         current_round.since_s = current_round.alarm_s = None
-        if current_round.is_given_up or (current_round.num_received and self.is_complete(current_round, view)):
+        if current_round.is_abandoned or (current_round.num_received and self.is_complete(current_round, view)):
             return instructions
         requests = self.select_replacements(state, current_round, view)
         if requests:
             current_round.since_s = view.now_s
             return instructions + self.assign_slots(state, current_round, requests, view)
         # No eligible device is left to ask: the round must close with fewer updates.
-        current_round.is_given_up = current_round.num_received > 0
+        current_round.is_abandoned = current_round.num_received > 0
         return instructions
 
     def _check_deadline(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
@@ -297,7 +297,7 @@ class SynchronousStrategy(Strategy[R]):
             case DeadlineAction.RECOVER:
                 return self.recover_round(state, current_round, view)
             case DeadlineAction.CLOSE:
-                current_round.is_given_up = True
+                current_round.is_abandoned = True
             case DeadlineAction.FAIL:
                 number, missing = state.version + 1, self.list_missing(current_round, view)
                 raise make_timeout_error(current_round, self.rules, number=number, now_s=view.now_s, missing=missing)
@@ -306,7 +306,7 @@ class SynchronousStrategy(Strategy[R]):
     def recover_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
         """Applies the rule for a passed barrier."""
         if self.rules.rescue == "go-on":
-            current_round.is_given_up = current_round.num_received > 0
+            current_round.is_abandoned = current_round.num_received > 0
             return make_finish_early_instructions(current_round, current_round.list_pending(view))
         if self.rules.rescue == "ask-again":
             requests = self.select_backups(current_round, view)
@@ -334,7 +334,7 @@ class SynchronousStrategy(Strategy[R]):
         is_full = oldest.num_received == len(oldest.fold.expected)
         # With double buffering it waits for the next round, which waits for an available device.
         can_close = not self.double_buffering or len(state.open) > 1
-        if can_close and (oldest.is_given_up or (self.double_buffering and is_full)):
+        if can_close and (oldest.is_abandoned or (self.double_buffering and is_full)):
             return 0.0  # it can be closed at once
         alarms = (oldest.alarm_s, compute_alarm_s(oldest, self.rules))
         wake_s = min([MAX_WAIT_S, *(alarm_s - now_s for alarm_s in alarms if alarm_s is not None)])

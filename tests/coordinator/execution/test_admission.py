@@ -198,7 +198,7 @@ def test_a_model_that_was_fetched_ahead_is_not_sent_again_and_its_bytes_are_coun
     site.events()
     site.fleet.dispatch([ORDER], Source())
     name, (_, header, body) = next(reversed(site.mail.sent.items()))
-    assert (header["prepared"], body.inline) == (0, b"")
+    assert (header["prefetched_version"], body.inline) == (0, b"")
     metrics = {"iterations": 1, "num_examples": 1, "loss": 0.5, "compute_s": 0.1}
     encoded = site.codec.encode({"w": np.ones(3, np.float32)}, derive_rng(0))
     told = {"v": 1, "assignment": "run-1/a", "metrics": metrics}
@@ -213,10 +213,10 @@ def test_a_device_that_lost_what_it_had_fetched_is_sent_the_whole_model() -> Non
     site.pass_all("pi-1")
     site.fleet.dispatch([ORDER], Source())
     name = next(reversed(site.mail.sent))
-    site.reply("pi-1", name, {"assignment": "run-1/a", "error": "gone", "needs_dense": True})
+    site.reply("pi-1", name, {"assignment": "run-1/a", "error": "gone", "requires_full_model": True})
     assert site.events() == []
     _, header, body = site.mail.sent[next(reversed(site.mail.sent))]
-    assert "prepared" not in header
+    assert "prefetched_version" not in header
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [1.0] * 3
 
 

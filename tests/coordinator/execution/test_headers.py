@@ -58,9 +58,9 @@ def metrics(**told: Any) -> UpdateMetrics:
     return parse_update_metrics({**SOUND, **told}, turnaround_s=3.0, bytes_up=1, bytes_down=2)
 
 
-def test_vitals_become_metrics() -> None:
+def test_health_values_become_metrics() -> None:
     told = {"max_temperature_c": 83.2, "throttled": "under-voltage,throttled", "signal_dbm": -81, "energy_j": 7.5}
-    made = metrics(vitals={**told, "link_bits_per_s": 6.5e6, "paced_s": 0.4})
+    made = metrics(health={**told, "link_bits_per_s": 6.5e6, "paced_s": 0.4})
     assert made.paced_s == 0.4
     assert made.max_temperature_c == 83.2
     assert made.throttled == "under-voltage,throttled"
@@ -68,7 +68,7 @@ def test_vitals_become_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    "vitals",
+    "health",
     [
         None, 7, "hot", [], {},
         {"max_temperature_c": "hot", "throttled": 4, "signal_dbm": None, "energy_j": [1]},
@@ -77,8 +77,8 @@ def test_vitals_become_metrics() -> None:
         {"throttled": "x" * 200}, {"throttled": "<b>bold</b>"}, {"throttled": "ok\n"},
     ],
 )  # fmt: skip
-def test_vitals_that_make_no_sense_are_not_known_and_cost_nothing(vitals: object) -> None:
-    made = metrics(vitals=vitals)
+def test_health_values_that_make_no_sense_are_not_known_and_cost_nothing(health: object) -> None:
+    made = metrics(health=health)
     assert made == metrics()
     assert (made.iterations, made.throttled, made.max_temperature_c) == (3, None, None)
 
@@ -95,7 +95,7 @@ def node(*, reports: bool = False) -> GossipConfig:
 
 def answer(*edges: tuple[str, str], rest: bytes = b"") -> tuple[Json, bytes]:
     told, body = encode_messages([PeerMessage(edge=edge, step=1, body=b"edge") for edge in edges], rest)
-    return {"mail": told}, body
+    return {"messages": told}, body
 
 
 def test_a_node_s_messages_stand_before_its_model() -> None:

@@ -193,14 +193,14 @@ def restart(site, session=2):
 
 
 def test_an_order_is_sent_with_its_plan_under_the_run_s_name_and_the_bell_is_rung(site):
-    site.give(training(codec="dense|fp16", settled=("a-0",)), training("b", block=0))
+    site.give(training(codec="dense|fp16", used_assignments=("a-0",)), training("b", block=0))
     (node_id, kind, header, body), (_, _, second, _) = site.mail.sent
     assert (node_id, kind, site.bell.rung) == (101, "train", ["pi", "pi"])
     assert header["plan"] == {
         "algorithm": "sgd", "iterations": 4, "batch_size": 32, "learning_rate": 0.05, "momentum": 0.5,
         "weight_decay": 0.0, "options": {}, "keeps_state": False, "report_progress": False,
     }  # fmt: skip
-    assert (header["run"], header["assignment"], header["settled"]) == (RUN, "run-1/a-1", ["run-1/a-0"])
+    assert (header["run"], header["assignment"], header["used_assignments"]) == (RUN, "run-1/a-1", ["run-1/a-0"])
     assert (header["version"], header["codec"], "block" in header, second["block"]) == (0, "dense|fp16", False, 0)
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
 
@@ -579,13 +579,15 @@ class Deltas:
         """The device answers the last message, or an earlier one, that it has no model to change."""
         newest = self.site.fleet._in_flight.get(f"{RUN}/a-1").message_id
         error = "needs dense: holds nothing"
-        self.site.reply(101, error=error, needs_dense=True, body=b"", instruction=instruction or newest)
+        self.site.reply(101, error=error, requires_full_model=True, body=b"", instruction=instruction or newest)
         return newest
 
     def sent(self):
         """Whether the last message is about a delta, and what its header says of that."""
         _, _, header, body = self.site.mail.sent[-1]
-        return body.inline == b"delta", {name: header[name] for name in ("keep", "base") if name in header}
+        return body.inline == b"delta", {
+            name: header[name] for name in ("keeps_model", "base_version") if name in header
+        }
 
 
 @pytest.fixture
@@ -597,16 +599,16 @@ def deltas():
 
 def test_a_device_that_needs_the_whole_model_gets_it_once_and_nothing_is_lost(deltas):
     site = deltas.site
-    assert deltas.sent() == (True, {"keep": True, "base": 0})
+    assert deltas.sent() == (True, {"keeps_model": True, "base_version": 0})
     site.source.version = 2
     deltas.needs_dense()
     assert site.events() == []
-    assert deltas.sent() == (False, {"keep": True})
+    assert deltas.sent() == (False, {"keeps_model": True})
     assert (site.mail.sent[-1][2]["assignment"], site.fleet.view().busy) == ("run-1/a-1", {"pi": ["a-1"]})
     deltas.needs_dense()
     assert lost(site) == [("a-1", UpdateStatus.FAILED, "needs dense: holds nothing")], "it had it"
     site.give(training("a-2", base=site.source.version))
-    assert deltas.sent() == (False, {"keep": True}), "after a loss nobody knows what the device holds"
+    assert deltas.sent() == (False, {"keeps_model": True}), "after a loss nobody knows what the device holds"
 
 
 def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
@@ -614,14 +616,14 @@ def test_a_new_agent_is_sent_the_whole_model_and_the_next_time_a_delta(deltas):
     about_the_delta = site.fleet._in_flight.get(f"{RUN}/a-1").message_id
     restart(site)
     assert site.of(InstructionFailed) == []
-    assert deltas.sent() == (False, {"keep": True})
+    assert deltas.sent() == (False, {"keeps_model": True})
     deltas.needs_dense(about_the_delta)  # it still got the delta: what it says of that costs nothing
     assert (site.events(), site.fleet.view().busy) == ([], {"pi": ["a-1"]})
     site.reply(101)
     site.source.version = 2
     assert len(site.of(Update)) == 1
     site.give(training("a-2", base=site.source.version))
-    assert deltas.sent() == (True, {"keep": True, "base": 1})
+    assert deltas.sent() == (True, {"keeps_model": True, "base_version": 1})
 
 
 def test_what_needs_a_whole_model_that_is_gone_is_lost_and_not_failed(deltas):
@@ -651,10 +653,12 @@ def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinator
     assert site.events() == []
     ((node_id, kind, header, body),) = site.mail.sent
     assert (node_id, kind, header["assignment"], body.inline) == (101, "train", "run-1/a-1", b"")
-    assert (header["held"], header["model"]) == (True, False)
+    assert (header["has_stored_reply"], header["has_model"]) == (True, False)
     restart(site)
     site.events()
-    assert [header.get("held") for _, _, header, _ in site.mail.sent] == [True, None], "it is given the work again"
+    assert [header.get("has_stored_reply") for _, _, header, _ in site.mail.sent] == [True, None], (
+        "it is given the work again"
+    )
     assert len(site.mail.open) == 1
     site.reply(101)
     (update,) = site.of(Update)
@@ -689,7 +693,7 @@ def test_an_earlier_coordinators_order_that_its_device_lost_is_given_again_while
         return
     assert site.events() == []
     ((_, _, header, body),) = site.mail.sent
-    assert "held" not in header
+    assert "has_stored_reply" not in header
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [0.0] * 3
 
 

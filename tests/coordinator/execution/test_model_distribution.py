@@ -76,7 +76,7 @@ class Device:
         body = mail.body.inline
         if body[:1] == b"W":
             self.model = np.frombuffer(body, offset=1).copy()
-        elif mail.header["base"] != self.version:
+        elif mail.header["base_version"] != self.version:
             return False
         else:
             count = (len(body) - 1) // 16
@@ -94,13 +94,13 @@ def mails():
 def test_a_device_gets_the_whole_model_first_and_then_what_changed_since_its_own(mails):
     device = Device()
     order, mail = mails.send("pi")
-    assert (mail.body.inline[:1], mail.header) == (b"W", {"keep": True})
+    assert (mail.body.inline[:1], mail.header) == (b"W", {"keeps_model": True})
     assert device.receive(order, mail)
     for entries in ((3,), (5, 7), ()):
         if entries:
             mails.source.step(*entries)
         order, mail = mails.send("pi")
-        assert mail.header == {"keep": True, "base": device.version}
+        assert mail.header == {"keeps_model": True, "base_version": device.version}
         assert mail.body.inline[:1] == b"C"
         assert device.receive(order, mail)
         assert device.model.tolist() == mails.source.values.tolist()
@@ -129,7 +129,7 @@ def test_where_much_or_nobody_knows_what_changed_the_whole_model_is_sent(mails):
     mails.send("pi")
     mails.source.step(*range(SIZE))
     _, mail = mails.send("pi")
-    assert (mail.body.inline[:1], mail.header) == (b"W", {"keep": True})
+    assert (mail.body.inline[:1], mail.header) == (b"W", {"keeps_model": True})
     mails.source.step(1)
     mails.source.oldest = 2
     _, mail = mails.send("pi")
@@ -157,7 +157,7 @@ def test_a_device_that_cannot_use_a_delta_gets_the_whole_model_of_the_same_versi
     assert new.receive(order, whole)
     assert new.model[:3].tolist() == [0.0, 1.0, 0.0]
     order, mail = mails.send("pi")
-    assert mail.header == {"keep": True, "base": 1}
+    assert mail.header == {"keeps_model": True, "base_version": 1}
     assert new.receive(order, mail)
     assert new.model.tolist() == mails.source.values.tolist()
 
@@ -183,7 +183,7 @@ def test_a_device_s_own_model_goes_out_whole_and_is_taken_for_no_other(has_delta
     assert [first_value(mail) for mail in sent] == [0.0, 1000.0, 2000.0, 1000.0, 0.0]
     assert [mail.header for mail in sent] == [{}] * 5
     _, training = mails.send("x")
-    assert training.header == ({"keep": True} if has_deltas else {})
+    assert training.header == ({"keeps_model": True} if has_deltas else {})
     assert first_value(training) == 0.0, "the newest model is the global one all the same"
     mails.source.step(0)
     mails.encoded.clear()
@@ -199,6 +199,6 @@ def test_what_a_device_holds_does_not_follow_from_what_it_evaluates(mails):
     for subject in ("", "a"):
         mails.evaluate("a", subject)
     order, mail = mails.send("a")
-    assert mail.header == {"keep": True, "base": 0}
+    assert mail.header == {"keeps_model": True, "base_version": 0}
     assert device.receive(order, mail)
     assert device.model.tolist() == mails.source.values.tolist()

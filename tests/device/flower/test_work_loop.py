@@ -131,9 +131,9 @@ def test_only_the_newest_finished_updates_are_kept(site):
     assert site.bench.list_held_assignments() == tuple(names[1:])
     site.do(names[0])
     assert site.trainer.trained == [*names, names[0]]
-    site.do("b", settled=[names[0], names[-1], "never-heard-of"])
+    site.do("b", used_assignments=[names[0], names[-1], "never-heard-of"])
     assert site.bench.list_held_assignments() == ("b",), "what was used is forgotten"
-    site.do("bad", settled=["b"])
+    site.do("bad", used_assignments=["b"])
     site.do("ready", phase="prepare")
     assert site.bench.list_held_assignments() == (), "neither failures nor preparations are kept"
 

@@ -115,7 +115,7 @@ class Oven:
         task = make_task("digits")
         header = {
             "v": 1, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.25, "version": 0,
-            "assignment": "r/a-1", "codec": "dense", "settled": [],
+            "assignment": "r/a-1", "codec": "dense", "used_assignments": [],
             "plan": {"algorithm": "sgd", "batch_size": 16, "learning_rate": 0.5, **plan},
         }  # fmt: skip
         body = make_codec("dense", task.shapes()).encode(task.init(1), derive_rng(0))
@@ -133,18 +133,18 @@ def test_an_update_tells_how_long_its_board_rested_and_that_is_part_of_its_compu
     oven.at_nap = lambda: oven.is_at(60.0)
     metrics = oven.train(iterations=3)["metrics"]
     assert metrics["iterations"] == 3
-    assert READ_INTERVAL_S <= metrics["vitals"]["paced_s"] <= metrics["compute_s"]
+    assert READ_INTERVAL_S <= metrics["health"]["paced_s"] <= metrics["compute_s"]
 
 
 def test_the_last_iteration_is_not_rested_after(oven):
     metrics = oven.train(iterations=1)["metrics"]
-    assert (metrics["iterations"], metrics.get("vitals")) == (1, None)
+    assert (metrics["iterations"], metrics.get("health")) == (1, None)
 
 
 def test_the_seconds_of_a_budget_run_while_the_board_rests(oven):
     metrics = oven.train(seconds=0.3)["metrics"]
     assert metrics["iterations"] == 1
-    assert metrics["vitals"]["paced_s"] > 0.2
+    assert metrics["health"]["paced_s"] > 0.2
 
 
 def test_a_resting_board_that_is_recalled_sends_what_it_has_and_one_that_is_stopped_leaves(oven):

@@ -77,18 +77,18 @@ def test_what_is_left_out_is_that_of_the_run_survives_a_stop_and_goes_on_under_a
 @pytest.mark.parametrize("cut_before", range(1, 10))
 def test_a_power_cut_puts_back_nothing_that_the_coordinator_used(memory, tmp_path, clock, cut_before, lost):
     """All of every update travels. Each is a bit of its own, so that the sum tells which were used, and how often."""
-    seats, used = WorkSlots(), 0
+    slots, used = WorkSlots(), 0
     for number in range(12):
         clock.now_s += 70
         if number == cut_before:
             memory = ClientState(tmp_path, clock=clock)
-        told = seats.assign("a", f"r/a-{number}", base_version=number, learning_rate=1.0)
+        told = slots.assign("a", f"r/a-{number}", base_version=number, learning_rate=1.0)
         memory.get_feedback("r", "ef|topk:1", SHAPES).record_used(told)
         body = encode(memory, 2**number, 0, 0, 0, assignment=f"r/a-{number}", spec="ef|topk:1")
         memory.save(only_when_due=True)
         if number not in lost:
             used += int(decode_body(body, SHAPES)["w"].dense()[0])
-            seats.complete("a", f"r/a-{number}")
+            slots.complete("a", f"r/a-{number}")
     missing = 2**12 - 1 - used
     lost_with_the_card = sum(2**number for number in lost if number < cut_before)
     assert missing >= 0

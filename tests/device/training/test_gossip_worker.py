@@ -94,7 +94,7 @@ class Board:
         told, body = encode_messages(mail, model)
         header = {
             "v": 1, "run": run, "task": "digits", "options": {"model": "logistic"}, "seed": 7, "test_fraction": 0.25,
-            "assignment": f"{run}/n1-b", "version": 0, "codec": "dense", "settled": [], "mail": told,
+            "assignment": f"{run}/n1-b", "version": 0, "codec": "dense", "used_assignments": [], "messages": told,
             "residuals": "durable",
             "plan": {name: value for name, value in asdict(plan).items() if name != "inbox" and value is not None},
         }  # fmt: skip
@@ -109,24 +109,24 @@ def board(tmp_path):
 
 
 def messages(reply):
-    return decode_messages(reply[0]["mail"], reply[1])[0]
+    return decode_messages(reply[0]["messages"], reply[1])[0]
 
 
 def test_a_node_asks_for_a_model_once_and_then_sends_what_fires(board):
-    assert board.ask()[0]["needs_dense"] is True
+    assert board.ask()[0]["requires_full_model"] is True
     reply = board.ask(model=MODEL)
     assert reply[0]["metrics"]["iterations"] == 4
     assert [message.edge for message in messages(reply)] == [("b", "a"), ("b", "c")]
-    assert decode_messages(reply[0]["mail"], reply[1])[1] == b""
+    assert decode_messages(reply[0]["messages"], reply[1])[1] == b""
     assert "error" not in board.ask(fires=("a",))[0]
-    assert board.ask(run="other")[0]["needs_dense"] is True, "a new run begins anew"
+    assert board.ask(run="other")[0]["requires_full_model"] is True, "a new run begins anew"
 
 
 def test_a_report_holds_the_model_as_it_is_and_trains_nothing(board):
     board.ask(model=MODEL)
     header, body = board.ask(iterations=0, fires=(), reports=True)
     assert header["metrics"]["iterations"] == 0
-    found = decode_body(decode_messages(header["mail"], body)[1], SHAPES)
+    found = decode_body(decode_messages(header["messages"], body)[1], SHAPES)
     assert set(found) == {spec.name for spec in SHAPES}
     assert any(not np.array_equal(found[name], array) for name, array in TASK.init(7).items())
 
@@ -284,7 +284,7 @@ def test_a_node_that_had_to_give_up_takes_part_again_with_the_next_assignment(bo
 
 
 def is_sound(reply):
-    model = decode_body(decode_messages(reply[0]["mail"], reply[1])[1], SHAPES)
+    model = decode_body(decode_messages(reply[0]["messages"], reply[1])[1], SHAPES)
     return all(np.isfinite(array).all() for array in model.values())
 
 
@@ -295,7 +295,7 @@ def test_a_node_that_diverged_while_it_went_on_alone_asks_for_a_model_and_begins
 
     def asks_for_a_model():
         board.wires[0].on_message("a", encode_peer_message("r", from_a(next(steps), 3e38)))
-        return alone(board, until=0)[0].get("needs_dense") is True
+        return alone(board, until=0)[0].get("requires_full_model") is True
 
     eventually(asks_for_a_model)
     assert not board.wires[0].is_running
@@ -311,7 +311,7 @@ def test_a_node_that_diverges_of_the_model_that_it_began_with_tells_so_before_it
     reply = alone(board, model=make_codec("dense", SHAPES).encode(huge, derive_rng(0)))
     assert "error" not in reply[0]
     assert not is_sound(reply)  # or it would be given one after the other for ever, and never be flagged
-    assert alone(board, until=10**9)[0]["needs_dense"] is True
+    assert alone(board, until=10**9)[0]["requires_full_model"] is True
     assert is_sound(alone(board, until=0, model=MODEL))
 
 
@@ -337,7 +337,7 @@ def test_the_word_that_a_run_is_over_counts_before_the_node_has_been_taken_up_ag
 
 def test_a_node_that_has_diverged_asks_for_a_model_and_is_heard_by_neighbours_that_knew_it(board):
     first = messages(board.ask(model=MODEL))
-    assert any(board.ask(from_a(step, 3e38))[0].get("needs_dense") for step in range(4, 12))
+    assert any(board.ask(from_a(step, 3e38))[0].get("requires_full_model") for step in range(4, 12))
     again = messages(board.ask(model=MODEL))
     assert min(message.step for message in again) > max(message.step for message in first)
     assert all(np.isfinite(np.frombuffer(message.body[-4:], "<f4")).all() for message in again)

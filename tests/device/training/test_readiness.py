@@ -53,7 +53,15 @@ def body():
 
 def training(**changes):
     plan = {"algorithm": "sgd", "iterations": 3, "batch_size": 8, "learning_rate": 0.1}
-    return {**RUN, "assignment": "r/a", "version": 0, "plan": plan, "codec": "dense", "settled": [], **changes}
+    return {
+        **RUN,
+        "assignment": "r/a",
+        "version": 0,
+        "plan": plan,
+        "codec": "dense",
+        "used_assignments": [],
+        **changes,
+    }
 
 
 def test_a_device_with_shard_task_memory_and_disk_can(trainer):
@@ -86,10 +94,10 @@ def test_a_shard_that_is_gone_is_found_out_before_the_run(trainer, shards):
 
 def test_the_first_work_uses_the_model_that_was_fetched_ahead_and_one_that_is_not_held_is_asked_for_whole(trainer):
     assert trainer.train(prepare(), body()[:-3])[0]["ready"] is False
-    assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
+    assert trainer.train(training(prefetched_version=0), b"")[0]["requires_full_model"] is True
     assert trainer.train(prepare(), body())[0]["ready"] is True
-    assert trainer.train(training(prepared=1), b"")[0]["needs_dense"] is True
-    ahead, displacement = trainer.train(training(prepared=0), b"")
+    assert trainer.train(training(prefetched_version=1), b"")[0]["requires_full_model"] is True
+    ahead, displacement = trainer.train(training(prefetched_version=0), b"")
     assert ahead["metrics"]["iterations"] == 3
     _, again = trainer.train(training(), body())
     assert displacement == again, "the same as if the model had come with it"
@@ -99,7 +107,7 @@ def test_a_run_that_does_not_begin_is_forgotten(trainer):
     trainer.train(prepare(), body())
     trainer.complete_run("another")
     trainer.complete_run("r")
-    assert trainer.train(training(prepared=0), b"")[0]["needs_dense"] is True
+    assert trainer.train(training(prefetched_version=0), b"")[0]["requires_full_model"] is True
 
 
 def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):

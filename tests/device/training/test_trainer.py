@@ -110,7 +110,7 @@ class Device:
     def header(self, assignment="r/a-1", **changes):
         header = {
             "v": 1, "run": "r", "task": self.task, "options": self.options, "seed": 7, "test_fraction": 0.25,
-            "assignment": assignment, "version": 0, "codec": "dense", "settled": [],
+            "assignment": assignment, "version": 0, "codec": "dense", "used_assignments": [],
             "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 16, "learning_rate": 0.5},
         }  # fmt: skip
         return {**header, **changes}
@@ -392,7 +392,9 @@ def test_a_device_that_is_killed_goes_on_from_the_control_variate_that_counted(t
         told, body = encode_messages([mail], device.model())
         used = [f"r/a-{place - 2}", f"r/a-{place - 1}"][-min(place, 2) :] if place else []
         plan = {"algorithm": "scaffold", "keeps_state": True}
-        return device.train(body=body, mail=told, assignment=f"r/a-{place}", version=place, settled=used, plan=plan)
+        return device.train(
+            body=body, messages=told, assignment=f"r/a-{place}", version=place, used_assignments=used, plan=plan
+        )
 
     never_killed = Device(tmp_path / "a", {"digits": str(shard)})
     undisturbed = [work(never_killed, place) for place in range(4)]
@@ -471,7 +473,7 @@ FEEDBACK = {"codec": "ef|topk:0.1"}
 def test_what_a_codec_leaves_out_comes_with_the_next_update(device):
     whole = sent(device.train()[1], device.shapes)
     first = sent(device.train(**FEEDBACK)[1], device.shapes)
-    second = sent(device.train(**FEEDBACK, assignment="r/a-2", settled=["r/a-1"])[1], device.shapes)
+    second = sent(device.train(**FEEDBACK, assignment="r/a-2", used_assignments=["r/a-1"])[1], device.shapes)
     # The same model and version twice, so that the displacement is the same and the residual all the difference.
     again = {name: 2 * whole[name] - first[name] for name in whole}
     for name, tensor in second.items():
@@ -484,11 +486,11 @@ def test_an_update_that_was_lost_goes_back_whole(device, tmp_path, shard):
     device.train(**FEEDBACK)
     device.train(**FEEDBACK, assignment="r/a-2", version=1)
     # Only the second was used: the first goes back into what comes next.
-    third = device.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-2"])[1]
+    third = device.train(**FEEDBACK, assignment="r/a-3", version=2, used_assignments=["r/a-2"])[1]
     other = Device(tmp_path / "other", {"digits": str(shard)})
     other.train(**FEEDBACK)
     other.train(**FEEDBACK, assignment="r/a-2", version=1)
-    used_both = other.train(**FEEDBACK, assignment="r/a-3", version=2, settled=["r/a-1", "r/a-2"])[1]
+    used_both = other.train(**FEEDBACK, assignment="r/a-3", version=2, used_assignments=["r/a-1", "r/a-2"])[1]
     assert third != used_both
 
 
@@ -501,7 +503,7 @@ def test_what_is_left_out_survives_a_power_cut_where_a_run_wants_that_and_else_a
     if not durable:
         assert not (tmp_path / "residuals").exists()
         device.trainer.close()
-    after = {**options, "assignment": "r/a-2", "version": 1, "settled": ["r/a-1"]}
+    after = {**options, "assignment": "r/a-2", "version": 1, "used_assignments": ["r/a-1"]}
     rebooted = Device(tmp_path, {"digits": str(shard)}).train(**after)[1]
     assert rebooted == device.train(**after)[1]
     assert rebooted != Device(tmp_path / "cold", {"digits": str(shard)}).train(**after)[1]
@@ -521,12 +523,12 @@ def test_changes_to_the_model_that_is_held_train_as_the_whole_model_does(device)
     whole, delta = change(device, row=2, value=0.5)
     assert len(delta) < len(whole) / 10
     expected = device.train(body=whole, version=1)[1]
-    assert "metrics" in device.train(keep=True)[0]
-    header, body = device.train(body=delta, version=1, base=0, keep=True)
+    assert "metrics" in device.train(keeps_model=True)[0]
+    header, body = device.train(body=delta, version=1, base_version=0, keeps_model=True)
     assert "error" not in header
     assert body == expected
     # Now it holds version 1, and goes on from there.
-    assert device.train(body=delta, version=2, base=1)[1] == device.train(body=whole, version=2)[1]
+    assert device.train(body=delta, version=2, base_version=1)[1] == device.train(body=whole, version=2)[1]
 
 
 @pytest.mark.parametrize("held", ["nothing", "another version", "another run", "not kept"])
@@ -534,28 +536,28 @@ def test_changes_to_a_model_that_is_not_held_ask_for_the_whole_one(device, held)
     _, delta = change(device, row=2, value=0.5)
     if held != "nothing":
         device.train(
-            keep=held != "not kept", version=1 if held == "another version" else 0,
+            keeps_model=held != "not kept", version=1 if held == "another version" else 0,
             run="r0" if held == "another run" else "r",
         )  # fmt: skip
-    header, body = device.train(body=delta, version=3, base=0)
-    assert header["needs_dense"] is True
+    header, body = device.train(body=delta, version=3, base_version=0)
+    assert header["requires_full_model"] is True
     assert "needs the whole model: changes since version 0 came, it holds" in header["error"]
     assert (header["assignment"], body) == ("r/a-1", b"")
-    assert "needs_dense" not in device.train(version=3)[0]
+    assert "requires_full_model" not in device.train(version=3)[0]
 
 
 def test_a_damaged_delta_is_an_error_and_leaves_the_model_that_is_held(device):
     whole, delta = change(device, row=2, value=0.5)
-    device.train(keep=True)
-    header, _ = device.train(body=delta[:-3], version=1, base=0, keep=True)
+    device.train(keeps_model=True)
+    header, _ = device.train(body=delta[:-3], version=1, base_version=0, keeps_model=True)
     assert "CodecError" in header["error"]
-    assert "needs_dense" not in header
-    assert device.train(body=delta, version=1, base=0)[1] == device.train(body=whole, version=1)[1]
+    assert "requires_full_model" not in header
+    assert device.train(body=delta, version=1, base_version=0)[1] == device.train(body=whole, version=1)[1]
 
 
 def test_an_update_tells_how_the_board_was_while_it_was_made(device, tmp_path):
     plant(tmp_path, zones({"cpu-thermal": 83.2}))
-    assert "vitals" not in device.train()[0]["metrics"]
+    assert "health" not in device.train()[0]["metrics"]
     device.trainer._health_sampler = HealthSampler(tmp_path, read_quality=lambda _: LinkQuality(signal_dbm=-70.0))
     told, _ = device.train(assignment="r/a-2")
-    assert told["metrics"]["vitals"] == {"max_temperature_c": 83.2, "signal_dbm": -70.0}
+    assert told["metrics"]["health"] == {"max_temperature_c": 83.2, "signal_dbm": -70.0}

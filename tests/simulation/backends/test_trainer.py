@@ -56,11 +56,14 @@ WAYS: dict[str, list[TrainInstruction]] = {
     "error feedback": [
         order("a", codec="ef|topk:0.05"),
         order("b", version=1, codec="ef|topk:0.05"),
-        order("c", version=2, codec="ef|topk:0.05", settled=("b",)),
-        order("d", version=3, codec="ef|topk:0.05", settled=("b", "c")),
+        order("c", version=2, codec="ef|topk:0.05", used_assignments=("b",)),
+        order("d", version=3, codec="ef|topk:0.05", used_assignments=("b", "c")),
     ],
     "kept optimiser": [order("a", plan=KEPT), order("b", version=1, plan=KEPT)],
-    "another codec": [order("a", codec="ef|topk:0.05"), order("b", version=1, codec="ef|int8", settled=("a",))],
+    "another codec": [
+        order("a", codec="ef|topk:0.05"),
+        order("b", version=1, codec="ef|int8", used_assignments=("a",)),
+    ],
 }
 
 
@@ -100,7 +103,7 @@ def header(assigned: TrainInstruction) -> dict[str, Any]:
     return {
         "v": 1, "run": "r", "task": TRADE.task, "options": dict(TRADE.options), "seed": TRADE.seed,
         "test_fraction": 0.1, "assignment": assigned.assignment_id, "version": assigned.base_version, "plan": plan,
-        "codec": assigned.codec or "dense", "settled": list(assigned.settled),
+        "codec": assigned.codec or "dense", "used_assignments": list(assigned.used_assignments),
         **({} if assigned.block is None else {"block": assigned.block}),
     }  # fmt: skip
 

@@ -109,7 +109,7 @@ def all_kinds():
     )
     orders = (
         TrainInstruction(
-            assignment_id="a1", device_id="pi-1", base_version=3, plan=plan, codec="dense", settled=("a0",)
+            assignment_id="a1", device_id="pi-1", base_version=3, plan=plan, codec="dense", used_assignments=("a0",)
         ),
         TrainInstruction(
             assignment_id="a2", device_id="pi-2", base_version=3, plan=TrainConfig(epochs=1), sends_model=False

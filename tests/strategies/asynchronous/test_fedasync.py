@@ -101,7 +101,7 @@ def test_what_comes_beyond_a_full_buffer_goes_into_the_next():
         state = received(strategy, state, orders[name], w=[1.0])
     state = strategy.aggregate(state)
     assert state.model["w"][0] == pytest.approx(1.0)
-    assert state.held == (orders["c"].assignment_id,)
+    assert state.buffered == (orders["c"].assignment_id,)
     assert state.total["w"][0] == pytest.approx(2**-0.5)
 
 
@@ -111,7 +111,7 @@ def test_a_device_works_on_while_its_update_waits_in_the_buffer():
     state, decision = strategy.assign(state, view_of("a", busy={name: [orders[name].assignment_id] for name in "bc"}))
     (again,) = decision.orders
     # What is in the buffer will be used for certain, and the device may forget it.
-    assert (again.device_id, again.base_version, again.settled) == ("a", 0, (orders["a"].assignment_id,))
+    assert (again.device_id, again.base_version, again.used_assignments) == ("a", 0, (orders["a"].assignment_id,))
     state = received(strategy, state, again, w=[1.0])
     state = received(strategy, state, orders["b"], w=[1.0])
     assert strategy.aggregate(state).model["w"][0] == pytest.approx(1.0)

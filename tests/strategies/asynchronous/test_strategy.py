@@ -41,7 +41,7 @@ def test_whoever_is_idle_gets_work_at_once_with_the_newest_version():
     apply(strategy, state, first["b"], weights(0.5))
     again = asked(strategy, state, busy={"a": [first["a"].assignment_id], "c": [first["c"].assignment_id]})
     assert [(order.device_id, order.base_version) for order in again.values()] == [("b", 1)]
-    assert again["b"].settled == (first["b"].assignment_id,)
+    assert again["b"].used_assignments == (first["b"].assignment_id,)
 
 
 def test_updates_are_versions_in_the_order_of_arrival():
@@ -64,13 +64,13 @@ def test_a_used_update_is_told_again_until_an_answer_shows_that_it_was_heard():
     apply(strategy, state, first, weights(1.0))
     second = asked(strategy, state, devices=["a"])["a"]
     third = asked(strategy, state, devices=["a"])["a"]  # the second was lost on its way
-    assert second.settled == third.settled == (first.assignment_id,)
+    assert second.used_assignments == third.used_assignments == (first.assignment_id,)
     apply(strategy, state, third, weights(1.0))
     fourth = asked(strategy, state, devices=["a"])["a"]
-    assert fourth.settled == (first.assignment_id, third.assignment_id)
+    assert fourth.used_assignments == (first.assignment_id, third.assignment_id)
     # The newest two are named in any case, older ones until they were heard.
     apply(strategy, state, fourth, weights(1.0))
-    assert asked(strategy, state, devices=["a"])["a"].settled == (third.assignment_id, fourth.assignment_id)
+    assert asked(strategy, state, devices=["a"])["a"].used_assignments == (third.assignment_id, fourth.assignment_id)
 
 
 @pytest.mark.parametrize(

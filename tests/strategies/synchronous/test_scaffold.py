@@ -72,7 +72,7 @@ class Fleet:
         step.start(learner)
         kept = self.kept.get(order.device_id, ClientControlVariate())
         if order.plan.keeps_state:
-            kept = kept.apply_used(get_start_version(order.plan), order.settled)
+            kept = kept.apply_used(get_start_version(order.plan), order.used_assignments)
             step.restore(kept.value)
         for _ in range(count):
             learner.fill()
@@ -92,8 +92,8 @@ class Fleet:
 
     def gap(self) -> float:
         """How far c is from the mean of the devices' own, with the moves of the last round, which was used."""
-        settled = {name: tuple(self.state.settled.get(name, ())) for name in self.kept}
-        own = [kept.apply_used(self.state.began, settled[name]).value for name, kept in self.kept.items()]
+        used_assignments = {name: tuple(self.state.used_assignments.get(name, ())) for name in self.kept}
+        own = [kept.apply_used(self.state.began, used_assignments[name]).value for name, kept in self.kept.items()]
         mean = np.sum([each["w"] for each in own if each], axis=0) / len(self.state.members)
         return float(np.abs(self.state.control["w"] - mean).max())
 

@@ -147,11 +147,11 @@ def test_a_device_that_is_asked_seldom_learns_of_all_its_used_updates():
     """An error-feedback codec takes back what it is not told of, so that silence would count an update twice."""
     fleet = fleet_of(**dict.fromkeys("abcdef", 1.0))
     run(fleet, fedavg(max_devices=2), rounds=30)
-    told = [name for order in fleet.assignments() for name in order.settled]
+    told = [name for order in fleet.assignments() for name in order.used_assignments]
     last = {order.device_id: order.assignment_id for order in fleet.assignments()}
     everything = {name for names in fleet.journal.aggregates for name in names}
     assert everything - set(told) == set(last.values())
-    assert max(len(order.settled) for order in fleet.assignments()) == 3
+    assert max(len(order.used_assignments) for order in fleet.assignments()) == 3
 
 
 def test_a_device_whose_assignment_was_lost_is_told_again():
@@ -159,5 +159,5 @@ def test_a_device_whose_assignment_was_lost_is_told_again():
     fleet.at(1.5, lambda: fleet.leave("b"))
     fleet.at(2.5, lambda: fleet.join("b"))
     run(fleet, fedavg(), rounds=4)
-    asked = [order.settled for order in fleet.assignments() if order.device_id == "b"]
+    asked = [order.used_assignments for order in fleet.assignments() if order.device_id == "b"]
     assert asked == [(), ("v0-a1-b",), ("v0-a1-b",)]  # as the newest two are in any case
