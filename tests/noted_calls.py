@@ -1,4 +1,4 @@
-"""Stands in for the roster behind Flower's Fleet API: notes who asks, and refuses whom it is told to."""
+"""Stands in for the registry behind Flower's Fleet API: notes who asks, and refuses whom it is told to."""
 
 from __future__ import annotations
 

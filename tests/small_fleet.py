@@ -1,4 +1,4 @@
-"""A store with members in it, and a roster with boards that are there: what most parts of a coordinator stand on."""
+"""A store with members in it, and a registry with boards that are there: what most parts of a coordinator stand on."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def beat(seq: int = 1, *, session: int = 1, **told: Any) -> Heartbeat:
 
 
 class SmallFleet:
-    """A roster with a clock that is set by hand, which hears the broker."""
+    """A registry with a clock that is set by hand, which hears the broker."""
 
     def __init__(self, *names: str, task: str = "digits", clock: Callable[[], float] | None = None) -> None:
         self.now_s, self._nodes = 0.0, itertools.count(1)
-        self.roster = DeviceRegistry(PresenceTracker(), clock or (lambda: self.now_s))
-        self.roster.record_broker_link(connected=True)
+        self.registry = DeviceRegistry(PresenceTracker(), clock or (lambda: self.now_s))
+        self.registry.record_broker_link(connected=True)
         for name in names:
             self.add(name, task=task)
 
@@ -77,13 +77,13 @@ class SmallFleet:
         """Adds a device, which says that it is there, unless `state` is None, and returns its node."""
         node_id = next(self._nodes) if node_id is None else node_id
         shards = {task: 5} if examples is None else examples
-        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=shards, facts=facts)
+        self.registry.add(name, node_id=node_id, role=role, groups=groups, examples=shards, facts=facts)
         if state is not None:
             self.say(name, state)
         return node_id
 
     def say(self, name: str, state: str = "online", **more: Any) -> None:
-        self.roster.record_status(name, status(state, **more))
+        self.registry.record_status(name, status(state, **more))
 
     def beat(self, name: str, seq: int = 1, **told: Any) -> None:
-        self.roster.record_heartbeat(name, beat(seq, **told))
+        self.registry.record_heartbeat(name, beat(seq, **told))

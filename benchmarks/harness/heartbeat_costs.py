@@ -30,13 +30,13 @@ def rows() -> list[Row]:
         store = Store.open(Path(root) / "edgefl.db")
         names = names_of(NUM_DEVICES)
         add_devices(store, names, at=time.time())
-        roster = DeviceRegistry(PresenceTracker(), time.monotonic)
+        registry = DeviceRegistry(PresenceTracker(), time.monotonic)
         for number, name in enumerate(names):
-            roster.add(name, node_id=number + 1, role="trainer", groups=(), examples={"digits": 200})
+            registry.add(name, node_id=number + 1, role="trainer", groups=(), examples={"digits": 200})
         diary = TelemetryWriter(
-            store=store, registry=roster, clock=time.time, on_progress=lambda _: None, on_heartbeat=lambda *_: None
+            store=store, registry=registry, clock=time.time, on_progress=lambda _: None, on_heartbeat=lambda *_: None
         )
-        num_sent, took_s, took_cpu_s = _sustained(diary, roster, names)
+        num_sent, took_s, took_cpu_s = _sustained(diary, registry, names)
         num_kept = _num_rows(store)
         began_s = time.process_time()
         for number in range(NUM_SINGLE):
@@ -57,7 +57,7 @@ def rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def _sustained(diary: TelemetryWriter, roster: DeviceRegistry, names: Sequence[str]) -> tuple[int, float, float]:
+def _sustained(diary: TelemetryWriter, registry: DeviceRegistry, names: Sequence[str]) -> tuple[int, float, float]:
     """Returns how many were taken, in how many seconds by the clock and the processor, until all were written.
 
     One thread says heartbeats as fast as they are taken, as the bus does; another flushes as the coordinator does.
@@ -66,7 +66,7 @@ def _sustained(diary: TelemetryWriter, roster: DeviceRegistry, names: Sequence[s
 
     def flush() -> None:
         while not is_over.wait(FLUSH_INTERVAL_S):
-            roster.tick()
+            registry.tick()
             diary.flush()
 
     flusher, number = threading.Thread(target=flush), 0

@@ -1,6 +1,6 @@
 """The parts of a coordinator that hear devices, with a clock that runs ahead, and boards that come and go.
 
-What is real: the store, presence and roster, the diary with its flushes and its hourly look at old heartbeats, what
+What is real: the store, presence and registry, the diary with its flushes and its hourly look at old heartbeats, what
 the page's feed takes, the figures of /metrics, the book of refused tries and the throttle. What is not: the network.
 """
 
@@ -64,20 +64,20 @@ class HurriedFleet:
         directory = init_directory(folder, hosts=["127.0.0.1"], fleet="soak")
         self._store = store = Store.open(directory.database)
         add_devices(store, names, at=EPOCH)
-        self._roster = roster = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
+        self._registry = registry = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
         for number, name in enumerate(names):
-            roster.add(name, node_id=10**15 + number, role="trainer", groups=(), examples={"digits": 200})
-        roster.record_broker_link(connected=True)
+            registry.add(name, node_id=10**15 + number, role="trainer", groups=(), examples={"digits": 200})
+        registry.record_broker_link(connected=True)
         self._diary = TelemetryWriter(
-            store=store, registry=roster, clock=self._unix, on_progress=lambda _: None, on_heartbeat=lambda *_: None
+            store=store, registry=registry, clock=self._unix, on_progress=lambda _: None, on_heartbeat=lambda *_: None
         )
         self._attempts = RejectedRequestLog(store=store, clock=self._unix, monotonic=lambda: self.now_s)
         self._throttle = RateLimiter(monotonic=lambda: self.now_s)
-        self._feed, self._changed = FeedState(store=store, registry=roster), dict[str, float]()
-        roster.subscribe(lambda event: self._changed.update({event.device_id: self._unix()}))
+        self._feed, self._changed = FeedState(store=store, registry=registry), dict[str, float]()
+        registry.subscribe(lambda event: self._changed.update({event.device_id: self._unix()}))
         self._feed.reset(get_last_seen_times(store))
         self._monitoring = Monitoring(
-            directory=directory, store=store, registry=roster,
+            directory=directory, store=store, registry=registry,
             is_broker_connected=lambda: True, num_dropped=lambda: 0, max_devices=1000,
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ class HurriedFleet:
         self._num_beats += 1
         for board in self._boards:
             self._live(board)
-        self._roster.tick()
+        self._registry.tick()
         if self._num_beats % MINUTE == 0:
             self._guess()
             self._diary.flush()

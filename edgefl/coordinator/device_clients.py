@@ -40,7 +40,7 @@ class DeviceClients:
             export: exports a model to the file that devices deploy.
             on_fatal: called when the store or a journal can no longer be written.
         """
-        store, registry = context.store, context.roster
+        store, registry = context.store, context.registry
         bundle_store = BundleStore(context.directory.root / "bundles")
         deployments = DeploymentService(
             Deployments(store=store, registry=registry, directory=context.directory, export=export),
@@ -59,7 +59,7 @@ class DeviceClients:
         on_finished = partial(deploy_finished_run, deployments, store)
         return cls(
             notifier=context.notifier,
-            device_rpc=DeviceRpc(context.notifier, context.roster),
+            device_rpc=DeviceRpc(context.notifier, context.registry),
             deployments=deployments,
             installations=installations,
             bundle_store=bundle_store,

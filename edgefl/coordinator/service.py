@@ -252,7 +252,7 @@ class Coordinator:
         context = RunContext(
             directory=self._directory,
             store=store,
-            roster=registry,
+            registry=registry,
             superlink=self._superlink,
             notifier=mqtt_client,
             build_run=self._build_run,

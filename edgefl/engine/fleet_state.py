@@ -34,7 +34,7 @@ class DispatchedInstruction:
     """An in-flight instruction, and when it was dispatched, in seconds of the run's own clock."""
 
     order: TrainInstruction | EvaluateInstruction
-    given_s: float
+    dispatched_s: float
 
 
 class _PresentDevices(Mapping[str, DeviceInfo]):
@@ -128,7 +128,9 @@ class FleetState:
 
     def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         """Adds an instruction that is dispatched in this turn."""
-        self._in_flight[instruction.assignment_id] = DispatchedInstruction(order=instruction, given_s=self._now_s)
+        self._in_flight[instruction.assignment_id] = DispatchedInstruction(
+            order=instruction, dispatched_s=self._now_s
+        )
         if not isinstance(instruction, TrainInstruction):
             return
         self._busy.setdefault(instruction.device_id, []).append(instruction.assignment_id)

@@ -57,5 +57,5 @@ def test_work_and_measurements_come_back_from_a_snapshot_and_pass_on_to_the_flee
     for other in (restored, following):
         assert (other.in_flight, other.finishing_early) == (state.in_flight, {"1"})
         assert (other.busy, other.progress) == ({"a": ["1"]}, {"a": report})
-        assert other.in_flight["1"].given_s == 3.0
+        assert other.in_flight["1"].dispatched_s == 3.0
     assert (restored.idle, following.idle) == (["b"], ["b", "late"])

@@ -368,10 +368,10 @@ class _Mail:
 def replies(_folder: Path) -> Reader:
     """Headers and bodies of replies to an assignment, an evaluation and a node's order; the first byte says which."""
     codec = make_codec("dense", SHAPES)
-    roster = DeviceRegistry(PresenceTracker(), lambda: 5.0)
-    roster.record_broker_link(connected=True)
-    roster.add("pi", node_id=7, role="trainer", groups=(), examples={"digits": 9})
-    roster.record_status("pi", StatusMessage(state="online", boot_id="b", session_no=1))
+    registry = DeviceRegistry(PresenceTracker(), lambda: 5.0)
+    registry.record_broker_link(connected=True)
+    registry.add("pi", node_id=7, role="trainer", groups=(), examples={"digits": 9})
+    registry.record_status("pi", StatusMessage(state="online", boot_id="b", session_no=1))
     run = RunSpec(
         run_id="r", task="digits", header={"v": 1, "run": "r", "task": "digits"}, groups=(), names=(),
         join_at_start=False,
@@ -406,7 +406,7 @@ def replies(_folder: Path) -> Reader:
             return  # never comes so far: see fleet_api
         if not isinstance(value, dict):
             return
-        fleet = LiveFleet(run=run, transport=mail, roster=roster, notifier=bell, clock=lambda: 5.0)
+        fleet = LiveFleet(run=run, transport=mail, registry=registry, notifier=bell, clock=lambda: 5.0)
         fleet.dispatch([orders.get(kind, plain)], source)
         fleet.post(Reply(node_id=7, instruction_id="i1", header=value, body=body, bytes_up=5, bytes_down=5))
         events = fleet.wait(5.0)

@@ -61,13 +61,13 @@ class Fleet:
     def __init__(self, folder: Path) -> None:
         self.store = Store.open(folder / "fleet.db")
         self.now_s = 1000.0
-        self.roster = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
-        self.roster.record_broker_link(connected=True)
+        self.registry = DeviceRegistry(PresenceTracker(), lambda: self.now_s)
+        self.registry.record_broker_link(connected=True)
         self.progress: list[Progress] = []
         common: dict[str, Any] = {
-            "store": self.store, "registry": self.roster, "send_command": lambda *_: None, "on_fatal": self._fatal,
+            "store": self.store, "registry": self.registry, "send_command": lambda *_: None, "on_fatal": self._fatal,
         }  # fmt: skip
-        parts: dict[str, Any] = {"store": self.store, "registry": self.roster}
+        parts: dict[str, Any] = {"store": self.store, "registry": self.registry}
         directory: Any = SimpleNamespace(models=folder / "models", root=folder)
         self.deployments = DeploymentService(
             Deployments(directory=directory, export=lambda *_: None, **parts), **common
@@ -76,7 +76,7 @@ class Fleet:
             Installations(bundle_store=BundleStore(folder / "bundles"), **parts), **common
         )
         self.diary = TelemetryWriter(
-            store=self.store, registry=self.roster, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
+            store=self.store, registry=self.registry, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
             on_heartbeat=self._beat,
         )  # fmt: skip
         self.store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
@@ -86,18 +86,18 @@ class Fleet:
         self.store.enroll_device(
             token_id="t", secret_sha256="ab" * 32, now=1e9, device_id=name, public_key=name.encode()
         )
-        self.roster.add(name, node_id=5, role="trainer", groups=(), examples={"digits": 9})
+        self.registry.add(name, node_id=5, role="trainer", groups=(), examples={"digits": 9})
 
     def hear(self, kind: Topic, payload: bytes) -> None:
         """Takes a message as the coordinator does, shows the device as the page does, and writes now and then."""
         self.now_s += 0.25
         self.progress.clear()
         self.diary.on_message("pi", kind, payload)
-        self.roster.tick()
-        row = make_device_row(self.roster, "pi")
-        json.dumps({"row": row, "facts": self.roster.list_status_rows()}, allow_nan=False).encode()
-        render_device_series(self.roster, max_devices=10, now=1e9).encode()
-        dict(self.roster.health)
+        self.registry.tick()
+        row = make_device_row(self.registry, "pi")
+        json.dumps({"row": row, "facts": self.registry.list_status_rows()}, allow_nan=False).encode()
+        render_device_series(self.registry, max_devices=10, now=1e9).encode()
+        dict(self.registry.health)
         if zlib.crc32(payload) % FLUSHED_EVERY == 0:
             for rollouts in (self.deployments, self.installations):
                 for device_id in rollouts._status_updates.list_pending():
@@ -155,7 +155,7 @@ def progress(folder: Path) -> Reader:
 def answer(folder: Path) -> Reader:
     """`answer` to a question of the coordinator."""
     fleet = Fleet(folder)
-    questions = DeviceRpc(SimpleNamespace(send_command=lambda *_: None), fleet.roster)
+    questions = DeviceRpc(SimpleNamespace(send_command=lambda *_: None), fleet.registry)
     said: queue.SimpleQueue[CommandReply] = queue.SimpleQueue()
     questions._pending_calls["c1"] = "pi", said
     lines = {"lines": [{"n": 1, "at": 5.0, "level": "INFO", "message": "ä"}], "has_more": False}

@@ -91,7 +91,7 @@ class AdmissionController:
 
     Attributes:
         run, requirements: which devices are selected, and what they must meet.
-        transport, notifier, roster: where queries go, and the registry of devices.
+        transport, notifier, registry: where queries go, and the registry of devices.
         clock: seconds, monotonic.
         record_event: writes an event to the history.
         get_model: returns the model to prefetch; called when a device is to prepare.
@@ -102,7 +102,7 @@ class AdmissionController:
     requirements: AdmissionRequirements
     transport: InstructionTransport
     notifier: DeviceNotifier
-    roster: DeviceRegistry
+    registry: DeviceRegistry
     clock: Callable[[], float]
     record_event: RecordEvent
     get_model: GetModel
@@ -114,7 +114,7 @@ class AdmissionController:
 
     def __post_init__(self) -> None:
         self._candidates = Candidates(
-            run=self.run, roster=self.roster, ready_s=self.requirements.ready_s, clock=self.clock
+            run=self.run, registry=self.registry, ready_s=self.requirements.ready_s, clock=self.clock
         )
 
     def is_admitted(self, device_id: str) -> bool:
@@ -180,7 +180,7 @@ class AdmissionController:
 
     def on_heartbeat(self, device_id: str, held_ids: tuple[str, ...], at_s: float) -> None:
         """Handles a heartbeat: the device may be busy, or its query lost."""
-        candidate, heartbeat = self._candidates.by_device.get(device_id), self.roster.get_heartbeat(device_id)
+        candidate, heartbeat = self._candidates.by_device.get(device_id), self.registry.get_heartbeat(device_id)
         if (
             candidate is None
             or candidate.status is not AdmissionStatus.PENDING
@@ -361,7 +361,7 @@ class AdmissionController:
         """Sends a device the query of its phase and a wake-up."""
         candidate.sent_s, candidate.not_held_since_s, candidate.is_heartbeat_requested = self.clock(), None, False
         header, body = self._create_query(candidate)
-        node_id = self.roster.get_node_id(candidate.device_id)
+        node_id = self.registry.get_node_id(candidate.device_id)
         if node_id is None:
             self._reject(candidate, "it has not joined")
             return
@@ -400,11 +400,11 @@ class RunMembership:
     Args:
         admission: of the run; None to admit every device.
         view: knows which devices are eligible, and receives the admitted ones.
-        roster: the device registry.
+        registry: the device registry.
     """
 
-    def __init__(self, admission: AdmissionController | None, view: LiveFleetView, roster: DeviceRegistry) -> None:
-        self._admission, self._view, self._roster = admission, view, roster
+    def __init__(self, admission: AdmissionController | None, view: LiveFleetView, registry: DeviceRegistry) -> None:
+        self._admission, self._view, self._registry = admission, view, registry
         self._is_started = False
 
     def poll(self) -> list[DeviceAvailable]:
@@ -419,7 +419,7 @@ class RunMembership:
             return []
         if not self._is_started:
             self._is_started = True
-            for info in self._roster.list_schedulable():
+            for info in self._registry.list_schedulable():
                 if self._view.is_eligible(info.device_id):
                     self._admission.query(info.device_id)
         admitted = self._admission.poll()
@@ -427,7 +427,7 @@ class RunMembership:
             self._view.admit(device_id)
         return [DeviceAvailable(device_id=device_id) for device_id in admitted]
 
-    def on_roster_event(self, event: RegistryEvent) -> None:
+    def on_registry_event(self, event: RegistryEvent) -> None:
         """Forwards arrivals, departures, restarts and held instructions to admission."""
         if self._admission is None:
             return
@@ -439,7 +439,7 @@ class RunMembership:
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE, before=before) if before is DevicePresence.LATE:
                 pass
-            case DeviceChanged() if self._roster.is_drained(event.device_id):
+            case DeviceChanged() if self._registry.is_drained(event.device_id):
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE) | DeviceAdded() | DeviceChanged():
                 if self._is_started and self._view.is_eligible(event.device_id):

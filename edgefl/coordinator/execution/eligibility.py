@@ -145,7 +145,7 @@ class Candidates:
     """All candidates, and the devices that the run selects; `ready_s` limits admission, in seconds of `clock`."""
 
     run: RunSpec
-    roster: DeviceRegistry
+    registry: DeviceRegistry
     ready_s: float
     clock: Callable[[], float]
     by_device: dict[str, Candidate] = field(default_factory=dict)
@@ -163,7 +163,7 @@ class Candidates:
         run = self.run
         if run.names and not run.groups:
             return sorted(run.names)
-        trainers = [info for info in self.roster.list_devices() if info.role == Role.TRAINER]
+        trainers = [info for info in self.registry.list_devices() if info.role == Role.TRAINER]
         return sorted(
             info.device_id
             for info in trainers
@@ -174,14 +174,14 @@ class Candidates:
 
     def get_status(self, device_id: str) -> AdmissionStatus | None:
         """Returns the status of a device; None if it may still come."""
-        candidate, info = self.by_device.get(device_id), self.roster.get_device(device_id)
+        candidate, info = self.by_device.get(device_id), self.registry.get_device(device_id)
         if candidate is None and (info is None or self._get_permanent_reason(info)):
             return AdmissionStatus.REJECTED
         return candidate.status if candidate is not None else None
 
     def get_reason(self, device_id: str) -> str:
         """Returns why a device is not ready."""
-        candidate, info = self.by_device.get(device_id), self.roster.get_device(device_id)
+        candidate, info = self.by_device.get(device_id), self.registry.get_device(device_id)
         if candidate is not None:
             is_late = self.clock() >= candidate.first_query_s + self.ready_s
             no_answer = f"it has not answered within {self.ready_s:g} s" if is_late else "it has not answered yet"
@@ -192,7 +192,7 @@ class Candidates:
             )
         if info is None:
             return "there is no such device in the fleet"
-        return self._get_permanent_reason(info) or f"it is {self.roster.format_state(device_id) or 'not there'}"
+        return self._get_permanent_reason(info) or f"it is {self.registry.format_state(device_id) or 'not there'}"
 
     def _get_permanent_reason(self, info: DeviceInfo) -> str:
         """Returns why a device could not take part even if present; empty if it could."""

@@ -84,22 +84,22 @@ class LiveFleetView(FleetState):
     def __init__(
         self,
         run: RunSpec,
-        roster: DeviceRegistry,
+        registry: DeviceRegistry,
         clock: Callable[[], float],
         *,
         is_admitted: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        self.health_snapshot = HealthSnapshot(roster.health)
+        self.health_snapshot = HealthSnapshot(registry.health)
         super().__init__(self.health_snapshot)
-        self._roster, self._clock, self._is_admitted = roster, clock, is_admitted
+        self._registry, self._clock, self._is_admitted = registry, clock, is_admitted
         self._eligibility = EligibilityFilter(run)
         self._stale_ids: set[str] = set()
         self._changes: dict[str, DeviceInfo | None] = {}
         self._progress_reports: list[Progress] = []
         self._lock = threading.Lock()
-        self.close = roster.subscribe(self._on_roster_event)
-        for info in roster.list_schedulable():
-            self._update_from_roster(info.device_id)
+        self.close = registry.subscribe(self._on_registry_event)
+        for info in registry.list_schedulable():
+            self._update_from_registry(info.device_id)
         self.start_turn(clock())
 
     def refresh(self) -> LiveFleetView:
@@ -107,7 +107,7 @@ class LiveFleetView(FleetState):
         with self._lock:
             stale, self._stale_ids = self._stale_ids, set()
         for device_id in stale:
-            self._update_from_roster(device_id)
+            self._update_from_registry(device_id)
         self.start_turn(self._clock())
         self.health_snapshot.start_turn()
         return self
@@ -120,7 +120,7 @@ class LiveFleetView(FleetState):
 
     def is_eligible(self, device_id: str) -> bool:
         """Returns whether a device is a present trainer that the run selects."""
-        info = self._roster.get_schedulable(device_id)
+        info = self._registry.get_schedulable(device_id)
         return info is not None and info.role == Role.TRAINER and self._eligibility.is_eligible(info)
 
     def admit(self, device_id: str) -> None:
@@ -145,13 +145,13 @@ class LiveFleetView(FleetState):
         absent: dict[str, DeviceInfo | None] = dict.fromkeys(other.devices)
         self._changes = {**absent, **self._devices}
 
-    def _on_roster_event(self, event: RegistryEvent) -> None:
+    def _on_registry_event(self, event: RegistryEvent) -> None:
         if isinstance(event, PresenceChanged | DeviceAdded | DeviceChanged | DeviceRemoved):
             with self._lock:
                 self._stale_ids.add(event.device_id)
 
-    def _update_from_roster(self, device_id: str) -> None:
-        info = self._roster.get_schedulable(device_id)
+    def _update_from_registry(self, device_id: str) -> None:
+        info = self._registry.get_schedulable(device_id)
         may_work = info is not None and (info.role == Role.EVALUATOR or self._is_admitted(device_id))
         listed_info = info if info is not None and may_work and self._eligibility.is_eligible(info) else None
         if listed_info != self._devices.get(device_id):

@@ -95,7 +95,7 @@ class LiveFleet:
     """Implements `Fleet` for one run. `post` may be called from any thread, all else from the run's.
 
     Args:
-        run, transport, roster, notifier: the run, its messages, and the devices.
+        run, transport, registry, notifier: the run, its messages, and the devices.
         clock: seconds, monotonic.
         requirements: of admission; None to admit every device.
         record_event: writes an event of a device, or of the run if the device is empty, to the history.
@@ -109,7 +109,7 @@ class LiveFleet:
         *,
         run: RunSpec,
         transport: InstructionTransport,
-        roster: DeviceRegistry,
+        registry: DeviceRegistry,
         notifier: DeviceNotifier,
         clock: Callable[[], float],
         requirements: AdmissionRequirements | None = None,
@@ -118,7 +118,7 @@ class LiveFleet:
         max_decoded_bytes: int = MAX_DECODED_BYTES,
         spool_folder: Path | None = None,
     ) -> None:
-        self.roster, self.clock, self._record_event = roster, clock, record_event
+        self.registry, self.clock, self._record_event = registry, clock, record_event
         self._incarnations = run.incarnations or RunIncarnations(run.run_id)
         self._run = run
         self._spool_folder = spool_folder
@@ -128,7 +128,7 @@ class LiveFleet:
         self._in_flight = InFlightInstructions(
             transport=transport,
             notifier=notifier,
-            get_node_id=roster.get_node_id,
+            get_node_id=registry.get_node_id,
             on_send_failed=self._on_send_failed,
         )
         self._distributor = ModelDistributor(run)
@@ -139,7 +139,7 @@ class LiveFleet:
                 requirements=requirements,
                 transport=transport,
                 notifier=notifier,
-                roster=roster,
+                registry=registry,
                 clock=clock,
                 record_event=record_event,
                 get_model=self._distributor.get_newest_model,
@@ -149,10 +149,10 @@ class LiveFleet:
         self._resumed_until_s: float | None = None
         self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
-            run, roster, run_clock or clock, is_admitted=admission.is_admitted if admission else lambda _: True
+            run, registry, run_clock or clock, is_admitted=admission.is_admitted if admission else lambda _: True
         )
-        self._membership = RunMembership(admission, self._view, roster)
-        self._unsubscribe = roster.subscribe(self._queue.put)
+        self._membership = RunMembership(admission, self._view, registry)
+        self._unsubscribe = registry.subscribe(self._queue.put)
 
     def post(self, item: Reply | Progress | StopRequested | InterruptedRunError) -> None:
         """Queues an item for the run; a reply beyond the memory limit waits a little, then is spooled."""
@@ -168,7 +168,9 @@ class LiveFleet:
             try:
                 return replace(reply_without_body, body=spooled_body.read())
             except OSError as error:  # its device still has the answer, and is asked for it again
-                log.warning("a reply of %s is lost: %s", self.roster.get_device_id(reply_without_body.node_id), error)
+                log.warning(
+                    "a reply of %s is lost: %s", self.registry.get_device_id(reply_without_body.node_id), error
+                )
                 return None
 
         return load
@@ -205,7 +207,7 @@ class LiveFleet:
         self._distributor.update_source(source)
         now_s, unsent = self.clock(), ModelPayload(body=prepare_body(b""), header=REPLY_ONLY)
         for dispatched in in_flight:
-            pending = self._make_pending(dispatched.order, unsent, dispatched.given_s)
+            pending = self._make_pending(dispatched.order, unsent, dispatched.dispatched_s)
             self._in_flight.add(pending)
             if isinstance(dispatched.order, EvaluateInstruction):
                 self._resend_evaluation(pending, source)
@@ -331,10 +333,10 @@ class LiveFleet:
                 pending = self._in_flight.get(item.wire_id)
                 return [self._fail(pending, UpdateStatus.FAILED, item.reason)] if pending else []
             case _:
-                return self._on_roster_event(item)
+                return self._on_registry_event(item)
 
-    def _on_roster_event(self, event: RegistryEvent) -> list[Event]:
-        self._membership.on_roster_event(event)
+    def _on_registry_event(self, event: RegistryEvent) -> list[Event]:
+        self._membership.on_registry_event(event)
         match event:
             case PresenceChanged(after=DevicePresence.GONE | DevicePresence.OFFLINE):
                 return self._fail_all(event.device_id, f"device {event.after}: {event.reason}")
@@ -431,7 +433,7 @@ class LiveFleet:
 
     def _find_pending(self, reply: Reply) -> PendingInstruction | None:
         """Returns the pending instruction of a reply; None if it was for admission, or there is none."""
-        device_id, wire_id = self.roster.get_device_id(reply.node_id), str(reply.header.get("assignment"))
+        device_id, wire_id = self.registry.get_device_id(reply.node_id), str(reply.header.get("assignment"))
         if device_id is not None and self._membership.on_reply(device_id, reply):
             return None
         pending = self._in_flight.get(wire_id)
@@ -453,7 +455,7 @@ class LiveFleet:
         if header.get("assignment") != pending.wire_id:
             raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.wire_id!r}")
         if isinstance(instruction, EvaluateInstruction):
-            info = self.roster.get_device(instruction.device_id)
+            info = self.registry.get_device(instruction.device_id)
             result = parse_evaluate_result(instruction, header["metrics"], info.source if info else "device")
             return replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
         outbox, body = parse_peer_messages(instruction, header, reply.body)
@@ -466,7 +468,7 @@ class LiveFleet:
             prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
         )
         if metrics.iterations > 0:
-            self.roster.record_speed(instruction.device_id, metrics.compute_s / metrics.iterations)
+            self.registry.record_speed(instruction.device_id, metrics.compute_s / metrics.iterations)
             self._view.record_speed(instruction.device_id, metrics)
         return Update(
             assignment_id=instruction.assignment_id,

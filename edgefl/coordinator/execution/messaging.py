@@ -311,9 +311,9 @@ class DeviceRpc:
     """Thread-safe: `call` blocks the calling thread, `on_reply` is called by the MQTT client."""
 
     def __init__(
-        self, notifier: DeviceNotifier, roster: DeviceRegistry, *, timeout_s: float = REPLY_TIMEOUT_S
+        self, notifier: DeviceNotifier, registry: DeviceRegistry, *, timeout_s: float = REPLY_TIMEOUT_S
     ) -> None:
-        self._notifier, self._roster, self._timeout_s = notifier, roster, timeout_s
+        self._notifier, self._registry, self._timeout_s = notifier, registry, timeout_s
         self._pending_calls: dict[str, tuple[str, queue.SimpleQueue[CommandReply]]] = {}
         self._lock = threading.Lock()
 
@@ -324,9 +324,9 @@ class DeviceRpc:
             NotFoundError: there is no such device.
             NetworkError: the device is away, did not answer in time, or reported an error.
         """
-        if self._roster.get_device(device_id) is None:
+        if self._registry.get_device(device_id) is None:
             raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
-        state = self._roster.get_state(device_id)
+        state = self._registry.get_state(device_id)
         if state not in {*_REACHABLE_STATES, DevicePresence.DRAINING}:
             raise NetworkError(f"{device_id} is {state or 'away'}: it can be asked when it is back")
         command = Command(id=uuid.uuid4().hex, kind=kind, argument=json.dumps(argument))

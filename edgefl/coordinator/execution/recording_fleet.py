@@ -268,7 +268,8 @@ class RecordingFleet:
         if remaining:
             offset_s = self._clock.offset_s
             self._fleet.resume_in_flight(
-                [replace(dispatched, given_s=dispatched.given_s - offset_s) for dispatched in remaining], source
+                [replace(dispatched, dispatched_s=dispatched.dispatched_s - offset_s) for dispatched in remaining],
+                source,
             )
             # The recall may be lost with the coordinator, and a device that was switched off does not keep it.
             recalled = [

@@ -57,8 +57,8 @@ BuildRun = Callable[[RunConfig, str], "RunComponents"]
 class RunValidator:
     """Validates run files; `build_run` builds the run of one."""
 
-    def __init__(self, build_run: BuildRun, roster: DeviceRegistry, store: Store) -> None:
-        self._build_run, self._roster, self._store = build_run, roster, store
+    def __init__(self, build_run: BuildRun, registry: DeviceRegistry, store: Store) -> None:
+        self._build_run, self._registry, self._store = build_run, registry, store
 
     def check(self, config: RunConfig) -> Json:
         """Returns notes on a valid run file.
@@ -75,39 +75,41 @@ class RunValidator:
             EdgeflError: as `check`.
         """
         run = self._build_run(config, "plan")
-        return {**self._check_run(run), **plan_run(run, self._roster, self._store)}
+        return {**self._check_run(run), **plan_run(run, self._registry, self._store)}
 
     def _check_run(self, run: RunComponents) -> Json:
         check_message_size(run.strategy, run.model)
-        check_trainers(run.config, self._roster, needs_torch=run.needs_torch)
-        return check_strategy_memory(run.config, run.strategy, run.model, self._roster)
+        check_trainers(run.config, self._registry, needs_torch=run.needs_torch)
+        return check_strategy_memory(run.config, run.strategy, run.model, self._registry)
 
 
-def plan_run(run: RunComponents, roster: DeviceRegistry, store: Store) -> Json:
+def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json:
     """Returns the plan as JSON values: totals, and a row for every device in `rows`.
 
     Raises:
         EdgeflError: the strategy refuses this fleet.
     """
     reasons = {
-        info.device_id: _find_exclusion_reason(info, run, roster) for info in _list_considered(run.config, roster)
+        info.device_id: _find_exclusion_reason(info, run, registry) for info in _list_considered(run.config, registry)
     }
     reasons |= {
         name: "there is no such device in the fleet" for name in run.config.devices.names if name not in reasons
     }
-    available = {name: info for name, reason in reasons.items() if not reason and (info := roster.get_device(name))}
-    evaluators = [i for i in roster.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks]
-    view = FleetState(roster.health)
+    available = {name: info for name, reason in reasons.items() if not reason and (info := registry.get_device(name))}
+    evaluators = [
+        i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
+    ]
+    view = FleetState(registry.health)
     for info in [*available.values(), *evaluators]:
         view.update_device(info.device_id, info)
     instructions = _schedule_first(run, view)
     sizes = _PayloadSizes(run)
-    speeds = {**_get_benchmark_speeds(roster, run.config), **get_seconds_per_iteration(store, run.config.run.task)}
+    speeds = {**_get_benchmark_speeds(registry, run.config), **get_seconds_per_iteration(store, run.config.run.task)}
     rows = [
         _create_row(
             name,
             reasons[name],
-            roster.get_device(name),
+            registry.get_device(name),
             instructions.get(name),
             run=run,
             sizes=sizes,
@@ -121,12 +123,12 @@ def plan_run(run: RunComponents, roster: DeviceRegistry, store: Store) -> Json:
     return {**_compute_totals(run, rows, [info.device_id for info in evaluators]), "rows": rows}
 
 
-def _get_benchmark_speeds(roster: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
+def _get_benchmark_speeds(registry: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
     """Returns devices' benchmarked seconds per iteration for the run's model, or its task's default one."""
     model = config.task.get("model")
     name = f"{config.run.task}/{model}" if model is not None else config.run.task
     seconds_by_device = {}
-    for info in roster.list_devices():
+    for info in registry.list_devices():
         speeds = info.capabilities.get("steps_per_s")
         steps_per_s = speeds.get(name) if isinstance(speeds, Mapping) else None
         if isinstance(steps_per_s, int | float) and math.isfinite(steps_per_s) and steps_per_s > 0:
@@ -134,13 +136,13 @@ def _get_benchmark_speeds(roster: DeviceRegistry, config: RunConfig) -> dict[str
     return seconds_by_device
 
 
-def _list_considered(config: RunConfig, roster: DeviceRegistry) -> list[DeviceInfo]:
+def _list_considered(config: RunConfig, registry: DeviceRegistry) -> list[DeviceInfo]:
     """Returns the trainers of the fleet, and the devices named in the run file."""
     names = config.devices.names
-    return [info for info in roster.list_devices() if info.role == Role.TRAINER or info.device_id in names]
+    return [info for info in registry.list_devices() if info.role == Role.TRAINER or info.device_id in names]
 
 
-def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, roster: DeviceRegistry) -> str:
+def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: DeviceRegistry) -> str:
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
     memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_model_bytes(run.model)
@@ -151,7 +153,10 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, roster: DeviceR
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, f"it has no shard for task {task!r}"),
         (bool(blocker), blocker),
-        (roster.get_schedulable(info.device_id) is None, f"it is {roster.format_state(info.device_id) or 'away'}"),
+        (
+            registry.get_schedulable(info.device_id) is None,
+            f"it is {registry.format_state(info.device_id) or 'away'}",
+        ),
         (not selection.is_satisfied_by(info), "it has too little memory or no accelerator, see [devices]"),
         (isinstance(memory, int) and memory < needed, f"it has too little memory: the run needs {needed} bytes"),
     )

@@ -51,7 +51,7 @@ def count_model_bytes(model: Tensors) -> int:
     return sum(getattr(tensor, "nbytes", 0) for tensor in model.values())
 
 
-def check_strategy_memory(config: RunConfig, strategy: Any, model: Tensors, roster: DeviceRegistry) -> Json:
+def check_strategy_memory(config: RunConfig, strategy: Any, model: Tensors, registry: DeviceRegistry) -> Json:
     """Returns `state_bytes` and the number of devices that it is for, `state_devices`.
 
     Counts the trainers that the run file selects, present or not, and at least the minimum of the run.
@@ -60,7 +60,7 @@ def check_strategy_memory(config: RunConfig, strategy: Any, model: Tensors, rost
         ConfigError: the state exceeds the run's limit.
     """
     return check_memory_for(
-        max(config.devices.min, sum(_is_selected(info, config) for info in roster.list_devices())),
+        max(config.devices.min, sum(_is_selected(info, config) for info in registry.list_devices())),
         config,
         strategy,
         model,
@@ -118,7 +118,7 @@ def _format_bytes(num_bytes: int) -> str:
 MAX_NAMES = 5
 
 
-def check_trainers(config: RunConfig, roster: DeviceRegistry, *, needs_torch: bool) -> None:
+def check_trainers(config: RunConfig, registry: DeviceRegistry, *, needs_torch: bool) -> None:
     """Checks that at least one trainer that the run file selects can train its task.
 
     A run that selects no device yet passes: devices may join later.
@@ -129,7 +129,7 @@ def check_trainers(config: RunConfig, roster: DeviceRegistry, *, needs_torch: bo
     devices = config.devices
     selected = [
         info
-        for info in roster.list_devices()
+        for info in registry.list_devices()
         if info.role == Role.TRAINER
         and is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
     ]

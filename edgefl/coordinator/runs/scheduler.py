@@ -95,7 +95,7 @@ class RunContext:
 
     directory: CoordinatorDirectory
     store: Store
-    roster: DeviceRegistry
+    registry: DeviceRegistry
     superlink: SuperLink
     notifier: DeviceNotifier
     build_run: BuildRun
@@ -579,7 +579,7 @@ class RunScheduler:
         if not self._autonomous_marker(run_id).exists():
             return
         self._autonomous_marker(run_id).unlink(missing_ok=True)
-        for info in self._context.roster.list_devices():
+        for info in self._context.registry.list_devices():
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.END, argument=run_id)
             self._context.notifier.send_command(info.device_id, command)
 
@@ -622,7 +622,7 @@ class RunScheduler:
         fleet = LiveFleet(
             run=run,
             transport=transport,
-            roster=context.roster,
+            registry=context.registry,
             notifier=context.notifier,
             clock=time.monotonic,
             run_clock=clock.now_s,

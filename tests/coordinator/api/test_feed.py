@@ -21,21 +21,23 @@ from edgefl.storage.store import Store
 
 
 class Site:
-    """A feed over a store and a roster of three devices."""
+    """A feed over a store and a registry of three devices."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.roster = DeviceRegistry(PresenceTracker(), lambda: 0.0)
-        self.roster.record_broker_link(connected=True)
+        self.registry = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+        self.registry.record_broker_link(connected=True)
         for number, name in enumerate(("a", "b", "c")):
-            self.roster.add(name, node_id=number + 1, role="trainer", groups=("lab",), examples={"digits": 5})
+            self.registry.add(name, node_id=number + 1, role="trainer", groups=("lab",), examples={"digits": 5})
         self.feed = Feed(
-            FeedState(store=store, registry=self.roster), last_seen=lambda: {"a": 3.0, "b": None}, clock=lambda: 50.0
+            FeedState(store=store, registry=self.registry),
+            last_seen=lambda: {"a": 3.0, "b": None},
+            clock=lambda: 50.0,
         )
-        self.roster.subscribe(self.feed.on_registry_event)
+        self.registry.subscribe(self.feed.on_registry_event)
 
     def beat(self, name: str, seq: int = 1, **vitals: Any) -> None:
-        self.roster.record_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, **vitals))
+        self.registry.record_heartbeat(name, Heartbeat(seq=seq, session_no=1, uptime_s=1.0, **vitals))
 
     def update(self) -> None:
         self.feed._updated_s = feeds.time.monotonic() - feeds.UPDATE_INTERVAL_S
@@ -270,8 +272,8 @@ def test_a_device_that_left_says_since_when_and_one_that_was_removed_is_named(si
         site.beat("a")
         page = Page(site.feed)
         await page.next()
-        site.roster.record_status("a", StatusMessage(state="offline", boot_id="b", session_no=1))
-        site.roster.remove("c")
+        site.registry.record_status("a", StatusMessage(state="offline", boot_id="b", session_no=1))
+        site.registry.remove("c")
         site.update()
         _, _, news = await page.next()
         assert (news["devices"][0]["presence"], news["devices"][0]["since"]) == ("offline", 50.0)
@@ -283,7 +285,7 @@ def test_a_device_that_left_says_since_when_and_one_that_was_removed_is_named(si
 def test_whatever_a_name_holds_the_message_stays_one_line(site: Site) -> None:
     async def story() -> None:
         name = "<script>\n\ndata: x\u2028</script>"
-        site.roster.add(name, node_id=9, role="trainer", groups=(), examples={})
+        site.registry.add(name, node_id=9, role="trainer", groups=(), examples={})
         _, _, whole = await Page(site.feed).next()
         assert whole["devices"][-1]["device_id"] == name
 
@@ -333,11 +335,11 @@ def test_a_store_that_cannot_be_read_delays_the_news_and_does_not_end_the_coordi
     async def story() -> None:
         page = Page(site.feed)
         await page.next()
-        site.feed._state = LostState(store=site.store, registry=site.roster)
+        site.feed._state = LostState(store=site.store, registry=site.registry)
         site.beat("a")
         site.update()
         assert "the disk is gone, and with it news of a" in caplog.text
-        site.feed._state = FeedState(store=site.store, registry=site.roster)
+        site.feed._state = FeedState(store=site.store, registry=site.registry)
         site.update()
         event, _, everything = await page.next()
         assert (event, everything["devices"][0]["presence"]) == ("snapshot", "online"), "what was lost comes whole"

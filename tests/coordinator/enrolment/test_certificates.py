@@ -112,7 +112,7 @@ def test_the_ends_of_all_three_certificates_are_told_in_unix_seconds(tmp_path: P
 
 
 class Present:
-    """A roster: who is known, and who of them is there."""
+    """A registry: who is known, and who of them is there."""
 
     def __init__(self, *names: str) -> None:
         self.names, self.there = set(names), set(names)
@@ -137,13 +137,13 @@ class Site(Members):
         super().__init__(root)
         for name in ("pi-1", "pi-2"):
             self.join(name)
-        self.roster, self.asked, self.taken_up = Present("pi-1", "pi-2"), list[str](), 0
+        self.registry, self.asked, self.taken_up = Present("pi-1", "pi-2"), list[str](), 0
         self.second, self.now = 0.0, AT
         self.rotation = self.start()
 
     def start(self) -> CertificateRotation:
         rotation = CertificateRotation(
-            directory=self.directory, store=self.store, registry=self.roster,  # type: ignore[arg-type]
+            directory=self.directory, store=self.store, registry=self.registry,  # type: ignore[arg-type]
             send_command=self._send, on_own_renewed=self._own, clock=lambda: self.now, monotonic=lambda: self.second,
         )  # fmt: skip
         rotation.subscribe()
@@ -195,24 +195,24 @@ def test_who_has_not_renewed_is_asked_again_and_nobody_else(site: Site) -> None:
     assert site.look() == ["pi-2"]
     site.rotation = site.start()
     assert site.look() == ["pi-2"], "a restart forgets nobody"
-    site.roster.names.discard("pi-2")
+    site.registry.names.discard("pi-2")
     assert site.look() == [], "it was removed"
-    site.roster.names.add("pi-2")
+    site.registry.names.add("pi-2")
     site.renew("pi-2")
     assert site.look() == []
 
 
 def test_a_device_that_was_away_is_asked_when_it_comes(site: Site) -> None:
-    site.roster.there.discard("pi-2")
+    site.registry.there.discard("pi-2")
     site.rotation.rotate()
     assert site.look() == ["pi-1"]
     site.asked.clear()
-    site.roster.there.add("pi-2")
+    site.registry.there.add("pi-2")
     change = PresenceChanged(device_id="pi-2", before=DevicePresence.GONE, after=DevicePresence.ONLINE, reason="back")
-    site.roster.tell(change)
+    site.registry.tell(change)
     assert site.asked == ["pi-2"]
     site.renew("pi-2")
-    site.roster.tell(change)
+    site.registry.tell(change)
     assert site.asked == ["pi-2"]
 
 

@@ -1,4 +1,4 @@
-"""The door of a run, over a real roster and a live fleet; Flower's books and the bell note what they are told."""
+"""The door of a run, over a real registry and a live fleet; Flower's books and the bell note what they are told."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Site:
         self, number: int = 2, *, names: tuple[str, ...] = (), needs_torch: bool = False, **terms: Any
     ) -> None:
         self.jumped_s, self.mail, self.bell, self.notes = 0.0, Mail(), Bell(), list[tuple[str, str, str]]()
-        self.roster = SmallFleet(clock=self.clock).roster
+        self.registry = SmallFleet(clock=self.clock).registry
         self.codec = make_codec("dense", SHAPES)
         for n in range(1, number + 1):
             self.add(f"pi-{n}", 100 + n)
@@ -98,7 +98,7 @@ class Site:
         self.fleet = LiveFleet(
             run=run,
             transport=self.mail,
-            roster=self.roster,
+            registry=self.registry,
             notifier=self.bell,
             clock=self.clock,
             requirements=AdmissionRequirements(model_fingerprint="L", memory_bytes=48, disk_bytes=24, **terms),
@@ -110,9 +110,9 @@ class Site:
         return time.monotonic() + self.jumped_s
 
     def add(self, name: str, node_id: int, tasks: tuple[str, ...] = ("digits",), *, online: bool = True) -> None:
-        self.roster.add(name, node_id=node_id, role="trainer", groups=(), examples=dict.fromkeys(tasks, 10))
+        self.registry.add(name, node_id=node_id, role="trainer", groups=(), examples=dict.fromkeys(tasks, 10))
         if online:
-            self.roster.record_status(name, status())
+            self.registry.record_status(name, status())
 
     def events(self) -> list[Any]:
         return list(self.fleet.wait(self.clock()))
@@ -156,7 +156,7 @@ class Site:
             self.events()
 
     def beat(self, name: str, *, assignment: str | None = None, seq: int = 1) -> None:
-        self.roster.record_heartbeat(name, beat(seq, assignment=assignment, run="other"))
+        self.registry.record_heartbeat(name, beat(seq, assignment=assignment, run="other"))
 
 
 ORDER = TrainInstruction(assignment_id="a", device_id="pi-1", base_version=0, plan=TrainConfig(iterations=1))
@@ -226,7 +226,7 @@ def test_one_that_cannot_is_left_out_with_its_reason_until_it_has_changed_and_th
     site.refuse("pi-1", "it has no  torch\n")
     assert site.pass_all("pi-2") == ["pi-2"] == list(site.fleet.view().idle)
     assert site.notes == [("device-rejected", "pi-1", "it has no torch")]
-    site.roster.record_capabilities("pi-1", Capabilities(facts={}, shards={"digits": 10}))
+    site.registry.record_capabilities("pi-1", Capabilities(facts={}, shards={"digits": 10}))
     site.events()
     site.answer("pi-1", "can")
     site.events()
@@ -279,7 +279,7 @@ def test_a_required_device_that_takes_no_work_is_waited_for_and_then_named(what:
     site = Site(1, require="all", ready_s=10.0)
     site.add("pi-2", 102, online=what == "drained")
     assert site.pass_all("pi-1") == []
-    site.roster.set_drained("pi-2", drained=what == "drained")
+    site.registry.set_drained("pi-2", drained=what == "drained")
     site.events()
     site.jumped_s += 9.0
     assert site.events() == []
@@ -291,14 +291,14 @@ def test_a_required_device_that_comes_in_time_lets_the_run_begin() -> None:
     site = Site(1, require="all", ready_s=10.0)
     site.add("pi-2", 102, online=False)
     assert site.pass_all("pi-1") == []
-    site.roster.record_status("pi-2", status())
+    site.registry.record_status("pi-2", status())
     assert site.pass_all("pi-2") == ["pi-1", "pi-2"]
 
 
 def test_one_that_was_ready_and_is_drained_before_the_start_gets_no_work() -> None:
     site = Site(require=2, ready_s=10.0)
     site.pass_all("pi-1")
-    site.roster.set_drained("pi-1", drained=True)
+    site.registry.set_drained("pi-1", drained=True)
     assert site.pass_all("pi-2") == []
     assert list(site.fleet.view().idle) == [], "one of two is ready"
 
@@ -306,10 +306,10 @@ def test_one_that_was_ready_and_is_drained_before_the_start_gets_no_work() -> No
 def test_boards_without_torch_are_not_waited_for_unless_they_are_named() -> None:
     without = Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 10})
     site = Site(require="all", needs_torch=True, ready_s=10.0)
-    site.roster.record_capabilities("pi-2", without)
+    site.registry.record_capabilities("pi-2", without)
     assert site.pass_all("pi-1") == ["pi-1"]
     named = Site(names=("pi-1", "pi-2"), require="all", needs_torch=True, ready_s=10.0)
-    named.roster.record_capabilities("pi-2", without)
+    named.registry.record_capabilities("pi-2", without)
     named.fails("pi-2: it has no torch, and can only use finished models")
 
 
@@ -372,7 +372,7 @@ def test_a_question_that_got_lost_or_whose_agent_restarts_is_asked_again() -> No
     site.events()
     second = site.asked("can")["pi-1"]
     assert second != first
-    site.roster.record_status("pi-1", status(boot="another", session=2))
+    site.registry.record_status("pi-1", status(boot="another", session=2))
     site.events()
     assert site.asked("can")["pi-1"] != second
     assert site.pass_all("pi-1") == ["pi-1"]

@@ -1,4 +1,4 @@
-"""The fleet as a run sees it, over a real roster."""
+"""The fleet as a run sees it, over a real registry."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ class CountingRoster(DeviceRegistry):
 class Site:
     def __init__(self, **options):
         self.now_s, self.nodes = 0.0, itertools.count(1)
-        self.roster = CountingRoster(PresenceTracker(), lambda: self.now_s)
-        self.roster.record_broker_link(connected=True)
+        self.registry = CountingRoster(PresenceTracker(), lambda: self.now_s)
+        self.registry.record_broker_link(connected=True)
         settings = {"groups": (), "names": (), "join_at_start": False, **options}
         self.run = RunSpec(run_id="r", task="digits", header={}, encode=None, decode=None, **settings)
-        self.view = LiveFleetView(self.run, self.roster, lambda: self.now_s)
+        self.view = LiveFleetView(self.run, self.registry, lambda: self.now_s)
 
     def add(self, *names, role="trainer", groups=()):
         for name in names:
-            self.roster.add(name, node_id=next(self.nodes), role=role, groups=groups, examples={"digits": 3})
+            self.registry.add(name, node_id=next(self.nodes), role=role, groups=groups, examples={"digits": 3})
             self.say(name)
 
     def say(self, name, state="online", session=1):
-        self.roster.record_status(name, status(state, boot=f"boot-{session}", session=session))
+        self.registry.record_status(name, status(state, boot=f"boot-{session}", session=session))
 
     def give(self, device, key):
         order = TrainInstruction(assignment_id=key, device_id=device, base_version=0, plan=TrainConfig(iterations=1))
@@ -97,20 +97,20 @@ def test_a_device_that_joins_again_in_another_group_leaves_a_run_of_its_old_grou
 
 def test_blocks_that_a_device_reports_are_seen_and_nonsense_is_not(site):
     blocks = {"digits": [0, 2, "x", True], "other": "no list"}
-    site.roster.record_capabilities("pi-1", Capabilities(facts={"blocks": blocks}, shards={"digits": 3}))
-    site.roster.record_capabilities("pi-2", Capabilities(facts={"blocks": [1]}, shards={"digits": 3}))
+    site.registry.record_capabilities("pi-1", Capabilities(facts={"blocks": blocks}, shards={"digits": 3}))
+    site.registry.record_capabilities("pi-2", Capabilities(facts={"blocks": [1]}, shards={"digits": 3}))
     devices = site.view.refresh().devices
     assert (devices["pi-1"].blocks, devices["pi-2"].blocks) == ({"digits": (0, 2)}, {})
-    site.roster.add(
-        "pi-1", node_id=site.roster.get_node_id("pi-1"), role="trainer", groups=(), examples={"digits": 3}
+    site.registry.add(
+        "pi-1", node_id=site.registry.get_node_id("pi-1"), role="trainer", groups=(), examples={"digits": 3}
     )
     assert site.view.refresh().devices["pi-1"].blocks == {"digits": (0, 2)}
     site.add("pi-1")  # under another node: it has joined anew
-    assert site.roster.get_device("pi-1").blocks == {}
+    assert site.registry.get_device("pi-1").blocks == {}
 
 
 def test_speeds_are_those_measured_in_this_run(site):
-    site.roster.record_speed("pi-1", 99.0)
+    site.registry.record_speed("pi-1", 99.0)
     assert site.view.speeds == {}
     for seconds in (2.0, 4.0):
         site.view.record_speed("pi-1", UpdateMetrics(iterations=2, compute_s=2 * seconds))
@@ -123,7 +123,7 @@ def test_speeds_are_those_measured_in_this_run(site):
 def test_vitals_are_those_of_the_last_heartbeat(site):
     assert (len(site.view.health), site.view.health.get("pi-1")) == (0, None)
     told = {"temperature_c": 71.5, "throttled": "under-voltage", "battery_fraction": 0.4}
-    site.roster.record_heartbeat("pi-1", beat(1, **told))
+    site.registry.record_heartbeat("pi-1", beat(1, **told))
     assert site.view.health.get("pi-1") is None, "all through a turn it stays as it was seen"
     vitals = site.view.refresh().health["pi-1"]
     assert (vitals.temperature_c, vitals.is_throttled, vitals.battery_fraction) == (71.5, True, 0.4)
@@ -135,18 +135,18 @@ def test_reading_and_giving_work_looks_at_no_device_and_a_change_only_at_the_one
     site = Site()
     site.add(*(f"pi-{number:03}" for number in range(200)))
     site.view.refresh()
-    site.roster.num_looks = 0
+    site.registry.num_looks = 0
     for number in range(200):
         view = site.view.refresh()
         order = site.give(view.idle[number // 2], f"a-{number}")
         assert (len(view.idle), len(view.busy), len(view.devices)) == (199, 1, 200)
         assert view.health.get("pi-199") is None
-        site.roster.record_heartbeat(order.device_id, beat(number + 1))
+        site.registry.record_heartbeat(order.device_id, beat(number + 1))
         site.view.complete(order)
-    assert site.roster.num_looks == 0
+    assert site.registry.num_looks == 0
     site.say("pi-007", "offline")
     site.view.refresh()
-    assert site.roster.num_looks == 1
+    assert site.registry.num_looks == 1
 
 
 class Desk:

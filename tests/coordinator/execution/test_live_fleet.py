@@ -1,4 +1,4 @@
-"""The live fleet over a real roster; Flower's books and the bell are small fakes that note what they are told."""
+"""The live fleet over a real registry; Flower's books and the bell are small fakes that note what they are told."""
 
 import itertools
 import threading
@@ -105,7 +105,7 @@ class Source:
 class Site:
     def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
-        self.roster = SmallFleet(clock=self.clock).roster
+        self.registry = SmallFleet(clock=self.clock).registry
         self.codec = make_codec("dense", SHAPES)
         settings = {"groups": (), "names": (), "join_at_start": False, **options}
         run = RunSpec(
@@ -118,23 +118,23 @@ class Site:
             **settings,
         )
         self.fleet = LiveFleet(
-            run=run, transport=self.mail, roster=self.roster, notifier=self.bell, clock=self.clock,
+            run=run, transport=self.mail, registry=self.registry, notifier=self.bell, clock=self.clock,
             max_decoded_bytes=max_decoded_bytes, spool_folder=folder,
         )  # fmt: skip
         self.nodes = itertools.count(101)
 
     def add(self, name, *, role="trainer", groups=(), tasks=("digits",), online=True):
         node_id = next(self.nodes)
-        self.roster.add(name, node_id=node_id, role=role, groups=groups, examples=dict.fromkeys(tasks, 10))
+        self.registry.add(name, node_id=node_id, role=role, groups=groups, examples=dict.fromkeys(tasks, 10))
         if online:
             self.say(name, "online")
         return node_id
 
     def say(self, name, state, *, boot="boot-1", session=1, will=False):
-        self.roster.record_status(name, StatusMessage(state=state, boot_id=boot, session_no=session, will=will))
+        self.registry.record_status(name, StatusMessage(state=state, boot_id=boot, session_no=session, will=will))
 
     def beat(self, name, holding=(), seq=1):
-        self.roster.record_heartbeat(
+        self.registry.record_heartbeat(
             name, Heartbeat(seq=seq, session_no=1, uptime_s=float(seq), holding=[f"{RUN}/{key}" for key in holding])
         )
 
@@ -219,7 +219,7 @@ def test_an_update_comes_back_with_everything_that_was_measured(site):
     assert (metrics.bytes_up, metrics.bytes_down, metrics.extra) == (len(update.body), 99, {"gap": 0.25})
     assert site.fleet.view().busy == {}
     assert site.fleet.view().speeds["pi"].seconds_per_iteration == 0.5
-    assert site.roster.list_status_rows()[0]["seconds_per_iteration"] == 0.5
+    assert site.registry.list_status_rows()[0]["seconds_per_iteration"] == 0.5
 
 
 def test_an_update_for_which_there_was_no_room_comes_from_disk_as_it_was(tmp_path, monkeypatch):
@@ -282,10 +282,10 @@ def test_a_device_that_leaves_loses_all_its_work_and_is_announced_when_it_comes_
     if state == "goodbye":
         site.say("pi", "offline")
     elif state == "removal":
-        site.roster.remove("pi")
+        site.registry.remove("pi")
     else:
         site.clock.jumped_s += 100.0
-        site.roster.tick()
+        site.registry.tick()
     assert [(key, outcome) for key, outcome, _ in lost(site)] == [("a", UpdateStatus.LOST), ("e", UpdateStatus.LOST)]
     assert site.mail.open == {}
     view = site.fleet.view()
@@ -319,7 +319,7 @@ def test_new_shards_are_announced_and_make_a_device_eligible(site):
     site.add("empty", tasks=())
     site.events()
     assert site.fleet.view().idle == ["pi"]
-    site.roster.record_capabilities("empty", Capabilities(facts={}, shards={"digits": 7}))
+    site.registry.record_capabilities("empty", Capabilities(facts={}, shards={"digits": 7}))
     assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="empty")]
     assert site.fleet.view().idle == ["empty", "pi"]
 
@@ -641,7 +641,7 @@ def adopt(site, *orders):
         book.assign(order)
     site.fleet.view().restore_from(book)
     site.fleet.resume_in_flight(
-        [DispatchedInstruction(order=order, given_s=site.clock()) for order in orders], site.source
+        [DispatchedInstruction(order=order, dispatched_s=site.clock()) for order in orders], site.source
     )
     site.give()
 

@@ -174,12 +174,12 @@ def bell() -> Bell:
 
 @pytest.fixture
 def questions(bell: Bell) -> DeviceRpc:
-    roster = DeviceRegistry(PresenceTracker(), lambda: 0.0)
-    roster.record_broker_link(connected=True)
+    registry = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+    registry.record_broker_link(connected=True)
     for node, (name, state) in enumerate([("pi-1", "online"), ("pi-2", "offline")]):
-        roster.add(name, node_id=node, role="trainer", groups=(), examples={})
-        roster.record_status(name, StatusMessage(state=state, boot_id="b", session_no=1))
-    return DeviceRpc(bell, roster, timeout_s=0.05)
+        registry.add(name, node_id=node, role="trainer", groups=(), examples={})
+        registry.record_status(name, StatusMessage(state=state, boot_id="b", session_no=1))
+    return DeviceRpc(bell, registry, timeout_s=0.05)
 
 
 def say(questions: DeviceRpc, **answer: Any) -> Callable[[str, Command], None]:

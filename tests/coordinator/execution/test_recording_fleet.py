@@ -311,7 +311,7 @@ def test_a_journal_of_another_strategy_or_without_what_the_loop_saw_is_found_out
 def test_a_standing_comes_back_as_it_was_saved() -> None:
     order = TrainInstruction(assignment_id="a", device_id=NAMES[0], base_version=1, plan=built("fedavg", 1).plan)
     fleet = FleetSnapshot(
-        now_s=3.5, at=1e9, out={"a": DispatchedInstruction(order=order, given_s=3.0)},
+        now_s=3.5, at=1e9, out={"a": DispatchedInstruction(order=order, dispatched_s=3.0)},
         devices={NAMES[0]: DeviceInfo(device_id=NAMES[0], tasks=(TASK,), capabilities={"x": [1]})},
         vitals={NAMES[0]: HealthMetrics(temperature_c=61.0), NAMES[1]: None},
     )  # fmt: skip

@@ -27,7 +27,7 @@ def new_key() -> bytes:
 
 
 class Site:
-    """A store, Flower's state and a roster; `restart` keeps the store alone."""
+    """A store, Flower's state and a registry; `restart` keeps the store alone."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -35,13 +35,13 @@ class Site:
 
     def restart(self) -> None:
         self.superlink = SuperLink(on_reply=lambda _: None, observer=NotedCalls())
-        self.roster = DeviceRegistry(PresenceTracker(), lambda: 0.0)
-        self.members = Membership(self.store, self.superlink, self.roster)
+        self.registry = DeviceRegistry(PresenceTracker(), lambda: 0.0)
+        self.members = Membership(self.store, self.superlink, self.registry)
 
     def join(self, name: str, key: bytes) -> int | None:
         enroll(self.store, name, key=key)
         self.members.add(name, key)
-        return self.roster.get_node_id(name)
+        return self.registry.get_node_id(name)
 
     def knows(self, key: bytes) -> int | None:
         found: int | None = self.superlink.state.get_node_id_by_public_key(key)
@@ -73,11 +73,11 @@ def test_everybody_has_the_same_place_after_a_restart_and_who_had_none_yet_gets_
     late = new_key()
     enroll(site.store, "pi-3", key=late)
     site.restart()
-    assert site.roster.list_devices() == []
+    assert site.registry.list_devices() == []
     site.members.restore()
-    assert {name: site.roster.get_node_id(name) for name in keys} == places
+    assert {name: site.registry.get_node_id(name) for name in keys} == places
     assert {name: site.knows(key) for name, key in keys.items()} == places
-    assert site.knows(late) == site.roster.get_node_id("pi-3") is not None
+    assert site.knows(late) == site.registry.get_node_id("pi-3") is not None
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["as usual", "only the store has heard of it"])
@@ -86,7 +86,7 @@ def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site, is_known: b
     site.join("pi", former)
     if is_known:
         site.members.remove("pi")
-        assert (site.knows(former), site.roster.get_device("pi")) == (None, None)
+        assert (site.knows(former), site.registry.get_device("pi")) == (None, None)
     else:
         site.store.remove_device("pi", at=3.0)
     assert site.join("pi", later) == site.knows(later) is not None
@@ -123,17 +123,17 @@ def test_what_an_earlier_version_took_in_of_a_device_and_is_too_deep_now_is_left
         site.store.record_capabilities(name, facts, {"digits": 10}, 1.0)
     site.restart()
     site.members.restore()
-    known = {info.device_id: info.capabilities for info in site.roster.list_devices()}
+    known = {info.device_id: info.capabilities for info in site.registry.list_devices()}
     assert known == {"pi-1": {"cores": 4}, "pi-2": {}}
 
 
 class DrainSite(SmallFleet):
-    """A roster and a draining over one store; `sent` holds what devices were told."""
+    """A registry and a draining over one store; `sent` holds what devices were told."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.sent = list[tuple[str, str]]()
-        self.draining = DrainController(store, self.roster, self._send, lambda: 9.0)
+        self.draining = DrainController(store, self.registry, self._send, lambda: 9.0)
         for name in ("pi", "other"):
             self.add(name, state=None)
         self.draining.restore()
@@ -143,7 +143,7 @@ class DrainSite(SmallFleet):
         self.sent.append((device_id, command.kind))
 
     def workers(self) -> list[str]:
-        return [info.device_id for info in self.roster.list_schedulable()]
+        return [info.device_id for info in self.registry.list_schedulable()]
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_drained_device_gets_no_work_from_that_moment_on(drain_site: DrainSite
     drain_site.draining.drain("pi")
     assert drain_site.workers() == []
     assert drain_site.sent == [("pi", CommandKind.DRAIN)]
-    assert drain_site.roster.get_state("pi") is DevicePresence.ONLINE, "it has not obeyed yet"
+    assert drain_site.registry.get_state("pi") is DevicePresence.ONLINE, "it has not obeyed yet"
 
 
 def test_resuming_waits_for_the_device_to_say_that_it_is_online(drain_site: DrainSite) -> None:
@@ -197,11 +197,11 @@ def test_a_coordinator_that_restarts_still_knows_who_is_drained(drain_site: Drai
     drain_site.draining.drain("other")
     drain_site.draining.resume("other")
     again = DrainSite(store)
-    assert (again.roster.is_drained("pi"), again.roster.is_drained("other")) == (True, False)
+    assert (again.registry.is_drained("pi"), again.registry.is_drained("other")) == (True, False)
     again.say("pi", "online", session=2)
     assert again.sent == [("pi", CommandKind.DRAIN)]
     store.record_event("device-joined", "as trainer", at=10.0, device_id="pi")
-    assert not DrainSite(store).roster.is_drained("pi"), "it has joined anew"
+    assert not DrainSite(store).registry.is_drained("pi"), "it has joined anew"
 
 
 def test_asking_twice_is_written_down_once_and_told_twice(drain_site: DrainSite, store: Store) -> None:

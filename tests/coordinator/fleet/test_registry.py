@@ -24,7 +24,7 @@ class Fleet(SmallFleet):
     def __init__(self):
         super().__init__()
         self.heard = []
-        self.roster.subscribe(self.heard.append)
+        self.registry.subscribe(self.heard.append)
 
     def take(self):
         """All that was heard since, but for who was added."""
@@ -32,7 +32,7 @@ class Fleet(SmallFleet):
         return [event for event in heard if not isinstance(event, DeviceAdded)]
 
     def call(self, instance, *, node_id=7, stamp=""):
-        return self.roster.record_request(node_id, instance, stamp=stamp, address="10.0.0.7")
+        return self.registry.record_request(node_id, instance, stamp=stamp, address="10.0.0.7")
 
 
 @pytest.fixture
@@ -43,25 +43,25 @@ def fleet():
 
 
 def speed_of(fleet, name="pi"):
-    return next(row["seconds_per_iteration"] for row in fleet.roster.list_status_rows() if row["device_id"] == name)
+    return next(row["seconds_per_iteration"] for row in fleet.registry.list_status_rows() if row["device_id"] == name)
 
 
 def names(fleet):
-    return [info.device_id for info in fleet.roster.list_schedulable()]
+    return [info.device_id for info in fleet.registry.list_schedulable()]
 
 
 def test_a_device_is_found_by_its_name_and_by_its_node_and_says_what_it_is_good_for(fleet):
-    assert (fleet.roster.get_node_id("pi"), fleet.roster.get_device_id(7)) == (7, "pi")
-    info = fleet.roster.get_device("pi")
+    assert (fleet.registry.get_node_id("pi"), fleet.registry.get_device_id(7)) == (7, "pi")
+    info = fleet.registry.get_device("pi")
     assert (info.role, info.groups, info.tasks, info.examples) == (Role.TRAINER, ("lab",), ("digits",), {"digits": 5})
-    assert (fleet.roster.get_node_id("x"), fleet.roster.get_device_id(8), fleet.roster.get_device("x")) == (
+    assert (fleet.registry.get_node_id("x"), fleet.registry.get_device_id(8), fleet.registry.get_device("x")) == (
         None,
         None,
         None,
     )
     for name in (EVALUATOR_NAME, "judge"):
         fleet.add(name, role="evaluator", state=None)
-    sources = [fleet.roster.get_device(name).source for name in (EVALUATOR_NAME, "judge", "pi")]
+    sources = [fleet.registry.get_device(name).source for name in (EVALUATOR_NAME, "judge", "pi")]
     assert sources == ["coordinator", "evaluator", "device"]
 
 
@@ -74,29 +74,29 @@ def test_who_is_online_or_late_can_work_and_nobody_else_can(fleet):
     fleet.now_s = 12.0
     fleet.say("draining", "draining")
     fleet.beat("pi")
-    fleet.roster.tick()
+    fleet.registry.tick()
     assert names(fleet) == ["gone", "pi"]
-    assert fleet.roster.get_state("gone") == DevicePresence.LATE
-    fleet.roster.record_broker_link(connected=False)
+    assert fleet.registry.get_state("gone") == DevicePresence.LATE
+    fleet.registry.record_broker_link(connected=False)
     fleet.now_s = 500.0
-    fleet.roster.tick()
+    fleet.registry.tick()
     assert names(fleet) == ["gone", "pi"], "nobody is judged while the broker is away"
-    fleet.roster.record_broker_link(connected=True)
+    fleet.registry.record_broker_link(connected=True)
     fleet.now_s = 515.0
-    fleet.roster.record_contact(7)
+    fleet.registry.record_contact(7)
     fleet.now_s = 517.0
-    fleet.roster.tick()
+    fleet.registry.tick()
     assert names(fleet) == ["pi"], "it was in contact over HTTPS"
 
 
 def test_messages_of_devices_that_never_joined_are_ignored_and_those_that_make_no_sense_refused(fleet):
     fleet.say("stranger")
     fleet.beat("stranger")
-    fleet.roster.record_capabilities("stranger", Capabilities(facts={}, shards={"digits": 5}))
-    fleet.roster.record_contact(99)
-    fleet.roster.record_speed("stranger", 1.0)
-    assert (fleet.take(), names(fleet), fleet.roster.remove("stranger")) == ([], [], None)
-    assert [row["device_id"] for row in fleet.roster.list_status_rows()] == ["pi"]
+    fleet.registry.record_capabilities("stranger", Capabilities(facts={}, shards={"digits": 5}))
+    fleet.registry.record_contact(99)
+    fleet.registry.record_speed("stranger", 1.0)
+    assert (fleet.take(), names(fleet), fleet.registry.remove("stranger")) == ([], [], None)
+    assert [row["device_id"] for row in fleet.registry.list_status_rows()] == ["pi"]
     with pytest.raises(NetworkError, match="state is 'sleepy'"):
         fleet.say("pi", "sleepy")
 
@@ -123,53 +123,57 @@ def test_a_heartbeat_says_what_the_device_holds_and_when(fleet):
 
 
 def test_capabilities_replace_the_counts_of_all_shards_and_those_told_at_the_join(fleet):
-    fleet.roster.record_capabilities("pi", Capabilities(facts={"cores": 4}, shards={"mnist": 9, "broken": "many"}))
-    info = fleet.roster.get_device("pi")
+    fleet.registry.record_capabilities("pi", Capabilities(facts={"cores": 4}, shards={"mnist": 9, "broken": "many"}))
+    info = fleet.registry.get_device("pi")
     assert (info.tasks, info.examples, info.capabilities) == (("mnist",), {"mnist": 9}, {"cores": 4})
     assert (info.groups, fleet.take()) == (("lab",), [DeviceChanged(device_id="pi")])
     fleet.add("pi-2", node_id=9, facts={"memory_bytes": 512, "blocks": {"digits": [0, 1]}})
-    info = fleet.roster.get_device("pi-2")
+    info = fleet.registry.get_device("pi-2")
     assert (info.capabilities["memory_bytes"], info.blocks) == (512, {"digits": (0, 1)})
     fleet.add("pi-2", node_id=9)
-    assert fleet.roster.get_device("pi-2").blocks == {"digits": (0, 1)}
+    assert fleet.registry.get_device("pi-2").blocks == {"digits": (0, 1)}
     fleet.add("pi-2", node_id=9, facts={})
-    assert fleet.roster.get_device("pi-2").blocks == {}
+    assert fleet.registry.get_device("pi-2").blocks == {}
 
 
 def test_speeds_are_smoothed_and_begin_with_the_first_measurement(fleet):
     assert speed_of(fleet) is None
-    fleet.roster.record_speed("pi", 2.0)
+    fleet.registry.record_speed("pi", 2.0)
     assert speed_of(fleet) == 2.0
-    fleet.roster.record_speed("pi", 4.0)
+    fleet.registry.record_speed("pi", 4.0)
     assert speed_of(fleet) == pytest.approx(2.0 + SMOOTHING_FACTOR * 2.0)
 
 
 def test_a_removed_device_is_forgotten_and_those_who_wait_for_it_are_told(fleet):
     for boot, session in (("a", 1), ("b", 1), ("a", 2)):
         fleet.say("pi", boot=boot, session=session)
-    assert fleet.roster.get_clone_warning("pi")
+    assert fleet.registry.get_clone_warning("pi")
     fleet.take()
-    assert fleet.roster.remove("pi") == 7
+    assert fleet.registry.remove("pi") == 7
     assert fleet.take() == [DeviceRemoved(device_id="pi")]
-    assert (fleet.roster.get_device_id(7), fleet.roster.get_device("pi"), names(fleet)) == (None, None, [])
-    assert fleet.roster.get_state("pi") is None
+    assert (fleet.registry.get_device_id(7), fleet.registry.get_device("pi"), names(fleet)) == (None, None, [])
+    assert fleet.registry.get_state("pi") is None
     fleet.add("pi", node_id=9)
-    assert fleet.roster.get_clone_warning("pi") is None, "it has no twin any more"
+    assert fleet.registry.get_clone_warning("pi") is None, "it has no twin any more"
     assert fleet.call("b", node_id=9) is None
 
 
 def test_a_device_that_joins_anew_is_heard_of_and_one_that_asks_twice_for_its_place_keeps_what_is_known_of_it(fleet):
-    fleet.roster.record_speed("pi", 2.0)
+    fleet.registry.record_speed("pi", 2.0)
     fleet.say("pi")
     fleet.heard.clear()
     fleet.add("pi", node_id=7, groups=("field",), state=None)
     assert fleet.heard == [DeviceAdded(device_id="pi")]
     fleet.say("pi", boot="boot-2", session=2)
     assert DeviceRestarted(device_id="pi") in fleet.take()
-    assert (speed_of(fleet), fleet.roster.get_device("pi").groups) == (2.0, ("field",))
+    assert (speed_of(fleet), fleet.registry.get_device("pi").groups) == (2.0, ("field",))
     fleet.add("pi", node_id=8, state=None)
     assert fleet.heard == [DeviceAdded(device_id="pi")]
-    assert (fleet.roster.get_device_id(7), fleet.roster.get_device_id(8), fleet.roster.get_device("pi").groups) == (
+    assert (
+        fleet.registry.get_device_id(7),
+        fleet.registry.get_device_id(8),
+        fleet.registry.get_device("pi").groups,
+    ) == (
         None,
         "pi",
         (),
@@ -188,17 +192,17 @@ def test_the_later_of_two_agents_that_take_turns_at_the_broker_is_refused_and_he
     fleet.beat("pi", 9, session=6, boot_id="b")
     heard = fleet.take()
     assert [(type(event), event.rejected_boot_id) for event in heard] == [(CloneRejected, "b")]
-    assert (fleet.roster.get_state("pi"), fleet.roster.get_heartbeat("pi")) == (DevicePresence.ONLINE, None)
+    assert (fleet.registry.get_state("pi"), fleet.registry.get_heartbeat("pi")) == (DevicePresence.ONLINE, None)
     fleet.beat("pi", 1, session=6, boot_id="a")
-    assert fleet.roster.get_heartbeat("pi").seq == 1
-    [row] = fleet.roster.list_status_rows()
+    assert fleet.registry.get_heartbeat("pi").seq == 1
+    [row] = fleet.registry.list_status_rows()
     assert "refused the later of two agents (boot b)" in row["cloned"]
 
 
 def test_a_copy_that_only_asks_over_https_is_refused_and_what_it_took_is_given_again(fleet):
     def call(instance):
         refusal = fleet.call(instance, stamp=stamps.get(instance, ""))
-        stamps[instance] = fleet.roster.get_stamp(7)
+        stamps[instance] = fleet.registry.get_stamp(7)
         return refusal
 
     stamps = {}
@@ -231,7 +235,7 @@ def test_a_restart_that_mqtt_and_https_both_show_is_told_once(fleet, is_mqtt_fir
     assert hear("b", 2) == [DeviceRestarted(device_id="pi")]
     assert hear("b", 3) == []
     assert hear("c", 4) == [DeviceRestarted(device_id="pi")]
-    assert fleet.roster.get_clone_warning("pi") is None
+    assert fleet.registry.get_clone_warning("pi") is None
 
 
 def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
@@ -239,7 +243,7 @@ def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
     fleet.say("pi")
     fleet.beat("pi", temperature_c=55.5, run="r")
     fleet.now_s = 2.0
-    new, pi = fleet.roster.list_status_rows()
+    new, pi = fleet.registry.list_status_rows()
     assert (new["device_id"], new["presence"], new["silent_s"]) == ("new", "never seen", None)
     assert (pi["presence"], pi["silent_s"], pi["temperature_c"], pi["run"]) == ("online", 2.0, 55.5, "r")
 
@@ -255,12 +259,12 @@ def test_many_threads_may_use_it_at_once():
             for turn in range(1, 100):
                 fleet.say(name, session=turn)
                 fleet.beat(name, seq=turn)
-                fleet.roster.record_contact(number + 1)
-                fleet.roster.record_speed(name, 1.0)
-                fleet.roster.list_schedulable()
-                fleet.roster.list_status_rows()
-                end = fleet.roster.subscribe(lambda _event: None)
-                fleet.roster.tick()
+                fleet.registry.record_contact(number + 1)
+                fleet.registry.record_speed(name, 1.0)
+                fleet.registry.list_schedulable()
+                fleet.registry.list_status_rows()
+                end = fleet.registry.subscribe(lambda _event: None)
+                fleet.registry.tick()
                 end()
             fleet.say(name, "offline", session=100)
         except Exception as error:  # noqa: BLE001 told to the thread of the test
@@ -272,7 +276,7 @@ def test_many_threads_may_use_it_at_once():
     for thread in threads:
         thread.join(60)
     assert (failures, names(fleet)) == ([], [])
-    assert len(fleet.roster._event_bus._subscribers) == 1
+    assert len(fleet.registry._event_bus._subscribers) == 1
     gone = [
         event.device_id for event in fleet.heard if isinstance(event, PresenceChanged) and event.after == "offline"
     ]
@@ -283,11 +287,11 @@ def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
     fleet.say("pi")
     fleet.take()
     for name in ("pi", "pi", "nobody"):
-        fleet.roster.set_drained(name, drained=True)
+        fleet.registry.set_drained(name, drained=True)
     assert fleet.take() == [DeviceChanged(device_id="pi")]
-    assert (names(fleet), fleet.roster.is_drained("pi"), fleet.roster.is_drained("nobody")) == ([], True, False)
+    assert (names(fleet), fleet.registry.is_drained("pi"), fleet.registry.is_drained("nobody")) == ([], True, False)
     fleet.add("pi", node_id=7)
-    assert fleet.roster.is_drained("pi"), "joining again with the same key changes nothing"
+    assert fleet.registry.is_drained("pi"), "joining again with the same key changes nothing"
 
 
 def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):
@@ -302,13 +306,13 @@ def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_i
             is_told.set()
             assert is_back.wait(30)
 
-    fleet.roster.subscribe(linger)
+    fleet.registry.subscribe(linger)
     fleet.now_s = 17.0
-    ticking = threading.Thread(target=fleet.roster.tick)
+    ticking = threading.Thread(target=fleet.registry.tick)
     ticking.start()
     assert is_told.wait(30)
     for node_id in (7, 8):  # both are back before the second one's silence is told
-        fleet.roster.record_contact(node_id)
+        fleet.registry.record_contact(node_id)
     is_back.set()
     ticking.join(30)
     assert not ticking.is_alive()
@@ -318,4 +322,4 @@ def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_i
             DevicePresence.GONE,
             DevicePresence.ONLINE,
         ]
-        assert fleet.roster.get_state(name) is DevicePresence.ONLINE
+        assert fleet.registry.get_state(name) is DevicePresence.ONLINE

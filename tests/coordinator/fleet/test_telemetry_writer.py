@@ -48,7 +48,7 @@ class Site:
         fleet.add("pi", state=None)
         self.diary = TelemetryWriter(
             store=self.full,
-            registry=fleet.roster,
+            registry=fleet.registry,
             clock=lambda: self.now,
             monotonic=lambda: self.now_s,
             keep_history_days=365,

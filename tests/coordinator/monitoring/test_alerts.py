@@ -113,15 +113,15 @@ class Site:
 
     def __init__(self, receiver: Receiver, directory: Path, **settings: float) -> None:
         self.now_s, self.looks, self.is_connected, self.expiries = 1000.0, 0, True, {"ca": 2e9}
-        self.roster = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), self.clock)
-        self.roster.record_broker_link(connected=True)
+        self.registry = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), self.clock)
+        self.registry.record_broker_link(connected=True)
         self.meter = RunMetrics(clock=self.clock)
         for number, name in enumerate(("pi-1", "pi-2")):
-            self.roster.add(name, node_id=number, role="trainer", groups=(), examples={})
+            self.registry.add(name, node_id=number, role="trainer", groups=(), examples={})
         usual = AlertSettings(webhook=receiver.url, check_s=0.01, disk_free_bytes=1)
         self.watch = AlertMonitor(
             replace(usual, **settings),  # type: ignore[arg-type]  # numbers by name
-            fleet="lab", registry=self.roster, run_metrics=self.meter, directory=directory,
+            fleet="lab", registry=self.registry, run_metrics=self.meter, directory=directory,
             is_broker_connected=lambda: self.is_connected, expiries=self.expiries, expected={"pi-1"},
             clock=self.clock, monotonic=self.look,
         )  # fmt: skip
@@ -135,12 +135,12 @@ class Site:
         return self.now_s
 
     def beat(self, name: str, session: int = 1, **vitals: int) -> None:
-        self.roster.record_status(name, StatusMessage(state="online", boot_id="b", session_no=session))
-        self.roster.record_heartbeat(name, Heartbeat(seq=session, session_no=session, uptime_s=5.0, **vitals))
+        self.registry.record_status(name, StatusMessage(state="online", boot_id="b", session_no=session))
+        self.registry.record_heartbeat(name, Heartbeat(seq=session, session_no=session, uptime_s=5.0, **vitals))
 
     def pass_s(self, seconds: float) -> None:
         self.now_s += seconds
-        self.roster.tick()
+        self.registry.tick()
 
 
 @pytest.fixture
@@ -199,14 +199,14 @@ def test_a_device_that_the_last_coordinator_knew_and_that_never_came_is_gone_too
     looked(site)
     site.pass_s(61.0)
     receiver.wait(lambda: receiver.told() == [("device-gone", "pi-1", "started")])  # not pi-2, which said goodbye
-    site.roster.remove("pi-1")
+    site.registry.remove("pi-1")
     receiver.wait(lambda: receiver.told()[1:] == [("device-gone", "pi-1", "ended")])
 
 
 def test_a_device_that_said_goodbye_is_not_missed(make_site: Callable[..., Site], receiver: Receiver) -> None:
     site = make_site(device_gone_s=60.0)
     site.beat("pi-1")
-    site.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="b", session_no=1))
+    site.registry.record_status("pi-1", StatusMessage(state="offline", boot_id="b", session_no=1))
     site.pass_s(1000.0)
     looked(site)
     assert receiver.told() == []

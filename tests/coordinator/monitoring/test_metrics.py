@@ -41,23 +41,23 @@ class Site:
         self.now_s = 100.0
         self.metrics = Metrics()
         self.meter = RunMetrics(self.metrics.registry, lambda: self.now_s)
-        self.roster = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), lambda: self.now_s)
-        self.roster.record_broker_link(connected=True)
+        self.registry = DeviceRegistry(PresenceTracker(heartbeat_s=5.0), lambda: self.now_s)
+        self.registry.record_broker_link(connected=True)
         self.metrics.register(
             FleetCollector(
-                registry=self.roster, run_metrics=self.meter, directory=directory,
+                registry=self.registry, run_metrics=self.meter, directory=directory,
                 store_file=directory / "edgefl.db", num_queued=lambda: 3,
                 is_broker_connected=lambda: True, num_dropped=lambda: 4,
                 expiries={"ca": 2e9}, max_devices=max_devices,
             ),
-            lambda: render_device_series(self.roster, max_devices=max_devices, now=1000.0),
+            lambda: render_device_series(self.registry, max_devices=max_devices, now=1000.0),
         )  # fmt: skip
 
     def add(self, name: str, **vitals: Any) -> None:
-        self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples={"digits": 5})
+        self.registry.add(name, node_id=hash(name), role="trainer", groups=(), examples={"digits": 5})
         if vitals:
-            self.roster.record_status(name, StatusMessage(state="online", boot_id="b", session_no=1))
-            self.roster.record_heartbeat(name, Heartbeat(seq=1, session_no=1, uptime_s=5.0, **vitals))
+            self.registry.record_status(name, StatusMessage(state="online", boot_id="b", session_no=1))
+            self.registry.record_heartbeat(name, Heartbeat(seq=1, session_no=1, uptime_s=5.0, **vitals))
 
     def value(self, name: str, /, **labels: str) -> float | None:
         """The sample of this name and these labels in what a scrape gets."""
@@ -103,7 +103,7 @@ def test_devices_are_counted_by_presence_and_shown_one_by_one(site: Site) -> Non
     assert site.value("edgefl_device_last_seen_timestamp_seconds", device="pi-1") == 998.0
     assert site.value("edgefl_device_present", device="pi-3") == 0
     site.now_s += 60.0
-    site.roster.tick()
+    site.registry.tick()
     assert site.value("edgefl_devices", presence="gone") == 2
     assert site.value("edgefl_device_present", device="pi-1") == 0
 

@@ -32,12 +32,12 @@ MODEL = "ab" * 32
 
 
 class Fleet:
-    """A store with one finished run, a roster, and boards that hear commands and say what a test makes them say."""
+    """A store with one finished run, a registry, and boards that hear commands and say what a test makes them say."""
 
     def __init__(self, root: Path) -> None:
         self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=1)
         self.store = Store.open(self.directory.database)
-        self.roster = SmallFleet(clock=time.monotonic).roster
+        self.registry = SmallFleet(clock=time.monotonic).registry
         self.commands: list[tuple[str, str, str | None]] = []
         self.ids: list[str] = []
         self.exported: list[tuple[str, Mapping[str, Any], Path]] = []
@@ -54,19 +54,19 @@ class Fleet:
         self.store.record_saved_model("r1", row)
 
     def add(self, name: str, *, tasks: tuple[str, ...] = ("digits",), is_online: bool = True) -> None:
-        self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples=dict.fromkeys(tasks, 5))
+        self.registry.add(name, node_id=hash(name), role="trainer", groups=(), examples=dict.fromkeys(tasks, 5))
         if is_online:
             self.online(name)
 
     def online(self, name: str) -> None:
-        self.roster.record_status(name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=1))
+        self.registry.record_status(name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=1))
         self.say(name)
 
     def start(self) -> DeploymentService:
         made = DeploymentService(
-            Deployments(store=self.store, registry=self.roster, directory=self.directory, export=self.export),
+            Deployments(store=self.store, registry=self.registry, directory=self.directory, export=self.export),
             store=self.store,
-            registry=self.roster,
+            registry=self.registry,
             send_command=self.send_command,
             on_fatal=self.fatal.append,
         )
@@ -91,7 +91,7 @@ class Fleet:
         self._seq += 1
         told = {"id": deployment, "state": state, "runs": runs, **more} if state else None
         heartbeat = Heartbeat(seq=self._seq, session_no=1, uptime_s=1.0, deployment=told)
-        self.roster.record_heartbeat(name, heartbeat)
+        self.registry.record_heartbeat(name, heartbeat)
         for deployments in self.running:
             deployments.on_heartbeat(name, heartbeat)
 
@@ -182,7 +182,7 @@ def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.add("a", is_online=False)
-    fleet.roster.record_status("a", StatusMessage(state="online", boot_id="b", session_no=1))
+    fleet.registry.record_status("a", StatusMessage(state="online", boot_id="b", session_no=1))
     fleet.add("busy")
     name = fleet.start().submit(wish())[0].deployment_id
     eventually(lambda: fleet.heard("busy"))
@@ -342,7 +342,7 @@ def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet)
     fleet.add("a")
     record = fleet.start().submit(wish(canary=1))[0]
     eventually(lambda: fleet.heard("a"))
-    fleet.roster.remove("a")
+    fleet.registry.remove("a")
     eventually(lambda: str(fleet.store.deployments.get(record.deployment_id).status) == "failed")
     assert fleet.store.deployments.get(record.deployment_id).reason == "canary a: it was taken out of the fleet"
 

@@ -46,7 +46,7 @@ class Fleet:
     def __init__(self, root: Path) -> None:
         self.root, self.signer = root, Signer(root)
         self.store = Store.open(root / "edgefl.db")
-        self.roster = SmallFleet(clock=time.monotonic).roster
+        self.registry = SmallFleet(clock=time.monotonic).registry
         self.files = BundleStore(root / "bundles")
         self.commands: list[tuple[str, str, str | None]] = []
         self.fatal: list[EdgeflError] = []
@@ -68,21 +68,23 @@ class Fleet:
         return self.bring(self.signer.bundle(self.root / name, wheel, kind="pack", version="1.0"))
 
     def add(self, name: str, facts: Any = ABLE, *, is_online: bool = True) -> None:
-        self.roster.add(name, node_id=hash(name), role="trainer", groups=(), examples={})
+        self.registry.add(name, node_id=hash(name), role="trainer", groups=(), examples={})
         if is_online:
             self.online(name, facts)
 
     def online(self, name: str, facts: Any = ABLE, *, session: int = 1) -> None:
         self.session_no = session
-        self.roster.record_status(name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=session))
-        self.roster.record_capabilities(name, Capabilities(facts=facts))
+        self.registry.record_status(
+            name, StatusMessage(state="online", boot_id=f"boot of {name}", session_no=session)
+        )
+        self.registry.record_capabilities(name, Capabilities(facts=facts))
         self.say(name)
 
     def start(self) -> InstallationService:
         made = InstallationService(
-            Installations(store=self.store, registry=self.roster, bundle_store=self.files),
+            Installations(store=self.store, registry=self.registry, bundle_store=self.files),
             store=self.store,
-            registry=self.roster,
+            registry=self.registry,
             send_command=self.send_command,
             on_fatal=self.fatal.append,
         )
@@ -97,7 +99,7 @@ class Fleet:
         self._seq += 1
         told = {"id": installation, "state": state, "reason": reason} if state else None
         heartbeat = Heartbeat(seq=self._seq, session_no=self.session_no, uptime_s=1.0, installation=told)
-        self.roster.record_heartbeat(name, heartbeat)
+        self.registry.record_heartbeat(name, heartbeat)
         for one in self.running:
             one.on_heartbeat(name, heartbeat)
 
@@ -200,7 +202,7 @@ def test_boards_that_cannot_be_updated_are_left_out_with_their_reason(fleet: Fle
 
 def test_a_board_that_is_away_is_told_when_it_comes(fleet: Fleet) -> None:
     fleet.add("pi-1")
-    fleet.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
+    fleet.registry.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
     made = submit(fleet, fleet.start())
     settled(fleet.running[-1])
     assert not fleet.commands
@@ -261,7 +263,7 @@ def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installatio
     eventually(lambda: until() is None)
     settled(installations)
     assert (until(), fleet.stages(second)["pi-1"]) == (None, "told")
-    fleet.roster.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
+    fleet.registry.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
     eventually(lambda: until() is not None)
     fleet.online("pi-1", session=2)
     eventually(lambda: until() is None)
@@ -347,9 +349,9 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
     first.stop()
     fleet.running.clear()
     again = InstallationService(
-        Installations(store=fleet.store, registry=fleet.roster, bundle_store=fleet.files),
+        Installations(store=fleet.store, registry=fleet.registry, bundle_store=fleet.files),
         store=fleet.store,
-        registry=fleet.roster,
+        registry=fleet.registry,
         send_command=fleet.send_command,
         on_fatal=fleet.fatal.append,
     )
@@ -363,12 +365,12 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
 def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
     fleet.add("pi-1")
     fleet.add("pi-2", is_online=False)
-    fleet.roster.record_capabilities("pi-2", Capabilities(facts=ABLE))
+    fleet.registry.record_capabilities("pi-2", Capabilities(facts=ABLE))
     made = submit(fleet, fleet.start())
     fleet.say("pi-1", "running", made)
     eventually(lambda: fleet.stages(made)["pi-1"] == "running")
     assert fleet.status(made) == "rolling"
-    fleet.roster.remove("pi-2")
+    fleet.registry.remove("pi-2")
     eventually(lambda: fleet.status(made) == "done")
     assert fleet.stages(made)["pi-2"] == "failed"
     assert fleet.store.installations.list_devices(made)[1].reason == "it was taken out of the fleet"

@@ -1,4 +1,4 @@
-"""What a run would do, told without doing it: over a real store and roster, with the parts that a run file makes."""
+"""What a run would do, told without doing it: over a real store and registry, with the parts that a run file makes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def roster() -> DeviceRegistry:
+def registry() -> DeviceRegistry:
     made = DeviceRegistry(PresenceTracker(), lambda: 0.0)
     made.record_broker_link(connected=True)
     for node, (name, examples, state) in enumerate(
@@ -42,17 +42,17 @@ def roster() -> DeviceRegistry:
     return made
 
 
-def plan(roster: DeviceRegistry, store: Store, **sections: Any) -> Json:
+def plan(registry: DeviceRegistry, store: Store, **sections: Any) -> Json:
     config = parse_run({"run": {"task": "digits", "rounds": 2}, **sections})
-    return plan_run(build_run(config, "plan"), roster, store)
+    return plan_run(build_run(config, "plan"), registry, store)
 
 
 def rows(told: Json) -> dict[str, Json]:
     return {row["device_id"]: row for row in told["rows"]}
 
 
-def test_it_names_who_takes_part_and_why_others_do_not(roster: DeviceRegistry, store: Store) -> None:
-    told = plan(roster, store)
+def test_it_names_who_takes_part_and_why_others_do_not(registry: DeviceRegistry, store: Store) -> None:
+    told = plan(registry, store)
     assert {name: row["reason"] for name, row in rows(told).items()} == {
         "pi-1": "",
         "pi-2": "",
@@ -60,27 +60,27 @@ def test_it_names_who_takes_part_and_why_others_do_not(roster: DeviceRegistry, s
         "pi-4": "it is offline",
     }
     assert (told["num_devices"], told["evaluators"], told["goal"]) == (2, ["judge"], {"rounds": 2})
-    named = rows(plan(roster, store, devices={"names": ["pi-1", "judge", "pi-9"]}))
+    named = rows(plan(registry, store, devices={"names": ["pi-1", "judge", "pi-9"]}))
     assert named["pi-2"]["reason"] == "the run file names others"
     assert named["judge"]["reason"] == "it is an evaluator, and trains nothing"
     assert named["pi-9"]["reason"] == "there is no such device in the fleet"
-    assert rows(plan(roster, store, devices={"groups": ["lab"]}))["pi-1"]["reason"] == "it is in none of the groups"
+    assert rows(plan(registry, store, devices={"groups": ["lab"]}))["pi-1"]["reason"] == "it is in none of the groups"
 
 
-def test_a_drained_board_and_one_without_torch_are_said_to_be_so(roster: DeviceRegistry, store: Store) -> None:
-    roster.set_drained("pi-2", drained=True)
-    assert rows(plan(roster, store))["pi-2"]["reason"] == "it is draining"
-    roster.record_capabilities(
+def test_a_drained_board_and_one_without_torch_are_said_to_be_so(registry: DeviceRegistry, store: Store) -> None:
+    registry.set_drained("pi-2", drained=True)
+    assert rows(plan(registry, store))["pi-2"]["reason"] == "it is draining"
+    registry.record_capabilities(
         "pi-1", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9, "digits-cnn": 9})
     )
-    assert rows(plan(roster, store))["pi-1"]["takes_part"]
+    assert rows(plan(registry, store))["pi-1"]["takes_part"]
     needy = replace(build_run(parse_run({"run": {"task": "digits", "rounds": 2}}), "plan"), needs_torch=True)
-    assert "it has no torch" in rows(plan_run(needy, roster, store))["pi-1"]["reason"]
+    assert "it has no torch" in rows(plan_run(needy, registry, store))["pi-1"]["reason"]
 
 
-def test_bytes_are_those_of_encoded_bodies(roster: DeviceRegistry, store: Store) -> None:
-    dense = plan(roster, store)
-    sparse = rows(plan(roster, store, compression={"up": "topk:0.01|int8", "down": "dense|fp16"}))["pi-1"]
+def test_bytes_are_those_of_encoded_bodies(registry: DeviceRegistry, store: Store) -> None:
+    dense = plan(registry, store)
+    sparse = rows(plan(registry, store, compression={"up": "topk:0.01|int8", "down": "dense|fp16"}))["pi-1"]
     first = rows(dense)["pi-1"]
     assert dense["model_bytes"] < first["bytes_up"] == first["bytes_down"] < dense["model_bytes"] + 100
     assert (dense["bytes_up"], dense["bytes_down"]) == (2 * first["bytes_up"], 2 * first["bytes_down"])
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_encoded_bodies(roster: DeviceRegistry, store: Store)
     assert dense["model_bytes"] / 2 < sparse["bytes_down"] < dense["model_bytes"] / 2 + 100
 
 
-def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: DeviceRegistry, store: Store) -> None:
+def test_seconds_follow_from_earlier_updates_and_are_unknown_without(registry: DeviceRegistry, store: Store) -> None:
     for task in ("digits", "noop"):
         store.add_run(run_id=task, name="n", task=task, strategy="fedavg", config={}, seed=7, submitted_at=1.0)
     for run_id, seconds in (("digits", 9.0), ("digits", 0.5), ("noop", 70.0)):
@@ -101,38 +101,38 @@ def test_seconds_follow_from_earlier_updates_and_are_unknown_without(roster: Dev
                 )
             ],
         )  # fmt: skip
-    told = plan(roster, store, strategy={"iterations": 20})
+    told = plan(registry, store, strategy={"iterations": 20})
     assert rows(told)["pi-1"]["seconds"] == pytest.approx(2.0)
     assert rows(told)["pi-1"]["measured_in"] == "digits"
     assert (rows(told)["pi-2"].get("seconds"), told["seconds"]) == (None, None)
 
 
 def test_seconds_follow_from_a_board_s_own_benchmark_until_there_is_an_update(
-    roster: DeviceRegistry, store: Store
+    registry: DeviceRegistry, store: Store
 ) -> None:
     for name, speeds in (("pi-1", {"digits": 40.0, "digits/logistic": 80.0}), ("pi-2", {"digits": "fast", "x": 1})):
         facts = {"backends": ["numpy"], "steps_per_s": speeds}
-        roster.record_capabilities(name, Capabilities(facts=facts, shards={"digits": 50}))
-    told = rows(plan(roster, store, strategy={"iterations": 20}))
+        registry.record_capabilities(name, Capabilities(facts=facts, shards={"digits": 50}))
+    told = rows(plan(registry, store, strategy={"iterations": 20}))
     assert (told["pi-1"]["seconds"], told["pi-1"]["measured_in"]) == (pytest.approx(0.5), "benchmark")
     assert told["pi-2"].get("seconds") is None
-    other = rows(plan(roster, store, strategy={"iterations": 20}, task={"model": "logistic"}))
+    other = rows(plan(registry, store, strategy={"iterations": 20}, task={"model": "logistic"}))
     assert other["pi-1"]["seconds"] == pytest.approx(0.25)
 
 
-def test_epochs_become_iterations_of_the_examples_that_are_trained_on(roster: DeviceRegistry, store: Store) -> None:
-    told = rows(plan(roster, store, strategy={"epochs": 2.0, "batch_size": 8}))
+def test_epochs_become_iterations_of_the_examples_that_are_trained_on(registry: DeviceRegistry, store: Store) -> None:
+    told = rows(plan(registry, store, strategy={"epochs": 2.0, "batch_size": 8}))
     assert (told["pi-1"]["iterations"], told["pi-2"]["iterations"]) == (24, 12)
 
 
-def test_a_run_that_would_wait_says_so(roster: DeviceRegistry, store: Store) -> None:
-    told = plan(roster, store, devices={"min": 3})
+def test_a_run_that_would_wait_says_so(registry: DeviceRegistry, store: Store) -> None:
+    told = plan(registry, store, devices={"min": 3})
     assert rows(told)["pi-1"]["reason"] == "the run would wait: it begins with 3 devices, 2 are there"
     assert told["num_devices"] == 0
 
 
-def test_those_who_are_not_drawn_first_are_told(roster: DeviceRegistry, store: Store) -> None:
-    told = plan(roster, store, devices={"count": 1})
+def test_those_who_are_not_drawn_first_are_told(registry: DeviceRegistry, store: Store) -> None:
+    told = plan(registry, store, devices={"count": 1})
     assert sorted(row["reason"] for row in told["rows"] if row["takes_part"]) == [
         "",
         "it is not asked in the first round",
@@ -140,18 +140,18 @@ def test_those_who_are_not_drawn_first_are_told(roster: DeviceRegistry, store: S
     assert any("later rounds" in line for line in told["assumed"])
 
 
-def test_nodes_of_a_graph_send_to_each_neighbour(roster: DeviceRegistry, store: Store) -> None:
-    told = rows(plan(roster, store, strategy={"name": "dsgd"}))["pi-1"]
+def test_nodes_of_a_graph_send_to_each_neighbour(registry: DeviceRegistry, store: Store) -> None:
+    told = rows(plan(registry, store, strategy={"name": "dsgd"}))["pi-1"]
     assert told["bytes_up"] < told["bytes_down"] + 100
 
 
-def test_planning_changes_nothing(roster: DeviceRegistry, store: Store) -> None:
-    assert plan(roster, store) == plan(roster, store)
+def test_planning_changes_nothing(registry: DeviceRegistry, store: Store) -> None:
+    assert plan(registry, store) == plan(registry, store)
     assert store.list_runs() == []
 
 
 @pytest.fixture
-def trainer_roster() -> DeviceRegistry:
+def trainer_registry() -> DeviceRegistry:
     made = DeviceRegistry(PresenceTracker(), lambda: 0.0)
     made.record_broker_link(connected=True)
     made.add("pi", node_id=1, role="trainer", groups=(), examples={"digits": 9})
@@ -164,9 +164,9 @@ def run_file(**sections: Any) -> Any:
 
 
 def test_a_run_that_can_work_is_planned_with_what_was_said_at_its_check(
-    trainer_roster: DeviceRegistry, store: Store
+    trainer_registry: DeviceRegistry, store: Store
 ) -> None:
-    vetting = RunValidator(build_run, trainer_roster, store)
+    vetting = RunValidator(build_run, trainer_registry, store)
     told = vetting.check(run_file())
     assert "state_bytes" in told
     plan = vetting.plan(run_file())
@@ -174,18 +174,18 @@ def test_a_run_that_can_work_is_planned_with_what_was_said_at_its_check(
     assert [row["device_id"] for row in plan["rows"] if row["takes_part"]] == ["pi"]
 
 
-def test_a_run_whose_state_is_too_large_is_not_planned_either(trainer_roster: DeviceRegistry, store: Store) -> None:
-    vetting = RunValidator(build_run, trainer_roster, store)
+def test_a_run_whose_state_is_too_large_is_not_planned_either(trainer_registry: DeviceRegistry, store: Store) -> None:
+    vetting = RunValidator(build_run, trainer_registry, store)
     greedy = parse_run({"run": {"task": "digits", "max_state_bytes": 1}, "strategy": {"name": "dc-asgd"}})
     for look in (vetting.check, vetting.plan):
         with pytest.raises(ConfigError, match="max_state_bytes"):
             look(greedy)
 
 
-def test_a_run_that_nobody_can_train_is_not_planned_either(trainer_roster: DeviceRegistry, store: Store) -> None:
-    trainer_roster.record_capabilities("pi", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9}))
+def test_a_run_that_nobody_can_train_is_not_planned_either(trainer_registry: DeviceRegistry, store: Store) -> None:
+    trainer_registry.record_capabilities("pi", Capabilities(facts={"backends": ["numpy"]}, shards={"digits": 9}))
     vetting = RunValidator(
-        lambda config, run_id: replace(build_run(config, run_id), needs_torch=True), trainer_roster, store
+        lambda config, run_id: replace(build_run(config, run_id), needs_torch=True), trainer_registry, store
     )
     for look in (vetting.check, vetting.plan):
         with pytest.raises(TaskError, match="have no torch"):

@@ -28,7 +28,7 @@ TWO_MODELS = SimpleNamespace(bytes_per_device=lambda model_bytes: 2 * model_byte
 
 
 @pytest.fixture
-def roster():
+def registry():
     made = DeviceRegistry(PresenceTracker(), lambda: 0.0)
     for number, (name, role, groups, task) in enumerate(
         [
@@ -46,32 +46,32 @@ def run(*, max_state_bytes=10_000, **devices):
     return parse_run({"run": {"task": "digits", "max_state_bytes": max_state_bytes}, "devices": devices})
 
 
-def test_a_strategy_that_declares_nothing_keeps_nothing(roster):
+def test_a_strategy_that_declares_nothing_keeps_nothing(registry):
     assert compute_bytes_per_device(make_strategy("fedavg", {}, RoundRules()), MODEL) == 0
-    facts = check_strategy_memory(run(max_state_bytes=0), make_strategy("fedavg", {}, RoundRules()), MODEL, roster)
+    facts = check_strategy_memory(run(max_state_bytes=0), make_strategy("fedavg", {}, RoundRules()), MODEL, registry)
     assert facts == {"state_bytes": 0, "state_devices": 2}
 
 
 @pytest.mark.parametrize(
     ("devices", "expected"), [({}, 2), ({"groups": ["lab"]}, 1), ({"names": ["b"]}, 1), ({"min": 4}, 4)]
 )
-def test_counted_are_the_trainers_that_the_run_means_or_that_it_waits_for(roster, devices, expected):
-    facts = check_strategy_memory(run(**devices), TWO_MODELS, MODEL, roster)
+def test_counted_are_the_trainers_that_the_run_means_or_that_it_waits_for(registry, devices, expected):
+    facts = check_strategy_memory(run(**devices), TWO_MODELS, MODEL, registry)
     assert facts == {"state_devices": expected, "state_bytes": expected * 2 * 1008}
 
 
-def test_a_run_that_needs_more_than_it_may_have_is_refused_with_both_numbers(roster):
+def test_a_run_that_needs_more_than_it_may_have_is_refused_with_both_numbers(registry):
     with pytest.raises(
         ConfigError, match=r"^fedavg keeps 4032 bytes for 2 devices, the run may have 4031 bytes: raise run"
     ):
-        check_strategy_memory(run(max_state_bytes=4_031), TWO_MODELS, MODEL, roster)
-    assert check_strategy_memory(run(max_state_bytes=4_032), TWO_MODELS, MODEL, roster)["state_bytes"] == 4_032
+        check_strategy_memory(run(max_state_bytes=4_031), TWO_MODELS, MODEL, registry)
+    assert check_strategy_memory(run(max_state_bytes=4_032), TWO_MODELS, MODEL, registry)["state_bytes"] == 4_032
 
 
-def test_large_numbers_are_said_in_units_too(roster):
+def test_large_numbers_are_said_in_units_too(registry):
     models = SimpleNamespace(bytes_per_device=lambda _model_bytes: 5 * 1024**3)
     with pytest.raises(ConfigError, match=r"keeps 10737418240 bytes \(10\.0 GiB\) for 2 devices"):
-        check_strategy_memory(run(), models, MODEL, roster)
+        check_strategy_memory(run(), models, MODEL, registry)
 
 
 def test_a_run_whose_devices_could_not_send_each_other_a_whole_model_is_refused():

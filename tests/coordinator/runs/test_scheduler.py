@@ -68,7 +68,7 @@ def worker(request: pytest.FixtureRequest, store: Store, tmp_path: Path) -> RunS
     site = RunContext(
         directory=CoordinatorDirectory(root=tmp_path, fleet="lab", hosts=()),
         store=store,
-        roster=DeviceRegistry(PresenceTracker(), time.monotonic),
+        registry=DeviceRegistry(PresenceTracker(), time.monotonic),
         superlink=SuperLink(on_reply=lambda _: None, observer=NotedCalls()),
         notifier=Bell(),
         build_run=request.param if hasattr(request, "param") else never_assembled,
