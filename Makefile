@@ -102,6 +102,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/vulture
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
 	$(BIN)/python tests/checks/audit_packages.py
 	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py

@@ -1,7 +1,10 @@
 """What `import edgefl` offers, and that none of it is loaded before it is used."""
 
+import importlib
+import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +21,37 @@ def test_every_public_name_is_the_one_of_its_module():
     assert {name: getattr(edgefl, name) for name in offered} == offered
     assert edgefl.connect == CoordinatorClient.from_options
     assert {*offered, "connect", "__version__"} == set(edgefl.__all__) <= set(dir(edgefl))
+
+
+def list_public_objects():
+    """What `edgefl` exports, and what the reference of the Python API has besides."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "tools"))
+    try:
+        paths = [
+            path.rpartition(".") for listed in importlib.import_module("api_pages").API.values() for path in listed
+        ]
+    finally:
+        sys.path.pop(0)
+    offered = [getattr(edgefl, name) for name in edgefl.__all__ if name != "__version__"]
+    return [*offered, *(getattr(importlib.import_module(module), name) for module, _, name in paths)]
+
+
+def list_members(public):
+    kinds = (property, classmethod, staticmethod, type(list_public_objects))
+    return [name for name, value in vars(public).items() if name[0] != "_" and isinstance(value, kinds)]
+
+
+def test_every_public_name_has_a_docstring_and_so_has_every_member():
+    public = list_public_objects()
+    classes = [each for each in public if inspect.isclass(each)]
+    # A member is documented where it stands, in the first lines of its class, or in the protocol that has it.
+    documented = {name for each in classes for name in list_members(each) if inspect.getdoc(getattr(each, name))}
+    documented |= {
+        name for each in classes for name in list_members(each) if f"`{name}`" in (inspect.getdoc(each) or "")
+    }
+    bare = [each for each in public if not inspect.getdoc(each)]
+    bare += [(each, name) for each in classes for name in list_members(each) if name not in documented]
+    assert not bare
 
 
 def test_another_name_is_none():

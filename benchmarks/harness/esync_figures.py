@@ -15,6 +15,7 @@ from edgefl.history import comparison, plot_style
 
 SHOWN = ("ssgd", "esync budget", "esync live", "asgd", "dc-asgd adaptive", "fedbuff", "drop the slow")
 TARGET = 0.8
+LINE_STYLES = ("-", "--", "-.", ":")
 
 
 def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free") -> list[Path]:
@@ -55,7 +56,7 @@ def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
             [100 * accuracy for accuracy in accuracies],
             label=name,
             color=plot_style.COLOURS[place % len(plot_style.COLOURS)],
-            linestyle=plot_style.LINES[place % len(plot_style.LINES)],
+            linestyle=LINE_STYLES[place % len(LINE_STYLES)],
             linewidth=1.2,
             alpha=0.9,
         )

@@ -57,7 +57,8 @@ class ValueStage(Protocol):
         """
 
     @staticmethod
-    def decode(reader: PayloadReader, size: int) -> Array: ...
+    def decode(reader: PayloadReader, size: int) -> Array:
+        """Returns `size` values, flat; bytes that are no such values are a CodecError."""
 
 
 class TensorStage(Protocol):
@@ -77,9 +78,12 @@ class TensorStage(Protocol):
     def is_unbiased(self) -> bool: ...
     @property
     def is_contraction(self) -> bool: ...
-    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterable[Array]: ...
+    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterable[Array]:
+        """Yields the arrays to write; float32 parameters pass through `values`."""
+
     @staticmethod
-    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]: ...
+    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:
+        """Returns the tensors, dense or sparse; bytes that are no such tensors are a CodecError."""
 
 
 class StatefulTensorStage(TensorStage, Protocol):
@@ -113,7 +117,9 @@ class LosslessStage(Protocol):
     def parse(cls, argument: str) -> Self:
         """Returns the stage for the argument behind the colon of a spec; an empty text for none."""
 
-    def encode(self, parts: Sequence[Array]) -> Sequence[Array]: ...
+    def encode(self, parts: Sequence[Array]) -> Sequence[Array]:
+        """Returns the packed payload, whose arrays follow each other."""
+
     @staticmethod
     def decode(payload: memoryview, max_bytes: int) -> memoryview:
         """Returns the payload; one over `max_bytes` is a CodecError before it is unpacked."""

@@ -44,10 +44,12 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
+        """The number of entries."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The size in memory, in bytes."""
         return self.size * np.dtype(self.dtype).itemsize
 
 
@@ -67,6 +69,7 @@ class SparseTensor:
     shape: tuple[int, ...]
 
     def dense(self) -> Array:
+        """Returns the whole tensor, 0 where it has no value."""
         flat = np.zeros(math.prod(self.shape), dtype=self.values.dtype)
         flat[self.indices] = self.values
         return flat.reshape(self.shape)
@@ -509,9 +512,9 @@ class HealthMetrics:
 class FleetView(Protocol):
     """Current state of the fleet; read-only and live, valid until the next wait.
 
-    `devices` are those present that may work in this run; `idle` are trainers without outstanding work, in
-    a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device that failed
-    or vanished is simply in neither. `speeds`, `progress` and `health` hold only devices that reported.
+    `now_s` is the run's clock. `devices` are those present that may work in this run; `idle` are trainers without
+    outstanding work, in a fixed order; `busy` maps a device to its outstanding assignment ids, oldest first. A device
+    that failed or vanished is simply in neither. `speeds`, `progress` and `health` hold only devices that reported.
     """
 
     @property
@@ -545,15 +548,27 @@ class Strategy(Protocol[S]):
     `version` and `used`. A user's strategy may also be any class with the first nine methods; all else is optional.
     """
 
-    def init(self, model: Tensors) -> S: ...
-    def assign(self, state: S, view: FleetView) -> tuple[S, Decision]: ...
-    def receive(self, state: S, update: Update) -> S: ...
-    def ready(self, state: S, view: FleetView) -> bool: ...
-    def aggregate(self, state: S) -> S: ...
+    def init(self, model: Tensors) -> S:
+        """Returns the state of a new run, version 0."""
+
+    def assign(self, state: S, view: FleetView) -> tuple[S, Decision]:
+        """Returns instructions for devices; called after every event."""
+
+    def receive(self, state: S, update: Update) -> S:
+        """Folds one update into the state."""
+
+    def ready(self, state: S, view: FleetView) -> bool:
+        """Returns whether the next version can be aggregated; called after every event."""
+
+    def aggregate(self, state: S) -> S:
+        """Returns the state of the next version."""
+
     def model(self, state: S) -> Tensors:
+        """Returns the newest version's tensors."""
         return cast("Any", state).model  # type: ignore[no-any-return]
 
     def version(self, state: S) -> int:
+        """Returns the number of the newest version, 0 for the initial model."""
         return cast("Any", state).version  # type: ignore[no-any-return]
 
     def used(self, state: S) -> Sequence[str]:
@@ -694,6 +709,7 @@ class Dataset:
         return len(self.labels)
 
     def take(self, rows: Array) -> Dataset:
+        """Returns the examples of these row numbers, or of a mask."""
         return Dataset(inputs=self.inputs[rows], labels=self.labels[rows])
 
 
@@ -725,8 +741,12 @@ class Task(Protocol):
     """A model, a loss, and a reader of shards, written by users; see the README."""
 
     @property
-    def name(self) -> str: ...
-    def shapes(self) -> ModelSpec: ...
+    def name(self) -> str:
+        """The name of the task in run files and shards."""
+
+    def shapes(self) -> ModelSpec:
+        """Returns name, shape and type of every tensor of the model, in the order in which they travel."""
+
     def init(self, seed: int) -> dict[str, Array]:
         """Returns the initial model, the same for the same seed on every machine."""
 

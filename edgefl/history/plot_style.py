@@ -22,7 +22,6 @@ from edgefl.history.plot_options import FILE_SUFFIXES
 # Okabe and Ito's colours suit the colour-blind; marks, lines and hatches distinguish them in print.
 # Yellow is omitted: its thin lines are invisible on paper.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "...", "\\\\\\", "xxx", "---", "+++", "ooo")
 GREY = "#666666"

@@ -30,20 +30,21 @@ from edgefl.simulation.profiles import DeviceProfile, StepTrace, add_traces, mer
 FaultKind = Literal[
     "kill", "freeze", "slow", "cut", "link", "loss", "rate", "delay", "clock", "full-disk", "torn-tail", "damage"
 ]
-FAULT_KINDS: dict[FaultKind, str] = {
-    "kill": "it is gone at once, with all that it had in memory",
-    "freeze": "it stands still and forgets nothing",
-    "slow": "every iteration takes `factor` times longer",
-    "cut": "nothing gets through its cable",
-    "link": "every transfer takes `factor` times longer",
-    "loss": "the fraction `amount` of the packets to it is lost, in (0, 1)",
-    "rate": "at most `amount` bytes a second pass in each direction",
-    "delay": "every message takes `amount` seconds longer, each way",
-    "clock": "its clock is `amount` seconds ahead; a negative number is behind",
-    "full-disk": "its disk has no room",
-    "torn-tail": "it is killed, and of what it wrote a piece at the end that was not yet synced is missing",
-    "damage": "it is killed, and a file that it had written and synced is damaged",
-}
+"""What happens to a target of a fault.
+
+kill: it is gone at once, with all that it had in memory.
+freeze: it stands still and forgets nothing.
+slow: every iteration takes `factor` times longer.
+cut: nothing gets through its cable.
+link: every transfer takes `factor` times longer.
+loss: the fraction `amount` of the packets to it is lost, in (0, 1).
+rate: at most `amount` bytes a second pass in each direction.
+delay: every message takes `amount` seconds longer, each way.
+clock: its clock is `amount` seconds ahead; a negative number is behind.
+full-disk: its disk has no room.
+torn-tail: it is killed, and of what it wrote a piece at the end that was not yet synced is missing.
+damage: it is killed, and a file that it had written and synced is damaged.
+"""
 SERVER_NAMES = ("coordinator", "broker")
 """Targets besides the devices; the simulator has neither."""
 _AMOUNT_RANGES = {

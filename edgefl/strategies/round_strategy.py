@@ -46,6 +46,7 @@ class RoundStrategy(StrategyConfig):
         return plan
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
+        """Returns the strategy that plays the rounds."""
         if type(self).combine is RoundStrategy.combine:
             raise StrategyError(
                 f"strategy {format_strategy_name(self)} has no method combine(updates), which a RoundStrategy needs"

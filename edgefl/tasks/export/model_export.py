@@ -135,7 +135,7 @@ class OnnxExportReport:
         max_difference: between its logits and the task's own, the largest over `num_checked` inputs. For a quantised
             file it is that of the float32 file.
         tolerance: upper limit of the difference.
-        num_checked, is_random: number of inputs; whether they were random, since none were given.
+        num_checked: number of inputs; they are random where none were given.
         preprocess: preparation of inputs outside the file; empty when it takes the task's raw inputs.
         accuracy: of the float32 file on labelled samples, None without any.
         is_quantised, accuracy_quantised, bytes_float32: whether its weights are int8, the accuracy with them, and
@@ -152,7 +152,6 @@ class OnnxExportReport:
     max_difference: float
     tolerance: float
     num_checked: int
-    is_random: bool
     preprocess: Mapping[str, Any]
     accuracy: float | None
     is_quantised: bool
@@ -222,7 +221,6 @@ def export_onnx(  # noqa: PLR0913 all but three by name
         max_difference=difference,
         tolerance=tolerance,
         num_checked=len(inputs),
-        is_random=samples is None,
         preprocess=preprocess,
         accuracy=accuracy,
         is_quantised=quantise,
