@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgefl.cli.device_join import join, save_temperature_limit, set_, shard, temperature_option
-from edgefl.cli.output import FullHelpGroup, print_rows, text_format_option
+from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import FILE_TYPE, load_device_state, state_option
 from edgefl.core.errors import NetworkError, NotFoundError, WrongCaError
@@ -242,7 +242,7 @@ def _check_reachability(state: DeviceStateDir) -> dict[str, Any]:
 def _print_facts(facts: Mapping[str, Any]) -> None:
     width = max(map(len, facts))
     for name, value in facts.items():
-        click.echo(f"{name:<{width}}  {_format_value(value)}")
+        echo(f"{name:<{width}}  {_format_value(value)}")
 
 
 def _format_value(value: object) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from edgefl.cli.output import FullHelpGroup
+from edgefl.cli.output import FullHelpGroup, echo
 from edgefl.cli.sources import state_option
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
@@ -312,9 +312,9 @@ def _read_card_task(path: Path) -> str | None:
 
 
 def _print_report(report: ShardReport) -> None:
-    click.echo(f"{report.task}: {report.num_examples} examples in {report.path}")
+    echo(f"{report.task}: {report.num_examples} examples in {report.path}")
     for label, count in sorted(report.counts.items()):
         name = f" {report.labels[label]}" if 0 <= label < len(report.labels) else ""
-        click.echo(f"  class {label}{name}: {count}")
+        echo(f"  class {label}{name}: {count}")
     if report.missing_labels:
         click.echo(f"  missing: {', '.join(map(str, report.missing_labels))}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.output import format_option, format_value, print_rows
+from edgefl.cli.output import echo, format_option, format_value, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, load_device_state
 from edgefl.core.errors import EdgeflError, NotJoinedError, UnsoundError, UsageError
 
@@ -182,7 +182,7 @@ def field_report(*, out: Path | None, root: Path | None, printed: Path | None, a
 
     if printed is not None:
         facts = read_report(printed)
-        click.echo(json.dumps(facts, indent=2) if as_json else format_summary(facts), nl=as_json)
+        echo(json.dumps(facts, indent=2) if as_json else format_summary(facts).removesuffix("\n"))
         return
     if as_json:
         raise UsageError("--json says how --print prints a report; give --print FILE")

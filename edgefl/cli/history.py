@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from edgefl.cli.output import (
     FullHelpGroup,
     format_option,
     format_value,
+    print_json,
     print_pages,
     print_rows,
     select_known_columns,
@@ -43,7 +43,7 @@ _KIND_HELP = {
     "accuracy": "How good the model of a run was, by round, time and bytes; the newest run if none is named.",
     "slow": "The slowest rounds, whom each waited for, and what that device was at.",
     "stale": "Who was stale: by device, day or run.",
-    "dropouts": "Who was lost, late, refused or failed: by device, day or run.",
+    "dropouts": "Who was lost, late, rejected or failed: by device, day or run.",
     "traffic": "Bytes up and down: by device, day or run.",
     "energy": "What the boards took, where they tell: by device, day or run.",
     "rounds": "One row a round: version, updates, loss, accuracy and who measured it, bytes.",
@@ -109,7 +109,7 @@ def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None
     """
     diagnosis = source.explain_round(run, round_number)
     if fmt == "json":
-        click.echo(json.dumps(diagnosis, indent=2, ensure_ascii=False))
+        print_json(diagnosis)
     else:
         click.echo(format_value("", diagnosis["sentence"]))
 

@@ -11,6 +11,7 @@ import click
 
 from edgefl import __version__
 from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_install_command
+from edgefl.core.safe_text import SafeFormatter, escape_text
 
 COMMANDS = {
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
@@ -65,7 +66,9 @@ class LazyGroup(click.Group):
 def edgefl(*, verbose: int, quiet: bool) -> None:
     """Federated learning for fleets of Raspberry Pi, Jetson and other Linux boards."""
     level = logging.WARNING if quiet else (logging.INFO if verbose < 2 else logging.DEBUG)
-    logging.basicConfig(level=level, format=LOG_FORMAT, stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SafeFormatter(LOG_FORMAT))
+    logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("httpx", "httpcore", "alembic", "fontTools", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING if verbose < 2 else logging.DEBUG)
 
@@ -91,7 +94,7 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def _exit_with_error(error: EdgeflError) -> NoReturn:
-    click.echo(f"edgefl: {' '.join(str(error).split())}", err=True)
+    click.echo(f"edgefl: {escape_text(' '.join(str(error).split()))}", err=True)
     sys.exit(error.exit_code)
 
 

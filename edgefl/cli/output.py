@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import click
 
+from edgefl.core.safe_text import dump_readable_json, escape_lines, escape_text, format_csv_cell
+
 JSON_VERSION = 1
 SHORT_HASH_DIGITS = 12
 """Digits of a SHA-256 in a table."""
@@ -67,6 +69,16 @@ text_format_option = click.option(
 )
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints lines that may hold names, reasons or errors of boards and users."""
+    click.echo(escape_lines(text), err=err)
+
+
+def print_json(value: Any, *, indent: int | None = 2) -> None:
+    """Prints a JSON value with its letters readable, and nothing that a terminal would obey."""
+    click.echo(dump_readable_json(value, indent=indent))
+
+
 def print_rows(
     rows: Rows, columns: Sequence[str], fmt: str = "table", title: str | None = None, *, kind: str = "rows"
 ) -> None:
@@ -81,11 +93,11 @@ def print_rows(
     """
     if fmt == "json":
         selected = [{name: row.get(name) for name in columns} for row in rows]
-        click.echo(json.dumps({"v": JSON_VERSION, "kind": kind, "rows": selected}, indent=2, ensure_ascii=False))
+        print_json({"v": JSON_VERSION, "kind": kind, "rows": selected})
     elif fmt == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows([_format_csv_cell(row.get(name)) for name in columns] for row in rows)
+        writer.writerows([format_csv_cell(row.get(name)) for name in columns] for row in rows)
     elif sys.stdout.isatty():
         _print_terminal_table(rows, columns, title)
     else:
@@ -98,13 +110,13 @@ def print_pages(pages: Iterable[Rows], columns: Sequence[str], fmt: str, *, kind
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
         for page in pages:
-            writer.writerows([_format_csv_cell(row.get(name)) for name in columns] for row in page)
+            writer.writerows([format_csv_cell(row.get(name)) for name in columns] for row in page)
         return
     head = json.dumps({"v": JSON_VERSION, "kind": kind, "rows": []}, indent=2)
     click.echo(head.removesuffix("]\n}"), nl=False)
     separator = ""
     for row in (row for page in pages for row in page):
-        text = json.dumps({name: row.get(name) for name in columns}, indent=2, ensure_ascii=False)
+        text = dump_readable_json({name: row.get(name) for name in columns}, indent=2)
         click.echo(f"{separator}\n{textwrap.indent(text, '    ')}", nl=False)
         separator = ","
     click.echo("\n  ]\n}" if separator else "]\n}")
@@ -125,8 +137,7 @@ def format_value(name: str, value: Any) -> str:
         return " ".join(f"{format_value('', key)}={format_value('', entry)}" for key, entry in value.items()) or "-"
     if isinstance(value, list | tuple | set):
         return ", ".join(format_value("", entry) for entry in value) or "-"
-    # A device's name or reason may contain line breaks and terminal escapes.
-    return "".join(character if character.isprintable() else "\ufffd" for character in str(value))
+    return escape_text(str(value))
 
 
 def _format_number(name: str, value: float) -> str:
@@ -151,7 +162,7 @@ def format_bytes(count: float) -> str:
 
 def _print_terminal_table(rows: Rows, columns: Sequence[str], title: str | None) -> None:
     if title:
-        click.secho(title, bold=True)
+        click.secho(escape_text(title), bold=True)
     cells = [[format_value(name, row.get(name)) for name in columns] for row in rows]
     width = shutil.get_terminal_size().columns
     for line in render_table(
@@ -162,7 +173,7 @@ def _print_terminal_table(rows: Rows, columns: Sequence[str], title: str | None)
 
 def _print_plain_table(rows: Rows, columns: Sequence[str], title: str | None) -> None:
     if title:
-        click.echo(title)
+        click.echo(escape_text(title))
     numeric = _find_numeric_columns(rows, columns)
     lines = [
         [format_heading(name) for name in columns],
@@ -183,10 +194,6 @@ def _find_numeric_columns(rows: Rows, columns: Sequence[str]) -> list[bool]:
 
 def format_heading(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _format_csv_cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping | list | tuple) else value
 
 
 def render_table(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -12,13 +11,16 @@ import click
 from edgefl.cli.output import (
     JSON_VERSION,
     FullHelpGroup,
+    echo,
     format_option,
     format_value,
+    print_json,
     print_rows,
     select_known_columns,
 )
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, make_path, url_option
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
 from edgefl.core.errors import NetworkError, RunFailedError, UsageError
+from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
 if TYPE_CHECKING:
@@ -70,9 +72,9 @@ def submit(  # noqa: PLR0913 the options of one command
     run = make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
         state_size = format_value("state_bytes", run["state_bytes"])
-        click.echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
+        echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
     if fmt == "table":
-        click.echo(run["run_id"])
+        echo(run["run_id"])
     else:
         print_rows([run], COLUMNS, fmt, kind="runs")
     if watches:
@@ -113,7 +115,7 @@ def show(*, run: str, url: str | None, fmt: str) -> None:
     facts = [{"setting": name, "value": format_value(name, run_row[name])} for name in columns]
     print_rows([*facts, *settings], ("setting", "value"), fmt)
     if words := format_accuracy(run_row):
-        click.echo(words)
+        echo(words)
 
 
 @command.command()
@@ -130,7 +132,7 @@ def watch(*, run: str, url: str | None) -> None:
 def stop(*, run: str, url: str | None) -> None:
     """End RUN (default: the newest) after what is in flight; its model and history stay."""
     run_row = make_client(url).post(f"{make_path('runs', run)}/stop")
-    click.echo(f"{run_row['run_id']} {run_row['status']}")
+    echo(f"{run_row['run_id']} {run_row['status']}")
 
 
 @command.command()
@@ -139,7 +141,7 @@ def stop(*, run: str, url: str | None) -> None:
 def resume(*, run: str, url: str | None) -> None:
     """Let RUN (default: the newest), which was interrupted or stopped, go on from its newest checkpoint."""
     run_row = make_client(url).post(f"{make_path('runs', run)}/resume")
-    click.echo(f"{run_row['run_id']} {run_row['status']}")
+    echo(f"{run_row['run_id']} {run_row['status']}")
 
 
 def _wait_for_run(run_id: str, url: str | None) -> None:
@@ -172,7 +174,7 @@ def _watch_run(run: str, url: str | None) -> None:
             time.sleep(POLL_S)
             run_row = operator.get(make_path("runs", run_row["run_id"]))
     if words := format_accuracy(run_row):
-        click.echo(words, err=True)
+        echo(words, err=True)
     if run_row["status"] in {"failed", "interrupted"}:
         raise RunFailedError(f"run {run_row['run_id']} {run_row['status']}: {run_row['reason']}")
 
@@ -186,7 +188,11 @@ class RunProgressBar:
 
         self._console = Console(stderr=True)
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=self._console, transient=True
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
         )
         self._task: Any = None
         self._printed_s = 0.0
@@ -203,14 +209,14 @@ class RunProgressBar:
     def update(self, run: Json) -> None:
         """Shows the newest state of the run."""
         goal = run["config"].get("run", {}).get("rounds")
-        text = _format_line(run, goal)
+        text = escape_text(_format_line(run, goal))
         if self._console.is_terminal:
             if self._task is None:
                 self._task = self._bar.add_task(text, total=goal)
             self._bar.update(self._task, description=text, completed=run["rounds"])
         elif run["status"] in TERMINAL_STATUSES or time.monotonic() - self._printed_s >= LINE_INTERVAL_S:
             self._printed_s = time.monotonic()
-            click.echo(text, err=True)
+            echo(text, err=True)
 
 
 def _format_line(run: Json, goal: int | None) -> str:
@@ -222,7 +228,7 @@ def _format_line(run: Json, goal: int | None) -> str:
 def print_plan(plan: Json, fmt: str) -> None:
     """Prints a plan: for people with sums and assumptions; as JSON complete; as CSV its rows."""
     if fmt == "json":
-        click.echo(json.dumps({**plan, "v": JSON_VERSION, "kind": "plan"}, indent=2, ensure_ascii=False))
+        print_json({**plan, "v": JSON_VERSION, "kind": "plan"})
         return
     if fmt == "csv":
         print_rows(plan["rows"], PLAN_COLUMNS, fmt)
@@ -230,19 +236,19 @@ def print_plan(plan: Json, fmt: str) -> None:
     goal = " or ".join(
         _GOAL_FORMATS.get(name, f"{name} {{}}").format(f"{value:g}") for name, value in plan["goal"].items()
     )
-    click.echo(
+    echo(
         f"{plan['task']} with {plan['strategy']} until {goal}; "
         f"a model of {format_value('bytes_', plan['model_bytes'])}"
     )
     print_rows(plan["rows"], select_known_columns(plan["rows"], PLAN_COLUMNS, _OPTIONAL_PLAN_COLUMNS))
     seconds = "not known" if plan["seconds"] is None else f"{format_value('', plan['seconds'])} s"
     devices = "1 device" if plan["num_devices"] == 1 else f"{plan['num_devices']} devices"
-    click.echo(
+    echo(
         f"a round: {devices}, {format_value('bytes_', plan['bytes_up'])} up, "
         f"{format_value('bytes_', plan['bytes_down'])} down, computing {seconds}"
     )
     for line in plan["assumed"]:
-        click.echo(f"assumed: {line}")
+        echo(f"assumed: {line}")
 
 
 @click.group("export", cls=FullHelpGroup)
@@ -254,6 +260,7 @@ def export() -> None:
 @click.argument("file", type=FILE_TYPE)
 @click.option("--out", required=True, type=FOLDER_TYPE, help="A new folder for the app.")
 @click.option("--scheme", help="How nodes without a shard cut the task's data set [default: the task's own way].")
+@allow_module_option
 def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     """Write the run of FILE (TOML) as a Flower app: strategy and task run with plain `flwr run`."""
     from edgefl.core.config import load_run  # noqa: PLC0415 likewise

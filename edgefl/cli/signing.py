@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, format_option, print_rows
+from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE
 from edgefl.core.errors import BundleError
 
@@ -251,7 +251,7 @@ def apply_update(  # noqa: PLR0913 one argument per option
     if outcome is None:
         click.echo("nothing to do")
         return
-    click.echo(f"{outcome.id}: {outcome.state}" + (f", {outcome.reason}" if outcome.reason else ""))
+    echo(f"{outcome.id}: {outcome.state}" + (f", {outcome.reason}" if outcome.reason else ""))
     if outcome.state != "running":
         raise BundleError(f"{outcome.name or outcome.id} is not installed: {outcome.state}, {outcome.reason}")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json, UpdateStatus
 from edgefl.storage.queries.history import RoundDetails
 
@@ -194,7 +195,7 @@ def _describe_comparison(straggler: Json, others: Sequence[Json]) -> list[str]:
 def _describe_dropouts(rows: Sequence[Json]) -> list[str]:
     """Returns a sentence about each outcome other than used."""
     sentences = []
-    for outcome in (UpdateStatus.LOST, UpdateStatus.FAILED, UpdateStatus.REFUSED, UpdateStatus.LATE):
+    for outcome in (UpdateStatus.LOST, UpdateStatus.FAILED, UpdateStatus.REJECTED, UpdateStatus.LATE):
         names = sorted({row["device_id"] for row in rows if row["outcome"] == outcome})
         if names:
             reasons = {row["reason"] for row in rows if row["outcome"] == outcome and row["reason"]}
@@ -242,8 +243,8 @@ def format_bit_rate(bits_per_s: float) -> str:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Returns `a`, `a and b`, `a, b and c`, or the first and the number of others, without unprintables."""
-    printable = ["".join(letter if letter.isprintable() else "\ufffd" for letter in name) for name in names]
+    """Returns `a`, `a and b`, `a, b and c`, or the first and the number of others, on one safe line."""
+    printable = [escape_text(name) for name in names]
     if len(printable) > MAX_NAMES:
         printable = [*printable[: MAX_NAMES - 1], f"{len(printable) - MAX_NAMES + 1} more"]
     *leading, last = printable or [""]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 import shutil
 from collections import defaultdict
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import DataError, StoreError, UsageError
+from edgefl.core.safe_text import dump_readable_json, format_csv_cell
 from edgefl.core.types import Json
 from edgefl.storage.queries.columns import COLUMNS, get_columns
 
@@ -115,7 +115,7 @@ def _append_device_rows(directory: Path, buffered: dict[str, list[Json]]) -> Non
             writer = csv.writer(file, lineterminator="\n")
             if is_new:
                 writer.writerow(DEVICE_FILE_COLUMNS)
-            writer.writerows([_format_cell(row[name]) for name in DEVICE_FILE_COLUMNS] for row in rows)
+            writer.writerows([format_csv_cell(row[name]) for name in DEVICE_FILE_COLUMNS] for row in rows)
     buffered.clear()
 
 
@@ -124,15 +124,11 @@ def _write_csv(path: Path, columns: Sequence[str], pages: Iterator[list[Json]]) 
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         for page in pages:
-            writer.writerows([_format_cell(row[name]) for name in columns] for row in page)
+            writer.writerows([format_csv_cell(row[name]) for name in columns] for row in page)
 
 
 def _write_json(path: Path, value: Json) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _format_cell(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping | list) else value
+    path.write_text(dump_readable_json(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_file_name(name: str) -> str:

@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from edgefl.core.errors import UsageError
+from edgefl.core.safe_text import escape_text
 from edgefl.history.plot_options import FILE_SUFFIXES
 
 # Okabe and Ito's colours suit the colour-blind; marks, lines and hatches distinguish them in print.
@@ -96,7 +97,7 @@ def encode_figure(figure: Figure, suffix: str) -> bytes:
 
 def format_label(text: str, max_chars: int = 48) -> str:
     """Returns a user-chosen name as a plain label: no mathematics, one line, limited length."""
-    label = "".join(letter if letter.isprintable() else " " for letter in text).strip()
+    label = escape_text(text).strip()
     label = label if len(label) <= max_chars else f"{label[: max_chars - 1]}…"
     # Matplotlib hides labels that begin with an underscore.
     return f"{' ' * label.startswith('_')}{label}".replace("$", r"\$")

@@ -267,7 +267,8 @@ class Tools:
 
 def _is_meant(lines: Sequence[str]) -> bool:
     """Whether a traceback at the start of these lines ends with an error that a test's release raises on purpose."""
-    error = next((line for line in lines[1:] if line[:1].strip()), "")
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    error = next((line for line in lines[1:] if line[indent : indent + 1].strip()), "")
     return error.endswith(": broken on purpose")
 
 

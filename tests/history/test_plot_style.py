@@ -31,7 +31,7 @@ def test_other_endings_are_refused_and_letters_that_the_font_lacks_break_nothing
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("a$b$", r"a\$b\$"), ("_x", " _x"), ("a\nb\x1b", "a b"), ("n" * 60, "n" * 47 + "…"), ("plain", "plain")],
+    [("a$b$", r"a\$b\$"), ("_x", " _x"), ("a\nb\x1b", r"a\nb\x1b"), ("n" * 60, "n" * 47 + "…"), ("plain", "plain")],
 )
 def test_a_name_is_shown_as_it_stands_on_one_line(text, shown):
     assert plot_style.format_label(text) == shown

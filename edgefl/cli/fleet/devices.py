@@ -10,7 +10,7 @@ import click
 
 from edgefl.cli.fleet.rollouts import install, uninstall, update, updates
 from edgefl.cli.history import parse_time
-from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, format_option, format_value, print_rows
+from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, echo, format_option, format_value, print_rows
 from edgefl.cli.sources import make_client, make_path, url_option
 from edgefl.core.errors import UsageError
 
@@ -86,7 +86,7 @@ def logs(*, device: str, run: str | None, since: str | None, follows: bool, url:
         print_rows(list(lines), LOG_COLUMNS, fmt, kind="logs")
         return
     for line in lines:
-        click.echo(_format_line(line))
+        echo(_format_line(line))
 
 
 @command.command()

@@ -13,6 +13,7 @@ from edgefl.cli.fleet.rollouts import deploy, deployments
 from edgefl.cli.output import (
     SHORT_HASH_DIGITS,
     FullHelpGroup,
+    echo,
     format_bytes,
     format_heading,
     format_option,
@@ -122,7 +123,7 @@ def export(  # noqa: PLR0913 one per option
     if kind != "onnx" and (quantise or shard or part):
         raise UsageError(f"--quantise, --shard and --part are for onnx, not for {kind}")
     row = source.find_model(model or "latest", run)
-    click.echo(_format_title(row))
+    echo(_format_title(row))
     if kind == "onnx":
         data = EvaluationData(shard=shard, part=part, directory=source.directory)
         _export_onnx(row, load_model(source, row), out, quantise=quantise, data=data)

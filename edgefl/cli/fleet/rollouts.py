@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.output import SHORT_HASH_DIGITS, format_option, print_rows
+from edgefl.cli.output import SHORT_HASH_DIGITS, echo, format_option, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, make_client, make_path, url_option
 from edgefl.core.errors import RunFailedError, UsageError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
 POLL_S = 0.5
-FAILED_STATES = frozenset({"refused", "failed", "rolled-back"})
+FAILED_STATES = frozenset({"rejected", "failed", "rolled-back"})
 INSTALL_COMMANDS = {
     "release": "update --to VERSION --bundle FILE",
     "pack": "install FILE",
@@ -74,11 +74,11 @@ class RolloutTable:
         rollout = client.post(f"/edgefl/v1/{self.kind}s", fields)
         rollout_id = rollout[f"{self.kind}_id"]
         for name, reason in sorted(rollout.get("left_out", {}).items()):
-            click.echo(f"{name} is left out: {reason}", err=True)
+            echo(f"{name} is left out: {reason}", err=True)
         if waits:
             rollout = self._wait(rollout, client)
         if fmt == "table":
-            click.echo(rollout_id)
+            echo(rollout_id)
         if waits or fmt != "table":
             self.show(rollout, fmt)
         return rollout
@@ -90,7 +90,7 @@ class RolloutTable:
             if (rollout["status"], rollout["counts"]) != printed:
                 printed = rollout["status"], rollout["counts"]
                 counts = ", ".join(f"{number} {state}" for state, number in sorted(rollout["counts"].items()))
-                click.echo(f"{rollout['status']}: {counts}", err=True)
+                echo(f"{rollout['status']}: {counts}", err=True)
             time.sleep(POLL_S)
             rollout = client.get(path)
         return rollout

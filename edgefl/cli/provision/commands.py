@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, format_option, print_rows
+from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.provision.options import PLACEHOLDER_TOKEN, ProvisionOptions, board_options, read_text
 from edgefl.cli.provision.raspberry_pi import command as raspberry_pi
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE
@@ -184,7 +184,7 @@ def ssh(  # noqa: PLR0913 one argument per option
         wait_s=wait_s,
         is_dry_run=is_dry,
         ssh_options=["-F", str(ssh_config)] if ssh_config else [],
-        on_step=lambda host, step: click.echo(f"{host.name}: {step}", err=True),
+        on_step=lambda host, step: echo(f"{host.name}: {step}", err=True),
     )
     results = provision_hosts(hosts, options, jobs=jobs)
     print_rows([_make_row(result) for result in results], COLUMNS, fmt, kind="boards")

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from edgefl import __version__
 from edgefl.core.errors import NetworkError
+from edgefl.core.safe_text import escape_values
 from edgefl.core.types import Json
 from edgefl.system.retries import Backoff
 
@@ -58,7 +59,8 @@ def send_alert(config: WebhookConfig, body: Json, *, timeout_s: float = TIMEOUT_
         WebhookRejectedError: a permanent error, such as 404.
         NetworkError: no answer, or a temporary error.
     """
-    content = json.dumps(body, ensure_ascii=False).encode()
+    # Chat services show the texts as they come: a board's name or reason must not reorder or forge a line there.
+    content = json.dumps(escape_values(body), ensure_ascii=False).encode()
     headers = {"Content-Type": "application/json", "User-Agent": f"edgefl/{__version__}"}
     if config.secret is not None:
         headers[SIGNATURE_HEADER] = compute_signature(config.secret, content)

@@ -25,6 +25,7 @@ from edgefl import __version__
 from edgefl.core.errors import DataError, EdgeflError, VersionError
 from edgefl.core.protocol import host_and_port
 from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_text import dump_readable_json
 from edgefl.core.types import Json, Role
 from edgefl.device.diagnostics import timings
 from edgefl.device.diagnostics.device_checks import check_board, check_device
@@ -88,7 +89,7 @@ def make_report(context: ReportContext, *, on_section: Callable[[str], None] = l
     """Returns the report of this board; `on_section` is called with each section's name."""
     started_s, redactor = time.monotonic(), create_redactor(context.state)
     samples, stop = list[Json](), threading.Event()
-    sampler = threading.Thread(target=_sample_health, args=(context, samples, stop), name="vitals", daemon=True)
+    sampler = threading.Thread(target=_sample_health, args=(context, samples, stop), name="health", daemon=True)
     sampler.start()
     facts: Json = {"v": VERSION, "made_at": round(time.time()), "edgefl": __version__}
     for name, (limit_s, make_section) in _list_sections(context).items():
@@ -97,7 +98,7 @@ def make_report(context: ReportContext, *, on_section: Callable[[str], None] = l
     while len(samples) < MIN_HEALTH_SAMPLES and sampler.is_alive():
         time.sleep(HEALTH_INTERVAL_S / 10)
     stop.set()
-    facts["vitals"] = list(samples)
+    facts["health"] = list(samples)
     facts["took_s"] = round(time.monotonic() - started_s, 1)
     texts = {"log.txt": _format_log(context.state), "kernel.txt": "\n".join(_to_lines(facts.pop("kernel")))}
     return DiagnosticReport(
@@ -134,7 +135,7 @@ def _list_sections(context: ReportContext) -> dict[str, tuple[float, Callable[[]
         "keys": (20.0, timings.measure_key_times),
         "checksums": (20.0, timings.measure_checksum_rates),
         "card": (60.0, lambda: timings.measure_storage(context.scratch)),
-        "way": (30.0, lambda: timings.measure_coordinator_latency(context.state) if context.state else {}),
+        "latency": (30.0, lambda: timings.measure_coordinator_latency(context.state) if context.state else {}),
         "imports": (4 * timings.IMPORT_TIMEOUT_S, lambda: _measure_imports(context)),
         "training": (MAX_TASKS * timings.TRAINING_TIMEOUT_S, lambda: _measure_training(context)),
     }
@@ -294,7 +295,7 @@ def write_report(path: Path, report: DiagnosticReport) -> None:
     Raises:
         DataError: it cannot be written.
     """
-    files = {REPORT_FILE: json.dumps(report.facts, indent=2, ensure_ascii=False)}
+    files = {REPORT_FILE: dump_readable_json(report.facts, indent=2)}
     files |= {
         f"{FOLDER}/{name}": text
         for name, text in {**report.texts, "summary.txt": format_summary(report.facts)}.items()

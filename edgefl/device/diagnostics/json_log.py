@@ -20,6 +20,7 @@ from typing import Any
 from edgefl.core.errors import EdgeflError, NetworkError, UsageError
 from edgefl.core.protocol import Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_text import dump_readable_json
 from edgefl.core.types import Json
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class JsonLogHandler(logging.Handler):
                 "message": remove_secrets(self._format_text(record))[:MAX_MESSAGE_CHARS],
                 **({"run": work[0], "assignment": work[1]} if work else {}),
             }
-            self._file.emit(logging.makeLogRecord({"msg": json.dumps(line, ensure_ascii=False)}))
+            self._file.emit(logging.makeLogRecord({"msg": dump_readable_json(line)}))
         except (OSError, TypeError, ValueError, KeyError):  # a failed line must not raise in the code that logs it
             self.handleError(record)
 

@@ -3,7 +3,7 @@
 import { Feed, token } from "./api.js";
 import { deviceView } from "./device.js";
 import { afterLogIn, askForToken, learnAccess, logOut } from "./dialogs.js";
-import { framed, h, replace, setText } from "./dom.js";
+import { framed, h, replace, setText, visible } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { joinView, startView } from "./forms.js";
 import { courseOf, listen, model, take, tell } from "./model.js";
@@ -32,7 +32,7 @@ function show() {
     if (isHere) entry.setAttribute("aria-current", "page");
     else entry.removeAttribute("aria-current");
   }
-  document.title = `${TITLES[name] ?? id ?? "Now"} · edgefl`;
+  document.title = visible(`${TITLES[name] ?? id ?? "Now"} · edgefl`);
   if (!model.reads) {
     view = null;
     replace(main, h("h1", {}, "edgefl"), h("p", {}, "Reading this fleet needs a viewer or operator token."), h("p", {}, h("button", { type: "button", class: "primary", onclick: () => askForToken("Reading this fleet needs a token.") }, "Log in")));

@@ -3,7 +3,7 @@
 import { get, post } from "./api.js";
 import { LineChart } from "./charts.js";
 import { act } from "./dialogs.js";
-import { button, h, link, replace, toast } from "./dom.js";
+import { button, h, link, replace, toast, visible } from "./dom.js";
 import { bytes, clock, count, exactClock, moment, percent, plain, seconds, shortHash, words } from "./format.js";
 import { presence, temperature, work } from "./fleet.js";
 import { model } from "./model.js";
@@ -74,7 +74,7 @@ export function deviceView(root, deviceId) {
 
   function draw() {
     const row = model.devices.get(deviceId);
-    document.title = `${deviceId} · edgefl`;
+    document.title = visible(`${deviceId} · edgefl`);
     if (!row && !model.isLoaded) return;
     if (!row) {
       replace(head, h("div", {}, h("h1", {}, deviceId), h("p", { class: "quiet" }, "This device is not in the fleet any more.")));

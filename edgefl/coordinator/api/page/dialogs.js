@@ -1,7 +1,7 @@
 // Logging in, and asking before something is ended.
 
 import { get, setToken, token } from "./api.js";
-import { button, h, toast } from "./dom.js";
+import { button, h, setText, toast } from "./dom.js";
 import { model, tell } from "./model.js";
 
 export async function learnAccess() {
@@ -39,7 +39,7 @@ export function askForToken(why) {
     } catch (error) {
       setToken(before);
       await learnAccess().catch(() => {});
-      wrong.textContent = error.message;
+      setText(wrong, error.message);
       input.select();
     }
   });

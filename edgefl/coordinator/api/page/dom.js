@@ -1,6 +1,13 @@
-// Elements from plain values. Text only ever becomes text: no name of a device or a run can become markup.
+// Elements from plain values. Text only ever becomes text: no name of a device or a run can become markup, and what
+// would reorder or hide other text is written as its number, as in `core/safe_text.py`.
 
 const SVG = "http://www.w3.org/2000/svg";
+const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Cs}\p{Zl}\p{Zp}\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u180f\u3164\uffa0\ufe00-\ufe0f\u{e0100}-\u{e01ef}]/gu;
+
+export function visible(value) {
+  if (typeof value !== "string") return value;
+  return value.replace(UNSAFE, (character) => (character === "\n" ? character : `\\u{${character.codePointAt(0).toString(16)}}`));
+}
 
 export function h(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
@@ -14,19 +21,24 @@ function fill(element, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value === true ? "" : value);
+    else element.setAttribute(name, value === true ? "" : visible(value));
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...shown(children));
   return element;
 }
 
+function shown(children) {
+  return children.flat().filter((child) => child !== null && child !== undefined && child !== false).map(visible);
+}
+
 export function replace(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  element.replaceChildren(...shown(children));
   return element;
 }
 
 export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const safe = visible(text);
+  if (element.textContent !== safe) element.textContent = safe;
 }
 
 export function button(text, onclick, attributes = {}) {

@@ -3,7 +3,7 @@
 import { get, post } from "./api.js";
 import { LineChart } from "./charts.js";
 import { act, confirm } from "./dialogs.js";
-import { button, h, replace, setText, toast } from "./dom.js";
+import { button, h, replace, setText, toast, visible } from "./dom.js";
 import { accuracy, bytes, count, digits, moment, plain, seconds } from "./format.js";
 import { courseOf, courseRows, model } from "./model.js";
 import { lasted, LIVE, progress, status } from "./runs.js";
@@ -144,7 +144,7 @@ export function runView(root, wanted) {
   function draw() {
     if (!run) return;
     run = { ...run, ...model.runs.get(run.run_id) };
-    document.title = `${run.name} · edgefl`;
+    document.title = visible(`${run.name} · edgefl`);
     const state = JSON.stringify([run.status, run.reason, model.acts, refused.has(run.run_id)]);
     if (state !== shown) {
       shown = state;
