@@ -6,6 +6,7 @@ field's metadata bounds its value: `at_least` and `at_most` include the bound, `
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
@@ -18,20 +19,22 @@ from urllib.parse import urlsplit
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.safe_text import is_safe_text
 from edgefl.core.types import Json, Scalar
 
 T = TypeVar("T")
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 JoinPolicy = Literal["anytime", "start"]
 RequirePolicy = Literal["any", "all"]
-RescuePolicy = Literal["go-on", "ask-again", "none"]
+TimeoutPolicy = Literal["aggregate", "reassign", "none"]
 ResidualPolicy = Literal["periodic", "durable"]
-UnwellPolicy = Literal["smaller", "rest", "ignore"]
+UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
+_RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
 _REST = "rest"
 
@@ -49,16 +52,16 @@ class RunSection:
         updates: stop rule: updates that went into a model.
         seconds: stop rule: seconds since the first assignment.
         bytes: stop rule: bytes that crossed the network in both directions.
-        accuracy: stop rule: the mean accuracy of the last `accuracy_over` evaluated versions, a fraction.
-        accuracy_over: how many evaluations that mean is over.
+        accuracy: stop rule: the mean accuracy of the last `accuracy_window` evaluated versions, a fraction.
+        accuracy_window: how many evaluations that mean is over.
         seed: of weights, selection and the order of examples; the same seed gives the same simulated run.
         evaluate_every: rounds from one evaluation to the next.
         evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
         init: a safetensors file to start from.
         deadline_s: an assignment that takes longer is given up.
         min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
-        barrier_s: bounds that wait; then `rescue` is tried once, and after the same time again the run ends.
-        rescue: closes the round with those that answered, asks other devices, or does nothing.
+        round_timeout_s: bounds that wait; then `on_timeout` is tried once, and after the same time again the run ends.
+        on_timeout: closes the round with those that answered, asks other devices, or does nothing.
         updates_per_round: updates that make a round of an asynchronous run's history; None: devices asked first.
         max_state_bytes: most memory that a strategy may keep for all devices, or the run is refused.
         local_test_fraction: of each device's shard that is kept for testing.
@@ -71,15 +74,15 @@ class RunSection:
     seconds: float | None = field(default=None, metadata={"above": 0})
     bytes: int | None = field(default=None, metadata={"at_least": 1})
     accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
-    accuracy_over: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
+    accuracy_window: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
     seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
     evaluate_every: int = field(default=1, metadata={"at_least": 1})
     evaluate_on: EvaluateOn = "auto"
     init: str | None = None
     deadline_s: float | None = field(default=None, metadata={"above": 0})
     min_updates: int | None = field(default=None, metadata={"at_least": 1})
-    barrier_s: float | None = field(default=None, metadata={"above": 0})
-    rescue: RescuePolicy = "go-on"
+    round_timeout_s: float | None = field(default=None, metadata={"above": 0})
+    on_timeout: TimeoutPolicy = "aggregate"
     updates_per_round: int | None = field(default=None, metadata={"at_least": 1})
     max_state_bytes: int = field(default=DEFAULT_STATE_BYTES, metadata={"at_least": 0})
     local_test_fraction: float = field(default=0.1, metadata={"at_least": 0, "below": 1})
@@ -133,7 +136,7 @@ class CompressionSection:
 class DevicesSection:
     """`[devices]`: which devices take part.
 
-    A board that is throttled, hotter than `max_temperature_c` or on less battery than `min_battery` is unwell.
+    A board that is throttled, hotter than `max_temperature_c` or on less battery than `min_battery` is unhealthy.
 
     Attributes:
         groups: devices of these groups; none means all that have a shard of the task.
@@ -143,9 +146,9 @@ class DevicesSection:
         fraction: of the idle devices that are asked in a round, in place of `count`.
         min_memory_bytes: boards with less memory are left out.
         accelerator: leave out boards without an accelerator.
-        max_temperature_c: a hotter board is unwell.
-        min_battery: a board with less charge is unwell, a fraction.
-        unwell: such a board gets half of its budget, no work, or is treated like any other.
+        max_temperature_c: a hotter board is unhealthy.
+        min_battery: a board with less charge is unhealthy, a fraction.
+        unhealthy_policy: such a board gets half of its budget, no work, or is treated like any other.
         join: whether devices that become ready after the start are admitted.
         require: devices that must be ready before the first round, a number or all that are eligible, or the run
             fails; any begins with those that are ready.
@@ -161,7 +164,7 @@ class DevicesSection:
     accelerator: bool = False
     max_temperature_c: float = field(default=80.0, metadata={"above": 0})
     min_battery: float = field(default=0.2, metadata={"at_least": 0, "at_most": 1})
-    unwell: UnwellPolicy = "smaller"
+    unhealthy_policy: UnhealthyPolicy = "smaller"
     join: JoinPolicy = "anytime"
     require: int | RequirePolicy = field(default="any", metadata={"at_least": 1})
     ready_s: float = field(default=30.0, metadata={"above": 0, "at_most": 3600})
@@ -194,17 +197,25 @@ class ServerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSection:
-    """`[guard]`: which updates are refused. Those with a NaN, an infinity or a wrong shape always are.
+    """`[guard]`: which updates are refused or clipped. One with a NaN, an infinity or a wrong shape is always refused.
 
     Attributes:
-        max_norm: most Euclidean norm of an update; None for no bound.
-        max_norm_ratio: most ratio of that norm to the median of the last ones; None for no bound.
-        flag_after: a device that is refused so many times in a row is flagged and not asked again in this run.
+        enabled: whether updates are compared with those of other devices, by the next two settings.
+        norm_ratio: most ratio of an update's norm to the median of the other devices'; a longer one is clipped.
+        min_cosine: least mean cosine of a device's last updates with the direction of the others'; it is refused
+            below that.
+        max_norm: most Euclidean norm of an update, which is refused above it; None for no bound.
+        refusals_before_quarantine: a device that is refused so many times in a row is not asked again in this run.
+        max_weight_ratio: most examples that a device weighs as, as a multiple of the median of the run's devices; 0
+            for no bound.
     """
 
+    enabled: bool = True
+    norm_ratio: float = field(default=4.0, metadata={"above": 1})
+    min_cosine: float = field(default=-0.3, metadata={"at_least": -1, "below": 1})
     max_norm: float | None = field(default=None, metadata={"above": 0})
-    max_norm_ratio: float | None = field(default=None, metadata={"above": 1})
-    flag_after: int = field(default=3, metadata={"at_least": 1})
+    refusals_before_quarantine: int = field(default=3, metadata={"at_least": 1})
+    max_weight_ratio: float = field(default=2.0, metadata={"at_least": 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,6 +363,38 @@ class CertificateSettings:
     server_days: float = field(default=730.0, metadata={"at_least": 1, "at_most": 7300})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """`[connections]` in the coordinator's `settings.toml`: limits of its HTTPS port and of its embedded broker, each.
+
+    A connection is pending until it has shown a device's key or an access token.
+
+    Attributes:
+        max_total: connections in all; 0 for as many as the limit of open files allows, less a reserve.
+        max_pending_per_address: pending connections of an address (IPv6: of a /64 network).
+        max_per_device: connections of a device, or of an operator's address; further ones stay pending.
+        new_per_s: pending connections that an address may open a second; those of ten seconds at once.
+        handshake_s: until the TLS hand-shake is done.
+        header_s: until a request's header has arrived, or a broker's CONNECT.
+        idle_s: between two requests of a pending connection.
+        stall_s: how long the body of a request may arrive at less than `min_bytes_per_s`; six times as long with a
+            key.
+        write_s: how long a reader may take for the next 48 KB of an answer; six times as long with a key.
+        min_bytes_per_s: least rate of a body.
+    """
+
+    max_total: int = field(default=0, metadata={"at_least": 0, "at_most": 1_000_000})
+    max_pending_per_address: int = field(default=128, metadata={"at_least": 1, "at_most": 100_000})
+    max_per_device: int = field(default=16, metadata={"at_least": 4, "at_most": 1000})
+    new_per_s: float = field(default=50.0, metadata={"at_least": 1, "at_most": 100_000})
+    handshake_s: float = field(default=10.0, metadata={"above": 0, "at_most": 600})
+    header_s: float = field(default=10.0, metadata={"above": 0, "at_most": 600})
+    idle_s: float = field(default=15.0, metadata={"above": 0, "at_most": 3600})
+    stall_s: float = field(default=8.0, metadata={"above": 0, "at_most": 600})
+    write_s: float = field(default=20.0, metadata={"above": 0, "at_most": 600})
+    min_bytes_per_s: int = field(default=500, metadata={"at_least": 1, "at_most": 1_000_000})
+
+
 def _is_web_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
@@ -361,17 +404,18 @@ def _is_web_url(text: str) -> bool:
 
 
 def check_run_name(name: str | None) -> None:
-    """Checks a run's name, which is only ever shown, so that nobody takes it for a path.
+    """Checks a run's name, so that nobody takes it for a path, an option, a formula or more than one line.
 
     Raises:
-        ConfigError: it holds what has a meaning in paths or on terminals, or is longer than a line.
+        ConfigError: it has other characters than letters, digits, spaces and `.,:+#=@()_~-`, begins with one of
+            these marks, or is longer than a line.
     """
     if name is None:
         return
-    is_path = "/" in name or "\\" in name or name.strip(" .") == ""
-    if is_path or not name.isprintable() or len(name) > MAX_NAME_CHARS:
+    if not _RUN_NAME.fullmatch(name) or not is_safe_text(name) or len(name) > MAX_NAME_CHARS:
         raise ConfigError(
-            f"run.name must be 1 to {MAX_NAME_CHARS} printable characters without slashes, got {name[:40]!r}"
+            f"run.name must be 1 to {MAX_NAME_CHARS} letters, digits, spaces and .,:+#=@()_~- and begin with a "
+            f"letter or digit, got {name[:40]!a}"
         )
 
 

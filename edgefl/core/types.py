@@ -205,7 +205,7 @@ class GossipConfig:
         learning_rate: that of the run's first iteration, which step sizes of edges follow from.
         period: K, local iterations between two exchanges of an edge.
         codec: of what travels along edges; empty for none.
-        carrier: transport of messages to neighbours: `relay` (inbox and update), `peer` (MQTT) or `direct` (TLS).
+        carrier: transport of messages to neighbours: `relay` (assignment and update), `peer` (MQTT) or `direct` (TLS).
         schedule: when edges fire, where the device itself decides (`peer` and `direct`).
         fires: neighbours whose edges fire after this assignment's iterations, where it does not (`relay`).
         listen: HOST:PORT at which the node listens, for the carrier `direct`.
@@ -249,8 +249,8 @@ class TrainConfig:
     Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
     `prox`. With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device
-    is a node of a graph, which applies the messages of its neighbours (`inbox`) before it trains; its `iterations`
-    may then be 0, for an exchange alone. Otherwise the inbox holds the messages sent beside the model.
+    is a node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
+    may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model.
     """
 
     algorithm: str = Algorithm.SGD
@@ -264,7 +264,7 @@ class TrainConfig:
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
-    inbox: tuple[PeerMessage, ...] = ()
+    messages: tuple[PeerMessage, ...] = ()
     node: GossipConfig | None = None
 
     def count_iterations(self, num_examples: int) -> int | None:
@@ -274,11 +274,11 @@ class TrainConfig:
         return self.iterations
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any], inbox: tuple[PeerMessage, ...] = ()) -> Self:
-        """Returns the config from JSON values, which have no inbox; unknown fields are ignored."""
+    def from_json(cls, value: Mapping[str, Any], messages: tuple[PeerMessage, ...] = ()) -> Self:
+        """Returns the config from JSON values, which have no messages; unknown fields are ignored."""
         values = _known(cls, value)
         node = values.get("node")
-        return cls(**{**values, "inbox": inbox, "node": node and GossipConfig.from_json(node)})
+        return cls(**{**values, "messages": messages, "node": node and GossipConfig.from_json(node)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +339,7 @@ class UpdateStatus(StrEnum):
 
     USED = "used"
     LATE = "late"
-    REFUSED = "refused"
+    REJECTED = "rejected"
     FAILED = "failed"
     LOST = "lost"
 
@@ -382,7 +382,7 @@ class UpdateMetrics:
 class Update:
     """Update of one assignment: the displacement w_end - w_start, not the new weights.
 
-    A node of a graph sends its model itself when it is to report, and no tensors otherwise; `outbox` holds its
+    A node of a graph sends its model itself when it is to report, and no tensors otherwise; `messages` holds its
     messages to neighbours.
     """
 
@@ -393,7 +393,7 @@ class Update:
     metrics: UpdateMetrics
     body: bytes | None = None
     received_s: float = 0.0
-    outbox: tuple[PeerMessage, ...] = ()
+    messages: tuple[PeerMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from edgefl.core.claims import ClaimLimits
 from edgefl.core.types import (
     DeviceInfo,
     DeviceThroughput,
     EvaluateInstruction,
+    EvaluateResult,
     HealthMetrics,
     Progress,
     Role,
@@ -31,10 +33,14 @@ def update_moving_average(previous: float | None, newest: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchedInstruction:
-    """An in-flight instruction, and when it was dispatched, in seconds of the run's own clock."""
+    """An in-flight instruction, and when it was dispatched, in seconds of the run's own clock.
+
+    `paused_s` are seconds since then in which that clock stood still, as the coordinator was away.
+    """
 
     order: TrainInstruction | EvaluateInstruction
     dispatched_s: float
+    paused_s: float = 0.0
 
 
 class _PresentDevices(Mapping[str, DeviceInfo]):
@@ -63,9 +69,16 @@ class FleetState:
 
     `busy` holds training only: evaluations never make a device busy. Speeds are those of this run: those of another
     model or batch are not comparable.
+
+    Args:
+        health: of the devices.
+        limits: of what devices claim; None for those without a task.
     """
 
-    def __init__(self, health: Mapping[str, HealthMetrics] | None = None) -> None:
+    def __init__(
+        self, health: Mapping[str, HealthMetrics] | None = None, *, limits: ClaimLimits | None = None
+    ) -> None:
+        self._limits = limits or ClaimLimits()
         self._now_s = 0.0
         self._devices = _PresentDevices()
         self._idle: list[str] = []
@@ -114,6 +127,10 @@ class FleetState:
         """Ids of those in flight that were asked to finish early."""
         return self._finishing_early
 
+    @property
+    def claim_limits(self) -> ClaimLimits:
+        return self._limits
+
     def start_turn(self, now_s: float) -> None:
         """Starts a turn, with its time."""
         self._now_s = now_s
@@ -133,6 +150,7 @@ class FleetState:
         )
         if not isinstance(instruction, TrainInstruction):
             return
+        self._limits.record_order(instruction.device_id, self._devices.by_id.get(instruction.device_id))
         self._busy.setdefault(instruction.device_id, []).append(instruction.assignment_id)
         self._update_idle(instruction.device_id)
 
@@ -158,6 +176,35 @@ class FleetState:
 
     def record_progress(self, progress: Progress) -> None:
         self._progress[progress.device_id] = progress
+
+    def bound_progress(self, report: Progress, *, elapsed_s: float) -> Progress:
+        """Returns the report with its claims bounded; `elapsed_s` are since its instruction was dispatched."""
+        dispatched = self._in_flight.get(report.assignment_id)
+        if dispatched is None or not isinstance(dispatched.order, TrainInstruction):
+            return report
+        return self._limits.bound_progress(report, dispatched.order.plan, elapsed_s=elapsed_s)
+
+    def bound_evaluation(self, result: EvaluateResult) -> EvaluateResult:
+        """Returns the evaluation with its claims bounded."""
+        return self._limits.bound_evaluation(result, self._devices.by_id.get(result.device_id))
+
+    def accept_metrics(self, order: TrainInstruction, metrics: UpdateMetrics, *, elapsed_s: float) -> UpdateMetrics:
+        """Returns an update's metrics with their claims bounded, and updates its device's speed from them.
+
+        Args:
+            order: in flight, that the update followed.
+            metrics: as the device claims.
+            elapsed_s: from dispatch to arrival.
+        """
+        metrics = self._limits.bound_metrics(
+            metrics,
+            order,
+            elapsed_s=elapsed_s,
+            is_finishing_early=order.assignment_id in self._finishing_early,
+            speeds=self._speeds,
+        )
+        self.record_speed(order.device_id, metrics)
+        return metrics
 
     def record_speed(self, device_id: str, metrics: UpdateMetrics) -> None:
         """Updates the moving average of a device's speed from an update."""
@@ -193,6 +240,7 @@ class FleetState:
         self._in_flight, self._finishing_early = dict(other.in_flight), set(other.finishing_early)
         self._busy = {device_id: list(names) for device_id, names in other.busy.items()}
         self._speeds, self._progress = dict(other.speeds), dict(other.progress)
+        self._limits.restore(other.claim_limits.examples)
         for device_id in [*self._devices]:
             self._update_idle(device_id)
 

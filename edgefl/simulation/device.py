@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -165,7 +164,7 @@ class SimulatedDevice:
     def schedule_work(self, work: InFlightWork) -> None:
         """Samples iteration times and sets the iteration limit; None where seconds decide."""
         plan = work.instruction.plan
-        work.max_iterations = compute_planned_iterations(plan, max(1, self.count_examples(work.instruction.block)))
+        work.max_iterations = plan.count_iterations(max(1, self.count_examples(work.instruction.block)))
         work.iteration_times = self._draw_iteration_times(plan, work.max_iterations)
 
     def start_work(self, work: InFlightWork, now_s: float) -> None:
@@ -190,11 +189,11 @@ class SimulatedDevice:
 
     def summarise_health(self, start_s: float, end_s: float) -> dict[str, Any]:
         """Returns an update's health metrics, from those at its start and end."""
-        samples = [vitals for at_s in (start_s, end_s) if (vitals := self.compute_health(at_s)) is not None]
-        temperatures = [vitals.temperature_c for vitals in samples if vitals.temperature_c is not None]
+        samples = [health for at_s in (start_s, end_s) if (health := self.compute_health(at_s)) is not None]
+        temperatures = [health.temperature_c for health in samples if health.temperature_c is not None]
         if not samples:
             return {}
-        is_throttled = any(vitals.is_throttled for vitals in samples)
+        is_throttled = any(health.is_throttled for health in samples)
         return {
             "max_temperature_c": max(temperatures, default=None),
             "throttled": ("throttled" if is_throttled else "ok") if self.compute_slowdown is not None else None,
@@ -221,10 +220,3 @@ class SimulatedDevice:
             if np.isclose(work.iteration_times.compute_work_s(iterations), work_s, rtol=1e-12)
             else iterations + 1
         )
-
-
-def compute_planned_iterations(config: TrainConfig, num_examples: int) -> int | None:
-    """Returns a plan's iterations unless finished early; None where seconds decide."""
-    if config.epochs is not None:
-        return max(1, round(config.epochs * math.ceil(num_examples / config.batch_size)))
-    return config.iterations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from numpy.random import Generator
 
+from edgefl.core.claims import ClaimLimits
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import (
     DeviceAvailable,
@@ -146,10 +147,10 @@ class _SimulatedHealth(Mapping[str, HealthMetrics]):
         self._devices, self._event_queue = devices, event_queue
 
     def __getitem__(self, device_id: str) -> HealthMetrics:
-        vitals = self._devices[device_id].compute_health(self._event_queue.now_s)
-        if vitals is None:
+        health = self._devices[device_id].compute_health(self._event_queue.now_s)
+        if health is None:
             raise KeyError(device_id)
-        return vitals
+        return health
 
     def __iter__(self) -> Iterator[str]:
         return (
@@ -169,6 +170,7 @@ class SimulatedFleet:
         downlink: encodes models and counts their bytes.
         settings: common to all devices.
         evaluators: evaluators besides the devices: on the coordinator's own data, without traffic.
+        limits: of what devices claim.
     """
 
     def __init__(
@@ -179,12 +181,13 @@ class SimulatedFleet:
         downlink: SimulatedDownlink,
         settings: SimulationSettings | None = None,
         evaluators: Sequence[DeviceInfo] = (),
+        limits: ClaimLimits | None = None,
     ) -> None:
         self._backend, self._downlink, self._settings = backend, downlink, settings or SimulationSettings()
         self._event_queue, self._events = SimulationEventQueue(), list[Event]()
         self._devices = {board.device_id: board for board in devices}
         self._members: frozenset[str] | None = None
-        self._state = FleetState(_SimulatedHealth(self._devices, self._event_queue))
+        self._state = FleetState(_SimulatedHealth(self._devices, self._event_queue), limits=limits)
         for info in evaluators:
             self._state.update_device(info.device_id, info)
         self._lifecycle = InstructionLifecycle(
@@ -250,7 +253,7 @@ class SimulatedFleet:
             raise RunFailedError(
                 f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
                 f"{len(self._devices)} devices are there, none of them is given work, "
-                "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unwell, "
+                "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unhealthy_policy, "
                 "and at whom the strategy itself asks"
             )
         return events
@@ -274,7 +277,7 @@ class SimulatedFleet:
         if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
             return
-        if instruction.plan.node is None and not instruction.plan.inbox:
+        if instruction.plan.node is None and not instruction.plan.messages:
             num_bytes = self._downlink.start_download(board, provider)
         else:
             num_bytes = self._downlink.count_peer_download_bytes(instruction, provider)
@@ -295,20 +298,19 @@ class SimulatedFleet:
         except TrainingFailedError as error:
             self._publish(make_failure(order, UpdateStatus.FAILED, str(error)))
             return
-        self._publish(
-            EvaluateResult(
-                assignment_id=order.assignment_id,
-                device_id=order.device_id,
-                version=order.version,
-                round=order.round,
-                source=info.source,
-                num_examples=scores.num_examples,
-                loss=scores.loss,
-                accuracy=scores.accuracy,
-                bytes_down=len(encoded.body) if is_board else 0,
-                subject=order.subject,
-            )
+        result = EvaluateResult(
+            assignment_id=order.assignment_id,
+            device_id=order.device_id,
+            version=order.version,
+            round=order.round,
+            source=info.source,
+            num_examples=scores.num_examples,
+            loss=scores.loss,
+            accuracy=scores.accuracy,
+            bytes_down=len(encoded.body) if is_board else 0,
+            subject=order.subject,
         )
+        self._publish(self._state.bound_evaluation(result))
 
     def _on_failure_detected(self, device: SimulatedDevice) -> None:
         self._lifecycle.fail_all(device, "device gone: it fell silent")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.coordinator.runs.history_recorder import ComputeMetrics, HistoryRecorder, compute_no_metrics
-from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.config import RunConfig
 from edgefl.core.types import DeviceInfo, Json, Tensors
 from edgefl.engine.progress import RoundCounter
@@ -92,11 +92,15 @@ class SimulationHistory:
             clock=self._now,
             monotonic=self._clock,
             on_version=after,
-            get_blocked=lambda: policy.guard.blocked_devices,
+            get_blocked=lambda: policy.blocked_devices,
             compute_metrics=compute_metrics,
         )
         self._log = RunLog(None, [recorder])
         return self._log
+
+    def record_event(self, kind: str, device_id: str, message: str) -> None:
+        """Adds an event of a device to the history."""
+        self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._now()))
 
     def finish(self, reason: str, models: Path, model: Tensors | None, version: int, round_number: int) -> None:
         """Writes all rows, and the model where there is one."""

@@ -88,6 +88,7 @@ class InstructionLifecycle:
 
     def finish_early(self, assignment_id: str) -> None:
         """Tells a device to finish an instruction now; no effect on a finished one."""
+        self._state.finish_early(assignment_id)
         work = self._in_flight.get(assignment_id)
         if work is not None and not work.is_finishing_early:
             self._event_queue.schedule(
@@ -169,10 +170,10 @@ class InstructionLifecycle:
     def _on_upload_end(self, work: InFlightWork) -> None:
         if work.is_orphaned or work.is_completed or work.result is None:
             return
-        self._complete(work)
         now_s, trained = self._event_queue.now_s, work.result
         metrics = self._build_metrics(work, trained, now_s)
-        self._state.record_speed(work.instruction.device_id, metrics)
+        metrics = self._state.accept_metrics(work.instruction, metrics, elapsed_s=now_s - work.dispatched_s)
+        self._complete(work)
         self._state.record_transfer(
             work.instruction.device_id,
             up_bytes_per_s=metrics.bytes_up / max(1e-9, now_s - work.finished_s),
@@ -185,7 +186,7 @@ class InstructionLifecycle:
             tensors=trained.tensors,
             metrics=metrics,
             received_s=now_s,
-            outbox=trained.outbox,
+            messages=trained.messages,
         )
         self._publish(update)
 
@@ -263,6 +264,7 @@ class InstructionLifecycle:
     def _on_report(self, argument: tuple[InFlightWork, Progress]) -> None:
         work, report = argument
         if not work.is_completed:
+            report = self._state.bound_progress(report, elapsed_s=self._event_queue.now_s - work.dispatched_s)
             self._state.record_progress(report)
             self._publish(report)
 

@@ -15,6 +15,8 @@ from typing import Any
 from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.requirements import check_memory_for
+from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
+from edgefl.core import extensions
 from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
@@ -33,7 +35,8 @@ from edgefl.simulation.profiles import list_profile_names
 from edgefl.simulation.setup import load_run_faults, make_backend, make_device_names, make_devices, make_settings
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
-from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
+from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
 from edgefl.tasks.registry import make_task
@@ -77,6 +80,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     root: str | Path | None = None,
     bookkeeping_only: bool = False,
     on_change: OnChange | None = None,
+    allow_modules: Sequence[str] = (),
 ) -> SimulationResult:
     """Trains on a simulated fleet and returns the history; arguments override the run file's `[simulation]`.
 
@@ -89,6 +93,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         root: folder of the history; `~/.local/share/edgefl/simulations` when None.
         bookkeeping_only: no training: times, bytes and schedules only.
         on_change: called with the run's progress, as in `edgefl run show`.
+        allow_modules: modules whose classes the run file may name, as `--allow-module`.
 
     Raises:
         EdgeflError: the run file is invalid, data is missing, or the run failed.
@@ -100,9 +105,10 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     ):
         raise ConfigError("without training no accuracy is ever reached; give run.rounds, updates, seconds or bytes")
     folder = Path(default_root() if root is None else root).expanduser().resolve()
-    with closing(
-        _Simulation(run_config, None if bookkeeping_only else _load_data(run_config, devices))
-    ) as simulation:
+    with (
+        extensions.allow_modules(allow_modules),
+        closing(_Simulation(run_config, None if bookkeeping_only else _load_data(run_config, devices))) as simulation,
+    ):
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
             return _build_result(store, simulation.run(store, folder, on_change), folder)
@@ -193,15 +199,22 @@ class _Simulation:
     def run(self, store: Store, folder: Path, on_change: OnChange | None) -> str:
         """Runs to the end; returns the run id."""
         assembled = self._components
+        limits = ClaimLimits(
+            task=self._config.run.task,
+            max_weight_ratio=self._config.guard.max_weight_ratio,
+            test_fraction=self._config.run.local_test_fraction,
+        )
         fleet = SimulatedFleet(
             self._devices,
             backend=self._backend,
             downlink=self._make_downlink(),
             settings=make_settings(self._config),
             evaluators=self._make_evaluators(),
+            limits=limits,
         )
         devices = [board.info for board in self._devices]
         history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
+        limits.on_bounded = lambda claim: history.record_event(CLAIM_BOUNDED, claim.device_id, str(claim))
         strategy, policy = assembled.strategy, self._make_policy()
         try:
             compute_metrics = compute_no_metrics if self._data is None else strategy.facts
@@ -216,6 +229,7 @@ class _Simulation:
                 rounds=assembled.rounds,
                 policy=policy,
                 on_score=run_log.record_score,
+                on_clipped=run_log.record_clipped,
             )
             if isinstance(strategy, ValidatedStrategy):
                 strategy.check_final_state(state)

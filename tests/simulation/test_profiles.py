@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
-from edgefl.simulation.device import compute_planned_iterations
 from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults, render_fault_script
 from edgefl.simulation.profiles import (
     DeviceProfile,
@@ -93,11 +92,11 @@ def test_the_simulator_counts_iterations_as_a_board_does(plan: TrainConfig) -> N
     data = Dataset(inputs=np.zeros((10, 8, 8), np.uint8), labels=np.zeros(10, np.int64))
     learner = task.learner()
     done = train(learner, data, plan, derive_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
-    assert compute_planned_iterations(plan, len(data)) == done.iterations
+    assert plan.count_iterations(len(data)) == done.iterations
 
 
 def test_seconds_alone_do_not_say_how_many_iterations() -> None:
-    assert compute_planned_iterations(TrainConfig(seconds=3.0), 10) is None
+    assert TrainConfig(seconds=3.0).count_iterations(10) is None
 
 
 BOARDS = ("pi-zero-2w", "pi-3b-plus", "pi-4", "pi-5", "jetson-nano", "jetson-orin-nano")

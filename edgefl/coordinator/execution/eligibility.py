@@ -9,6 +9,7 @@ from enum import StrEnum
 from edgefl import DISTRIBUTION
 from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.core.claims import DEFAULT_WEIGHT_RATIO
 from edgefl.core.protocol import ReadinessPhase
 from edgefl.core.types import DeviceInfo, Indices, Json, Role, Tensors
 
@@ -33,6 +34,7 @@ class RunSpec:
         encode_changes: for devices that keep the model they were sent; None to always send the full model.
         needs_torch: devices without torch take no part: they can only use finished models.
         incarnations: give the wire ids of its assignments; None for the first incarnation.
+        max_weight_ratio: of what one device may weigh to the median; see `ClaimLimits`.
     """
 
     run_id: str
@@ -46,6 +48,7 @@ class RunSpec:
     encode_changes: EncodeChanges | None = None
     needs_torch: bool = False
     incarnations: RunIncarnations | None = None
+    max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
 
 
 class EligibilityFilter:
@@ -102,9 +105,9 @@ def has_torch(info: DeviceInfo) -> bool:
 class AdmissionStatus(StrEnum):
     """Admission status of a device."""
 
-    PENDING = "asked"
+    PENDING = "pending"
     READY = "ready"
-    REJECTED = "refused"
+    REJECTED = "rejected"
 
 
 @dataclass(slots=True, kw_only=True)

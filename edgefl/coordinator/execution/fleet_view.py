@@ -18,6 +18,7 @@ from edgefl.coordinator.fleet.registry import (
     DeviceRemoved,
     RegistryEvent,
 )
+from edgefl.core.claims import ClaimLimits, OnBounded, ignore_bounded
 from edgefl.core.types import DeviceInfo, EvaluateInstruction, HealthMetrics, Progress, Role, TrainInstruction
 from edgefl.engine.fleet_state import FleetState
 
@@ -88,9 +89,16 @@ class LiveFleetView(FleetState):
         clock: Callable[[], float],
         *,
         is_admitted: Callable[[str], bool] = lambda _: True,
+        on_bounded: OnBounded = ignore_bounded,
     ) -> None:
         self.health_snapshot = HealthSnapshot(registry.health)
-        super().__init__(self.health_snapshot)
+        limits = ClaimLimits(
+            task=run.task,
+            max_weight_ratio=run.max_weight_ratio,
+            test_fraction=float(run.header.get("test_fraction", 0.0)),
+            on_bounded=on_bounded,
+        )
+        super().__init__(self.health_snapshot, limits=limits)
         self._registry, self._clock, self._is_admitted = registry, clock, is_admitted
         self._eligibility = EligibilityFilter(run)
         self._stale_ids: set[str] = set()

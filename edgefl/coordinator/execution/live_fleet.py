@@ -49,6 +49,7 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
+from edgefl.core.claims import CLAIM_BOUNDED
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError
 from edgefl.core.types import (
     DeviceAvailable,
@@ -149,7 +150,11 @@ class LiveFleet:
         self._resumed_until_s: float | None = None
         self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
-            run, registry, run_clock or clock, is_admitted=admission.is_admitted if admission else lambda _: True
+            run,
+            registry,
+            run_clock or clock,
+            is_admitted=admission.is_admitted if admission else lambda _: True,
+            on_bounded=lambda claim: record_event(CLAIM_BOUNDED, claim.device_id, str(claim)),
         )
         self._membership = RunMembership(admission, self._view, registry)
         self._unsubscribe = registry.subscribe(self._queue.put)
@@ -208,6 +213,7 @@ class LiveFleet:
         now_s, unsent = self.clock(), ModelPayload(body=prepare_body(b""), header=REPLY_ONLY)
         for dispatched in in_flight:
             pending = self._make_pending(dispatched.order, unsent, dispatched.dispatched_s)
+            pending.paused_s = dispatched.paused_s
             self._in_flight.add(pending)
             if isinstance(dispatched.order, EvaluateInstruction):
                 self._resend_evaluation(pending, source)
@@ -363,7 +369,7 @@ class LiveFleet:
         for pending in self._in_flight.list_for_device(device_id):
             if not pending.message_id:
                 continue  # its first heartbeat lists what it still holds
-            if {"base", PREFETCHED_KEY, "held"} & set(pending.model_header):
+            if {"base_version", PREFETCHED_KEY, "has_stored_reply"} & set(pending.model_header):
                 events += self._resend_full_model(pending, "its agent restarted")
             else:
                 self._in_flight.resend(pending, "its agent restarted")
@@ -382,11 +388,18 @@ class LiveFleet:
         self._in_flight.resend(pending, reason)
         return []
 
+    def _measure_elapsed_s(self, pending: PendingInstruction) -> float:
+        """Returns the seconds since an instruction was dispatched, the coordinator's absence included."""
+        return self.clock() - pending.dispatched_s + pending.paused_s
+
     def _on_progress(self, report: Progress) -> list[Event]:
         pending = self._in_flight.get(report.assignment_id)
         if pending is None or pending.instruction.device_id != report.device_id:
             return []
-        progress = replace(report, assignment_id=pending.instruction.assignment_id)
+        progress = self._view.bound_progress(
+            replace(report, assignment_id=pending.instruction.assignment_id),
+            elapsed_s=self._measure_elapsed_s(pending),
+        )
         self._view.record_progress(progress)
         return [progress]
 
@@ -416,9 +429,9 @@ class LiveFleet:
         pending = self._find_pending(reply)
         if pending is None:
             return []
-        if reply.header.get("needs_dense") is True and reply.instruction_id != pending.message_id:
+        if reply.header.get("requires_full_model") is True and reply.instruction_id != pending.message_id:
             return []  # about an older message; the newest is on its way
-        if reply.header.get("needs_dense") is True and not _has_full_model(pending):
+        if reply.header.get("requires_full_model") is True and not _has_full_model(pending):
             return self._resend_full_model(pending, str(reply.header.get("error", "it lost the model")))
         if "error" in reply.header:
             return [self._fail(pending, UpdateStatus.FAILED, str(reply.header["error"]))]
@@ -427,7 +440,7 @@ class LiveFleet:
         except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             reason = f"unusable reply: {error}"
             self._record_event(REJECTED_EVENT_KIND, pending.instruction.device_id, reason[:MAX_REASON_CHARS])
-            return [self._fail(pending, UpdateStatus.REFUSED, reason)]
+            return [self._fail(pending, UpdateStatus.REJECTED, reason)]
         self._complete(pending)
         return [event]
 
@@ -457,8 +470,9 @@ class LiveFleet:
         if isinstance(instruction, EvaluateInstruction):
             info = self.registry.get_device(instruction.device_id)
             result = parse_evaluate_result(instruction, header["metrics"], info.source if info else "device")
-            return replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
-        outbox, body = parse_peer_messages(instruction, header, reply.body)
+            result = replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
+            return self._view.bound_evaluation(result)
+        messages, body = parse_peer_messages(instruction, header, reply.body)
         tensors = self._run.decode(body) if body or instruction.plan.node is None else {}
         metrics = parse_update_metrics(
             header["metrics"],
@@ -467,9 +481,9 @@ class LiveFleet:
             bytes_down=reply.bytes_down,
             prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
         )
+        metrics = self._view.accept_metrics(instruction, metrics, elapsed_s=self._measure_elapsed_s(pending))
         if metrics.iterations > 0:
             self.registry.record_speed(instruction.device_id, metrics.compute_s / metrics.iterations)
-            self._view.record_speed(instruction.device_id, metrics)
         return Update(
             assignment_id=instruction.assignment_id,
             device_id=instruction.device_id,
@@ -478,11 +492,11 @@ class LiveFleet:
             metrics=metrics,
             body=body or None,
             received_s=self.clock(),
-            outbox=outbox,
+            messages=messages,
         )
 
 
 def _has_full_model(pending: PendingInstruction) -> bool:
     """Returns whether an instruction's message held the full model."""
-    partial_keys = {"base", PREFETCHED_KEY} & set(pending.model_header)
-    return not partial_keys and pending.model_header.get("model") is not False
+    partial_keys = {"base_version", PREFETCHED_KEY} & set(pending.model_header)
+    return not partial_keys and pending.model_header.get("has_model") is not False

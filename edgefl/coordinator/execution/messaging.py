@@ -60,7 +60,8 @@ class PendingInstruction:
 
     `wire_id` is its id on the wire, `message_id` that of its newest message, sent at `sent_s`; `model_header` says
     which part of the model the message carries (see `model_distribution`). Since `not_held_since_s` it is delivered
-    and the device does not report it as held: it may still be on the way.
+    and the device does not report it as held: it may still be on the way. `paused_s` are seconds of the coordinator's
+    absence since `dispatched_s`, which do not count for the deadline.
     """
 
     wire_id: str
@@ -73,6 +74,7 @@ class PendingInstruction:
     message_id: str = ""
     model_header: Json = field(default_factory=dict)
     not_held_since_s: float | None = None
+    paused_s: float = 0.0
     is_finishing_early: bool = False
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from edgefl.coordinator.execution.fleet_view import LiveFleetView
-from edgefl.coordinator.execution.headers import RunIncarnations
+from edgefl.coordinator.execution.headers import FIRST_INCARNATION, RunIncarnations
 from edgefl.coordinator.execution.replay import JournalReplay, ReplayError, RunClock
+from edgefl.core.claims import ClaimLimits
 from edgefl.core.types import (
     Decision,
     DeviceInfo,
@@ -49,23 +50,25 @@ class FleetSnapshot:
 
     Attributes:
         now_s, at: the run's own time, and Unix seconds.
-        out: in-flight instructions by assignment id, in the order of dispatch.
-        recalled: ids of those asked to finish early.
-        devices, speeds, progress, vitals: as in the view; None for a device that had not reported its health.
-        life: incarnation of the run; None where it was not recorded.
-        lives: the newest assignments of each incarnation but the first, oldest first.
+        in_flight: instructions by assignment id, in the order of dispatch.
+        finishing_early: ids of those asked to finish early.
+        devices, speeds, progress, health: as in the view; None for a device that had not reported its health.
+        examples: known examples of the devices that were given work; see `ClaimLimits`.
+        incarnation: of the run.
+        past_incarnations: the newest assignments of each incarnation but the first, oldest first.
     """
 
     now_s: float = 0.0
     at: float = 0.0
-    out: dict[str, DispatchedInstruction] = field(default_factory=dict)
-    recalled: set[str] = field(default_factory=set)
+    in_flight: dict[str, DispatchedInstruction] = field(default_factory=dict)
+    finishing_early: set[str] = field(default_factory=set)
     devices: dict[str, DeviceInfo] = field(default_factory=dict)
     speeds: dict[str, DeviceThroughput] = field(default_factory=dict)
     progress: dict[str, Progress] = field(default_factory=dict)
-    vitals: dict[str, HealthMetrics | None] = field(default_factory=dict)
-    life: int | None = None
-    lives: dict[int, list[str]] = field(default_factory=dict)
+    health: dict[str, HealthMetrics | None] = field(default_factory=dict)
+    examples: dict[str, int] = field(default_factory=dict)
+    incarnation: int = FIRST_INCARNATION
+    past_incarnations: dict[int, list[str]] = field(default_factory=dict)
 
 
 class ReplayOnlyFleet:
@@ -94,6 +97,7 @@ class RecordingFleet:
         clock: the run's own.
         snapshot: the fleet where the replay starts.
         incarnations: of the run; the first one if None.
+        task: of the run.
     """
 
     def __init__(
@@ -105,14 +109,15 @@ class RecordingFleet:
         snapshot: FleetSnapshot | None = None,
         *,
         incarnations: RunIncarnations | None = None,
+        task: str = "",
     ) -> None:
         self._fleet, self._wal, self._replay, self._clock = fleet, wal, replay, clock
         self._incarnations = incarnations or RunIncarnations("")
         snapshot = snapshot or FleetSnapshot()
         self._health: dict[str, HealthMetrics] = {}
         self._known_health: dict[str, HealthMetrics | None] = {}
-        self._update_health(snapshot.vitals)
-        self._replayed_state = _restore_fleet_state(snapshot, self._health)
+        self._update_health(snapshot.health)
+        self._replayed_state = _restore_fleet_state(snapshot, self._health, task)
         self._live_view: LiveFleetView | None = None
         self._source: ModelProvider | None = None
         self._is_live = False
@@ -209,14 +214,15 @@ class RecordingFleet:
         return FleetSnapshot(
             now_s=view.now_s,
             at=self._clock.unix_s(),
-            out=dict(view.in_flight),
-            recalled=set(view.finishing_early),
+            in_flight=dict(view.in_flight),
+            finishing_early=set(view.finishing_early),
             devices=dict(view.devices),
             speeds=dict(view.speeds),
             progress=dict(view.progress),
-            vitals=dict(health),
-            life=self._incarnations.current,
-            lives=self._incarnations.to_dict(),
+            health=dict(health),
+            examples=dict(view.claim_limits.examples),
+            incarnation=self._incarnations.current,
+            past_incarnations=self._incarnations.to_dict(),
         )
 
     def _replay_turn(self) -> FleetState:
@@ -266,23 +272,30 @@ class RecordingFleet:
         """Passes the instructions in flight at the end of the replay to the live fleet, once."""
         remaining, self._to_resume = self._to_resume, []
         if remaining:
-            offset_s = self._clock.offset_s
+            offset_s, paused_s = self._clock.offset_s, self._clock.paused_s
             self._fleet.resume_in_flight(
-                [replace(dispatched, dispatched_s=dispatched.dispatched_s - offset_s) for dispatched in remaining],
+                [
+                    replace(
+                        dispatched,
+                        dispatched_s=dispatched.dispatched_s - offset_s,
+                        paused_s=dispatched.paused_s + paused_s,
+                    )
+                    for dispatched in remaining
+                ],
                 source,
             )
-            # The recall may be lost with the coordinator, and a device that was switched off does not keep it.
-            recalled = [
+            # The request to finish early may be lost with the coordinator, and a device that was switched off does not keep it.
+            finishing_early = [
                 dispatched.order
                 for dispatched in remaining
                 if dispatched.order.assignment_id in self._replayed_state.finishing_early
             ]
-            recalls = [
+            cancellations = [
                 FinishEarlyInstruction(assignment_id=instruction.assignment_id, device_id=instruction.device_id)
-                for instruction in recalled
+                for instruction in finishing_early
             ]
-            if recalls:
-                self._fleet.dispatch(recalls, source)
+            if cancellations:
+                self._fleet.dispatch(cancellations, source)
 
     def _record_health(self) -> None:
         if self._live_view is not None and (changes := self._live_view.health_snapshot.pop_changes()):
@@ -296,10 +309,11 @@ class RecordingFleet:
         return event
 
 
-def _restore_fleet_state(snapshot: FleetSnapshot, health: dict[str, HealthMetrics]) -> FleetState:
-    state = FleetState(health)
+def _restore_fleet_state(snapshot: FleetSnapshot, health: dict[str, HealthMetrics], task: str) -> FleetState:
+    state = FleetState(health, limits=ClaimLimits(task=task))
     state.start_turn(snapshot.now_s)
     for device_id, info in snapshot.devices.items():
         state.update_device(device_id, replace(info, role=Role(info.role)))
-    state.restore(snapshot.out, snapshot.recalled, snapshot.speeds, snapshot.progress)
+    state.restore(snapshot.in_flight, snapshot.finishing_early, snapshot.speeds, snapshot.progress)
+    state.claim_limits.restore(snapshot.examples)
     return state

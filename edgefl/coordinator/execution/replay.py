@@ -122,13 +122,18 @@ class RunClock:
     """A run's own clock, in seconds: continues over restarts of the coordinator, paused in between."""
 
     def __init__(self) -> None:
-        self._offset_s = 0.0
+        self._offset_s = self._paused_s = 0.0
         self._replayed: tuple[float, float] | None = None
 
     @property
     def offset_s(self) -> float:
         """Seconds that it is ahead of the coordinator's monotonic clock."""
         return self._offset_s
+
+    @property
+    def paused_s(self) -> float:
+        """Seconds that it stood still before it started, by the wall clock."""
+        return self._paused_s
 
     def set_time(self, now_s: float, unix_s: float) -> None:
         """Sets it to the times of a turn of the journal; `unix_s` are Unix seconds."""
@@ -137,6 +142,7 @@ class RunClock:
     def start(self) -> None:
         """Starts it from the time set last."""
         if self._replayed is not None:
+            self._paused_s = max(0.0, time.time() - self._replayed[1])
             self._offset_s, self._replayed = self._replayed[0] - time.monotonic(), None
 
     def now_s(self) -> float:

@@ -29,7 +29,6 @@ from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.runs.checkpointing import (
     NEW_INCARNATION_FILE,
     Checkpointer,
-    GuardSnapshot,
     create_run_snapshot,
 )
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
@@ -95,13 +94,14 @@ class RunExecutor:
             self.clock,
             None if snapshot is None else snapshot.fleet,
             incarnations=start.incarnations,
+            task=components.config.run.task,
         )
         self._recorder = HistoryRecorder(
             history=self.history,
             rounds=components.rounds,
             clock=self.clock.unix_s,
             monotonic=self.clock.now_s,
-            get_blocked=lambda: components.policy.guard.blocked_devices,
+            get_blocked=lambda: components.policy.blocked_devices,
             compute_metrics=components.strategy.facts,
             unused_updates=start.unused_updates,
             can_repeat=start.incarnations.current > 0 and not start.is_exact,
@@ -172,7 +172,7 @@ class RunExecutor:
             strategy.model(state),
             self.start.incarnations,
         )
-        self.checkpointer.save_guard(GuardSnapshot.from_guard(self.components.policy.guard))
+        self.checkpointer.save_guard(self.components.policy.guard.state)
         try:
             self.checkpointer.finish(version, number, state, model, self.model_retention, incarnations)
         except NotKeptError as error:
@@ -207,11 +207,11 @@ class RunExecutor:
         if start.snapshot is not None:
             start.snapshot.restore(components.policy)
             loop_state = start.snapshot.restore_loop_state(components.rounds)
-            in_flight = (dispatched.order for dispatched in start.snapshot.fleet.out.values())
+            in_flight = (dispatched.order for dispatched in start.snapshot.fleet.in_flight.values())
             assignments = [instruction for instruction in in_flight if isinstance(instruction, TrainInstruction)]
             self._recorder.resume(assignments, loop_state.tally.version, start.snapshot.opened_s, start.state)
         elif start.is_resumed and not start.is_exact:
-            start.guard_snapshot.restore(components.policy.guard)
+            components.policy.guard.restore(start.guard_state)
             self._recorder.resume_after(components.strategy.version(start.state), start.state)
         return run_rounds(
             components.strategy,
@@ -227,6 +227,7 @@ class RunExecutor:
             on_turn=on_turn,
             on_abort=self._on_abort,
             on_score=self._log.record_score,
+            on_clipped=self._log.record_clipped,
         )
 
     def _on_replayed_turn(self, state: Any, loop_state: LoopState) -> None:
@@ -249,7 +250,8 @@ class RunExecutor:
         These are decoded, each a model's worth of memory and of disk. The journal has them too, and a replay
         restores them.
         """
-        if self._is_autonomous or count_encoded_updates(state) == 0:
+        num_pending = count_encoded_updates(state) + len(self.components.policy.guard.state.held)
+        if self._is_autonomous or num_pending == 0:
             self._save_checkpoint(state, loop_state)
 
     @property
@@ -261,7 +263,7 @@ class RunExecutor:
     ) -> None:
         snapshot = None
         if self._is_autonomous:
-            self.checkpointer.save_guard(GuardSnapshot.from_guard(self.components.policy.guard))
+            self.checkpointer.save_guard(self.components.policy.guard.state)
         else:
             snapshot = create_run_snapshot(
                 loop_state, self._fleet.create_snapshot(), self.components.policy, self._recorder.round_starts_s

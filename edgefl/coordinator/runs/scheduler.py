@@ -438,7 +438,7 @@ class RunScheduler:
 
     def _autonomous_marker(self, run_id: str) -> Path:
         """Returns the marker file of a run whose devices go on autonomously."""
-        return self._context.directory.runs / run_id / "goes-on"
+        return self._context.directory.runs / run_id / "autonomous"
 
     def _requeue_from_checkpoint(self, record: RunRecord, error: EdgeflError) -> None:
         """Queues the active run in another incarnation; one that is to be stopped ends here."""
@@ -610,6 +610,7 @@ class RunScheduler:
             decode=components.decode,
             needs_torch=components.needs_torch,
             incarnations=incarnations,
+            max_weight_ratio=config.guard.max_weight_ratio,
         )
 
         def record_event(kind: str, device_id: str, message: str) -> None:

@@ -250,8 +250,8 @@ class DeviceTrainer:
                 on_iteration=self._make_iteration_callback(instruction),
                 should_finish_early=self._make_finish_early_check(instruction),
             )
-        inbox, body = decode_messages(instruction.messages, body)
-        instruction = replace(instruction, plan=replace(instruction.plan, inbox=inbox))
+        messages, body = decode_messages(instruction.messages, body)
+        instruction = replace(instruction, plan=replace(instruction.plan, messages=messages))
         data = self._load_training_data(instruction, cached_task)
         learner = self._load_model(instruction, cached_task, body)
         result, extra = self._run_training(instruction, learner, data)

@@ -151,7 +151,7 @@ def _compute_displacement(start: dict[str, Array], end: dict[str, Array]) -> dic
 class GossipTrainingResult:
     """Result of a node's instruction; `model` is None unless the plan requests a report."""
 
-    outbox: tuple[PeerMessage, ...]
+    messages: tuple[PeerMessage, ...]
     model: dict[str, Array] | None
     iterations: int
     num_examples: int
@@ -183,7 +183,7 @@ def run_gossip_instruction(  # noqa: PLR0913 as `train`
         engine: the started node.
         learner: of the task; afterwards it holds the node's model.
         data: the training part of the shard.
-        plan: with `node` and `inbox`; with 0 iterations nothing is trained.
+        plan: with `node` and `messages`; with 0 iterations nothing is trained.
         rng: orders the examples.
         clock: seconds, monotone.
         on_iteration: as in `train`.
@@ -194,7 +194,7 @@ def run_gossip_instruction(  # noqa: PLR0913 as `train`
     """
     assert plan.node is not None
     engine.update_links(plan.node.edges)
-    outbox = engine.receive(plan.inbox)
+    messages = engine.receive(plan.messages)
     engine.finish_exchange()
     model = engine.model() if plan.node.reports else None
     model = None if model is None else {name: np.array(array) for name, array in model.items()}
@@ -203,9 +203,9 @@ def run_gossip_instruction(  # noqa: PLR0913 as `train`
         result = train_node(engine, learner, data, plan, rng, clock=clock, on_iteration=on_iteration)
         iterations, loss, compute_s = result
     if plan.node.fires:
-        outbox = (*outbox, *engine.start_exchange(plan.node.fires))
+        messages = (*messages, *engine.start_exchange(plan.node.fires))
     return GossipTrainingResult(
-        outbox=outbox,
+        messages=messages,
         model=model,
         iterations=iterations,
         num_examples=len(data),

@@ -361,7 +361,7 @@ def test_a_reply_that_makes_no_sense_is_refused_and_ends_nothing_else(site, opti
     site.give(evaluation(key="a-1") if is_evaluation else training())
     site.reply(101, **({"body": b""} if is_evaluation else {}), **options)
     ((key, outcome, text),) = lost(site)
-    assert (key, outcome) == ("a-1", UpdateStatus.REFUSED)
+    assert (key, outcome) == ("a-1", UpdateStatus.REJECTED)
     assert reason in text
 
 
@@ -472,11 +472,11 @@ def test_a_recall_is_sent_once_to_each_agent_that_has_the_work(site):
 
 def test_progress_is_passed_on_under_the_assignments_own_id(site):
     site.give(training())
-    report = {"iteration": 5, "seconds_per_iteration": 0.1, "age_s": 0.0}
+    report = {"iteration": 3, "seconds_per_iteration": 0.1, "age_s": 0.0}
     for device, key in (("pi", "run-1/a-1"), ("pi", "run-0/a-1"), ("other", "run-1/a-1"), ("pi", "a-1")):
         site.fleet.post(Progress(device_id=device, assignment_id=key, **report))
     (progress,) = site.events()
-    assert (progress.device_id, progress.assignment_id, progress.iteration) == ("pi", "a-1", 5)
+    assert (progress.device_id, progress.assignment_id, progress.iteration) == ("pi", "a-1", 3)
     assert site.fleet.view().progress == {"pi": progress}
 
 

@@ -1,0 +1,238 @@
+"""Bounds of what devices say of their own work, by what the coordinator knows itself.
+
+A strategy weighs, normalises and plans by these figures, so one device that claims 2^53 examples would be the model.
+Fleets bound them before an update is journaled, and before any strategy sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from edgefl.core.types import (
+    DeviceInfo,
+    DeviceThroughput,
+    EvaluateResult,
+    Progress,
+    TrainConfig,
+    TrainInstruction,
+    UpdateMetrics,
+)
+
+CLAIM_BOUNDED = "claim-bounded"
+"""Kind of the event: a device claimed more than was possible, or more than may count."""
+EXAMPLES_CHANGED = "examples-changed"
+"""Kind of the event: a device reported another number of examples than before."""
+DEFAULT_WEIGHT_RATIO = 2.0
+MAX_SPEED_RATIO = 8.0
+"""Within a budget of seconds, so many times the iterations of the fleet's median device are credible."""
+MIN_ITERATION_S = 1e-4
+"""Shortest credible iteration, before any device's speed is measured."""
+MAX_GROWTH_RATIO = 2.0
+MIN_GROWTH = 1000
+"""A report of more examples counts up to twice the former number, and by 1000 more in any case."""
+MAX_EXAMPLES = 2**40
+TOTAL_ITERATIONS = "iterations_in_all"
+"""Key in the `extra` of an autonomous node's update: its local iterations of the run."""
+_COUNTERS = ("message_bytes", "messages")
+_MAX_COUNTER = 2.0**53
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedClaim:
+    """A claim that was too high or too low, and what counts in its place."""
+
+    device_id: str
+    name: str
+    claim: float
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: claimed {self.claim:.6g}, counted as {self.bound:.6g}"
+
+
+OnBounded = Callable[[BoundedClaim], None]
+
+
+def ignore_bounded(_claim: BoundedClaim) -> None:
+    """Reports nothing."""
+
+
+def compute_weight_limit(counts: Collection[int], ratio: float) -> float:
+    """Returns the most examples that one device may weigh as.
+
+    That is `ratio` times the median of the devices' counts, or times the mean of what then counts where this is less,
+    so that with a ratio of 2 no device has more than 2/n of the weight. It is never below the median itself.
+
+    Args:
+        counts: of each device, 0 for unknown.
+        ratio: above 0; 0 and infinity for no limit.
+    """
+    known = [count for count in counts if count > 0]
+    if not known or not 0 < ratio < math.inf:
+        return math.inf
+    median = statistics.median_low(known)
+    limit = ratio * median
+    while limit > median:
+        by_mean = ratio * sum(min(count, limit) for count in known) / len(known)
+        if by_mean >= limit * (1 - 1e-9):
+            break
+        limit = by_mean
+    return float(max(limit, median))
+
+
+def bound_reported_examples(former: Mapping[str, int], reported: Mapping[str, object]) -> dict[str, int]:
+    """Returns the examples by task that count after a report; the first one of a task counts as it is.
+
+    Args:
+        former: what counted before.
+        reported: the device's report; what is no count of 0 to `MAX_EXAMPLES` is left out, or cut.
+    """
+    counts = {}
+    for task, count in reported.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            continue
+        limit: float = MAX_EXAMPLES
+        if task in former:
+            limit = max(former[task] * MAX_GROWTH_RATIO, former[task] + MIN_GROWTH)
+        counts[task] = int(min(count, limit, MAX_EXAMPLES))
+    return counts
+
+
+@dataclass(slots=True, kw_only=True)
+class ClaimLimits:
+    """Limits of the claims of one run's devices.
+
+    Attributes:
+        task: whose examples count.
+        max_weight_ratio: of a device's examples to the median of those that were given work; 0 for no limit.
+        test_fraction: of every shard that is not trained on.
+        on_bounded: called with a bounded claim: the first, second, fourth, ... of each name of a device.
+        examples: known examples of the devices that were given work.
+    """
+
+    task: str = ""
+    max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
+    test_fraction: float = 0.0
+    on_bounded: OnBounded = ignore_bounded
+    examples: dict[str, int] = field(default_factory=dict)
+    _num_bounded: dict[tuple[str, str], int] = field(default_factory=dict)
+    _weight_limit: float | None = None
+
+    def record_order(self, device_id: str, info: DeviceInfo | None) -> None:
+        """Notes how many examples a device has that is given work."""
+        count = _count_examples(info, self.task)
+        if count is not None and self.examples.get(device_id) != count:
+            self.examples[device_id], self._weight_limit = count, None
+
+    def restore(self, examples: Mapping[str, int]) -> None:
+        """Restores the known examples from a snapshot."""
+        self.examples, self._weight_limit = dict(examples), None
+
+    def bound_metrics(
+        self,
+        metrics: UpdateMetrics,
+        order: TrainInstruction,
+        *,
+        elapsed_s: float,
+        is_finishing_early: bool,
+        speeds: Mapping[str, DeviceThroughput],
+    ) -> UpdateMetrics:
+        """Returns the metrics of an update with its claims bounded.
+
+        Args:
+            metrics: as the device claims.
+            order: that it followed.
+            elapsed_s: from dispatch to arrival, by the coordinator's clock.
+            is_finishing_early: it was asked to send what it had.
+            speeds: measured speeds of the run's devices.
+        """
+        device_id, plan = order.device_id, order.plan
+        known = self.examples.get(device_id)
+        examples = int(self._bound(device_id, "examples", metrics.num_examples, known, 0.0))
+        compute_s = self._bound(device_id, "seconds", metrics.compute_s, max(0.0, elapsed_s))
+        extra = self._bound_extra(metrics.extra, order, elapsed_s, speeds)
+        if plan.node is not None and plan.node.carrier != "relay":
+            least, most = 0, int(extra.get(TOTAL_ITERATIONS, 0))
+        elif plan.seconds is not None:
+            least, most = 0, _count_possible_iterations(plan.seconds, speeds)
+        else:
+            most = plan.count_iterations(examples) or 0
+            # Fewer than ordered would make a normalised update count for more; only a recall makes a device stop.
+            least = 0 if is_finishing_early else most
+        iterations = self._bound(device_id, "iterations", metrics.iterations, most, least)
+        weight = self._bound(device_id, "weight", examples, self._get_weight_limit())
+        paced_s = None if metrics.paced_s is None else min(metrics.paced_s, compute_s)
+        return replace(
+            metrics,
+            num_examples=int(weight),
+            iterations=int(iterations),
+            compute_s=float(compute_s),
+            extra=extra,
+            paced_s=paced_s,
+        )
+
+    def bound_progress(self, report: Progress, plan: TrainConfig, *, elapsed_s: float) -> Progress:
+        """Returns a progress report that fits the order and the coordinator's clock."""
+        device_id, elapsed_s = report.device_id, max(0.0, elapsed_s)
+        most = plan.count_iterations(self.examples.get(device_id, MAX_EXAMPLES))
+        iteration = int(max(0, self._bound(device_id, "iterations", report.iteration, most)))
+        seconds = self._bound(device_id, "seconds", report.seconds_per_iteration, elapsed_s / max(1, iteration), 0.0)
+        age_s = self._bound(device_id, "seconds", report.age_s, elapsed_s, 0.0)
+        return replace(report, iteration=iteration, seconds_per_iteration=float(seconds), age_s=float(age_s))
+
+    def bound_evaluation(self, result: EvaluateResult, info: DeviceInfo | None) -> EvaluateResult:
+        """Returns an evaluation on no more examples than the device has."""
+        known = _count_examples(info, self.task)
+        count = self._bound(result.device_id, "examples", result.num_examples, known)
+        return result if count == result.num_examples else replace(result, num_examples=int(count))
+
+    def _bound_extra(
+        self,
+        extra: Mapping[str, float],
+        order: TrainInstruction,
+        elapsed_s: float,
+        speeds: Mapping[str, DeviceThroughput],
+    ) -> Mapping[str, float]:
+        bounded = {name: min(max(0.0, extra[name]), _MAX_COUNTER) for name in _COUNTERS if name in extra}
+        node, total = order.plan.node, extra.get(TOTAL_ITERATIONS)
+        if total is None:
+            return {**extra, **bounded} if bounded else extra
+        if node is None or node.carrier == "relay":  # its orders count its iterations
+            return {name: value for name, value in {**extra, **bounded}.items() if name != TOTAL_ITERATIONS}
+        most = max(node.limit, node.until) or math.inf
+        if not node.limit:
+            most = node.until + _count_possible_iterations(elapsed_s, speeds)
+        return {**extra, **bounded, TOTAL_ITERATIONS: self._bound(order.device_id, "iterations", total, most, 0.0)}
+
+    def _get_weight_limit(self) -> float:
+        if self._weight_limit is None:
+            trained = [round(count * (1 - self.test_fraction)) for count in self.examples.values()]
+            limit = compute_weight_limit(trained, self.max_weight_ratio)
+            self._weight_limit = limit if math.isinf(limit) else float(math.ceil(limit))
+        return self._weight_limit
+
+    def _bound(self, device_id: str, name: str, claim: float, most: float | None, least: float = -math.inf) -> float:
+        bound = max(least, claim if most is None else min(claim, most))
+        if bound != claim:
+            count = self._num_bounded[device_id, name] = self._num_bounded.get((device_id, name), 0) + 1
+            if count & (count - 1) == 0:
+                self.on_bounded(BoundedClaim(device_id=device_id, name=name, claim=claim, bound=bound))
+        return bound
+
+
+def _count_examples(info: DeviceInfo | None, task: str) -> int | None:
+    """Returns the known examples of a device; None for unknown."""
+    return None if info is None else info.examples.get(task)
+
+
+def _count_possible_iterations(seconds: float, speeds: Mapping[str, DeviceThroughput]) -> int:
+    """Returns how many iterations a device can have done in this time.
+
+    The fleet's median speed decides, not the device's own: that is measured by its own claims.
+    """
+    measured = [speed.seconds_per_iteration for speed in speeds.values() if speed.seconds_per_iteration]
+    fastest_s = statistics.median_high(measured) / MAX_SPEED_RATIO if measured else MIN_ITERATION_S
+    return 1 + math.ceil(max(0.0, seconds) / max(fastest_s, 1e-9))
