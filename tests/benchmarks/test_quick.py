@@ -14,7 +14,15 @@ from requirements import real_data_at, require
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NEED_DATA = {"adacomp_claim", "codec_convergence", "esync_claim", "fedavg_reference", "isvr_claim", "lss_sizes"}
+NEED_DATA = {
+    "adacomp_claim",
+    "codec_convergence",
+    "esync_claim",
+    "fedavg_reference",
+    "isvr_claim",
+    "lss_sizes",
+    "simulator_peer",
+}
 NEED_BROWSER = {"dashboard"}
 
 
