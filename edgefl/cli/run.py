@@ -90,10 +90,10 @@ def list_(*, url: str | None, fmt: str) -> None:
     """List the runs, oldest first; those that wait with their place in the queue."""
     rows = make_client(url).get("/edgefl/v1/runs")["rows"]
     columns = (*COLUMNS, *QUEUE_COLUMNS)
-    shown_columns = select_known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
+    visible_columns = select_known_columns(rows, columns, ("queue_position",)) if fmt == "table" else columns
     if fmt == "table" and not any(row.get("priority") for row in rows):
-        shown_columns = [name for name in shown_columns if name != "priority"]
-    print_rows(rows, shown_columns, fmt, kind="runs")
+        visible_columns = [name for name in visible_columns if name != "priority"]
+    print_rows(rows, visible_columns, fmt, kind="runs")
 
 
 @command.command()
@@ -249,6 +249,8 @@ def print_plan(plan: Json, fmt: str) -> None:
     )
     for line in plan["assumed"]:
         echo(f"assumed: {line}")
+    for line in plan["warnings"]:
+        echo(f"warning: {line}")
 
 
 @click.group("export", cls=FullHelpGroup)

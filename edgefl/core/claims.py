@@ -31,8 +31,8 @@ MAX_SPEED_RATIO = 8.0
 MIN_ITERATION_S = 1e-4
 """Shortest credible iteration, before any device's speed is measured."""
 MAX_GROWTH_RATIO = 2.0
-MIN_GROWTH = 1000
-"""A report of more examples counts up to twice the former number, and by 1000 more in any case."""
+MIN_GROWTH = 10_000
+"""A report of more examples counts up to twice the former number, or 10,000 more where that is further."""
 MAX_EXAMPLES = 2**40
 TOTAL_ITERATIONS = "iterations_in_all"
 """Key in the `extra` of an autonomous node's update: its local iterations of the run."""

@@ -46,7 +46,7 @@ class RunSection:
     A run without a stop rule (`rounds`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
 
     Attributes:
-        task: a built-in task such as `digits`, one of an installed package, or `module:Class`.
+        task: a built-in task such as `digits`, one of an installed package, or `module:Class` of an allowed module.
         name: shown in lists and on the page; None takes task and strategy.
         rounds: stop rule: closed rounds.
         updates: stop rule: updates that went into a model.
@@ -54,14 +54,16 @@ class RunSection:
         bytes: stop rule: bytes that crossed the network in both directions.
         accuracy: stop rule: the mean accuracy of the last `accuracy_window` evaluated versions, a fraction.
         accuracy_window: how many evaluations that mean is over.
+        trust_single_evaluation: whether one or two devices that evaluate may stop the run, say which model is best
+            and pass a deployment; else that takes the coordinator's own test data, or the median of three devices.
         seed: of weights, selection and the order of examples; the same seed gives the same simulated run.
         evaluate_every: rounds from one evaluation to the next.
         evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
         init: a safetensors file to start from.
         deadline_s: an assignment that takes longer is given up.
         min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
-        round_timeout_s: bounds that wait; then `on_timeout` is tried once, and after the same time again the run ends.
-        on_timeout: closes the round with those that answered, asks other devices, or does nothing.
+        round_timeout_s: bounds that wait; then `on_timeout` applies once, and after the same time again the run ends.
+        on_timeout: aggregates the updates that are in, reassigns the work to other devices, or does nothing.
         updates_per_round: updates that make a round of an asynchronous run's history; None: devices asked first.
         max_state_bytes: most memory that a strategy may keep for all devices, or the run is refused.
         local_test_fraction: of each device's shard that is kept for testing.
@@ -75,6 +77,7 @@ class RunSection:
     bytes: int | None = field(default=None, metadata={"at_least": 1})
     accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     accuracy_window: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
+    trust_single_evaluation: bool = False
     seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
     evaluate_every: int = field(default=1, metadata={"at_least": 1})
     evaluate_on: EvaluateOn = "auto"

@@ -15,7 +15,7 @@ from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.protocol import model_fingerprint
+from edgefl.core.protocol import INSTRUCTION_VERSION, model_fingerprint
 from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy, Task, TensorKind, Tensors, derive_rng
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
@@ -98,11 +98,12 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
             seconds=config.run.seconds,
             bytes=config.run.bytes,
             accuracy=config.run.accuracy,
-            accuracy_over=config.run.accuracy_over,
+            accuracy_window=config.run.accuracy_window,
+            trust_single_evaluation=config.run.trust_single_evaluation,
         ),
         evaluate=EvaluationSchedule(every=config.run.evaluate_every, evaluate_on=config.run.evaluate_on),
         header={
-            "v": 1,
+            "v": INSTRUCTION_VERSION,
             "run": run_id,
             "task": config.run.task,
             "options": dict(config.task),
@@ -179,8 +180,8 @@ def _make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> Round
         fraction=config.devices.fraction,
         min_updates=config.run.min_updates,
         deadline_s=config.run.deadline_s,
-        barrier_s=config.run.barrier_s,
-        rescue=config.run.rescue,
+        round_timeout_s=config.run.round_timeout_s,
+        on_timeout=config.run.on_timeout,
         updates_per_round=config.run.updates_per_round,
         rounds=config.run.rounds,
         codec=codec,
@@ -212,7 +213,7 @@ def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:
         )
     unsupported = {
         "run.min_updates": config.run.min_updates,
-        "run.barrier_s": config.run.barrier_s,
+        "run.round_timeout_s": config.run.round_timeout_s,
         "run.updates_per_round": config.run.updates_per_round,
         "devices.fraction": config.devices.fraction,
         "guard.max_norm": config.guard.max_norm,
@@ -240,7 +241,7 @@ def _make_policy(
             needs_accelerator=devices.accelerator,
             max_temperature_c=devices.max_temperature_c,
             min_battery=devices.min_battery,
-            unhealthy_policy=devices.unwell,
+            unhealthy_policy=devices.unhealthy_policy,
         ),
         guard=UpdateGuard(
             has_full_models=strategy.has_nodes,

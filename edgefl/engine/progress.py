@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from edgefl.core.types import (
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failures per device since the last update after which the run fails."""
+MIN_EVALUATORS = 3
+"""Devices whose median is trusted: of three, one that lies does not decide it."""
 MAX_ACCURACY_WINDOW = 100
 """Maximum number of recent accuracies."""
 
@@ -55,7 +58,8 @@ class RoundCounter:
 class StoppingCriteria:
     """Stopping criteria, the first reached ends the run; None is off. `seconds` count from the first dispatch.
 
-    `accuracy` is compared with the mean of the last `accuracy_over` evaluated versions.
+    `accuracy` is compared with the mean of the last `accuracy_window` trusted accuracies. With
+    `trust_single_evaluation` every accuracy is.
     """
 
     rounds: int | None = None
@@ -63,7 +67,8 @@ class StoppingCriteria:
     seconds: float | None = None
     bytes: int | None = None
     accuracy: float | None = None
-    accuracy_over: int = 1
+    accuracy_window: int = 1
+    trust_single_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +84,14 @@ class PriorProgress:
 class VersionAccuracy:
     """Accuracy of one version of the global model; None if no evaluation succeeded.
 
-    `is_newest` of the versions with an accuracy.
+    `is_newest` of the versions with an accuracy. `trusted` is the accuracy that may stop a run and make a model the
+    best: the coordinator's, or the median of `MIN_EVALUATORS` or more devices; None where there are fewer.
     """
 
     version: int
     accuracy: float | None
     is_newest: bool
+    trusted: float | None = None
 
 
 @dataclass(slots=True)
@@ -122,18 +129,19 @@ class EvaluationTracker(_PendingEvaluations):
     """Tracks evaluations; `accuracy` is that of the newest version whose evaluations all returned or failed.
 
     It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
-    Models of single devices are excluded; see `DeviceEvaluationTracker`.
+    `recent` are the trusted ones, newest last. Models of single devices are excluded; see `DeviceEvaluationTracker`.
     """
 
     accuracy: float | None = None
+    trusts_single: bool = False
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ACCURACY_WINDOW))
     version: int = -1
-    asked: int = -1
+    requested_version: int = -1
 
     def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
         orders = [order for order in instructions if isinstance(order, EvaluateInstruction) and not order.subject]
         self._add(orders)
-        self.asked = max([self.asked, *(order.version for order in orders)])
+        self.requested_version = max([self.requested_version, *(order.version for order in orders)])
 
     def record_event(self, event: EvaluateResult | InstructionFailed) -> VersionAccuracy | None:
         """Returns the accuracy of a version with its last pending evaluation."""
@@ -142,10 +150,12 @@ class EvaluationTracker(_PendingEvaluations):
         version, results = complete
         accuracy = compute_mean_accuracy(results)
         is_newest = accuracy is not None and version > self.version
+        trusted = accuracy if self.trusts_single else compute_trusted_accuracy(results)
         if accuracy is not None and is_newest:
             self.version, self.accuracy = version, accuracy
-            self.recent.append(accuracy)
-        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest)
+            if trusted is not None:
+                self.recent.append(trusted)
+        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted)
 
     def compute_mean(self, count: int) -> float | None:
         """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
@@ -153,7 +163,7 @@ class EvaluationTracker(_PendingEvaluations):
         return sum(last) / count if len(last) == count else None
 
     def is_accuracy_reached(self, goal: StoppingCriteria) -> bool:
-        mean = self.compute_mean(goal.accuracy_over)
+        mean = self.compute_mean(goal.accuracy_window)
         return goal.accuracy is not None and mean is not None and mean >= goal.accuracy
 
 
@@ -190,6 +200,20 @@ def compute_mean_accuracy(results: Sequence[EvaluateResult]) -> float | None:
     selection = [result for result in results if result.source != "device"] or results
     num_examples = sum(result.num_examples for result in selection)
     return sum(result.accuracy * result.num_examples for result in selection) / num_examples if num_examples else None
+
+
+def compute_trusted_accuracy(results: Sequence[EvaluateResult]) -> float | None:
+    """Returns the accuracy of a model that no single dishonest device decides; None where too few evaluated it.
+
+    It is the coordinator's own, else the median of the evaluators, else that of the devices on their own splits.
+    """
+    for source in ("coordinator", "evaluator", "device"):
+        selection = [result for result in results if result.source == source and result.num_examples]
+        if source == "coordinator" and selection:
+            return compute_mean_accuracy(selection)
+        if len({result.device_id for result in selection}) >= MIN_EVALUATORS:
+            return statistics.median(result.accuracy for result in selection)
+    return None
 
 
 def _compute_accuracy(results: Sequence[EvaluateResult]) -> DeviceAccuracy | None:
@@ -259,7 +283,7 @@ class ProgressTracker:
             case InstructionFailed() if self._is_evaluation(event.assignment_id):
                 return self._record_evaluation(event)
             case InstructionFailed():
-                if event.outcome in {UpdateStatus.FAILED, UpdateStatus.REFUSED}:
+                if event.outcome in {UpdateStatus.FAILED, UpdateStatus.REJECTED}:
                     self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
                     self.last_failure = f"{event.device_id}: {event.reason}"
                     self.has_new_failure = True
@@ -274,7 +298,7 @@ class ProgressTracker:
             ("updates", self.updates, goal.updates),
             ("seconds", None if self.started_s is None else now_s - self.started_s, goal.seconds),
             ("bytes", self.bytes, goal.bytes),
-            ("accuracy", self.scores.compute_mean(goal.accuracy_over), goal.accuracy),
+            ("accuracy", self.scores.compute_mean(goal.accuracy_window), goal.accuracy),
         )
         for name, value, limit in facts:
             if value is not None and limit is not None and value >= limit:
@@ -306,7 +330,7 @@ class ProgressTracker:
             n >= MAX_CONSECUTIVE_FAILURES or name in blocked_devices for name, n in zip(trainers, counts, strict=True)
         ):
             raise RunFailedError(
-                f"no device can do this work, each failed {MAX_CONSECUTIVE_FAILURES} times or is flagged; "
+                f"no device can do this work, each failed {MAX_CONSECUTIVE_FAILURES} times or is quarantined; "
                 f"{self.last_failure}"
             )
         # Devices without assignments (`local`, a board that does not qualify) never fail, and send no updates either.

@@ -1,7 +1,7 @@
 """The round loop of live and simulated fleets; it depends on neither Flower nor a clock.
 
 Each turn: fold arrivals, close complete rounds, ask the strategy, write it all to the journal, and only then
-dispatch work. After the goal is reached nothing new is assigned; work in flight is recalled and drained.
+dispatch work. After the goal is reached nothing new is assigned; work in flight is finished early and drained.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Generic
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
+    ClippedUpdate,
     Decision,
     EvaluateInstruction,
     Event,
@@ -84,14 +86,14 @@ class _StrategyModelProvider(Generic[S]):
 
 @dataclass(slots=True)
 class DrainPhase:
-    """Drain phase of a run: updates until `recalled_until_s`, evaluations until `scored_until_s`."""
+    """Drain phase of a run: updates until `drain_until_s`, evaluations until `scored_until_s`."""
 
     reason: str
-    recalled_until_s: float
+    drain_until_s: float
     scored_until_s: float
     keeps_model: bool
-    asked: int = -1
-    has_recalled: bool = False
+    requested_version: int = -1
+    has_cancelled: bool = False
 
     def schedule_evaluations(
         self,
@@ -101,9 +103,10 @@ class DrainPhase:
         evaluate: EvaluationRule,
     ) -> Sequence[EvaluateInstruction]:
         """Returns the final evaluations once the model is final, unless they were dispatched already."""
-        if not self._is_drained(view) or progress.version in {self.asked, progress.scores.asked}:
+        requested_versions = {self.requested_version, progress.scores.requested_version}
+        if not self._is_drained(view) or progress.version in requested_versions:
             return ()
-        self.asked, self.scored_until_s = progress.version, view.now_s + DRAIN_TIMEOUT_S
+        self.requested_version, self.scored_until_s = progress.version, view.now_s + DRAIN_TIMEOUT_S
         return evaluate(
             progress.version, progress.rounds.get_round(progress.version), view, True, provider.list_model_owners()
         )
@@ -112,27 +115,27 @@ class DrainPhase:
         return self._is_drained(view) and (not progress.is_evaluating or view.now_s >= self.scored_until_s)
 
     def make_finish_early_decision(self, view: FleetView) -> Decision:
-        """Returns recalls of all work in flight, once, and no other instructions."""
-        recalls: tuple[FinishEarlyInstruction, ...] = ()
-        if not self.has_recalled:
-            self.has_recalled = True
-            recalls = tuple(
+        """Returns requests to finish all work in flight early, once, and no other instructions."""
+        cancellations: tuple[FinishEarlyInstruction, ...] = ()
+        if not self.has_cancelled:
+            self.has_cancelled = True
+            cancellations = tuple(
                 FinishEarlyInstruction(assignment_id=assignment_id, device_id=device_id)
                 for device_id, outstanding in view.busy.items()
                 for assignment_id in outstanding
             )
-        until_s = self.scored_until_s if self._is_drained(view) else self.recalled_until_s
-        return Decision(orders=recalls, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
+        until_s = self.scored_until_s if self._is_drained(view) else self.drain_until_s
+        return Decision(orders=cancellations, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
 
     def _is_drained(self, view: FleetView) -> bool:
-        return not view.busy or view.now_s >= self.recalled_until_s
+        return not view.busy or view.now_s >= self.drain_until_s
 
 
 @dataclass(slots=True)
 class LoopState:
     """State of the loop between two turns, beside the strategy's; `drain` once the goal is reached."""
 
-    tally: ProgressTracker = field(default_factory=ProgressTracker)
+    progress: ProgressTracker = field(default_factory=ProgressTracker)
     drain: DrainPhase | None = None
 
     @property
@@ -158,6 +161,23 @@ class AcceptAllPolicy:
 
     def observe(self, event: Event, accuracy: float | None) -> None: ...
 
+    def admit(self, update: Update) -> Sequence[Update]:
+        return (update,)
+
+    def release(self, view: FleetView) -> Sequence[Update]:  # noqa: ARG002 none is held
+        return ()
+
+    def hold_view(self, view: FleetView) -> FleetView:
+        return view
+
+    def observe_decision(self, decision: Decision) -> Decision:
+        return decision
+
+    def record_version(self, version: int) -> None: ...
+
+    def pop_clipped(self) -> Sequence[ClippedUpdate]:
+        return ()
+
 
 def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     strategy: Strategy[S],
@@ -171,9 +191,10 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     policy: ParticipationPolicy | None = None,
     prior_progress: PriorProgress = _NEW_RUN,
     loop_state: LoopState | None = None,
-    on_turn: Callable[[S, LoopState], None] = lambda _state, _course: None,
+    on_turn: Callable[[S, LoopState], None] = lambda _state, _loop_state: None,
     on_abort: Callable[[S], None] = lambda _: None,
     on_score: OnScore = lambda _: None,
+    on_clipped: Callable[[ClippedUpdate], None] = lambda _: None,
 ) -> tuple[S, str]:
     """Runs a strategy on a fleet until the goal is reached.
 
@@ -191,6 +212,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         on_turn: called with both states at the beginning of every turn; the journal has all before it.
         on_abort: called with the state, which is consistent, when the fleet raises instead of returning events.
         on_score: called with every accuracy, after the events that it follows from are recorded.
+        on_clipped: called with every update that is used with a smaller norm, likewise.
 
     Returns:
         The last state and why the run ended.
@@ -201,12 +223,21 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     source = _StrategyModelProvider(strategy, state)
     if loop_state is None:
         loop_state = LoopState(ProgressTracker(version=source.version, rounds=rounds or RoundCounter()))
-        loop_state.tally.restore(prior_progress)
-    progress, policy = loop_state.tally, policy or AcceptAllPolicy()
+        loop_state.progress.restore(prior_progress)
+    progress, policy = loop_state.progress, policy or AcceptAllPolicy()
+    progress.scores.trusts_single = goal.trust_single_evaluation
+
+    def receive(updates: Sequence[Update]) -> None:
+        for clipped in policy.pop_clipped():
+            on_clipped(clipped)
+        for update in () if loop_state.is_model_frozen else updates:
+            source.state = strategy.receive(source.state, update)
 
     while True:
         on_turn(source.state, loop_state)
         view = fleet.view()
+        receive(policy.release(view))
+        view = policy.hold_view(view)
 
         def dispatch(*orders: Instruction, now_s: float = view.now_s) -> None:
             journal.record_decision(Decision(orders=orders))
@@ -214,21 +245,24 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             progress.record_dispatch(orders, now_s)
             fleet.dispatch(orders, source)
 
+        aggregate_ready = partial(
+            _aggregate_ready, source, view, progress, evaluate, journal=journal, policy=policy, dispatch=dispatch
+        )
         orders: list[EvaluateInstruction] = []
         if not loop_state.is_model_frozen:
-            orders += _aggregate_ready(source, view, progress, evaluate, journal=journal, dispatch=dispatch)
+            orders += aggregate_ready()
         progress.scores.record_dispatch(orders)
         if loop_state.drain is None and (reason := progress.find_stop_reason(goal, view.now_s)) is not None:
             until_s = view.now_s + DRAIN_TIMEOUT_S
-            # A model that reached its accuracy stays as it is; otherwise recalled updates still count.
+            # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
             is_good = progress.scores.is_accuracy_reached(goal)
             loop_state.drain = DrainPhase(
-                reason=reason, recalled_until_s=until_s, scored_until_s=until_s, keeps_model=is_good
+                reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good
             )
             if not is_good:
                 dispatch(*orders)  # with the present model
                 source.state = strategy.finish(source.state)
-                orders = [*_aggregate_ready(source, view, progress, evaluate, journal=journal, dispatch=dispatch)]
+                orders = [*aggregate_ready()]
                 progress.scores.record_dispatch(orders)
         if loop_state.drain is None:
             decision = _schedule(source, view, progress, policy)
@@ -246,7 +280,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         events = deque(_wait_for_events(fleet, until_s, source, on_abort))
         while events:  # one by one, so that an update's memory is free before the next is decoded
             journaled = journal.record_events([_validate_event(events.popleft(), policy)])
-            _apply_events(journaled, source, loop_state, policy, on_score)
+            _apply_events(journaled, receive, loop_state, policy, on_score)
 
 
 def _wait_for_events(
@@ -266,6 +300,7 @@ def _schedule(
     """Returns the strategy's decision, as adapted by the policy."""
     progress.check_progress_possible(view, policy.blocked_devices)
     provider.state, decision = provider.strategy.assign(provider.state, policy.eligible_view(view))
+    decision = policy.observe_decision(decision)
     orders = tuple(
         policy.adapt_instruction(order, view) if isinstance(order, TrainInstruction) else order
         for order in decision.orders
@@ -283,7 +318,7 @@ def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
     return InstructionFailed(
         device_id=event.device_id,
         assignment_id=event.assignment_id,
-        outcome=UpdateStatus.REFUSED,
+        outcome=UpdateStatus.REJECTED,
         reason=reason,
         is_strike=True,
     )
@@ -291,19 +326,19 @@ def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
 
 def _apply_events(
     events: Sequence[Event],
-    provider: _StrategyModelProvider[S],
+    receive: Callable[[Sequence[Update]], None],
     loop_state: LoopState,
     policy: ParticipationPolicy,
     on_score: OnScore,
 ) -> None:
     """Applies journaled events; the policy gets the accuracy of each newest version once."""
     for event in events:
-        scores = loop_state.tally.record_event(event)
+        scores = loop_state.progress.record_event(event)
         newest = (score.accuracy for score in scores if isinstance(score, VersionAccuracy) and score.is_newest)
         policy.observe(event, next(newest, None))
         _publish_scores(scores, on_score)
-        if isinstance(event, Update) and not loop_state.is_model_frozen:
-            provider.state = provider.strategy.receive(provider.state, event)
+        if isinstance(event, Update):
+            receive(policy.admit(event))
 
 
 def _publish_scores(scores: Sequence[VersionAccuracy | DeviceAccuracy], on_score: OnScore) -> None:
@@ -318,6 +353,7 @@ def _aggregate_ready(
     evaluate: EvaluationRule,
     *,
     journal: Journal,
+    policy: ParticipationPolicy,
     dispatch: Callable[..., None],
 ) -> Sequence[EvaluateInstruction]:
     """Aggregates while the strategy is ready; returns the evaluations of the newest model."""
@@ -327,6 +363,7 @@ def _aggregate_ready(
             dispatch(*orders)
             orders = ()
         _aggregate_once(provider, journal, progress)
+        policy.record_version(progress.version)
         if progress.rounds.is_round_end(progress.version):
             orders = evaluate(
                 progress.version,

@@ -89,7 +89,7 @@ class ScriptedFleet:
 
     def add(self, name, *, answer_s=1.0, evaluator=False):
         role = Role.EVALUATOR if evaluator else Role.TRAINER
-        source = "evaluator" if evaluator else "device"
+        source = "coordinator" if evaluator else "device"
         self.answer_s.setdefault(name, answer_s)
         self.present[name] = DeviceInfo(device_id=name, role=role, source=source)
 
@@ -306,12 +306,20 @@ def test_a_model_that_is_good_enough_is_not_changed_by_what_is_still_in_flight()
 def test_the_accuracy_may_have_to_hold_over_several_evaluations(over, version):
     fleet = evaluated_by(0.25)
     fleet.accuracy = lambda version: {1: 0.5, 2: 0.9, 3: 0.8, 4: 0.8, 5: 0.9}.get(version, 0.0)
-    state, reason = run(fleet, goal=StoppingCriteria(accuracy=0.82, accuracy_over=over))
+    state, reason = run(fleet, goal=StoppingCriteria(accuracy=0.82, accuracy_window=over))
     assert (reason, state.version) == ("accuracy reached 0.82", version)
 
 
-def test_without_an_evaluator_the_devices_mean_accuracy_counts_once_all_have_answered():
-    fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+def test_two_devices_that_evaluate_end_no_run_unless_the_run_file_trusts_them():
+    for trusts, expected in ((False, "rounds reached 9"), (True, "accuracy reached 0.8")):
+        fleet = ScriptedFleet({"a": 1.0, "b": 1.0})
+        fleet.accuracy = lambda _version: 0.99
+        _, reason = run(fleet, goal=StoppingCriteria(accuracy=0.8, rounds=9, trust_single_evaluation=trusts))
+        assert reason == expected
+
+
+def test_without_an_evaluator_the_devices_median_accuracy_counts_once_all_have_answered():
+    fleet = ScriptedFleet({"a": 1.0, "b": 1.0, "c": 1.0})
     fleet.accuracy = lambda version: 0.1 * version
     state, reason = run(fleet, goal=StoppingCriteria(accuracy=0.29))
     assert (reason, state.version in {3, 4}) == ("accuracy reached 0.29", True)
@@ -339,7 +347,7 @@ def test_the_scoreboard_does_not_look_at_all_that_is_outstanding_for_each_order(
     scores = EvaluationTracker(outstanding=Watched())
     scores.record_dispatch([EvaluateInstruction(assignment_id="e3", device_id="e", version=3, round=3)])
     scores.record_dispatch([EvaluateInstruction(assignment_id="e2", device_id="e", version=2, round=2)])
-    assert (scores.asked, set(scores.outstanding)) == (3, {"e2", "e3"})
+    assert (scores.requested_version, set(scores.outstanding)) == (3, {"e2", "e3"})
 
 
 @pytest.mark.parametrize(
@@ -642,7 +650,7 @@ def test_an_update_that_the_gate_refuses_is_lost_with_the_reason_and_never_reach
         for e in fleet.journal.of("received")
         if isinstance(e, InstructionFailed)
     }
-    assert lost == {("b", UpdateStatus.REFUSED, "b is not trusted", True)}
+    assert lost == {("b", UpdateStatus.REJECTED, "b is not trusted", True)}
     assert fleet.aggregated == [("v0-a1-a",), ("v1-a1-a",)]
     with pytest.raises(RunFailedError, match="a is not trusted"):
         run(ScriptedFleet({"a": 1.0}), who="none", policy=Choosy(refused={"a"}))

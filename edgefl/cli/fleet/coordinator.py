@@ -74,6 +74,15 @@ def grant_access(
     return directory, save_operator_file(content, path)
 
 
+modules_option = click.option(
+    "--allow-module",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Let run files name classes of this module; may be repeated, remembered.",
+)
+
+
 @click.group(cls=FullHelpGroup)
 def command() -> None:
     """Set up and run the coordinator, make join tokens."""
@@ -85,15 +94,24 @@ def command() -> None:
 @click.option("--port", type=click.IntRange(1, 65535), help="HTTPS port [default: 8000].")
 @click.option("--fleet", metavar="NAME", help="The fleet's name [default: fleet].")
 @store_option
-def init(root: Path, hosts: tuple[str, ...], port: int | None, fleet: str | None, store: str | None) -> None:
+@modules_option
+def init(
+    root: Path,
+    hosts: tuple[str, ...],
+    port: int | None,
+    fleet: str | None,
+    store: str | None,
+    modules: tuple[str, ...],
+) -> None:
     """Make the state directory: CA, server certificate, settings, and this user's operator file.
 
     Doing it again loses nothing: the CA and the devices stay, new hosts are added.
     """
-    from edgefl.coordinator.directory import init_directory, set_store  # noqa: PLC0415 likewise
+    from edgefl.coordinator.directory import add_allowed_modules, init_directory, set_store  # noqa: PLC0415 likewise
     from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
     directory = set_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
+    directory = add_allowed_modules(directory, modules)
     directory, moved_file = grant_access(directory)
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
@@ -111,6 +129,7 @@ def init(root: Path, hosts: tuple[str, ...], port: int | None, fleet: str | None
 @click.option("--broker", default="auto", show_default=True, help="auto, mosquitto, embedded or mqtts://HOST:PORT.")
 @click.option("--broker-port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
 @store_option
+@modules_option
 @click.option("--test-shard", "test_shards", multiple=True, metavar="TASK=PATH", help="Shard to evaluate models on.")
 @click.option(
     "--device-metrics",
@@ -134,6 +153,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     broker: str,
     broker_port: int,
     store: str | None,
+    modules: tuple[str, ...],
     test_shards: tuple[str, ...],
     device_metrics: int,
     webhook: str | None,
@@ -144,31 +164,34 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     from edgefl.cli.fleet.models import export_for_devices  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import (  # noqa: PLC0415 likewise
         StartOptions,
+        add_allowed_modules,
         load_directory,
         set_store,
     )
     from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
+    from edgefl.core.extensions import allow_modules  # noqa: PLC0415 likewise
     from edgefl.engine.build import build_run  # noqa: PLC0415 fast start
 
     shards = dict(_parse_test_shard(text) for text in test_shards)
     directory = load_directory(root)
     port = port or directory.port
-    serve(
-        directory,
-        StartOptions(
-            host=host,
-            port=port,
-            broker=broker,
-            broker_port=broker_port,
-            test_shards=shards,
-            device_metrics=device_metrics,
-            alerts=resolve_alert_settings(directory, webhook, secret),
-            keep_history_days=keep_history_days,
-        ),
-        build_run,
-        lambda current: set_store(_save_port(current, port), store),
-        export_for_devices,
-    )
+    with allow_modules([*directory.allow_modules, *modules]):
+        serve(
+            directory,
+            StartOptions(
+                host=host,
+                port=port,
+                broker=broker,
+                broker_port=broker_port,
+                test_shards=shards,
+                device_metrics=device_metrics,
+                alerts=resolve_alert_settings(directory, webhook, secret),
+                keep_history_days=keep_history_days,
+            ),
+            build_run,
+            lambda current: add_allowed_modules(set_store(_save_port(current, port), store), modules),
+            export_for_devices,
+        )
 
 
 @command.command()
@@ -208,9 +231,15 @@ def broker(root: Path, host: str, port: int, kind: str) -> None:
 @click.option("--ttl", default="24h", show_default=True, help="How long it lets in: 30m, 24h, 7d.")
 @click.option("--uses", type=int, default=1, show_default=True, help="How many boards it lets in.")
 @click.option("--group", "groups", multiple=True, help="Put the boards into this group; may be repeated.")
-@click.option("--role", type=click.Choice(["trainer", "evaluator"]), help="Let them in as this only.")
+@click.option(
+    "--role",
+    type=click.Choice(["trainer", "evaluator"]),
+    default="trainer",
+    show_default=True,
+    help="What they become.",
+)
 @text_format_option
-def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str | None, style: str) -> None:
+def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str, style: str) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
     from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise

@@ -54,7 +54,7 @@ def devices_router(context: ApiContext) -> APIRouter:
         ttl: Annotated[str, Body()] = DEFAULT_TTL,
         uses: Annotated[int, Body()] = 1,
         groups: Annotated[list[str] | None, Body()] = None,
-        role: Annotated[str | None, Body()] = None,
+        role: Annotated[str, Body()] = "trainer",
     ) -> Json:
         spec = JoinTokenSpec(ttl_s=parse_ttl(ttl), uses=uses, groups=tuple(groups or ()), role=role)
         now = time.time()

@@ -152,7 +152,6 @@ class EnrolmentService:
             now=now,
             device_id=request.name,
             public_key=request.public_key,
-            role=request.role,
             issue_certificate=lambda: pki.get_serial(cert_pem),
             version=request.version,
         )

@@ -21,12 +21,12 @@ _TTL = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinTokenSpec:
-    """Lifetime, number of uses, groups and role of a join token; the device chooses its role if None."""
+    """Lifetime, number of uses, groups and role of a join token; the device has no say in them."""
 
     ttl_s: float = 86400.0
     uses: int = 1
     groups: tuple[str, ...] = ()
-    role: str | None = None
+    role: str = "trainer"
 
 
 def parse_ttl(text: str) -> float:
@@ -50,7 +50,7 @@ def make_token(store: Store, directory: CoordinatorDirectory, spec: JoinTokenSpe
     """
     if not 1 <= spec.uses <= MAX_USES:
         raise UsageError(f"uses must be from 1 to {MAX_USES}, got {spec.uses}")
-    if spec.role is not None and spec.role not in ROLES:
+    if spec.role not in ROLES:
         raise UsageError(f"role must be one of {', '.join(ROLES)}, got {spec.role!r}")
     token = JoinToken(
         ca_fingerprint=directory.compute_ca_fingerprint(),

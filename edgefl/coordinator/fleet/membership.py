@@ -17,6 +17,7 @@ from starlette.requests import Request
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.core.claims import bound_reported_examples
 from edgefl.core.errors import NetworkError, NotFoundError
 from edgefl.core.protocol import Command, CommandKind, check_facts
 from edgefl.core.types import Json
@@ -54,7 +55,7 @@ class Membership:
     def add(self, device_id: str, public_key: bytes) -> None:
         """Adds a device that has just joined; it may do so twice."""
         record, capabilities = self._store.get_device(device_id), self._store.get_capabilities(device_id)
-        examples = dict(capabilities.shards) if capabilities else dict(record.examples)
+        examples = bound_reported_examples({}, capabilities.shards) if capabilities else dict(record.examples)
         node_id = self._superlink.register(public_key, device_id)
         if record.node_id is None:
             self._remove_previous(device_id, node_id)

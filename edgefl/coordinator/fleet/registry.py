@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneDetector, CloneRejected
 from edgefl.coordinator.fleet.event_bus import EventBus
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
+from edgefl.core.claims import bound_reported_examples
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
 from edgefl.engine.fleet_state import update_moving_average
@@ -65,6 +66,14 @@ class DeviceChanged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExamplesChanged:
+    """A device reported other numbers of examples than before; `reason` says which, and what counts of them."""
+
+    device_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRemoved:
     """A device was removed from the fleet; it will never answer."""
 
@@ -77,6 +86,7 @@ RegistryEvent = (
     | HeldInstructions
     | DeviceAdded
     | DeviceChanged
+    | ExamplesChanged
     | DeviceRemoved
     | CloneDetected
     | CloneRejected
@@ -91,6 +101,7 @@ class _RegistryEntry:
     boot_id: str = ""
     seconds_per_iteration: float | None = None
     is_drained: bool = False
+    known_examples: dict[str, int] = field(default_factory=dict)
 
 
 class DeviceRegistry:
@@ -301,11 +312,19 @@ class DeviceRegistry:
         self._event_bus.publish()
 
     def record_capabilities(self, device_id: str, capabilities: Capabilities) -> None:
-        examples = {task: count for task, count in capabilities.shards.items() if isinstance(count, int)}
         with self._lock:
             entry = self._entries.get(device_id)
             if entry is None:
                 return
+            entry.known_examples |= entry.info.examples
+            examples = bound_reported_examples(entry.known_examples, capabilities.shards)
+            changes = [
+                f"{task}: {entry.known_examples[task]} before, reported {capabilities.shards[task]}, counted {count}"
+                for task, count in examples.items()
+                if entry.known_examples.get(task, count) != count
+            ]
+            if changes:
+                self._event_bus.enqueue([ExamplesChanged(device_id=device_id, reason="; ".join(changes))])
             entry.info = replace(
                 entry.info,
                 capabilities=capabilities.facts,

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 from edgefl.coordinator.fleet.clone_detection import CloneDetected
 from edgefl.coordinator.fleet.presence import PresenceChanged, SessionConflict
-from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, RegistryEvent
+from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, ExamplesChanged, RegistryEvent
+from edgefl.core.claims import EXAMPLES_CHANGED
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Capabilities, Heartbeat, ProgressReport, StatusMessage, Topic
 from edgefl.core.safe_parsing import sanitise_line
 from edgefl.core.types import Json, Progress
 from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
+from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class TelemetryWriter:
         self._keep_history_days = keep_history_days
         self._store, self._registry, self._clock = store, registry, clock
         self._on_progress, self._on_heartbeat = on_progress, on_heartbeat
-        self._pending = _PendingTelemetry()
+        self._pending, self._rate_limit = _PendingTelemetry(), RateLimitedLog(log)
         self._known_versions: dict[str, str] = {}
         self._lock = threading.Lock()
         self._monotonic, self._stable_clock = monotonic, StableClock(clock, monotonic)
@@ -182,7 +184,9 @@ class TelemetryWriter:
             self._pending.capabilities[device_id] = capabilities, self._clock()
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
-        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneDetected):
+        if isinstance(event, ExamplesChanged) and not self._rate_limit.is_due(event.device_id):
+            return
+        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneDetected | ExamplesChanged):
             with self._lock:
                 self._pending.events.append((event, self._clock()))
 
@@ -215,6 +219,8 @@ class TelemetryWriter:
             case CloneDetected():
                 log.warning("%s: its card or state directory was copied: %s", event.device_id, event.reason)
                 self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)
+            case ExamplesChanged():
+                self._store.record_event(EXAMPLES_CHANGED, event.reason, at=at, device_id=event.device_id)
             case DeviceRestarted():
                 self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
 

@@ -13,7 +13,7 @@ from typing import Any
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.rollouts.service import RolloutService, list_present, make_rollout_id
-from edgefl.coordinator.rollouts.state_machine import check_canaries
+from edgefl.coordinator.rollouts.state_machine import MIN_JUDGES, check_canaries, check_judges
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, EdgeflError, NotFoundError, StoreError, UsageError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_MODEL_BYTES, CommandKind, finite_or_none
@@ -45,7 +45,8 @@ class DeploymentRequest:
     Attributes:
         model: a saved model, as `saved_models.find_model` takes it.
         devices: by name; None for every device with a shard for the model's task.
-        canary: number of devices that get it first; 0 for all at once.
+        canary: number of devices that get it first, at least three unless the run file trusts a single evaluation; 0
+            for all at once, each of which decides for itself.
         canary_s: how long these have to report that they run it.
         tolerance: how much lower than the previous model's its accuracy on a device's own data may be, 0 to 1.
         min_accuracy: minimum accuracy there in any case, 0 to 1.
@@ -106,6 +107,9 @@ class Deployments:
         saved_model = find_model(self._store, request.model)
         config = RunConfig.from_json(self._store.get_run(saved_model["run_id"]).config)
         names = select_devices(self._registry, config.run.task, request.devices)
+        canary = request.canary
+        if canary and not config.run.trust_single_evaluation:
+            canary = check_judges(max(canary, MIN_JUDGES), len(names))
         record = DeploymentRecord(
             deployment_id=make_rollout_id(),
             run_id=saved_model["run_id"],
@@ -113,7 +117,7 @@ class Deployments:
             task=config.run.task,
             options=dict(config.task),
             devices=request.devices,
-            canary=request.canary,
+            canary=canary,
             canary_s=request.canary_s,
             tolerance=request.tolerance,
             min_accuracy=request.min_accuracy,

@@ -8,14 +8,17 @@ from there.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.errors import ConfigError, UsageError
 from edgefl.core.types import DeviceInfo
 from edgefl.storage.repositories.rollouts import (
     CANARY_PART,
+    DeploymentDeviceRecord,
+    DeploymentRecord,
     RolloutDeviceRecord,
     RolloutRecord,
     RolloutStage,
@@ -23,6 +26,8 @@ from edgefl.storage.repositories.rollouts import (
 )
 
 MAX_CANARY_S = 7 * 24 * 3600.0
+MIN_JUDGES = 3
+"""Canaries whose accuracies pass a model on: of three, one that lies does not decide."""
 
 RolloutDeviceRecords = Sequence[RolloutDeviceRecord]
 
@@ -48,6 +53,20 @@ def check_canaries(canary: int, canary_s: float) -> None:
         raise ConfigError(f"the canaries' time must be above 0 and at most a week, got {canary_s} s")
 
 
+def check_judges(canary: int, num_devices: int) -> int:
+    """Returns the number of canaries of a model.
+
+    Raises:
+        UsageError: there are too few devices for canaries whose word counts for the others.
+    """
+    if num_devices < MIN_JUDGES:
+        raise UsageError(
+            f"canaries pass a model on by accuracy when there are {MIN_JUDGES} or more, there are {num_devices} "
+            "devices: leave canary out, and each device decides for itself, or set run.trust_single_evaluation in the run file"
+        )
+    return canary
+
+
 def select_canaries(present: Sequence[DeviceInfo], number: int) -> list[str]:
     """Returns up to `number` devices, of as many board types as possible."""
     by_board: dict[str, list[str]] = {}
@@ -69,6 +88,9 @@ def start_rollout(
     canaries = select_canaries([info for info in present if info.device_id in pending], rollout.canary)
     if not canaries:
         return fail_rollout(rollout, rows, "no device is online that could be a canary", now)
+    if rollout.ROLLS_BACK and len(canaries) < min(MIN_JUDGES, rollout.canary):
+        reason = f"{MIN_JUDGES} canaries are needed to pass a model on, only {', '.join(canaries)} online"
+        return fail_rollout(rollout, rows, reason, now)
     return RolloutTransition(
         values={"status": RolloutStatus.CANARY, "canary_until": now + rollout.canary_s},
         devices={name: {"state": RolloutStage.NOTIFIED, "part": CANARY_PART} for name in canaries},
@@ -146,10 +168,31 @@ def _evaluate_canaries(
         return supersede_rollout(rows, now)
     unconfirmed = [row.device_id for row in canaries if row.state is not RolloutStage.RUNNING]
     if not unconfirmed:
-        return _notify_pending(rows)
+        shortfall = _find_shortfall(rollout, canaries)
+        return _notify_pending(rows) if shortfall is None else fail_rollout(rollout, rows, shortfall, now)
     if rollout.canary_until is not None and now >= rollout.canary_until:
         reason = f"canary {', '.join(unconfirmed)} did not report within {rollout.canary_s:g} s"
         return fail_rollout(rollout, rows, reason, now)
+    return None
+
+
+def _find_shortfall(rollout: RolloutRecord, canaries: RolloutDeviceRecords) -> str | None:
+    """Returns why the canaries' accuracies do not pass a model on; None if they do, or it is no model.
+
+    Each canary has decided by its own; the medians are what the coordinator decides by.
+    """
+    if not isinstance(rollout, DeploymentRecord) or rollout.canary < MIN_JUDGES:  # the run file trusts fewer
+        return None
+    reports = [row for row in canaries if isinstance(row, DeploymentDeviceRecord)]
+    accuracies = [row.accuracy for row in reports if row.accuracy is not None]
+    former = [row.former_accuracy for row in reports if row.former_accuracy is not None]
+    if len(accuracies) < MIN_JUDGES:
+        return f"{len(accuracies)} of {len(reports)} canaries reported an accuracy, {MIN_JUDGES} are needed"
+    median = statistics.median(accuracies)
+    if median < rollout.min_accuracy:
+        return f"the canaries' median accuracy is {median:.3f}, at least {rollout.min_accuracy:g} is needed"
+    if former and median < statistics.median(former) - rollout.tolerance:
+        return f"the canaries' median accuracy is {median:.3f}, with the model before {statistics.median(former):.3f}"
     return None
 
 

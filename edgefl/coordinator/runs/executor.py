@@ -151,7 +151,7 @@ class RunExecutor:
         except _ReplayFinishedError:
             assert self._last_turn is not None
             self._save_checkpoint(*self._last_turn, is_of_previous_incarnation=True)
-            return self._last_turn[1].tally.version
+            return self._last_turn[1].progress.version
         except (StoreError, JournalError):
             raise
         except Exception as error:
@@ -209,7 +209,7 @@ class RunExecutor:
             loop_state = start.snapshot.restore_loop_state(components.rounds)
             in_flight = (dispatched.order for dispatched in start.snapshot.fleet.in_flight.values())
             assignments = [instruction for instruction in in_flight if isinstance(instruction, TrainInstruction)]
-            self._recorder.resume(assignments, loop_state.tally.version, start.snapshot.opened_s, start.state)
+            self._recorder.resume(assignments, loop_state.progress.version, start.snapshot.opened_s, start.state)
         elif start.is_resumed and not start.is_exact:
             components.policy.guard.restore(start.guard_state)
             self._recorder.resume_after(components.strategy.version(start.state), start.state)
@@ -222,7 +222,7 @@ class RunExecutor:
             evaluate=components.evaluate,
             rounds=components.rounds,
             policy=components.policy,
-            prior_progress=start.earlier_progress,
+            prior_progress=start.prior_progress,
             loop_state=loop_state,
             on_turn=on_turn,
             on_abort=self._on_abort,
@@ -237,7 +237,7 @@ class RunExecutor:
 
     def _on_turn(self, state: Any, loop_state: LoopState) -> None:
         self._last_turn = state, loop_state
-        if self._fleet.is_live and self.checkpointer.is_due(loop_state.tally.version):
+        if self._fleet.is_live and self.checkpointer.is_due(loop_state.progress.version):
             self._save_checkpoint(state, loop_state)
 
     def _on_abort(self, state: Any) -> None:
@@ -256,7 +256,7 @@ class RunExecutor:
 
     @property
     def _is_autonomous(self) -> bool:
-        return self.components.strategy.goes_on_alone
+        return self.components.strategy.is_autonomous
 
     def _save_checkpoint(
         self, state: Any, loop_state: LoopState, *, is_of_previous_incarnation: bool = False
@@ -271,7 +271,7 @@ class RunExecutor:
         try:
             self.checkpointer.save(state, snapshot, is_of_previous_incarnation=is_of_previous_incarnation)
         except NotKeptError as error:
-            raise self._create_save_error(loop_state.tally.version, error) from error
+            raise self._create_save_error(loop_state.progress.version, error) from error
 
 
 JOURNAL_DAMAGED = "journal-damaged"
@@ -309,6 +309,10 @@ def quarantine_damage(run_id: str, directory: CoordinatorDirectory) -> str | Non
         return None
     error, prefix = damage
     write_atomic(directory.runs / run_id / NEW_INCARNATION_FILE, b"")
+    if not list_journal_files(folder):
+        make_private_directory(folder)
+        create_journal_file(folder, number=1, first_record=first + 1)
+        return f"journal {folder} is missing or empty; what was behind the checkpoint of record {after} is lost"
     quarantine = folder / f"{QUARANTINE_PREFIX}-{parse_file_number(list_journal_files(folder)[-1]):06d}"
     make_private_directory(quarantine)
     quarantined = (

@@ -13,6 +13,7 @@ from typing import Any
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
+    ClippedUpdate,
     Decision,
     EvaluateResult,
     Event,
@@ -21,7 +22,7 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
-from edgefl.engine.progress import DeviceAccuracy, RoundCounter, VersionAccuracy
+from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter, VersionAccuracy
 from edgefl.engine.run_log import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
 
@@ -36,7 +37,13 @@ def compute_no_metrics(_state: object) -> Mapping[str, float]:
 
 log = logging.getLogger(__name__)
 
-DERIVED_EVENT_KINDS = ("assignment-failed", "device-blocked")
+UPDATE_CLIPPED = "update-clipped"
+UPDATE_REJECTED = "update-rejected"
+DEVICE_QUARANTINED = "device-quarantined"
+ACCURACY_UNTRUSTED = "accuracy-untrusted"
+DERIVED_EVENT_KINDS = (
+    "assignment-failed", UPDATE_CLIPPED, UPDATE_REJECTED, DEVICE_QUARANTINED, ACCURACY_UNTRUSTED,
+)  # fmt: skip
 """Kinds of events derived from the journal."""
 
 
@@ -96,6 +103,7 @@ class HistoryRecorder(RunSubscriber):
         self._resumed_rounds = set[int]()
         self._open_round = _OpenRound()
         self._can_repeat = can_repeat
+        self._is_untrusted_recorded = False
         for row in unused_updates:
             self._unused_updates[row.assignment_id] = row, self._monotonic()
 
@@ -209,8 +217,24 @@ class HistoryRecorder(RunSubscriber):
             log.info("round %d: accuracy of the nodes %.4f, worst %.4f", score.round, score.mean, score.worst)
             metrics = RoundMetrics(node_accuracy=score.mean, worst_node_accuracy=score.worst)
             self._history.add_round_metrics(score.round, metrics)
-        elif score.accuracy is not None and score.is_newest:
+            return
+        if score.accuracy is not None and score.is_newest:
             self._history.update_accuracy(score.accuracy)
+        if score.accuracy is not None and score.trusted is None and not self._is_untrusted_recorded:
+            self._is_untrusted_recorded = True
+            self._history.add_event(
+                EventRow(
+                    kind=ACCURACY_UNTRUSTED,
+                    device_id=None,
+                    message=f"version {score.version}: fewer than {MIN_EVALUATORS} devices evaluated it, so its "
+                    "accuracy ends no run and makes no model the best; see run.trust_single_evaluation",
+                    at=self._clock(),
+                )
+            )
+
+    def on_clipped(self, clipped: ClippedUpdate) -> None:
+        log.info("%s of %s is clipped: %s", clipped.assignment_id, clipped.device_id, clipped.reason)
+        self._record_event(UPDATE_CLIPPED, clipped.device_id, f"{clipped.assignment_id}: {clipped.reason}")
 
     def on_finish(self) -> None:
         """Closes an incomplete round, and marks unused updates as late."""
@@ -227,9 +251,11 @@ class HistoryRecorder(RunSubscriber):
     def _record_failure(self, failure: InstructionFailed) -> None:
         instruction = self._assignments.pop(failure.assignment_id, None)
         log.warning("%s of %s brings no update: %s", failure.assignment_id, failure.device_id, failure.reason)
-        self._record_event("assignment-failed", failure.device_id, f"{failure.assignment_id}: {failure.reason}")
-        if failure.outcome is UpdateStatus.REFUSED:
-            self._record_block(failure)
+        is_refused = failure.outcome is UpdateStatus.REJECTED
+        kind = UPDATE_REJECTED if is_refused else "assignment-failed"
+        self._record_event(kind, failure.device_id, f"{failure.assignment_id}: {failure.reason}")
+        if is_refused:
+            self._record_quarantine(failure)
         if instruction is not None:
             row = UpdateRow(
                 assignment_id=failure.assignment_id,
@@ -242,12 +268,12 @@ class HistoryRecorder(RunSubscriber):
             )
             self._history.add_updates([row])
 
-    def _record_block(self, failure: InstructionFailed) -> None:
-        """Records, once, that the device just rejected is blocked."""
+    def _record_quarantine(self, failure: InstructionFailed) -> None:
+        """Records, once, that the device whose update was just refused is not asked again."""
         if failure.device_id in self._get_blocked() and failure.device_id not in self._known_blocked:
             self._known_blocked.add(failure.device_id)
-            log.warning("%s is flagged and not asked again in this run", failure.device_id)
-            self._record_event("device-blocked", failure.device_id, failure.reason)
+            log.warning("%s is quarantined and not asked again in this run", failure.device_id)
+            self._record_event(DEVICE_QUARANTINED, failure.device_id, failure.reason)
 
     def _record_event(self, kind: str, device_id: str, message: str) -> None:
         self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._clock()))

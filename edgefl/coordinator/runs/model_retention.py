@@ -114,7 +114,7 @@ class ModelRetention:
             self._lock.notify_all()
 
     def record_accuracy(self, version: int, accuracy: float | None) -> None:
-        """Records the accuracy of a version; None when no evaluation succeeded."""
+        """Records the trusted accuracy of a version; None when too few evaluations succeeded."""
         with self._lock:
             self._unscored.pop(version, None)
             if accuracy is not None and version in self._pending:
@@ -330,4 +330,4 @@ class EvaluatedModelSaver(RunSubscriber):
 
     def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
         if isinstance(score, VersionAccuracy):
-            self._retention.record_accuracy(score.version, score.accuracy)
+            self._retention.record_accuracy(score.version, score.trusted)

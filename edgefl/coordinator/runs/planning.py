@@ -22,6 +22,7 @@ from edgefl.coordinator.runs.requirements import (
     count_model_bytes,
 )
 from edgefl.core.config import RunConfig
+from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import (
     DeviceInfo,
     Json,
@@ -31,7 +32,7 @@ from edgefl.core.types import (
     TrainInstruction,
 )
 from edgefl.engine.fleet_state import FleetState
-from edgefl.engine.progress import StoppingCriteria
+from edgefl.engine.progress import MIN_EVALUATORS, StoppingCriteria
 from edgefl.storage.queries.history import get_seconds_per_iteration
 from edgefl.storage.store import Store
 
@@ -251,11 +252,33 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "bytes_down": sum(row["bytes_down"] for row in participants),
         "seconds": max(known) if known and len(known) == len(seconds) else None,
         "assumed": _list_assumptions(run),
+        "warnings": _list_warnings(run, evaluators, len(participants)),
     }
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:
     return {name: getattr(goal, name) for name in ("rounds", "updates", "seconds", "bytes", "accuracy")}
+
+
+def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: int) -> list[str]:
+    """Returns what may keep the run from its end."""
+    goal, section = run.goal, run.config.run
+    is_only_rule = goal.accuracy is not None and all(
+        value is None for name, value in _get_goal_values(goal).items() if name != "accuracy"
+    )
+    if not is_only_rule or section.trust_single_evaluation:
+        return []
+    names = set(evaluators)
+    has_coordinator = EVALUATOR_NAME in names and section.evaluate_on in {"auto", "coordinator"}
+    num_others = len(names - {EVALUATOR_NAME})
+    if section.evaluate_on == "devices" or (section.evaluate_on == "auto" and not names):
+        num_others = num_devices
+    if has_coordinator or (num_others >= MIN_EVALUATORS and section.evaluate_on in {"auto", "evaluator", "devices"}):
+        return []
+    return [
+        "accuracy is the only stop rule, and nobody evaluates whose word ends a run: start the coordinator with"
+        + f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
+    ]
 
 
 def _list_assumptions(run: RunComponents) -> list[str]:

@@ -115,6 +115,13 @@ def _complete_enrolment(
     with _open_enrolment_key(root, token, options.name) as key_pem:
         reply = _send_request(coordinator, token, options, key_pem)
         device = _parse_settings(reply, coordinator, token, options)
+        if device.role != options.role:
+            log.warning(
+                "this board joins as %s, not as %s: its token decides; edgefl coordinator token --role %s",
+                device.role,
+                options.role,
+                options.role,
+            )
         if previous is not None:
             device = replace(device, max_temperature_c=previous.max_temperature_c)
         cert_pem = parse_certificate(reply, key_pem)

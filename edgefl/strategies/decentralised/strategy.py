@@ -83,7 +83,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
     has_nodes: ClassVar[bool] = True
 
     @property
-    def goes_on_alone(self) -> bool:
+    def is_autonomous(self) -> bool:
         """Whether devices train on while the coordinator is away, so that the run resumes by itself."""
         return self.config.carrier != "relay"
 
@@ -103,7 +103,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
 
         0 where the coordinator relays it, which accepts messages of any size.
         """
-        return model_bytes * len(ALGORITHMS[self.method].parts) if self.goes_on_alone else 0
+        return model_bytes * len(ALGORITHMS[self.method].parts) if self.is_autonomous else 0
 
     def assign(self, state: DecentralisedState, view: FleetView) -> tuple[DecentralisedState, Decision]:
         if not state.order and not self._create_graph(state, view):
@@ -113,7 +113,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         for name, member in state.nodes.items():
             member.is_resting = name in view.devices and name not in idle and name not in view.busy
         instructions: list[Instruction] = []
-        if has_changed and self.goes_on_alone:
+        if has_changed and self.is_autonomous:
             # An autonomous device gets its new edges with its next assignment, so that one is due now.
             instructions += [
                 FinishEarlyInstruction(assignment_id=assignment_id, device_id=name)
@@ -127,7 +127,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             if node is None or not node.is_member or node.rests_until_s > view.now_s:
                 continue
             if self._can_continue(state, graph, device_id):
-                node.is_report = self.goes_on_alone or (
+                node.is_report = self.is_autonomous or (
                     is_round_done and node.has_started and node.reported <= state.version
                 )
                 instructions.append(self._make_instruction(state, graph, device_id, view))
@@ -153,24 +153,24 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             }
         else:
             node.exchanges += 1
-        for message in update.outbox:
-            self._add_to_inbox(state, message)
+        for message in update.messages:
+            self._queue_message(state, message)
         state.edge_bytes += int(update.metrics.extra.get("message_bytes", 0))
         state.num_messages += int(update.metrics.extra.get("messages", 0))
         return state
 
-    def _add_to_inbox(self, state: DecentralisedState, message: PeerMessage) -> None:
-        """Adds a message to its receiver's inbox, replacing messages older than the method needs."""
+    def _queue_message(self, state: DecentralisedState, message: PeerMessage) -> None:
+        """Adds a message to its receiver's queue, replacing messages older than the method needs."""
         node = state.nodes.get(message.edge[1])
         if node is None or not node.is_member:
             return
         same_kind = [
-            queued for queued in node.inbox if (queued.edge, queued.is_reply) == (message.edge, message.is_reply)
+            queued for queued in node.queue if (queued.edge, queued.is_reply) == (message.edge, message.is_reply)
         ]
         max_queued = MAX_QUEUED_MESSAGES if ALGORITHMS[self.method].is_synchronous else 1
         for outdated in same_kind[: max(0, len(same_kind) + 1 - max_queued)]:
-            node.inbox.remove(outdated)
-        node.inbox.append(message)
+            node.queue.remove(outdated)
+        node.queue.append(message)
 
     def ready(self, state: DecentralisedState, view: FleetView) -> bool:
         nodes = state.nodes
@@ -247,17 +247,17 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 continue
             if node.assignment_id and node.assignment_id not in view.busy.get(name, ()):
                 node.assignment_id = ""
-                node.inbox = [*node.sent, *node.inbox]
+                node.queue = [*node.sent, *node.queue]
                 node.sent = ()
                 node.losses += 1
                 node.rests_until_s = view.now_s + compute_backoff_s(node.losses)
             is_away = name not in view.devices or is_blocked(name, view)
             if node.is_member and (is_away or node.losses >= MAX_CONSECUTIVE_FAILURES):
-                node.is_member, node.assignment_id, node.inbox, node.sent = False, "", [], ()
+                node.is_member, node.assignment_id, node.queue, node.sent = False, "", [], ()
                 has_changed = True
         for name in view.idle:
             if self._can_join(state, name, view.now_s):
-                add_member(state, name, has_shared_rounds=not self.goes_on_alone)
+                add_member(state, name, has_shared_rounds=not self.is_autonomous)
                 has_changed = True
         if has_changed:
             update_bridges(state)
@@ -278,7 +278,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         An autonomous node is asked for a report if it is not far ahead of the others, or when its edges changed.
         """
         node = state.nodes[name]
-        if self.goes_on_alone:
+        if self.is_autonomous:
             is_over = self.rules.rounds is not None and node.reported >= self.rules.rounds
             return node.edges_sent != format_edges(state, graph, name) or (
                 not is_over and node.reported <= state.version + MAX_ROUNDS_AHEAD
@@ -317,11 +317,11 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 schedule = make_edge_schedule(self.config.exchange, edges=edges, period=period, rng=rng)
                 exchange = schedule.next_exchange(node.iterations, fires)
                 iterations, fires = exchange.iterations, exchange.neighbours
-        inbox = node.sent = tuple(node.inbox)
-        node.inbox, node.edges_sent = [], format_edges(state, graph, name)
+        messages = node.sent = tuple(node.queue)
+        node.queue, node.edges_sent = [], format_edges(state, graph, name)
         node.until = node.iterations + self._iterations_per_round
-        state.edge_bytes += sum(len(message.body) for message in inbox)
-        state.num_messages += len(inbox)
+        state.edge_bytes += sum(len(message.body) for message in messages)
+        state.num_messages += len(messages)
         factor = self.lr_schedule(state.version)
         return TrainInstruction(
             assignment_id=node.assignment_id,
@@ -331,7 +331,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 self.plan,
                 iterations=iterations,
                 learning_rate=self.plan.learning_rate * factor,
-                inbox=inbox,
+                messages=messages,
                 node=GossipConfig(
                     method=self.method,
                     edges=edges,
@@ -348,7 +348,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 ),
             ),
             codec="dense",
-            deadline_s=None if self.goes_on_alone else self.rules.deadline_s,
+            deadline_s=None if self.is_autonomous else self.rules.deadline_s,
             sends_model=not node.has_started,
         )
 
@@ -367,10 +367,14 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         return self.config.exchanges_per_round * (self.plan.iterations or 1)
 
     def _is_round_done(self, state: DecentralisedState) -> bool:
-        """Returns whether the nodes have done the round's local iterations on average, so that reports are due."""
+        """Returns whether the nodes have done the round's local iterations on average, so that reports are due.
+
+        A node counts for twice its part at most, whatever it claims.
+        """
         nodes = [state.nodes[name] for name in list_members(state)]
         min_iterations = (state.version + 1) * self._iterations_per_round
-        return bool(nodes) and sum(node.iterations for node in nodes) >= min_iterations * len(nodes)
+        counted = sum(min(node.iterations, 2 * min_iterations) for node in nodes)
+        return bool(nodes) and counted >= min_iterations * len(nodes)
 
 
 def _compute_disagreement(mean: Mapping[str, Array], models: Sequence[Mapping[str, Array]]) -> float:

@@ -22,7 +22,7 @@ from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
 from edgefl.coordinator.runs.recovery import RunStart, can_auto_finish, restore_exactly, restore_from_checkpoint
-from edgefl.core.config import ModelsSection
+from edgefl.core.config import ModelsSection, RunConfig, parse_run
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
     Event,
@@ -42,7 +42,7 @@ from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
 from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model
 from edgefl.storage.store import Store
-from edgefl.strategies.participation import MAX_NORMS, EvaluationSchedule, RunParticipationPolicy
+from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 
@@ -100,6 +100,7 @@ class Made:
     evaluate: EvaluationRule = field(default_factory=EvaluationSchedule)
     rounds: RoundCounter = field(default_factory=RoundCounter)
     policy: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
+    config: RunConfig = field(default_factory=lambda: parse_run({"run": {"task": TASK}}))
 
 
 class Site:
@@ -246,7 +247,7 @@ def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["after its end", "from a checkpoint"])
-def test_who_was_flagged_is_asked_no_more_in_a_later_life_and_usual_norms_are_known(
+def test_who_was_flagged_is_asked_no_more_in_a_later_life(
     stores: list[Site], ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
@@ -256,8 +257,7 @@ def test_who_was_flagged_is_asked_no_more_in_a_later_life_and_usual_norms_are_kn
     assert boards.asked.count("h") == 3
     site.begin_life(at=1e12)
     before = site.before()
-    assert (before.is_exact, before.guard_snapshot.flagged) == (False, {"h"})
-    assert len(before.guard_snapshot.norms) == MAX_NORMS
+    assert (before.is_exact, before.guard_state.quarantined) == (False, {"h"})
     again = Boards(FaultyFleet(2, faults={"h": "diverges"}))  # which would refuse an id that it has had
     again.fleet.journal.arrived |= boards.fleet.journal.arrived
     assert site.drive(again, StoppingCriteria(rounds=70))[1]
@@ -268,7 +268,7 @@ def test_who_was_flagged_is_asked_no_more_in_a_later_life_and_usual_norms_are_kn
 class Alone:
     """A strategy whose devices go on without a coordinator."""
 
-    goes_on_alone = True
+    is_autonomous = True
 
     def __init__(self, inner: Strategy[Any]) -> None:
         self.inner = inner
@@ -288,7 +288,7 @@ def test_who_was_flagged_is_known_after_a_kill_in_a_run_whose_devices_go_on_alon
     with pytest.raises(Killed):
         stores[0].drive(boards, StoppingCriteria(rounds=60))
     before = stores[0].before()
-    assert (before.is_resumed, before.guard_snapshot.flagged) == (True, {"h"})
+    assert (before.is_resumed, before.guard_state.quarantined) == (True, {"h"})
 
 
 @pytest.mark.parametrize("dies_at", [1, 3, 14])

@@ -488,7 +488,14 @@ def test_its_accuracy_is_known_when_all_have_answered_or_are_lost(journal: Score
     journal.record_events([lost])
     assert not [entry for entry in noted.told if entry[0] == "score"]
     journal.record_events([answer(3, "two", 0.9, 10)])
-    assert noted.told[-1] == ("score", 3, pytest.approx(0.6))
+    assert noted.told[-1] == ("score", 3, None)  # of two evaluators alone
+
+
+def test_one_rogue_evaluator_of_three_does_not_say_how_good_a_model_is(journal: ScoredLog, noted: Noted) -> None:
+    journal.record_aggregation(3, [], "state")
+    journal.record_decision(asks(3, "one", "two", "rogue"))
+    journal.record_events([answer(3, "one", 0.5), answer(3, "two", 0.6), answer(3, "rogue", 1.0, 2**53)])
+    assert noted.told[-1] == ("score", 3, 0.6)
 
 
 def test_a_version_that_nobody_could_evaluate_has_no_accuracy(journal: ScoredLog, noted: Noted) -> None:

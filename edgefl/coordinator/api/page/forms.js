@@ -55,12 +55,12 @@ export function startView(root) {
 export function joinView(root) {
   const uses = h("input", { id: "uses", type: "number", min: 1, max: 1000000, value: 1, required: true });
   const ttl = h("select", { id: "ttl" }, [["30m", "30 minutes"], ["24h", "24 hours"], ["7d", "7 days"], ["30d", "30 days"]].map(([value, name]) => h("option", { value, selected: value === "24h" }, name)));
-  const role = h("select", { id: "role" }, [["", "what the board asks for"], ["trainer", "trainer"], ["evaluator", "evaluator"]].map(([value, name]) => h("option", { value }, name)));
+  const role = h("select", { id: "role" }, [["trainer", "trainer"], ["evaluator", "evaluator"]].map(([value, name]) => h("option", { value }, name)));
   const groups = h("input", { id: "groups", type: "text", placeholder: "greenhouse, north", autocomplete: "off", spellcheck: "false" });
   const made = h("section", { role: "status" });
   const make = () => act(async () => {
     const names = groups.value.split(",").map((name) => name.trim()).filter(Boolean);
-    const token = await post("tokens", { ttl: ttl.value, uses: Number(uses.value), groups: names, role: role.value || null });
+    const token = await post("tokens", { ttl: ttl.value, uses: Number(uses.value), groups: names, role: role.value });
     const line = h("pre", { class: "join-line", tabindex: "0", "aria-label": "The command that joins" }, token.join);
     const picture = h("img", { class: "qr", width: 260, height: 260, alt: "QR code of the command that joins", src: `data:image/svg+xml;base64,${btoa(token.qr_svg)}` });
     const copy = button("Copy the command", () => navigator.clipboard.writeText(token.join).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")));

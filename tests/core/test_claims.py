@@ -1,0 +1,152 @@
+"""What a device claims of its work counts within what the coordinator knows itself."""
+
+import math
+
+import pytest
+
+from edgefl.core.claims import (
+    MAX_EXAMPLES,
+    TOTAL_ITERATIONS,
+    BoundedClaim,
+    ClaimLimits,
+    bound_reported_examples,
+    compute_weight_limit,
+)
+from edgefl.core.types import (
+    DeviceInfo,
+    DeviceThroughput,
+    EvaluateResult,
+    GossipConfig,
+    Progress,
+    TrainConfig,
+    TrainInstruction,
+    UpdateMetrics,
+)
+
+HUGE = 2**53
+
+
+def limits(*examples, **settings):
+    bounded = []
+    made = ClaimLimits(task="t", on_bounded=bounded.append, **settings)
+    for number, count in enumerate(examples):
+        name = f"d{number}"
+        made.record_order(name, DeviceInfo(device_id=name, examples={"t": count}))
+    return made, bounded
+
+
+def bound(made, plan, *, elapsed_s=2.0, early=False, speeds=None, **claims):
+    order = TrainInstruction(assignment_id="a", device_id="d0", base_version=0, plan=plan)
+    metrics = UpdateMetrics(**{"num_examples": 100, "iterations": 5, "compute_s": 1.0, **claims})
+    return made.bound_metrics(metrics, order, elapsed_s=elapsed_s, is_finishing_early=early, speeds=speeds or {})
+
+
+def test_examples_iterations_and_seconds_are_at_most_what_the_coordinator_knows():
+    made, bounded = limits(100, 100, 100)
+    found = bound(
+        made, TrainConfig(iterations=5), num_examples=HUGE, iterations=HUGE, compute_s=float(HUGE), paced_s=9e9
+    )
+    assert (found.num_examples, found.iterations, found.compute_s, found.paced_s) == (100, 5, 2.0, 2.0)
+    assert [claim.name for claim in bounded] == ["examples", "seconds", "iterations"]
+    assert str(bounded[0]) == "examples: claimed 9.0072e+15, counted as 100"
+
+
+def test_an_honest_claim_stays_as_it_is():
+    made, bounded = limits(100, 100, 100)
+    found = bound(made, TrainConfig(epochs=2.0, batch_size=32), num_examples=90, iterations=6)
+    assert (found.num_examples, found.iterations, found.compute_s, bounded) == (90, 6, 1.0, [])
+
+
+def test_fewer_iterations_than_ordered_count_only_after_a_recall():
+    made, _ = limits(100, 100, 100)
+    assert bound(made, TrainConfig(iterations=5), iterations=1).iterations == 5
+    assert bound(made, TrainConfig(iterations=5), iterations=1, early=True).iterations == 1
+
+
+def test_a_budget_of_seconds_allows_eight_times_what_the_median_device_does():
+    made, _ = limits(100, 100, 100)
+    speeds = {
+        name: DeviceThroughput(seconds_per_iteration=pace) for name, pace in (("a", 0.1), ("b", 0.2), ("d0", 1e-9))
+    }
+    assert bound(made, TrainConfig(seconds=1.0), iterations=HUGE, speeds=speeds).iterations == 81
+    assert bound(made, TrainConfig(seconds=1.0), iterations=HUGE).iterations == 10_001
+    assert bound(made, TrainConfig(seconds=1.0), iterations=7, speeds=speeds).iterations == 7
+
+
+@pytest.mark.parametrize(
+    ("counts", "ratio", "limit"),
+    [
+        ([100, 100, 100], 2.0, 200),
+        ([HUGE, 100], 2.0, 200),
+        ([HUGE, *[100] * 9], 2.0, 200),
+        ([1, 1, 1, 1, 100, 100, 100, 100, 100, HUGE], 2.0, 126),
+        ([0, 0, 50], 2.0, 100),
+        ([], 2.0, math.inf),
+        ([1, 100], 0.0, math.inf),
+    ],
+)
+def test_a_device_weighs_at_most_twice_the_median_and_two_parts_in_n(counts, ratio, limit):
+    found = compute_weight_limit(counts, ratio)
+    assert found == pytest.approx(limit, rel=0.01)
+    if len(counts) > 2 and math.isfinite(found):
+        weights = [min(count, found) for count in counts if count]
+        assert max(weights) <= 2 / len(weights) * sum(weights) * 1.0001
+
+
+def test_a_board_that_joined_with_2_53_examples_weighs_no_more_than_two():
+    made, bounded = limits(HUGE, *[100] * 9)
+    assert bound(made, TrainConfig(iterations=5), num_examples=HUGE).num_examples == 200
+    assert [claim.name for claim in bounded] == ["weight"]
+    unbounded, _ = limits(HUGE, *[100] * 9, max_weight_ratio=0.0)
+    assert bound(unbounded, TrainConfig(iterations=5), num_examples=HUGE).num_examples == HUGE
+
+
+def test_a_claim_is_reported_ever_more_rarely():
+    made, bounded = limits(100, 100)
+    for _ in range(100):
+        bound(made, TrainConfig(iterations=5), num_examples=HUGE)
+    assert len(bounded) == 7
+    assert bounded[-1] == BoundedClaim(device_id="d0", name="examples", claim=HUGE, bound=100)
+
+
+def test_a_node_claims_the_iterations_of_its_run_only_where_it_continues_by_itself():
+    made, _ = limits(100, 100)
+    node = GossipConfig(method="isvr", edges=(), learning_rate=0.1, period=2, until=8, limit=40, carrier="direct")
+    extra = {TOTAL_ITERATIONS: float(HUGE), "message_bytes": -5.0, "own": 3.0}
+    found = bound(made, TrainConfig(iterations=0, node=node), iterations=HUGE, extra=extra)
+    assert (found.iterations, dict(found.extra)) == (40, {TOTAL_ITERATIONS: 40, "message_bytes": 0.0, "own": 3.0})
+    relayed = TrainConfig(iterations=5, node=GossipConfig(method="isvr", edges=(), learning_rate=0.1, period=2))
+    assert TOTAL_ITERATIONS not in bound(made, relayed, extra=extra).extra
+
+
+def test_progress_fits_the_order_and_the_clock():
+    made, _ = limits(100, 100)
+    report = Progress(device_id="d0", assignment_id="a", iteration=HUGE, seconds_per_iteration=9e9, age_s=-1.0)
+    found = made.bound_progress(report, TrainConfig(iterations=4), elapsed_s=2.0)
+    assert (found.iteration, found.seconds_per_iteration, found.age_s) == (4, 0.5, 0.0)
+
+
+def test_an_evaluation_is_on_no_more_examples_than_the_device_has():
+    made, _ = limits(100)
+    result = EvaluateResult(
+        assignment_id="e",
+        device_id="d0",
+        version=1,
+        round=1,
+        source="device",
+        num_examples=HUGE,
+        loss=1.0,
+        accuracy=1.0,
+    )
+    assert made.bound_evaluation(result, DeviceInfo(device_id="d0", examples={"t": 100})).num_examples == 100
+
+
+def test_a_report_of_more_examples_counts_in_steps():
+    former = {"t": 8, "big": 50_000}
+    assert bound_reported_examples(former, {"t": HUGE, "big": HUGE, "new": 7}) == {
+        "t": 10_008,
+        "big": 100_000,
+        "new": 7,
+    }
+    assert bound_reported_examples({}, {"t": HUGE, "u": True, "v": "9", "w": -1}) == {"t": MAX_EXAMPLES}
+    assert bound_reported_examples(former, {"t": 3}) == {"t": 3}
