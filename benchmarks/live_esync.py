@@ -104,7 +104,10 @@ def _measure(
         root=root / "fleet",
         devices=devices,
         test_shards={NAME: cut.test_shards["digits"]},
-        environment={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        environment={
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "EDGEFL_ALLOW_MODULES": NAME.partition(":")[0],
+        },  # fmt: skip
     ) as fleet:
         _say(f"probing: {PROBE_ROUNDS} rounds")
         probe = _config(NAME, {"name": "ssgd"}, arguments, rounds=PROBE_ROUNDS)

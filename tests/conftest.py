@@ -25,6 +25,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, enrolment_router
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
 from edgefl.core.errors import NetworkError, NotFoundError
+from edgefl.core.extensions import ALLOW_VARIABLE
 from edgefl.core.protocol import JoinToken
 from edgefl.storage import database
 from edgefl.storage.store import Store
@@ -208,7 +209,10 @@ def make_front_door(tmp_path: Path) -> Iterator[Callable[..., FrontDoor]]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
-    """Installs a package for one test: modules by name, entry points by group; returns the folder it lies in."""
+    """Installs a package for one test: modules by name, entry points by group; returns the folder it lies in.
+
+    Run files may name its modules.
+    """
     folder, names = tmp_path / "installed", set[str]()
     info = folder / "installed-1.0.dist-info"
 
@@ -220,6 +224,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
         for name, source in modules.items():
             (folder / f"{name}.py").write_text(source)
         names.update(modules)
+        monkeypatch.setenv(ALLOW_VARIABLE, ",".join(names))
         monkeypatch.syspath_prepend(folder)
         return folder
 

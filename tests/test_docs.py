@@ -22,19 +22,19 @@ from edgefl.cli.main import edgefl as cli
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.error_feedback import ErrorFeedback
-from edgefl.compression.registry import ENTRY_POINT_GROUP as CODECS
+from edgefl.compression.registry import KIND as CODECS
 from edgefl.core.config import AlertSettings, CertificateSettings, RunConfig, from_mapping, parse_run
 from edgefl.core.errors import CodecError
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
 from edgefl.engine.build import build_run
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.simulated_run import simulate
-from edgefl.strategies.registry import ENTRY_POINT_GROUP as STRATEGIES
+from edgefl.strategies.registry import KIND as STRATEGIES
 from edgefl.strategies.registry import find_strategy
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.datasets.shards import check_shard
 from edgefl.tasks.local_algorithms.local_training import train
-from edgefl.tasks.local_algorithms.registry import ENTRY_POINT_GROUP as LOCAL_STEPS
+from edgefl.tasks.local_algorithms.registry import KIND as LOCAL_STEPS
 from edgefl.tasks.local_algorithms.registry import make_local_algorithm
 from edgefl.tasks.registry import make_task
 
@@ -243,15 +243,15 @@ def test_a_strategy_of_the_pages_trains_a_real_fleet(modules, tmp_path, target):
 
 def test_the_entry_points_of_the_pages_are_those_that_the_code_looks_for(modules):
     packages = "".join(path.read_text() for path in (ROOT / "edgefl").rglob("*.py"))
-    assert {STRATEGIES, LOCAL_STEPS, CODECS} <= entry_points().keys()
+    assert {kind.group for kind in (STRATEGIES, LOCAL_STEPS, CODECS)} <= entry_points().keys()
     assert all(f'"{group}"' in packages for group in entry_points())
-    for name, target in entry_points()[STRATEGIES].items():
+    for name, target in entry_points()[STRATEGIES.group].items():
         assert find_strategy(name).__name__ == target.partition(":")[2]
 
 
 def test_a_local_algorithm_of_the_pages_trains(modules):
     task, data = make_task("digits"), load_central_data("digits").train
-    for name, target in entry_points()[LOCAL_STEPS].items():
+    for name, target in entry_points()[LOCAL_STEPS.group].items():
         plan = TrainConfig(algorithm=name, iterations=30, learning_rate=0.5)
         assert type(make_local_algorithm(plan)).__name__ == target.partition(":")[2]
         learner = task.learner()
@@ -263,7 +263,7 @@ def test_a_local_algorithm_of_the_pages_trains(modules):
 def test_a_codec_of_the_pages_keeps_its_promises(modules):
     shapes = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
     update, rng = make_random_update(shapes, np.random.default_rng(3)), np.random.default_rng(1)
-    for name in entry_points()[CODECS]:
+    for name in entry_points()[CODECS.group]:
         (spec, *_) = re.findall(rf"\b{name}:[\w.+-]+", "".join(PAGES.values()))
         codec = make_codec(spec, shapes)
         for tensor, found in decode_body(codec.encode(update, rng), shapes).items():

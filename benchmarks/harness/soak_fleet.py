@@ -79,7 +79,7 @@ def make_fleet(root: Path, num_staying: int) -> tuple[SoakFleet, Names]:
             for name, shard in zip(names, shards, strict=True)
         ],
         test_shards={NAME: str((root / "shards" / TEST_NAME).resolve())},
-        environment={"PYTHONPATH": path},
+        environment={"PYTHONPATH": path, "EDGEFL_ALLOW_MODULES": NAME.partition(":")[0]},
     )
     return fleet, Names(staying=tuple(names[:num_staying]), visitors=tuple(names[num_staying:]))
 

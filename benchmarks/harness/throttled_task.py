@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from edgefl import Task
 from edgefl.tasks.registry import make_task
 
 NAME = "throttled_task:ThrottledDigits"
 
 
-class ThrottledDigits:
+class ThrottledDigits(Task):
     name = NAME
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ def list_strategies(*, fmt: str) -> None:
         [{**row, "settings": _format_own_settings(row["settings"], shared)} for row in rows], STRATEGY_COLUMNS, fmt
     )
     click.echo("\nShared by most: " + " ".join(f"{name}={_format_value(value)}" for name, value in shared.items()))
-    click.echo("Your own: module:Class, see `edgefl strategies new`.")
+    click.echo("Your own: module:Class with --allow-module, see `edgefl strategies new`.")
 
 
 @strategies.command()
@@ -85,7 +85,8 @@ def new(*, name: str, out: Path) -> None:
         click.echo(path)
     click.echo(
         f"Try it with `pytest {out / f'test_{name}.py'}`, "
-        f'then in a run file: name = "{name}:{_make_class_name(name)}"'
+        f'then in a run file: name = "{name}:{_make_class_name(name)}", '
+        f"and edgefl simulate FILE --allow-module {name}"
     )
 
 
@@ -115,8 +116,9 @@ def _make_flower_row() -> Json:
 
 def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
     """Returns synchronous, asynchronous or decentralised: declared by the class, or its template's."""
+    from edgefl.core.option_types import REQUIRED  # noqa: PLC0415 likewise
     from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy  # noqa: PLC0415 fast start
-    from edgefl.strategies.registry import REQUIRED, find_strategy, make_strategy  # noqa: PLC0415 likewise
+    from edgefl.strategies.registry import find_strategy, make_strategy  # noqa: PLC0415 likewise
     from edgefl.strategies.strategy_config import RoundRules  # noqa: PLC0415 likewise
     from edgefl.strategies.synchronous.strategy import SynchronousStrategy  # noqa: PLC0415 likewise
 
@@ -133,7 +135,7 @@ def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _format_settings(settings: Mapping[str, Any]) -> Json:
-    from edgefl.strategies.registry import REQUIRED  # noqa: PLC0415 fast start
+    from edgefl.core.option_types import REQUIRED  # noqa: PLC0415 fast start
 
     return {
         name: "required" if default is REQUIRED else _format_default(default) for name, default in settings.items()

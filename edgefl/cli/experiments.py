@@ -17,7 +17,7 @@ import click
 
 from edgefl.cli.output import FullHelpGroup, format_option, print_rows, select_known_columns
 from edgefl.cli.run import RunProgressBar
-from edgefl.cli.sources import FOLDER_TYPE
+from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
 from edgefl.engine.run_summary import format_accuracy, select_device_metrics
 from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
@@ -71,6 +71,7 @@ FORMAT_VERSION = 1
 @click.option(
     "--list-profiles", is_flag=True, help="Print the profiles that there are, and where their numbers are from."
 )
+@allow_module_option
 @format_option
 def simulate(  # noqa: PLR0913 one per option
     *,
@@ -221,6 +222,7 @@ def _use_one_thread() -> None:
     show_default=True,
     help="Folder for all of it; an earlier demo there is replaced.",
 )
+@allow_module_option
 def demo(  # noqa: PLR0913 one per option
     *,
     task: str,

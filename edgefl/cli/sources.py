@@ -32,6 +32,25 @@ FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
 state_option = click.option(
     "--state", "root", type=FOLDER_TYPE, help="State directory [default: ~/.local/share/edgefl/device]."
 )
+
+
+def _allow_modules(context: click.Context, _option: click.Parameter, modules: tuple[str, ...]) -> tuple[str, ...]:
+    """Allows the modules until the command ends."""
+    from edgefl.core.extensions import allow_modules  # noqa: PLC0415 fast start
+
+    context.with_resource(allow_modules(modules))
+    return modules
+
+
+allow_module_option = click.option(
+    "--allow-module",
+    "allowed_modules",
+    multiple=True,
+    metavar="MODULE",
+    expose_value=False,
+    callback=_allow_modules,
+    help="Let run files name classes of this module; may be repeated.",
+)
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 

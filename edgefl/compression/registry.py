@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,6 +30,7 @@ from edgefl.compression.sparsification.sparsifiers import Dense, RandK, SparseDe
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
 from edgefl.compression.wire import StageId
 from edgefl.core.errors import CodecError
+from edgefl.core.extensions import ExtensionKind, list_entry_points, load_entry_point
 from edgefl.core.types import Scalar
 
 FEEDBACK_PREFIX = "ef"
@@ -100,7 +100,13 @@ def _parse_layers(text: str, typed: list[str]) -> tuple[tuple[str, str], ...]:
 
 
 StageClass = type[TensorStage] | type[ValueStage] | type[LosslessStage]
-ENTRY_POINT_GROUP = "edgefl.codecs"
+KIND = ExtensionKind(
+    noun="codec stage",
+    group="edgefl.codecs",
+    is_declared=lambda found: getattr(found, "kind", None) in list(StageKind),
+    declaration="has a StageKind of edgefl.compression.stages as its kind",
+    error=CodecError,
+)
 STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
     {
         "dense": (1, Dense),
@@ -134,7 +140,7 @@ RICE = "rice"
 
 def list_stage_names() -> list[str]:
     """Returns the names of all stages, those of installed packages included."""
-    return sorted({*STAGES, FEEDBACK_PREFIX, RICE, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+    return sorted({*STAGES, FEEDBACK_PREFIX, RICE, *list_entry_points(KIND)})
 
 
 def find_stage(name: str) -> StageClass:
@@ -213,13 +219,8 @@ def _format_suggestion(name: str) -> str:
 
 
 def _find_third_party(name: str) -> StageClass | None:
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        try:
-            stage: StageClass = point.load()
-        except Exception as error:  # an import runs a package's own code, which may raise anything
-            raise CodecError(f"codec stage {name!r} of an installed package cannot be loaded: {error}") from error
-        return stage
-    return None
+    stage: StageClass | None = load_entry_point(KIND, name)
+    return stage
 
 
 class StageDescription(NamedTuple):

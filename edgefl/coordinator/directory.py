@@ -20,17 +20,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.coordinator import pki
-from edgefl.core.config import AlertSettings, CertificateSettings, from_mapping
+from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, from_mapping
 from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
 from edgefl.core.safe_parsing import format_toml, parse_toml
-from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, remove_temporary_files, write_atomic
+from edgefl.system.atomic_files import (
+    DATABASE_NAME,
+    DISK_FULL_ERRNOS,
+    make_private_directory,
+    make_store_error,
+    remove_temporary_files,
+    write_atomic,
+)
 
 DEFAULT_FLEET = "fleet"
 DEFAULT_PORT = 8000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Settings = TypeVar("Settings", AlertSettings, CertificateSettings)
+Settings = TypeVar("Settings", AlertSettings, CertificateSettings, ConnectionSettings)
 SIOCGIFADDR = 0x8915
 # Documentation addresses: connecting a datagram socket only picks a route.
 PROBE_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
@@ -42,7 +50,7 @@ class CoordinatorDirectory:
 
     `hosts` are the names and addresses under which devices find the coordinator, best first. Of the access tokens
     only SHA-256 hashes are stored. `store` is the URL of a database server, perhaps with a password; None for SQLite
-    in the directory.
+    in the directory. `allow_modules` may be imported for a name in a run file.
     """
 
     root: Path
@@ -53,7 +61,9 @@ class CoordinatorDirectory:
     viewer_sha256: tuple[str, ...] = field(default=(), repr=False)
     alerts: AlertSettings = field(default_factory=AlertSettings)
     certificates: CertificateSettings = field(default_factory=CertificateSettings)
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
     store: str | None = field(default=None, repr=False)
+    allow_modules: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Path:
@@ -169,6 +179,8 @@ def _lock_file(path: Path, error_message: str) -> Iterator[None]:
         except BlockingIOError:
             raise StoreError(error_message) from None
         except OSError as error:
+            if error.errno in DISK_FULL_ERRNOS:
+                raise make_store_error(path, error) from None
             raise StoreError(f"{path} cannot be locked: {error.strerror or error}") from None
         yield
 
@@ -288,6 +300,20 @@ def set_store(directory: CoordinatorDirectory, url: str | None) -> CoordinatorDi
     return changed
 
 
+def add_allowed_modules(directory: CoordinatorDirectory, modules: Sequence[str]) -> CoordinatorDirectory:
+    """Returns the directory with more modules that run files may name, saved in its settings.
+
+    Raises:
+        UsageError: one is no module's name, or is of Python's own library; the settings are unchanged.
+    """
+    for module in modules:
+        check_module_name(module)
+    changed = replace(directory, allow_modules=tuple(dict.fromkeys([*directory.allow_modules, *modules])))
+    if changed != directory:
+        _write_settings(changed)
+    return changed
+
+
 def hash_token(token: str) -> str:
     """Returns the SHA-256 of a token, as stored in settings and store."""
     return hashlib.sha256(token.encode()).hexdigest()
@@ -346,7 +372,13 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "operator_sha256": list(directory.operator_sha256),
         "viewer_sha256": list(directory.viewer_sha256),
     } | ({} if directory.store is None else {"store": directory.store})
-    tables: dict[str, Any] = {"alerts": directory.alerts, "certificates": directory.certificates}
+    if directory.allow_modules:
+        values["allow_modules"] = list(directory.allow_modules)
+    tables: dict[str, Any] = {
+        "alerts": directory.alerts,
+        "certificates": directory.certificates,
+        "connections": directory.connections,
+    }
     for name, table in tables.items():
         defaults = asdict(type(table)())
         if changed := {key: value for key, value in asdict(table).items() if value != defaults[key]}:
@@ -366,10 +398,12 @@ def _read_settings(root: Path) -> dict[str, Any] | None:
 
 def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirectory:
     types_by_key = {"fleet": str, "hosts": list, "port": int, "operator_sha256": list, "viewer_sha256": list}
-    for key, kind in [*types_by_key.items(), *([("store", str)] if "store" in value else [])]:
+    optional_types = {"store": str, "allow_modules": list}
+    for key, kind in (types_by_key | {key: kind for key, kind in optional_types.items() if key in value}).items():
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    if unknown := sorted(set(value) - set(types_by_key) - {"store", "alerts", "certificates"}):
+    sections = {"alerts", "certificates", "connections"}
+    if unknown := sorted(set(value) - set(types_by_key) - set(optional_types) - sections):
         raise ConfigError(
             f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(types_by_key)}"
         )
@@ -382,7 +416,9 @@ def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirector
         viewer_sha256=tuple(value["viewer_sha256"]),
         alerts=_parse_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
         certificates=_parse_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
+        connections=_parse_section(root, ConnectionSettings, value.get("connections", {}), "connections"),
         store=value.get("store"),
+        allow_modules=tuple(map(str, value.get("allow_modules", ()))),
     )
 
 

@@ -545,7 +545,8 @@ class Strategy(Protocol[S]):
     tensors stay in the journal until they are read.
 
     A class that inherits from this one writes the first five methods, and gives its state the fields `model`,
-    `version` and `used`. A user's strategy may also be any class with the first nine methods; all else is optional.
+    `version` and `used`. All else is optional; a run file
+    names only classes that inherit from this one, from `StrategyConfig` or from `RoundStrategy`.
     """
 
     def init(self, model: Tensors) -> S:
@@ -593,7 +594,7 @@ class Strategy(Protocol[S]):
         return False
 
     @property
-    def goes_on_alone(self) -> bool:
+    def is_autonomous(self) -> bool:
         """Whether devices train on while the coordinator is away, so that the run resumes by itself."""
         return False
 

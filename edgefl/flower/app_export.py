@@ -16,6 +16,7 @@ from pathlib import Path
 from edgefl import DISTRIBUTION, __version__
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
+from edgefl.core.extensions import check_allowed
 from edgefl.core.safe_parsing import format_toml
 from edgefl.tasks.backends import is_torch_task
 from edgefl.tasks.registry import make_task
@@ -81,6 +82,7 @@ def _make_template_values(config: RunConfig, scheme: str, name: str | None) -> d
     class_paths = [
         class_path for class_path in (strategy, task) if ":" in class_path and not _is_flower_name(class_path)
     ]
+    modules = {name.partition(":")[0] for name in (*class_paths, str(config.task.get("model", ""))) if ":" in name}
     extra = missing + "".join(
         f"\n`{class_path}` must be importable on every machine, or lie in this folder.\n"
         for class_path in class_paths
@@ -94,6 +96,7 @@ def _make_template_values(config: RunConfig, scheme: str, name: str | None) -> d
         "SCHEME": _format_text(scheme),
         "DATA": _format_text(config.simulation.data or ""),
         "EXTRA": extra,
+        "MODULES": json.dumps(sorted(modules)),
     }
 
 
@@ -126,6 +129,7 @@ def _find_user_modules(config: RunConfig) -> list[Path]:
         module, _, attribute = name.partition(":")
         if not attribute or _is_flower_name(name):
             continue
+        check_allowed(name, "class", ConfigError)  # to find a module inside a package imports that package
         try:
             module_spec = importlib.util.find_spec(module)
         except (ImportError, ValueError):

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 
 from edgefl.core.config import RunConfig, load_run
 from edgefl.core.errors import ConfigError, DataError, EdgeflError
+from edgefl.core.extensions import add_allowed_modules
 from edgefl.core.types import Json, Role, derive_seed
 from edgefl.flower.app_runtime import decode_content, encode_content, make_body_record
 from edgefl.tasks.datasets.central import create_shards
@@ -38,7 +39,9 @@ class AppTrainer(Protocol):
 TrainerFactory = Callable[..., AppTrainer]
 
 
-def make_client_app(run_file: Path, make_trainer: TrainerFactory) -> ClientApp:
+def make_client_app(
+    run_file: Path, make_trainer: TrainerFactory, *, allowed_modules: Sequence[str] = ()
+) -> ClientApp:
     """Returns the ClientApp of a node.
 
     Its shard is the node's `shard` (a path in the node's or the run's configuration, where `{partition}` stands for
@@ -47,7 +50,9 @@ def make_client_app(run_file: Path, make_trainer: TrainerFactory) -> ClientApp:
     Args:
         run_file: of the ServerApp's run.
         make_trainer: the class `edgefl.device.training.trainer.DeviceTrainer`.
+        allowed_modules: those of the run file's `module:Class`; whoever exported the app allowed them.
     """
+    add_allowed_modules(allowed_modules)
     app = ClientApp()
 
     @app.query()

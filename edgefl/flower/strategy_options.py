@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.errors import ConfigError, EdgeflError, StrategyError
+from edgefl.core.extensions import format_name
+from edgefl.core.option_types import OptionType, check_options, list_options
 from edgefl.core.types import Scalar
-from edgefl.strategies.registry import REQUIRED
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES, find_strategy, is_flower_class
 from edgefl.strategies.strategy_config import StrategyConfig
 
 if TYPE_CHECKING:
@@ -23,24 +23,18 @@ MIN_NODE_OPTIONS = ("min_train_nodes", "min_evaluate_nodes", "min_available_node
 UNSUPPORTED_PREFIXES = ("FedXgbBagging", "FedXgbCyclic", "DifferentialPrivacy")
 """Prefixes of unsupported strategies: those that grow trees, and those that wrap another strategy."""
 _FLOWER_MODULE = "flwr.serverapp.strategy"
-_TRAINING_KINDS: Mapping[str, type[Any]] = MappingProxyType(
-    {"iterations": int, "batch_size": int, "seconds": float, "epochs": float, "optimizer": str}
-)
-"""Types of settings whose default does not show it."""
 
 
 def is_flower_strategy(name: str) -> bool:
-    """Returns whether `name` is `flwr:Class`, or the `module:Class` of a subclass of Flower's `Strategy`."""
+    """Returns whether `name` is `flwr:Class`, or an own or installed subclass of Flower's `Strategy`."""
     if name.startswith(PREFIX):
         return True
-    module_name, _, class_name = name.partition(":")
-    if not class_name:
+    if name in BUILT_IN_STRATEGIES:
         return False
     try:
-        candidate = getattr(importlib.import_module(module_name), class_name)
-    except (Exception, SystemExit):  # noqa: BLE001 whoever makes the strategy meets the same error, and says it
+        return is_flower_class(find_strategy(name))
+    except EdgeflError:  # whoever makes the strategy meets the same error, and says it
         return False
-    return any(base.__module__.startswith(_FLOWER_MODULE) for base in getattr(candidate, "__mro__", ()))
 
 
 def list_flower_strategies() -> list[str]:
@@ -49,25 +43,25 @@ def list_flower_strategies() -> list[str]:
 
 
 def find_flower_strategy(name: str) -> type[FlowerBase]:
-    """Returns the class of `flwr:Class` or `module:Class`.
+    """Returns the class of `flwr:Class`, or of a name as `find_strategy` takes it.
 
     Raises:
-        StrategyError: there is no such class, or it does not aggregate tensors.
+        StrategyError: there is no such class, it is not allowed, or it does not aggregate tensors.
     """
-    module_name, _, class_name = name.partition(":")
-    if name.startswith(PREFIX) and not _is_strategy(class_name):
+    if not name.startswith(PREFIX):
+        return find_strategy(name)
+    class_name = name.removeprefix(PREFIX)
+    if not _is_strategy(class_name):
         raise StrategyError(
-            f"Flower has no strategy {class_name!r} for us; known: {', '.join(list_flower_strategies())}"
+            f"Flower has no strategy {format_name(class_name)} for us; known: {', '.join(list_flower_strategies())}"
         )
-    module = importlib.import_module(_FLOWER_MODULE if name.startswith(PREFIX) else module_name)
-    strategy_class: type[FlowerBase] = getattr(module, class_name)
+    strategy_class: type[FlowerBase] = _load_flower_classes()[class_name]
     return strategy_class
 
 
 def get_flower_settings(name: str) -> dict[str, Any]:
     """Returns the `[strategy]` settings of a run file with their defaults, `REQUIRED` for those without one."""
-    training = {item.name: item.default for item in dataclasses.fields(StrategyConfig)}
-    return {**training, **_list_parameters(find_flower_strategy(name))}
+    return {option: kind.default for option, kind in _list_settings(find_flower_strategy(name)).items()}
 
 
 def make_flower_object(name: str, strategy_class: type[FlowerBase], options: Mapping[str, Scalar]) -> FlowerBase:
@@ -76,17 +70,11 @@ def make_flower_object(name: str, strategy_class: type[FlowerBase], options: Map
     Raises:
         ConfigError: an option is unknown, missing, or of the wrong type.
     """
-    settings, parameters = get_flower_settings(name), _list_parameters(strategy_class)
-    for option, value in options.items():
-        if option not in settings:
-            raise ConfigError(f"strategy.{option}: {name} has no such setting; known: {', '.join(settings)}")
-        _check_type(option, value, settings[option])
-    missing = [option for option, default in parameters.items() if default is REQUIRED and option not in options]
-    if missing:
-        raise ConfigError(f"strategy.{missing[0]} is missing: {name} cannot do without")
+    check_options(name, options, _list_settings(strategy_class), table="strategy")
     fraction = options.get("fraction_train")
     if isinstance(fraction, int | float) and not fraction > 0:
         raise ConfigError(f"strategy.fraction_train must be above 0, or nobody ever trains, got {fraction!r}")
+    parameters = _list_parameters(strategy_class)
     arguments = {**{option: 1 for option in MIN_NODE_OPTIONS if option in parameters}, **options}
     return strategy_class(**{option: value for option, value in arguments.items() if option in parameters})
 
@@ -115,27 +103,19 @@ def _is_strategy(name: str) -> bool:
     return issubclass(candidate, classes["Strategy"]) and not name.startswith(UNSUPPORTED_PREFIXES)
 
 
-def _list_parameters(strategy_class: type[FlowerBase]) -> dict[str, Any]:
+def _list_settings(strategy_class: type[FlowerBase]) -> dict[str, OptionType]:
+    return {**list_options(StrategyConfig), **_list_parameters(strategy_class)}
+
+
+def _list_parameters(strategy_class: type[FlowerBase]) -> dict[str, OptionType]:
     """Returns the class's parameters, with those it passes to its parents by `**kwargs`, without functions."""
-    parameters: dict[str, Any] = {}
+    parameters: dict[str, OptionType] = {}
     for cls in strategy_class.__mro__:
         if "__init__" not in vars(cls) or cls is object:
             continue
-        signature_parameters = list(inspect.signature(cls).parameters.values())
-        for parameter in signature_parameters:
-            if parameter.kind in {parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY} and "Callable" not in str(
-                parameter.annotation
-            ):
-                parameters.setdefault(parameter.name, parameter.default)
-        if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature_parameters):
+        for option, kind in list_options(cls).items():
+            if "Callable" not in str(kind.annotation):
+                parameters.setdefault(option, kind)
+        if not any(p.kind == p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values()):
             break
     return parameters
-
-
-def _check_type(option: str, value: Scalar, default: object) -> None:
-    """Checks an option's type: Flower's classes accept anything, and fail in the middle of a run."""
-    kind = _TRAINING_KINDS.get(option) or type(default)
-    types = {bool: (bool,), str: (str,), int: (int,), float: (int, float)}.get(kind)
-    if types and (not isinstance(value, types) or (isinstance(value, bool) and kind is not bool)):
-        description = {bool: "true or false", str: "a text", int: "a whole number", float: "a number"}[kind]
-        raise ConfigError(f"strategy.{option} must be {description}, got {value!r}")

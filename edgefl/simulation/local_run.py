@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from edgefl.core import extensions
 from edgefl.core.config import RunConfig, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Json
@@ -67,6 +68,7 @@ def run(
     data: str | Path | None = None,
     scheme: str | None = None,
     root: str | Path | None = None,
+    allow_modules: Sequence[str] = (),
 ) -> RunResult:
     """Trains on a coordinator and devices that are processes of this machine, and returns the history.
 
@@ -76,19 +78,21 @@ def run(
         data: the folder of the data set; digits needs none.
         scheme: the partition scheme [digits: dirichlet:0.5; motionsense: natural; others: iid].
         root: folder of all files; a new folder under the system's temporary one when None.
+        allow_modules: modules whose classes the run file may name, as `--allow-module`.
 
     Raises:
         EdgeflError: the run file is invalid, data is missing, or the run failed.
     """
-    run_config = _load_config(config)
-    _check_devices(run_config, count_devices(devices))
-    check_run(run_config)
-    folder = Path(tempfile.mkdtemp(prefix="edgefl-") if root is None else root).resolve()
-    partition = _partition_data(run_config, devices, data, scheme, folder / "shards")
-    log.info("run of %s on this machine; all of it is kept in %s", run_config.run.task, folder)
-    with LocalFleet(root=folder, devices=partition.devices, test_shards=partition.test_shards) as fleet:
-        run_id = fleet.submit(run_config)
-        return _build_result(fleet, fleet.wait_for_run(run_id))
+    with extensions.allow_modules(allow_modules):
+        run_config = _load_config(config)
+        _check_devices(run_config, count_devices(devices))
+        check_run(run_config)
+        folder = Path(tempfile.mkdtemp(prefix="edgefl-") if root is None else root).resolve()
+        partition = _partition_data(run_config, devices, data, scheme, folder / "shards")
+        log.info("run of %s on this machine; all of it is kept in %s", run_config.run.task, folder)
+        with LocalFleet(root=folder, devices=partition.devices, test_shards=partition.test_shards) as fleet:
+            run_id = fleet.submit(run_config)
+            return _build_result(fleet, fleet.wait_for_run(run_id))
 
 
 def partition_devices(

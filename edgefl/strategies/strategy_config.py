@@ -8,17 +8,21 @@ round), `inverse-sqrt` (over the square root of the round), `cosine:N` (down to 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
-from edgefl.core.config import RescuePolicy
+from edgefl.core.config import TimeoutPolicy
 from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.extensions import format_name
 from edgefl.core.types import Algorithm, TrainConfig
 from edgefl.strategies.aggregation import ServerOptimizer
 
 T = TypeVar("T")
 
+_ALGORITHM_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")
+"""Names of entry points; a `module:Class` is never looked for on a board."""
 MAX_WAIT_S = 60.0
 """Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
 TICK_S = 1e-6
@@ -104,8 +108,13 @@ def check_plan(plan: TrainConfig) -> None:
     """Checks a plan before the run begins, as every device would.
 
     Raises:
-        ConfigError: an invalid number, or two budgets.
+        ConfigError: an invalid number or name, or two budgets.
     """
+    if _ALGORITHM_NAME.fullmatch(plan.algorithm) is None:
+        raise ConfigError(
+            f"strategy.optimizer must be the name of a local algorithm, built in or installed on the boards, such as "
+            f"sgd; got {format_name(plan.algorithm)}"
+        )
     if plan.iterations is not None and plan.seconds is not None:
         raise ConfigError("strategy.iterations and strategy.seconds are two budgets; give one of them")
     for name in ("iterations", "epochs", "seconds", "batch_size"):
@@ -195,10 +204,9 @@ class RoundRules:
         min_updates: k of n: the round closes when k updates are in, or with fewer when no device is left to ask; None
             waits for all live devices.
         deadline_s: an assignment that takes longer is given up; None for never.
-        barrier_s: time that a round waits for the asked devices; then `rescue` is tried once, and after the same
-            time again the run ends and names the missing ones. None waits without end.
-        rescue: recovery from a passed barrier: close the round with the received updates (k of n), ask the missing
-            devices again, or do nothing.
+        round_timeout_s: time that a round waits for the asked devices; then `on_timeout` applies once, and after the
+            same time again the run ends and names the missing ones. None waits without end.
+        on_timeout: aggregate the received updates (k of n), reassign the work of the missing devices, or do nothing.
         codec: spec of the codec for updates.
         task: the task's name, under which devices list the blocks of their shards.
         updates_per_round: updates per round of an asynchronous run, by which learning rates change; None for the
@@ -213,8 +221,8 @@ class RoundRules:
     fraction: float | None = None
     min_updates: int | None = None
     deadline_s: float | None = None
-    barrier_s: float | None = None
-    rescue: RescuePolicy = "go-on"
+    round_timeout_s: float | None = None
+    on_timeout: TimeoutPolicy = "aggregate"
     codec: str | None = None
     task: str = ""
     updates_per_round: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, TensorSpec, derive_rng
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Task, TensorSpec, derive_rng
 from edgefl.tasks.backends import validate_accelerator
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners.numpy_learner import NumpyLearner
@@ -17,7 +17,7 @@ NUM_EXAMPLES = 64
 FLOAT_BYTES = 4
 
 
-class NoopTask:
+class NoopTask(Task):
     """One float32 tensor of `size_bytes`, a gradient that is always zero, and a shard that needs no file."""
 
     name = "noop"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.types import Dataset
+from edgefl.core.types import Dataset, Task
 from edgefl.tasks.learners.numpy_learner import DenseModel
 
 COLUMNS = ("indoor_c", "outdoor_c", "humidity_percent", "light_lux", "is_open")
@@ -19,7 +19,7 @@ def standardised(rows: np.ndarray) -> np.ndarray:
     return (rows.astype(np.float32) - MEAN) / SPREAD
 
 
-class Greenhouse:
+class Greenhouse(Task):
     """The task that the run file names: `task = "greenhouse:Greenhouse"`."""
 
     name = "greenhouse:Greenhouse"

@@ -12,7 +12,7 @@ from edgefl.storage.checkpoints import load_model_file
 
 def main() -> None:
     houses = sorted(Path("data").glob("house-*"))
-    result = edgefl.run("run.toml", devices=houses, root="fleet")
+    result = edgefl.run("run.toml", devices=houses, root="fleet", allow_modules=["greenhouse"])
     learner = Greenhouse().learner(threads=1)
     learner.load(load_model_file(result.model))
     _, accuracy = learner.evaluate(Greenhouse().read("data/test"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import nn
 
-from edgefl.core.types import Dataset
+from edgefl.core.types import Dataset, Task
 from edgefl.tasks.learners.torch_learner import TorchFactoryModel
 
 SIDE = 16
@@ -28,7 +28,7 @@ def grey(pictures: np.ndarray) -> np.ndarray:
     return (pictures.astype(np.float32) / 255.0)[:, None]
 
 
-class Shapes:
+class Shapes(Task):
     """The task that the run file names: `task = "shapes:Shapes"`."""
 
     name = "shapes:Shapes"

@@ -11,7 +11,8 @@ from edgefl.storage.checkpoints import load_model_file
 
 
 def main() -> None:
-    result = edgefl.simulate("run.toml", devices=sorted(Path("data").glob("camera-*.npz")), root="history")
+    cameras = sorted(Path("data").glob("camera-*.npz"))
+    result = edgefl.simulate("run.toml", devices=cameras, root="history", allow_modules=["shapes"])
     learner = Shapes().learner(threads=1)
     learner.load(load_model_file(result.model))
     _, accuracy = learner.evaluate(Shapes().read("data/test.npz"))

@@ -142,7 +142,10 @@ class Site:
                 for name, shard in zip(self.names, self.shards, strict=True)
             ],
             hosts=[address],
-            environment={"PYTHONPATH": os.pathsep.join(map(str, paths))},
+            environment={
+                "PYTHONPATH": os.pathsep.join(map(str, paths)),
+                "EDGEFL_ALLOW_MODULES": self.task.partition(":")[0],
+            },  # fmt: skip
             program=self._doctored(COORDINATOR),
         )
         fleet = self.fleet

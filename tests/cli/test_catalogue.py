@@ -16,7 +16,8 @@ from edgefl.strategies.strategy_config import RoundRules
 
 ROOT = Path(__file__).parents[2]
 HOPPING = '''"""Hops: goes on one leg."""
-class Hops:
+from edgefl import Strategy
+class Hops(Strategy):
     kind = "decentralised"
     def __init__(self, legs): ...
 '''
@@ -77,6 +78,7 @@ def test_a_new_strategy_is_short_and_works_and_its_test_passes_as_written(new, t
     checked("ruff", "format", "--check", files[0])
     assert len([line for line in files[0].read_text().split('"""')[2].splitlines() if line.strip()]) < 25
     monkeypatch.syspath_prepend(tmp_path / "mine")
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "trimmed_mean")
     assert make_strategy("trimmed_mean:TrimmedMean", {"trim": 2, "epochs": 2}, RoundRules()).init({}) is not None
     sys.modules.pop("trimmed_mean")
 

@@ -77,6 +77,7 @@ def test_what_makes_no_sense_is_one_line(refused, file, words, code, message):
 
 def test_the_nodes_of_a_run_that_has_them_are_shown_and_told_at_the_end(run, simulate, file, monkeypatch):
     monkeypatch.syspath_prepend(apart_strategy.TESTS)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "apart_strategy")
     file.write_text(f'{RUN}[strategy]\nname = "{apart_strategy.NAME}"\n')
     done = run("simulate", file, "--devices", 2, "--scheme", "iid")
     assert done.code == 0, done.err

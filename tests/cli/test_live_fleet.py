@@ -29,6 +29,7 @@ def fleet(tmp_path_factory):
     cut = partition_devices("digits", "iid", 2, root / "shards", None, 7)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(apart_strategy.TESTS), prepend=":")
+        environment.setenv("EDGEFL_ALLOW_MODULES", "apart_strategy")
         with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
             yield running
 

@@ -124,7 +124,11 @@ class Tools:
     typed: Callable[..., Ended] = typed
     as_operator: Callable[..., Ended] = as_operator
     environment: Mapping[str, str] = field(
-        default_factory=lambda: {**os.environ, "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{HERE}"}
+        default_factory=lambda: {
+            **os.environ,
+            "PYTHONPATH": f"{PACKAGE_ROOT}{os.pathsep}{HERE}",
+            "EDGEFL_ALLOW_MODULES": "gated_task",
+        }
     )
 
     def devices(self, number: int, *tasks: str, start: int = 1) -> list[LocalDeviceSpec]:
@@ -163,7 +167,8 @@ class Tools:
         """A fleet that runs, and in whose logs no traceback stands; a scored one has a test shard of the digits."""
         path = os.pathsep.join([self.environment["PYTHONPATH"], *map(str, also_importable)])
         shards = {"digits": str(self.test_shard)} if scored else {}
-        own = {"PYTHONPATH": path, **(environment or {})}
+        own = {name: self.environment[name] for name in ("EDGEFL_ALLOW_MODULES",)} | {"PYTHONPATH": path}
+        own |= environment or {}
         with kind(root=root, devices=devices, environment=own, test_shards=shards, **options) as running:
             yield running
         check_logs(root)

@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from edgefl import Task
 from edgefl.tasks.registry import make_task
 
 NAME = "gated_task:GatedDigits"
 
 
-class GatedDigits:
+class GatedDigits(Task):
     name = NAME
     defaults: ClassVar = {"learning_rate": 0.5, "batch_size": 8, "iterations": 1}
 

@@ -200,6 +200,7 @@ def test_a_users_own_strategy_goes_into_the_app(export, tmp_path, monkeypatch):
     source = "from edgefl.strategies.synchronous.fedavg import FedAvgConfig\n\nclass Plain(FedAvgConfig):\n    pass\n"
     (tmp_path / "modules" / "my_plain.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "my_plain")
     out = export({**CONFIG, "strategy": {"name": "my_plain:Plain"}})
     assert (out / "my_plain.py").read_text() == source
     assert "`my_plain:Plain`" in (out / "README.md").read_text()
@@ -212,7 +213,8 @@ def test_a_users_own_strategy_goes_into_the_app(export, tmp_path, monkeypatch):
         ({"name": "esync", "mode": "live"}, r"strategy\.mode = 'live' needs devices that can be recalled"),
     ],
 )
-def test_what_a_stock_node_cannot_do_is_not_exported(tmp_path, strategy, told):
+def test_what_a_stock_node_cannot_do_is_not_exported(tmp_path, monkeypatch, strategy, told):
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "nowhere_at_all")
     with pytest.raises(ConfigError, match=told):
         export_flower_app(parse_run({**CONFIG, "strategy": strategy}), tmp_path / "app", scheme="iid")
     assert not (tmp_path / "app").exists()
@@ -317,7 +319,7 @@ def test_updates_that_come_together_are_all_in_the_rows_and_the_average_and_the_
 def node_fleet(out, configs, clock=time.monotonic):
     """A fleet over nodes that have introduced themselves, and its grid."""
     grid = HereGrid(app_of("client_app"), configs, run_config_of(out))
-    header = {"v": 1, "run": "r1", "task": "digits", "options": {}, "seed": 1, "test_fraction": 0.1}
+    header = {"v": 2, "run": "r1", "task": "digits", "options": {}, "seed": 1, "test_fraction": 0.1}
     fleet = GridFleet(grid, header=header, encode=encode, decode=lambda body: {"w": body}, clock=clock)
     return fleet, grid
 

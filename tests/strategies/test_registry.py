@@ -20,14 +20,14 @@ from typing import Optional
 from edgefl.core.types import Strategy
 
 @dataclass(frozen=True, kw_only=True)
-class Mine:
+class Mine(Strategy):
     pace: float
     limit: int | None = None
     note: Optional[str] = None
     def build(self, rules):
         return self, rules
 
-class Plain:
+class Plain(Strategy):
     def __init__(self, *, speed=1):
         self.speed = speed
 
@@ -42,6 +42,7 @@ not_a_class = 3
 def own_module(tmp_path, monkeypatch):
     (tmp_path / "my_strategies.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "my_strategies,no_good_strategy,no_such_module_anywhere")
     yield "my_strategies"
     sys.modules.pop("my_strategies", None)
 
@@ -58,15 +59,24 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    "name", ["no_such_module_anywhere:Class", "edgefl.engine.round_loop:NoSuchClass", ":Class", ".loop:Goal"]
+    ("name", "message"),
+    [
+        ("no_such_module_anywhere:Class", "cannot be imported"),
+        ("my_strategies:NoSuchClass", "cannot be imported"),
+        ("edgefl.engine.round_loop:Goal", "is refused: the module edgefl.engine.round_loop is not allowed here"),
+        ("subprocess:Popen", "is refused: subprocess is of Python's own library"),
+        (":Class", "cannot be loaded: it must be module:Class"),
+        (".loop:Goal", "cannot be loaded: it must be module:Class"),
+        ("my_strategies:Mine.build", "cannot be loaded: it must be module:Class"),
+    ],
 )
-def test_a_path_that_leads_nowhere_is_one_clear_error(name):
-    with pytest.raises(StrategyError, match=re.escape(f"strategy {name!r} cannot be imported")):
+def test_a_path_that_leads_nowhere_is_one_clear_error(own_module, name, message):
+    with pytest.raises(StrategyError, match=re.escape(f"strategy {name!r} {message}")):
         find_strategy(name)
 
 
 def test_something_that_is_no_class_is_refused(own_module):
-    with pytest.raises(StrategyError, match="must be a class, got int"):
+    with pytest.raises(StrategyError, match="is a int; it must be a class that inherits from"):
         find_strategy(f"{own_module}:not_a_class")
 
 
@@ -121,6 +131,7 @@ def test_a_class_that_names_the_protocol_as_its_base_needs_no_settings(own_modul
 def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monkeypatch):
     (tmp_path / "no_good_strategy.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "no_good_strategy")
     with pytest.raises(StrategyError, match=r"'no_good_strategy:X' cannot be imported: \w+: "):
         make_strategy("no_good_strategy:X", {}, RoundRules())
 
@@ -170,14 +181,14 @@ def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monke
         ("fednova", {"momentum": 1.0}, "momentum must be below 1 for fednova, got 1"),
         ("fednova", {"mu": 40.0, "learning_rate": 0.05}, "mu times strategy.learning_rate must be below 2"),
         ("fedprox", {"mu": -0.1}, "mu must be a number of 0 or more, got"),
-        ("fedprox", {"mu": math.inf}, "mu must be a number of 0 or more, got"),
+        ("fedprox", {"mu": math.inf}, "mu must be a finite number, got inf"),
         ("fedprox", {"optimizer": "adam"}, "optimizer: fedprox trains with its own, prox, got 'adam'"),
         ("k-gt", {"exchange": "poisson"}, "exchange of k-gt must be sync, got 'poisson'"),
         ("redundant", {"weights": "mean"}, "weights must be one of uniform, samples, got 'mean'"),
         ("scaffold", {"momentum": 0.9}, "must be sgd without momentum"),
         ("scaffold", {"optimizer": "adam"}, "must be sgd without momentum"),
         ("signsgd", {"step": 0.0}, "step must be a number above 0"),
-        ("signsgd", {"step": math.inf}, "step must be a number above 0"),
+        ("signsgd", {"step": math.inf}, "step must be a finite number, got inf"),
         ("ssgd", {"iterations": -1}, "iterations must be a number above 0, got -1"),
     ],
 )

@@ -77,6 +77,7 @@ def test_a_whole_strategy_fits_into_twenty_lines_and_is_found_by_its_name(tmp_pa
     assert len([line for line in WHOLE_STRATEGY.splitlines() if line]) <= 20
     (tmp_path / "own_trimmed.py").write_text(WHOLE_STRATEGY)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "own_trimmed")
     strategy = make_strategy(
         "own_trimmed:TrimmedMean", {"trim": 1, "learning_rate": 0.5, "iterations": 1}, RoundRules()
     )

@@ -467,7 +467,8 @@ def test_what_goes_wrong_while_it_is_made_is_told():
 
 
 @pytest.mark.parametrize(("name", "is_checked"), [("apart_strategy:Apart", True), ("fedavg", False)])
-def test_the_strategies_of_users_are_checked_and_ours_are_not(name, is_checked):
+def test_the_strategies_of_users_are_checked_and_ours_are_not(name, is_checked, monkeypatch):
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "apart_strategy")
     config = parse_run({"run": {"task": "digits", "rounds": 3}, "strategy": {"name": name}})
     assert isinstance(build_run(config, "r").strategy, ValidatedStrategy) is is_checked
 

@@ -1,9 +1,9 @@
 """Training with torch: any module with cross-entropy behind the `Learner` calls. Imports torch when first used.
 
-A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where the
-operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to return
-one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that,
-else without arguments.
+A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where
+the operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to
+return one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that, else
+without arguments.
 """
 
 from __future__ import annotations

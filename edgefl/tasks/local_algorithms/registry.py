@@ -40,13 +40,6 @@ class StatefulLocalAlgorithm(Protocol):
         """Restores the state that `state` returned; called after `start`."""
 
 
-KIND = ExtensionKind(
-    noun="local algorithm",
-    group="edgefl.local_steps",
-    is_declared=inherits_from(LocalAlgorithm),
-    declaration="inherits from edgefl.tasks.local_algorithms.registry.LocalAlgorithm",
-    error=ConfigError,
-)
 BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
     {
         Algorithm.SGD: Sgd,
@@ -59,6 +52,15 @@ BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyTy
         Algorithm.ADADELTA: Adadelta,
         Algorithm.SCAFFOLD: ScaffoldSgd,
     }
+)
+KIND = ExtensionKind(
+    noun="local algorithm",
+    group="edgefl.local_steps",
+    is_declared=inherits_from(
+        LocalAlgorithm, Sgd, FullGradientDescent, DecayedSgd, ProximalSgd, Adam, RMSprop, Adagrad, Adadelta
+    ),
+    declaration="inherits from edgefl.tasks.local_algorithms.registry.LocalAlgorithm",
+    error=ConfigError,
 )
 
 

@@ -72,6 +72,7 @@ def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(tmp_path, 
         "from edgefl.tasks.noop import NoopTask\nclass Mute(NoopTask):\n    name = 'mute'\n    input_shape = None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "mute_task")
     with pytest.raises(TaskError, match="name a shard of it"):
         measure_task("mute_task:Mute", None)
 

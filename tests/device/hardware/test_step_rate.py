@@ -70,6 +70,7 @@ def bench(tmp_path):
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_speed_task.py").write_text(OWN.format(mark=str(tmp_path / "begun")))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "own_speed_task")
     return tmp_path / "begun"
 
 

@@ -75,5 +75,6 @@ def test_what_cannot_be_judged_is_one_line(question, tmp_path):
 def test_a_child_that_dies_is_a_reason_and_no_crash(question, tmp_path, monkeypatch):
     (tmp_path / "dying_task.py").write_text("import os\nos.abort()\n")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "dying_task")
     with pytest.raises(DataError, match="checking the model ended with code -6"):
         check_in_subprocess(replace(question, task="dying_task:Task"))

@@ -24,7 +24,7 @@ from edgefl.tasks.registry import make_task
 OWN = '''
 import numpy as np
 from edgefl.tasks.noop import NoopTask
-from edgefl.core.types import Dataset, TensorSpec
+from edgefl.core.types import Dataset, Task, TensorSpec
 
 made, read = [], []
 
@@ -42,7 +42,7 @@ class Learner:
     def evaluate(self, data):
         return float(self.parameters["head"].sum()), 0.5
 
-class Personal:
+class Personal(Task):
     """The body of the model is shared, its head stays on the board."""
     name = "personal"
     def __init__(self, *, size=2):
@@ -72,6 +72,7 @@ def shard(tmp_path):
 def own(tmp_path, monkeypatch):
     (tmp_path / "own_trainer_task.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "own_trainer_task")
     import own_trainer_task  # noqa: PLC0415 it has just been written
 
     yield own_trainer_task
@@ -109,7 +110,7 @@ class Device:
 
     def header(self, assignment="r/a-1", **changes):
         header = {
-            "v": 1, "run": "r", "task": self.task, "options": self.options, "seed": 7, "test_fraction": 0.25,
+            "v": 2, "run": "r", "task": self.task, "options": self.options, "seed": 7, "test_fraction": 0.25,
             "assignment": assignment, "version": 0, "codec": "dense", "used_assignments": [],
             "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 16, "learning_rate": 0.5},
         }  # fmt: skip

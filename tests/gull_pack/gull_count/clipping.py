@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from edgefl.tasks.local_algorithms.registry import LocalAlgorithm
 
-class ClippedSgd:
+
+class ClippedSgd(LocalAlgorithm):
     def __init__(self, plan):
         self.learning_rate, self.clip = plan.learning_rate, float(plan.options.get("clip", 1.0))
 

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from edgefl.core.types import Dataset, TensorSpec
+from edgefl.core.types import Dataset, Task, TensorSpec
 
 
-class Gulls:
+class Gulls(Task):
     """Shards are npz files with `measures` [n, 2] in millimetres and `is_gull` [n]."""
 
     name = "gulls"

@@ -167,7 +167,8 @@ def test_a_plan_that_makes_no_sense_is_one_clear_line(wrong, message):
 
 
 SIGNS = """
-class Signs:
+from edgefl.tasks.local_algorithms.registry import LocalAlgorithm
+class Signs(LocalAlgorithm):
     def __init__(self, plan):
         self.plan = plan
     def start(self, learner): ...
