@@ -13,7 +13,7 @@ import click
 from edgefl.cli.device_join import join, save_temperature_limit, set_, shard, temperature_option
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
-from edgefl.cli.sources import FILE_TYPE, load_device_state, state_option
+from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state, state_option
 from edgefl.core.errors import NetworkError, NotFoundError, WrongCaError
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def probe(
 @state_option
 @signers_option
 @temperature_option
+@allow_module_option
 def start(root: Path | None, signers: Path, max_temperature: str | float | None) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
     from edgefl.device.memory_tuning import reduce_memory  # noqa: PLC0415 fast start

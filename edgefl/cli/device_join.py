@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.output import FullHelpGroup, echo
-from edgefl.cli.sources import state_option
+from edgefl.cli.sources import allow_module_option, state_option
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
 from edgefl.core.safe_parsing import parse_json
@@ -87,6 +87,7 @@ def _validate_accelerator(_context: click.Context, _option: click.Parameter, val
     help="Where it listens for neighbours, in runs with carrier = 'direct'.",
 )
 @temperature_option
+@allow_module_option
 def join(  # noqa: PLR0913, PLR0917 one argument per option
     address: str | None,
     text: str | None,
@@ -244,6 +245,7 @@ def shard() -> None:
 @click.argument("task")
 @click.argument("path")
 @state_option
+@allow_module_option
 def add(task: str, path: str, root: Path | None) -> None:
     """Use PATH (a shard file, a folder, or what the task reads) for TASK."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
@@ -257,6 +259,7 @@ def add(task: str, path: str, root: Path | None) -> None:
 @shard.command()
 @click.argument("task", required=False)
 @state_option
+@allow_module_option
 def check(task: str | None, root: Path | None) -> None:
     """Read the shards and print their classes, counts and missing labels."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start

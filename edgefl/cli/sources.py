@@ -49,7 +49,7 @@ allow_module_option = click.option(
     metavar="MODULE",
     expose_value=False,
     callback=_allow_modules,
-    help="Let run files name classes of this module; may be repeated.",
+    help="Let tasks and strategies be classes of this module; may be repeated.",
 )
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 

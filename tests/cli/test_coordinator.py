@@ -78,6 +78,16 @@ def test_readdress_changes_what_tokens_and_the_operator_file_say(coordinator, ro
     assert load_operator_file(get_operator_path()).url == "https://127.0.0.1:9001"
 
 
+def test_modules_that_run_files_may_name_are_remembered(coordinator, refused, root):
+    assert coordinator("init", "--dir", root, "--allow-module", "mine", "--allow-module", "my_fleet.tasks").code == 0
+    assert coordinator("init", "--dir", root).code == 0
+    assert load_directory(root).allow_modules == ("mine", "my_fleet.tasks")
+    before = kept(root)
+    refused(["coordinator", "init", "--dir", root, "--allow-module", "subprocess"], 2, "Python's own library")
+    refused(["coordinator", "start", "--dir", root, "--allow-module", "no-module"], 2, "must be the name of a module")
+    assert kept(root) == before
+
+
 def test_a_start_that_cannot_be_changes_no_settings_and_one_that_listens_remembers_its_port(
     coordinator, refused, root, tmp_path
 ):

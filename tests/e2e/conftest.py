@@ -84,6 +84,7 @@ def typed(*words: object, **variables: str) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.syspath_prepend(HERE)  # where the gated task lies
+        patch.setenv("EDGEFL_ALLOW_MODULES", "gated_task")
         for name, value in variables.items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as ended:
@@ -100,8 +101,8 @@ class QuickFleet(LocalFleet):
         return ended.out
 
     def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
-        token = self.make_client().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"] if devices else ""
         for device in devices:
+            token = self.make_client().post("/edgefl/v1/tokens", {"role": device.role})["token"]
             ended = typed(*self._make_join_arguments(device, token))
             assert ended.code == 0, ended.err
 

@@ -20,7 +20,7 @@ from edgefl.cli.output import (
     format_value,
     print_rows,
 )
-from edgefl.cli.sources import Source, find_coordinator_shard, load_model, source_options
+from edgefl.cli.sources import Source, allow_module_option, find_coordinator_shard, load_model, source_options
 from edgefl.core.errors import DataError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def show(*, model: str, run: str | None, source: Source, fmt: str) -> None:
 @click.option("--quantise", is_flag=True, help="Only for onnx: weights of 8 bits; says what it costs in accuracy.")
 @click.option("--shard", type=click.Path(path_type=Path), help="Real data to check an onnx file with.")
 @part_option
+@allow_module_option
 @source_options
 def export(  # noqa: PLR0913 one per option
     *,
@@ -142,6 +143,7 @@ def export(  # noqa: PLR0913 one per option
 @click.option("--shard", type=click.Path(path_type=Path), help="A shard of the models' task, on this machine.")
 @click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
 @part_option
+@allow_module_option
 @source_options
 @format_option
 def evaluate(  # noqa: PLR0913 one per option

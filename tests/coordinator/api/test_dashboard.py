@@ -9,6 +9,7 @@ import re
 import ssl
 import threading
 import time
+import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,6 +158,12 @@ def test_a_pasted_run_file_is_checked_and_comes_back_as_what_a_run_is_submitted_
         ('[run]\ntask = "digits"\nruonds = 3', "did you mean run.rounds"),
         ('[run]\ntask = "nonsense"', "nonsense"),
         ('[run]\ntask = "digits"\ninit = "m.safetensors"', "absolute path"),
+        ('[run]\ntask = "subprocess:Popen"\n[task]\nargs = "touch x"', "of Python's own library"),
+        ('[run]\ntask = "digits"\n[strategy]\nname = "numpy:load"', "the module numpy is not allowed here"),
+        ('[run]\ntask = "mnist"\n[task]\nmodel = "torch.hub:load"', "the module torch.hub is not allowed here"),
+        ('[run]\ntask = "digits"\n[strategy]\noptimizer = "os:system"', "the name of a local algorithm"),
+        ('[run]\ntask = "digits"\n[compression]\nup = "os:system"', "unknown stage 'os'"),
+        ('[run]\ntask = "digits"\n[strategy]\nlearning_rate = true', "must be a number, got True"),
         ("\x00", "not TOML"),
     ],
 )
@@ -165,6 +172,9 @@ def test_what_is_wrong_with_a_pasted_run_file_is_one_line(site: Site, text: str,
     assert status == 400
     assert said in answer["message"]
     assert "\n" not in answer["message"]
+    if not said.endswith(("TOML", "path")):
+        config = {"config": tomllib.loads(text)}
+        assert [site.act(route, config)[1]["message"] for route in ("runs", "runs/plan")] == [answer["message"]] * 2
 
 
 def test_a_token_made_here_is_good_and_its_qr_code_says_how_to_join(site: Site) -> None:

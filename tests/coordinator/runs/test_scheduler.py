@@ -24,7 +24,6 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import stalls
-from edgefl.coordinator.runs.checkpointing import GuardSnapshot
 from edgefl.coordinator.runs.recovery import MAX_CRASHES
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
@@ -41,6 +40,7 @@ from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
+from edgefl.strategies.update_guard import GuardState
 
 
 class Bell:
@@ -320,7 +320,7 @@ def first_orders(run_id: str) -> Decision:
 @pytest.mark.parametrize(
     ("how", "told"),
     [("another decision", "the journal has aggregation"), ("an unreadable update", "CodecError"),
-     ("an unreadable standing", "a GuardSnapshot was saved, expected a RunSnapshot")],
+     ("an unreadable snapshot", "a GuardState was saved, expected a RunSnapshot")],
 )  # fmt: skip
 def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_in_another_life(
     store: Store, worker: RunScheduler, how: str, told: str, caplog: pytest.LogCaptureFixture
@@ -340,9 +340,7 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_i
             )])  # fmt: skip
         else:
             made = build_run(parse_run(CONFIG), run_id)
-            saved = save_state(
-                folder / "checkpoints", made.strategy.init(made.model), wal.last_record, GuardSnapshot()
-            )
+            saved = save_state(folder / "checkpoints", made.strategy.init(made.model), wal.last_record, GuardState())
             wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         wal.record_turn(TURN)
     worker.recover()
@@ -518,6 +516,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = f"mine_{tmp_path.name}"
     (tmp_path / f"{name}.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", name)
     yield name
     sys.modules.pop(name, None)
 
@@ -540,6 +539,21 @@ def test_a_strategy_whose_state_cannot_be_saved_ends_its_run_and_not_the_coordin
     assert f"strategy {mine}:Unsavable: " in str(ended.reason)
     assert "that cannot be saved: cannot save" in str(ended.reason)
     assert fatal == []
+
+
+@with_parts
+def test_a_stored_run_whose_strategy_is_not_allowed_any_more_fails_and_imports_nothing(
+    store: Store, worker: RunScheduler, mine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EDGEFL_ALLOW_MODULES")
+    names = (f"{mine}:Hanging", "subprocess:Popen")
+    run_ids = [left_behind(worker, RunStatus.QUEUED, strategy=name) for name in names]
+    worker.start()
+    eventually(lambda: all(store.get_run(run_id).status is RunStatus.FAILED for run_id in run_ids))
+    worker.stop()
+    assert f"the module {mine} is not allowed here" in str(store.get_run(run_ids[0]).reason)
+    assert "subprocess is of Python's own library" in str(store.get_run(run_ids[1]).reason)
+    assert mine not in sys.modules
 
 
 @pytest.fixture
