@@ -56,7 +56,7 @@ _KIND_HELP = {
 # A table fits on a screen; json and csv give every column of `COLUMNS`, but those of nodes only where there are any.
 _TABLE_COLUMNS = {
     "runs": ("run_id", "name", "status", "rounds", "accuracy", "seconds", "num_used", "num_late", "num_lost",
-             "num_refused", "num_failed", "bytes_up", "bytes_down"),
+             "num_rejected", "num_failed", "bytes_up", "bytes_down"),
     "accuracy": ("run_id", "round", "at_s", "bytes_up", "bytes_down", "accuracy", "loss", "train_loss", "source",
                  "node_accuracy", "worst_node_accuracy"),
     "slow": ("run_id", "round", "seconds", "waited_for", "waited_s", "outcome", "iterations", "compute_s", "paced_s",

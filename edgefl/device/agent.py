@@ -424,7 +424,7 @@ def run_agent(state: DeviceStateDir, update_config: SoftwareUpdateConfig | None 
             logging.shutdown()
             os._exit(ClonedError.exit_code)
 
-    threading.Thread(target=stop_when_locked_out, name="refused", daemon=True).start()
+    threading.Thread(target=stop_when_locked_out, name="lockout", daemon=True).start()
     with on_stop_signal(stop), run_watchdog(SystemdNotifier.from_environment(), agent.liveness):
         try:
             agent.run()

@@ -26,7 +26,7 @@ from edgefl.system.atomic_files import make_private_directory, remove_temporary_
 log = logging.getLogger(__name__)
 
 ROLES = ("trainer", "evaluator")
-LOCKOUT_FILE = "refused.json"
+LOCKOUT_FILE = "lockout.json"
 """Marks the directory of an agent that the coordinator has rejected as a clone."""
 
 MAX_REASON_CHARS = 500

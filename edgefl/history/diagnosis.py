@@ -128,11 +128,11 @@ def _find_cause(round_: Json, straggler: Json, others: Sequence[Json], ended: Se
         if row["outcome"] in {UpdateStatus.LOST, UpdateStatus.FAILED} and _is_before(row, straggler)
     ]
     if failed_rows:
-        return "rescue", f"which took over from {format_names([row['device_id'] for row in failed_rows])}"
+        return "replacement", f"which took over from {format_names([row['device_id'] for row in failed_rows])}"
     more_s = {name: _compute_excess(straggler, others, name) for name in ("compute_s", "send_s")}
     asked_s = (straggler["dispatched_at"] or round_["started_at"]) - round_["started_at"]
     if asked_s > max(*more_s.values(), round_["waited_s"] / 2):
-        return "asked-late", f"which was asked only {format_seconds(asked_s)} after the round had begun"
+        return "dispatched-late", f"which was asked only {format_seconds(asked_s)} after the round had begun"
     if more_s["send_s"] > more_s["compute_s"]:
         return "link", _describe_slow_link(straggler, others)
     return _find_board_cause(straggler, others)

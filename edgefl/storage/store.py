@@ -22,7 +22,7 @@ PRESENCE_EVENT_KINDS = tuple(
     f"device-{state}" for state in ("online", "late", "gone", "offline", "draining", "restarted")
 )
 """Kinds of events that a board with bad Wi-Fi causes by the thousand, and that no recovery needs."""
-REJECTED_EVENT_KIND = "refused"
+REJECTED_EVENT_KIND = "request-rejected"
 """Kind of the events of rejected requests: any host that reaches a port can cause them."""
 MAX_REJECTED_EVENTS = 20_000
 _FINAL_STATUSES = [str(status) for status in RunStatus if status.is_final]

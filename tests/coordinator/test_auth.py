@@ -211,7 +211,9 @@ def book(tmp_path: Path) -> Iterator[Book]:
 def test_the_first_of_a_kind_is_written_at_once_and_the_rest_of_a_minute_as_one_row(book: Book) -> None:
     book.attempts.record("join", "10.0.0.1", "no such token")
     book.attempts.flush()
-    assert [(row.kind, row.message) for row in book.rows()] == [("refused", "join from 10.0.0.1: no such token")]
+    assert [(row.kind, row.message) for row in book.rows()] == [
+        ("request-rejected", "join from 10.0.0.1: no such token")
+    ]
     for number in range(500):
         book.attempts.record("join", "10.0.0.1", f"line {number}")
         book.now_s += 0.1

@@ -113,7 +113,7 @@ def test_a_model_goes_to_canaries_first_and_then_to_all(models: Models) -> None:
 
 def test_every_device_refuses_a_model_that_was_made_worse_and_keeps_its_own(settled: Models) -> None:
     found = settled.wait(settled.deploy(settled.worse))
-    assert (found["status"], found["counts"]) == ("failed", {"refused": 3})
+    assert (found["status"], found["counts"]) == ("failed", {"rejected": 3})
     assert "no device took it; device-01: accuracy 0." in found["reason"]
     for row in found["each"]:
         assert row["accuracy"] + 0.4 < row["former_accuracy"]
@@ -134,7 +134,7 @@ def test_a_canary_that_refuses_ends_it_and_the_others_never_hear_of_it(settled: 
     (canary,) = [row for row in found["each"] if row["part"] == "canary"]
     assert found["status"] == "failed"
     assert found["reason"].startswith(f"canary {canary['device_id']}: accuracy 0.")
-    assert found["counts"] == {"refused": 1, "superseded": 2}
+    assert found["counts"] == {"rejected": 1, "superseded": 2}
     settled.until_all_run(settled.good)
 
 
@@ -155,7 +155,7 @@ def test_a_canary_that_says_nothing_takes_the_others_back_and_gives_up_itself_la
 def test_a_device_that_was_away_gets_it_when_it_returns(settled: Models) -> None:
     settled.fleet.terminate("device-03")
     deployment = settled.deploy(settled.better, tolerance=1.0)
-    others = {"device-01": "running", "device-02": "running", "device-03": "told"}
+    others = {"device-01": "running", "device-02": "running", "device-03": "notified"}
     settled.tools.eventually(lambda: settled.stages(deployment) == others)
     assert settled.show(deployment)["status"] == "rolling"
     settled.fleet.start_device("device-03")

@@ -223,7 +223,9 @@ def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_
             dict(store.get_all_capabilities()["device-01"].shards),
         )
         store.record_capabilities("device-01", {**told, "model": EVIL, EVIL: "javascript:alert(1)"}, shards, at=9e9)
-        store.record_event("refused", f"mqtt from {EVIL}: PUBLISH to {EVIL!r}", at=9e9, device_id="device-01")
+        store.record_event(
+            "request-rejected", f"mqtt from {EVIL}: PUBLISH to {EVIL!r}", at=9e9, device_id="device-01"
+        )
     screen = screens.screen()
     page = screen.page
     try:

@@ -84,14 +84,14 @@ def test_what_is_not_signed_for_the_board_never_runs_there_and_the_event_says_wh
     stranger = Signer(folder / "stranger")
     foreign = stranger.bundle(folder / "foreign.bundle", wheel, kind="pack", version="1.0")
     status, output = packed.install(foreign)
-    assert (status, site.events()[-1]) == (41, "update-refused")
+    assert (status, site.events()[-1]) == (41, "installation-rejected")
     assert f"signed by key {stranger.id}, which this board does not trust" in output
 
     # The key's name can be claimed by anybody; its signature cannot.
     claimed = folder / "claimed.bundle"
     claimed.write_bytes(foreign.read_bytes().replace(stranger.id.encode(), site.signer.id.encode()))
     status, output = packed.install(claimed)
-    assert (status, site.events()[-1]) == (41, "update-refused")
+    assert (status, site.events()[-1]) == (41, "installation-rejected")
     assert f"its signature by key {site.signer.id} is wrong" in output
 
     status, output = packed.install(wheel)

@@ -35,7 +35,7 @@ def told(store):
             store.record_assignments("run-1", [AssignmentRow(**facts, base_version=16, dispatched_at=asked_at)])
             if end_s is None:
                 continue
-            if values["outcome"] in {UpdateStatus.LOST, UpdateStatus.REFUSED, UpdateStatus.FAILED}:
+            if values["outcome"] in {UpdateStatus.LOST, UpdateStatus.REJECTED, UpdateStatus.FAILED}:
                 values = {key: values[key] for key in ("outcome", "reason", "base_version")}
             store.record_updates("run-1", [UpdateRow(**facts, ended_at=AT + end_s, **values)])
         ends = [end_s for end_s, _ in devices.values() if end_s is not None]
@@ -65,9 +65,9 @@ SENT = {"send_s": 41.2}
         (44.2, {**COMPUTED, "max_temperature_c": 41.0}, "slow", "the slowest to compute. It"),
         (44.2, {**SENT, "signal_dbm": -82.0, "link_bits_per_s": 6.5e6}, "link", "(\N{MINUS SIGN}82 dBm, 6.5 Mbit/s)"),
         (44.2, {**SENT, "throttled": "throttled"}, "link", "whose 8 MB were 41 s on the way"),
-        (44.2, {"asked_s": 41.0}, "asked-late", "was asked only 41 s after"),
+        (44.2, {"asked_s": 41.0}, "dispatched-late", "was asked only 41 s after"),
         (30.0, LOST, "lost", "waited 27 s for pi-07, which was lost: gone."),
-        (30.0, {"outcome": UpdateStatus.REFUSED, "reason": "a NaN in w"}, "refused",
+        (30.0, {"outcome": UpdateStatus.REJECTED, "reason": "a NaN in w"}, "rejected",
          "which was refused: a NaN in w."),
     ],
 )  # fmt: skip

@@ -74,7 +74,7 @@ def test_who_came_and_went_long_ago_goes_and_every_other_event_stays(store, monk
             "device-online",
             "device-gone",
             "device-restarted",
-            "refused",
+            "request-rejected",
             "device-joined",
             "drain-requested",
         ):
@@ -89,13 +89,13 @@ def test_of_what_was_refused_only_the_newest_events_stay_however_long_history_is
     monkeypatch.setattr(store_module, "PRUNE_BATCH_ROWS", 2)
     monkeypatch.setattr(store_module, "MAX_REJECTED_EVENTS", 3)
     for number in range(8):
-        store.record_event("refused", str(number), at=1.0)
+        store.record_event("request-rejected", str(number), at=1.0)
         store.record_event("device-joined", str(number), at=1.0, device_id="a")
         if number == 2:
             assert store.prune_rejected_events() == 0
     assert store.prune_rejected_events() == 5
     left = [(row["kind"], row["message"]) for row in read_history(store, "events")]
-    assert [message for kind, message in left if kind == "refused"] == ["5", "6", "7"]
+    assert [message for kind, message in left if kind == "request-rejected"] == ["5", "6", "7"]
     assert len(left) == 3 + 8
 
 

@@ -1,12 +1,12 @@
-"""Renewal of device certificates without a new token: `renew`, and `readmit` after a restore.
+"""Renewal of device certificates without a new token: `renew`, and `re-enroll` after a restore.
 
 `POST /edgefl/v1/renew` is signed with the device's present key. A device sends a certificate request, usually for a
 new key; from the answer on that key is the device's, for MQTT and for signing alike, and its membership stays. A
 repeated request, since the answer was lost, gets the same answer; it is then signed with the new key, for the old one
 is no longer valid.
 
-`POST /edgefl/v1/readmit` re-enrols a device with a certificate not in the store. The store has every certificate that
-it has issued. One with the fleet's signature that is not among them was issued after the backup that the coordinator
+`POST /edgefl/v1/re-enroll` re-enrols a device with a certificate not in the store. The store has every certificate
+that it has issued. One with the fleet's signature that is not among them was issued after the backup that the coordinator
 was restored from. Its device is admitted with its present key; of two such certificates of one device, one a renewal
 of the other, the one that ends last is valid.
 """
@@ -40,7 +40,7 @@ from edgefl.coordinator.enrolment.enrolment_service import (
 from edgefl.core.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, TooManyTriesError
 from edgefl.core.protocol import PROTOCOL_VERSION, load_json
 from edgefl.core.types import Json
-from edgefl.storage.repositories.certificates import CERTIFICATE_READMITTED, is_known_certificate, renew_certificate
+from edgefl.storage.repositories.certificates import CERTIFICATE_REENROLLED, is_known_certificate, renew_certificate
 from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -172,10 +172,10 @@ class ReenrolmentService:
                 )
             renew_certificate(
                 self.store, certificate.device_id, public_key=certificate.public_key, serial=certificate.serial,
-                expires_at=certificate.ends_at, at=self.clock(), kind=CERTIFICATE_READMITTED,
+                expires_at=certificate.ends_at, at=self.clock(), kind=CERTIFICATE_REENROLLED,
             )  # fmt: skip
             self.on_reenrolled(certificate.device_id, certificate.public_key)
-        log.info("%s is readmitted: its certificate was issued after the backup", certificate.device_id)
+        log.info("%s is re-enrolled: its certificate was issued after the backup", certificate.device_id)
         return {"v": PROTOCOL_VERSION, "device_id": certificate.device_id}
 
 
@@ -191,8 +191,8 @@ def reenrolment_router(
     """
     router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
 
-    @router.post("/readmit")
-    async def readmit(request: Request) -> JSONResponse:
+    @router.post("/re-enroll")
+    async def reenroll(request: Request) -> JSONResponse:
         return await handle_unauthenticated(
             request,
             service.reenroll,

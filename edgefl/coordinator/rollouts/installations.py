@@ -121,7 +121,7 @@ class Installations:
     def on_submitted(self, record: InstallationRecord, names: Sequence[str]) -> None:
         message = f"{record.installation_id}: {record.kind} {record.name} {record.version}"
         for name in names:
-            self._store.record_event("update-requested", message, at=time.time(), device_id=name)
+            self._store.record_event("installation-requested", message, at=time.time(), device_id=name)
 
     def prepare(self, record: InstallationRecord) -> Mapping[str, Any]:  # noqa: ARG002 the bundle is there already
         return {}
@@ -145,7 +145,7 @@ class Installations:
         """Each device has its own events."""
 
     def describe_report(self, record: InstallationRecord, stage: RolloutStage) -> tuple[str, str]:
-        event = "updated" if stage is RolloutStage.RUNNING else f"update-{stage}"
+        event = f"installation-{stage}"
         return event, f"{record.name} {record.version}"
 
     def parse_scores(self, report: Json) -> Mapping[str, Any]:  # noqa: ARG002 it has none

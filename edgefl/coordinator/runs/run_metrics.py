@@ -180,7 +180,7 @@ class RunMetrics:
             if run is None:
                 return
             should_count = partial(run.should_count, is_replay=is_replay)
-            self._assignments.inc(sum(should_count("given", row.assignment_id) for row in rows.dispatches))
+            self._assignments.inc(sum(should_count("dispatched", row.assignment_id) for row in rows.dispatches))
             for row in rows.evaluations:
                 if should_count("scored", row.assignment_id):
                     self._count_bytes(row.bytes_up, row.bytes_down)

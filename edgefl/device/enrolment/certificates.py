@@ -29,7 +29,7 @@ from edgefl.system.https_client import CoordinatorInfo, fetch_coordinator_info, 
 
 log = logging.getLogger(__name__)
 
-RENEW_ROUTE, READMIT_ROUTE = "/edgefl/v1/renew", "/edgefl/v1/readmit"
+RENEW_ROUTE, REENROLL_ROUTE = "/edgefl/v1/renew", "/edgefl/v1/re-enroll"
 POLL_INTERVAL_S = 3600.0
 """Poll interval of the coordinator's renewal window."""
 OFFLINE_POLL_INTERVAL_S = 60.0
@@ -162,16 +162,16 @@ class CertificateRenewal:
     def recover(self, address: str) -> bool:
         """Returns whether the device is registered again.
 
-        Tries the key of a renewal whose reply was lost, then readmission with the present key, for a coordinator
+        Tries the key of a renewal whose reply was lost, then re-enrolment with the present key, for a coordinator
         restored from an older backup.
 
         Raises:
             NetworkError: no answer.
             StoreError: the state cannot be written.
         """
-        return self._resume_renewal(address) or self._readmit(address)
+        return self._resume_renewal(address) or self._reenroll(address)
 
-    def _readmit(self, address: str) -> bool:
+    def _reenroll(self, address: str) -> bool:
         """Presents a certificate that the coordinator may not know."""
         try:
             key_pem = self._state.key.read_bytes()
@@ -179,9 +179,9 @@ class CertificateRenewal:
                 "csr": create_signing_request(key_pem, self._state.device_id).decode(),
                 "certificate": export_certificate(self._state.cert.read_bytes()),
             }
-            post_json(address, self._tls_context, READMIT_ROUTE, body)
+            post_json(address, self._tls_context, REENROLL_ROUTE, body)
         except (EdgeflError, OSError, ValueError) as error:
-            log.debug("not readmitted: %s", error)
+            log.debug("not re-enrolled: %s", error)
             return False
         log.info("the coordinator did not know this device's newest certificate, and has taken note of it")
         return True

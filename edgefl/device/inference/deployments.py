@@ -111,7 +111,7 @@ class DeployedModels:
             num_examples=scores.num_examples,
         )
         if (reason := rejection_reason(scores, offer)) is not None:
-            return replace(report, state="refused", reason=reason)
+            return replace(report, state="rejected", reason=reason)
         deployed = DeployedModel(
             deployment=rollout_id,
             sha256=path.stem,

@@ -22,7 +22,7 @@ from edgefl.system.atomic_files import sync_directory
 
 log = logging.getLogger(__name__)
 
-_FINAL_STATES = frozenset({"running", "refused", "failed", "reverted", "rolled-back"})
+_FINAL_STATES = frozenset({"running", "rejected", "failed", "reverted", "rolled-back"})
 
 T = TypeVar("T")
 
@@ -189,7 +189,7 @@ class RolloutClient(Generic[HandlerT]):
         try:
             return self.handler.apply(rollout_id, self)
         except BundleError as error:
-            return RolloutReport(id=rollout_id, state="refused", reason=str(error))
+            return RolloutReport(id=rollout_id, state="rejected", reason=str(error))
         except (DataError, StoreError, NotFoundError, ConfigError) as error:
             return RolloutReport(id=rollout_id, state="failed", reason=str(error))
 

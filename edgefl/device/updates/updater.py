@@ -290,7 +290,7 @@ class Updater:
     def _abort(self, attempt: InstallAttempt, error: EdgeflError) -> InstallResult:
         """Ends a request whose slot was never activated."""
         log.warning("%s is not installed: %s", attempt.id, error)
-        state = "failed" if isinstance(error, StoreError) else "refused"
+        state = "failed" if isinstance(error, StoreError) else "rejected"
         return self._complete(attempt, InstallResult(id=attempt.id, state=state, reason=" ".join(str(error).split())))
 
     def _complete(self, attempt: InstallAttempt, result: InstallResult) -> InstallResult:

@@ -19,7 +19,7 @@ COLUMNS = MappingProxyType(
         "runs": (
             "run_id", "name", "task", "strategy", "status", "reason", "submitted_at", "started_at", "finished_at",
             "seconds", "rounds", "version", "accuracy", "num_assignments", "num_used", "num_late", "num_lost",
-            "num_refused", "num_failed", "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down", "max_staleness",
+            "num_rejected", "num_failed", "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down", "max_staleness",
             "max_temperature_c", "energy_j",
         ),
         "rounds": (
@@ -46,7 +46,7 @@ COLUMNS = MappingProxyType(
             *_GROUP_COLUMNS, "num_used", "num_stale", "stale_fraction", "mean_staleness", "max_staleness",
         ),
         "dropouts": (
-            *_GROUP_COLUMNS, "num_assignments", "num_used", "num_late", "num_lost", "num_refused", "num_failed",
+            *_GROUP_COLUMNS, "num_assignments", "num_used", "num_late", "num_lost", "num_rejected", "num_failed",
             "dropout_fraction",
         ),
         "traffic": (*_GROUP_COLUMNS, "num_assignments", "bytes_up", "bytes_down", "send_s"),

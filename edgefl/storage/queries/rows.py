@@ -47,7 +47,8 @@ def _build_rounds_query(connection: Connection, criteria: HistoryQuery) -> Selec
     )
     if criteria.device is not None:
         query = query.where(*_build_device_filter(connection, criteria.device))
-    return build_paged_query(query, criteria, (RoundTable.started_at, RoundTable.id), view.c)
+    # By number, not by time: the clock may have jumped.
+    return build_paged_query(query, criteria, (RoundTable.id, RoundTable.round), view.c)
 
 
 def _build_device_filter(connection: Connection, device: str) -> list[Any]:
@@ -85,7 +86,7 @@ def _build_accuracy_query(_connection: Connection, criteria: HistoryQuery) -> Se
     limited: Any = sums
     if criteria.limit is not None and not criteria.where:
         # Limit before the view looks up evaluations, which it would for every round of the run.
-        order = (sums.c.started_at, sums.c.id)
+        order = (sums.c.round, sums.c.id)
         limited = apply_query(
             select(sums).where(*criteria.build_filters(time=sums.c.started_at)),
             criteria,
@@ -100,7 +101,7 @@ def _build_accuracy_query(_connection: Connection, criteria: HistoryQuery) -> Se
         .where(*criteria.build_filters(time=limited.c.started_at))
     )
     columns = {**view.c, **{name: limited.c[name] for name in computed_names}}
-    return build_paged_query(query, criteria, (limited.c.started_at, limited.c.id), columns)
+    return build_paged_query(query, criteria, (limited.c.round, limited.c.id), columns)
 
 
 def _build_slow_query(_connection: Connection, criteria: HistoryQuery) -> Select[Any]:
@@ -121,12 +122,13 @@ def _build_slow_query(_connection: Connection, criteria: HistoryQuery) -> Select
     return build_paged_query(query, criteria, (RoundTable.seconds, RoundTable.id), columns, is_ranking=True)
 
 
-def _make_table_builder(orm_class: type[Base], time: str) -> QueryBuilder:
+def _make_table_builder(orm_class: type[Base], time: str, *, is_by_number: bool = False) -> QueryBuilder:
     rows = orm_class.__table__.c
+    order = (rows.id if is_by_number else rows[time], rows.id)
 
     def build_query(_connection: Connection, criteria: HistoryQuery) -> Select[Any]:
         filters = criteria.build_filters(time=rows[time], run=rows.run_id, device=rows.device_id)
-        return build_paged_query(select(orm_class.__table__).where(*filters), criteria, (rows[time], rows.id), rows)
+        return build_paged_query(select(orm_class.__table__).where(*filters), criteria, order, rows)
 
     return build_query
 
@@ -224,7 +226,7 @@ def _build_column(name: str, sums: Any) -> Any:
         "energy_j_per_iteration": ("energy_j", "iterations"),
     }
     if name == "dropout_fraction":
-        num_dropped = sums.num_lost + sums.num_late + sums.num_refused + sums.num_failed
+        num_dropped = sums.num_lost + sums.num_late + sums.num_rejected + sums.num_failed
         return cast(num_dropped, Float) / func.nullif(sums.num_assignments, 0)
     if name in parts:
         numerator, denominator = parts[name]
@@ -267,7 +269,7 @@ QUERIES: Mapping[str, QueryBuilder] = MappingProxyType(
         "updates": _make_table_builder(UpdateTable, "dispatched_at"),
         "evaluations": _make_table_builder(EvaluationTable, "at"),
         "heartbeats": _build_heartbeats_query,
-        "events": _make_table_builder(EventTable, "at"),
+        "events": _make_table_builder(EventTable, "at", is_by_number=True),
         "devices": _build_devices_query,
         **{kind: _make_aggregate_builder(kind) for kind in AGGREGATE_KINDS},
     }

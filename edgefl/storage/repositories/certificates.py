@@ -13,7 +13,7 @@ from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EventTable
 
 CERTIFICATE_ISSUED = "certificate-issued"
-CERTIFICATE_READMITTED = "certificate-readmitted"
+CERTIFICATE_REENROLLED = "certificate-re-enrolled"
 """Event of a certificate issued by the coordinator whose backup this store is; it was not renewed here."""
 ROTATION_REQUESTED = "rotation-requested"
 DEVICE_REMOVED = "device-removed"
@@ -49,7 +49,7 @@ def renew_certificate(  # noqa: PLR0913 one keyword per fact
 ) -> None:
     """Replaces a device's certificate, possibly for another key, in one durable transaction.
 
-    `kind` is that of the event, ISSUED or READMITTED.
+    `kind` is that of the event, ISSUED or REENROLLED.
 
     Raises:
         NotFoundError: the fleet has no such device.
@@ -135,5 +135,5 @@ def list_devices_due_for_rotation(store: Store) -> frozenset[str]:
 
 
 def _read_issue_events(connection: Connection) -> list[dict[str, Any]]:
-    query = select(EventTable.data).where(EventTable.kind.in_((CERTIFICATE_ISSUED, CERTIFICATE_READMITTED)))
+    query = select(EventTable.data).where(EventTable.kind.in_((CERTIFICATE_ISSUED, CERTIFICATE_REENROLLED)))
     return list(connection.execute(query).scalars())

@@ -48,10 +48,10 @@ class RolloutStage(StrEnum):
     and REVERTED has. SUPERSEDED got a newer rollout before it answered.
     """
 
-    PENDING = "held"
-    NOTIFIED = "told"
+    PENDING = "pending"
+    NOTIFIED = "notified"
     RUNNING = "running"
-    REJECTED = "refused"
+    REJECTED = "rejected"
     FAILED = "failed"
     REVERTING = "reverting"
     REVERTED = "reverted"

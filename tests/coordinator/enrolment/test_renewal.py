@@ -106,12 +106,12 @@ class ReenrolmentDesk(Members):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        self.now, self.readmitted = AT, list[tuple[str, bytes]]()
+        self.now, self.reenrolled = AT, list[tuple[str, bytes]]()
         self.first = {name: self.join(name) for name in ("pi-1", "pi-2")}
         self.service = ReenrolmentService(
             directory=self.directory,
             store=self.store,
-            on_reenrolled=lambda name, key: self.readmitted.append((name, key)),
+            on_reenrolled=lambda name, key: self.reenrolled.append((name, key)),
             clock=lambda: self.now,
         )
 
@@ -138,7 +138,7 @@ def test_a_certificate_that_was_issued_after_the_backup_counts_again_and_the_one
     assert list_devices_due_for_rotation(reenrolment_desk.store) == {"pi-1", "pi-2"}, (
         "a rotation that was asked for before still waits"
     )
-    assert reenrolment_desk.readmitted == [("pi-1", export_public_key(key))]
+    assert reenrolment_desk.reenrolled == [("pi-1", export_public_key(key))]
     assert get_certificate_serials(reenrolment_desk.store)["pi-1"] == pki.get_serial(certificate)
     assert reenrolment_desk.store.get_device("pi-1").public_key == export_public_key(key)
     assert reenrolment_desk.first["pi-1"] in list_revoked_serials(reenrolment_desk.store, now=0.0)
@@ -179,7 +179,7 @@ def test_a_device_that_was_removed_or_never_there_stays_out(reenrolment_desk: Re
     for name in ("pi-1", "pi-9"):
         with pytest.raises(NotFoundError):
             reenrolment_desk.show(reenrolment_desk.issued(name, key, days=91), key)
-    assert reenrolment_desk.readmitted == []
+    assert reenrolment_desk.reenrolled == []
 
 
 def test_a_certificate_of_who_had_the_name_before_is_not_taken(reenrolment_desk: ReenrolmentDesk) -> None:
@@ -210,7 +210,7 @@ def test_only_who_has_the_key_of_a_device_s_certificate_of_this_fleet_is_let_in(
     reenrolment_desk.now = pki.get_expiry(mine)
     with pytest.raises(NotAllowedError, match="has ended"):
         reenrolment_desk.show(mine, key)
-    assert reenrolment_desk.readmitted == []
+    assert reenrolment_desk.reenrolled == []
 
 
 def test_what_is_no_certificate_is_refused(reenrolment_desk: ReenrolmentDesk) -> None:

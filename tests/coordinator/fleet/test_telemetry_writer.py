@@ -177,7 +177,11 @@ def test_what_strangers_tried_is_kept_up_to_a_bound_for_as_long_as_it_lasts(
         attempts.flush()
         site.diary.flush()
         site.now, site.now_s = site.now + 60.0, site.now_s + 60.0
-    assert 100 <= len([row for row in read_history(site.store, "events") if row["kind"] == "refused"]) <= 100 + 60
+    assert (
+        100
+        <= len([row for row in read_history(site.store, "events") if row["kind"] == "request-rejected"])
+        <= 100 + 60
+    )
 
 
 @pytest.mark.parametrize(

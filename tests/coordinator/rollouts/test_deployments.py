@@ -129,7 +129,7 @@ def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -
     record = deployments.submit(wish())[0]
     eventually(lambda: fleet.commands)
     assert fleet.commands == [("a", "deploy", record.deployment_id)]
-    assert fleet.stages(record.deployment_id) == {"a": "told", "away": "told"}
+    assert fleet.stages(record.deployment_id) == {"a": "notified", "away": "notified"}
     ((task, options, model),) = fleet.exported
     assert (task, options, model) == (
         "digits",
@@ -151,11 +151,11 @@ def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> 
     eventually(lambda: len(fleet.commands) == 2)
     name = record.deployment_id
     fleet.say("a", "running", name, name, accuracy=0.9, former_accuracy=0.8, num_examples=12)
-    fleet.say("b", "refused", name, None, accuracy=0.1, reason="worse\0")
+    fleet.say("b", "rejected", name, None, accuracy=0.1, reason="worse\0")
     eventually(lambda: str(fleet.store.deployments.get(name).status) == "done")
     a, b = fleet.store.deployments.list_devices(name)
     assert (str(a.state), a.accuracy, a.former_accuracy, a.num_examples) == ("running", 0.9, 0.8, 12)
-    assert (str(b.state), b.reason) == ("refused", "worse")
+    assert (str(b.state), b.reason) == ("rejected", "worse")
 
 
 def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
@@ -165,13 +165,13 @@ def test_a_report_that_makes_no_sense_changes_nothing(fleet: Fleet) -> None:
     for state, deployment in (
         ("running", "x"),
         ("exploded", name),
-        ("told", name),
+        ("notified", name),
         ("reverted", name),
         (["x"], name),
     ):
         fleet.say("a", state, deployment, accuracy="high")  # type: ignore[arg-type]
         settled(fleet.running[-1])
-    assert fleet.stages(name) == {"a": "told"}
+    assert fleet.stages(name) == {"a": "notified"}
     fleet.say("a", "running", name, name, accuracy="high", num_examples=True)
     eventually(lambda: fleet.stages(name)["a"] == "running")
     (row,) = fleet.store.deployments.list_devices(name)
@@ -219,7 +219,7 @@ def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -
     assert fleet.heard("c") == 0
 
 
-@pytest.mark.parametrize("stage", ["preparing", "told", "reverting"])
+@pytest.mark.parametrize("stage", ["preparing", "notified", "reverting"])
 def test_a_coordinator_that_starts_again_goes_on_where_it_was(fleet: Fleet, stage: str) -> None:
     fleet.add("a")
     first = fleet.start()
@@ -229,7 +229,7 @@ def test_a_coordinator_that_starts_again_goes_on_where_it_was(fleet: Fleet, stag
     name = record.deployment_id
     if stage == "preparing":
         fleet.store.deployments.update(name, status="preparing", onnx_sha256=None)
-        fleet.store.deployments.update_devices(name, {"a": {"state": "held"}})
+        fleet.store.deployments.update_devices(name, {"a": {"state": "pending"}})
     elif stage == "reverting":
         fleet.store.deployments.update(name, status="failed")
         fleet.store.deployments.update_devices(name, {"a": {"state": "reverting"}})
@@ -255,11 +255,11 @@ def test_a_device_that_joins_later_is_told_of_the_newest_deployment_for_everybod
     fleet.add("a")
     deployments = fleet.start()
     first, second = deployments.submit(wish())[0], deployments.submit(wish())[0]
-    eventually(lambda: fleet.stages(second.deployment_id) == {"a": "told"})
+    eventually(lambda: fleet.stages(second.deployment_id) == {"a": "notified"})
     fleet.say("a", "running", second.deployment_id, second.deployment_id)
     eventually(lambda: fleet.stages(second.deployment_id) == {"a": "running"})
     only = deployments.submit(wish(devices=("a",)))[0]
-    eventually(lambda: fleet.stages(only.deployment_id) == {"a": "told"})
+    eventually(lambda: fleet.stages(only.deployment_id) == {"a": "notified"})
     fleet.add("late")
     eventually(lambda: ("late", "deploy", second.deployment_id) in fleet.commands)
     assert "late" not in {**fleet.stages(first.deployment_id), **fleet.stages(only.deployment_id)}
@@ -282,7 +282,7 @@ def test_a_device_that_gets_data_for_a_newer_model_is_told_of_it_when_it_has_ans
     eventually(lambda: ("b", "deploy", second.deployment_id) in fleet.commands)
     fleet.add("a", tasks=("digits", "mnist"))
     settled(fleet.running[-1])
-    assert fleet.stages(second.deployment_id) == {"b": "told"}
+    assert fleet.stages(second.deployment_id) == {"b": "notified"}
     fleet.say("a", "running", first.deployment_id, first.deployment_id)
     eventually(lambda: ("a", "deploy", second.deployment_id) in fleet.commands)
 

@@ -162,9 +162,9 @@ def test_the_rest_follows_when_the_canaries_run_it_and_is_never_told_when_one_fa
     installations = fleet.start()
     made = submit(fleet, installations, canary=1)
     (canary,) = eventually(lambda: [device for device, _, _ in fleet.commands])
-    fleet.say(canary, "refused", made, "not signed by anybody")
+    fleet.say(canary, "rejected", made, "not signed by anybody")
     eventually(lambda: fleet.status(made) == "failed")
-    assert sorted(fleet.stages(made).values()) == ["refused", "superseded", "superseded"]
+    assert sorted(fleet.stages(made).values()) == ["rejected", "superseded", "superseded"]
     assert len(fleet.commands) == 1
     assert fleet.store.installations.get(made).reason == f"canary {canary}: not signed by anybody"
     again = submit(fleet, installations, canary=1)
@@ -229,7 +229,7 @@ def test_a_newer_installation_of_the_same_name_takes_the_place_of_one_that_waits
     first, other = submit(fleet, installations), submit(fleet, installations, version=None, bundle=fleet.pack())
     second = submit(fleet, installations)
     eventually(lambda: fleet.stages(first) == {"pi-1": "superseded"})
-    assert (fleet.stages(other), fleet.stages(second)) == ({"pi-1": "told"}, {"pi-1": "told"})
+    assert (fleet.stages(other), fleet.stages(second)) == ({"pi-1": "notified"}, {"pi-1": "notified"})
 
 
 def test_a_board_is_told_of_its_oldest_installation_and_of_the_next_when_it_has_answered(
@@ -262,7 +262,7 @@ def test_a_canary_s_time_begins_when_the_board_is_done_with_an_older_installatio
 
     eventually(lambda: until() is None)
     settled(installations)
-    assert (until(), fleet.stages(second)["pi-1"]) == (None, "told")
+    assert (until(), fleet.stages(second)["pi-1"]) == (None, "notified")
     fleet.registry.record_status("pi-1", StatusMessage(state="offline", boot_id="boot of pi-1", session_no=1))
     eventually(lambda: until() is not None)
     fleet.online("pi-1", session=2)
@@ -337,7 +337,7 @@ def test_a_device_that_says_nonsense_changes_nothing(fleet: Fleet) -> None:
     for state, name in (("running", "other"), ("exploded", made), (7, made), (["x"], made)):
         fleet.say("pi-1", state, name)  # type: ignore[arg-type]
     settled(fleet.running[-1])
-    assert fleet.stages(made) == {"pi-1": "told"}
+    assert fleet.stages(made) == {"pi-1": "notified"}
     assert not fleet.fatal
 
 
@@ -359,7 +359,7 @@ def test_what_one_board_says_wrong_does_not_hide_what_another_says(fleet: Fleet)
     fleet.say("pi-1", ["x"], made)  # type: ignore[arg-type]
     fleet.say("pi-2", "running", made)
     again.start()
-    eventually(lambda: fleet.stages(made) == {"pi-1": "told", "pi-2": "running"})
+    eventually(lambda: fleet.stages(made) == {"pi-1": "notified", "pi-2": "running"})
 
 
 def test_nobody_waits_for_a_board_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:

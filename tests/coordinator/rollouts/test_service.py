@@ -37,12 +37,12 @@ def test_what_is_said_while_older_words_are_taken_is_news_whatever_becomes_of_th
     assert news.list_pending() == ["pi"]
 
     def stumble(device_id: str, _said: Json) -> None:
-        news.record(device_id, {"state": "refused"})
+        news.record(device_id, {"state": "rejected"})
         raise StoreFullError("no room")
 
     with pytest.raises(StoreFullError):
         news.dispatch("pi", stumble)
-    assert handed(news) == [("pi", {"state": "refused"})]
+    assert handed(news) == [("pi", {"state": "rejected"})]
 
 
 @pytest.mark.parametrize(

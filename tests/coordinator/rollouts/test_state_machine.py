@@ -65,7 +65,7 @@ def test_canaries_are_spread_over_kinds_of_board() -> None:
 
 
 def test_the_canaries_time_begins_when_the_last_of_them_comes_to_it() -> None:
-    waiting = rows("running told", "held")
+    waiting = rows("running notified", "pending")
     queued, free = (lambda name: name == "c2"), (lambda _name: False)
     assert update_canary_deadline(deployment("canary"), waiting, queued, 150.0) == RolloutTransition(
         values={"canary_until": None}
@@ -75,13 +75,13 @@ def test_the_canaries_time_begins_when_the_last_of_them_comes_to_it() -> None:
     begun = update_canary_deadline(deployment("canary", canary_until=None), waiting, free, 900.0)
     assert begun == RolloutTransition(values={"canary_until": 960.0})
     assert update_canary_deadline(deployment("canary"), waiting, free, 150.0) is None
-    assert update_canary_deadline(deployment("canary"), rows("told running"), queued, 150.0) is None
+    assert update_canary_deadline(deployment("canary"), rows("notified running"), queued, 150.0) is None
     assert update_canary_deadline(deployment("rolling"), waiting, queued, 150.0) is None
 
 
 def test_without_canaries_everybody_is_told_at_once() -> None:
     step = start_rollout(deployment("preparing", canary=0), rows(rest="held held"), [], 100.0)
-    assert states(step) == {"r1": "told", "r2": "told"}
+    assert states(step) == {"r1": "notified", "r2": "notified"}
     assert step.values == {"status": "rolling"}
 
 
@@ -89,45 +89,47 @@ def test_with_canaries_only_those_that_are_there_are_told() -> None:
     step = start_rollout(
         deployment("preparing"), rows(rest="held held held"), [board("r2"), board("r3"), board("x")], 100.0
     )
-    assert states(step) == {"r2": "told", "r3": "told"}
+    assert states(step) == {"r2": "notified", "r3": "notified"}
     assert step.values == {"status": "canary", "canary_until": 160.0}
     assert step.devices["r2"]["part"] == CANARY_PART
 
 
 def test_without_anybody_there_a_canary_fails() -> None:
-    step = start_rollout(deployment("preparing"), rows(rest="held"), [], 100.0)
+    step = start_rollout(deployment("preparing"), rows(rest="pending"), [], 100.0)
     assert (step.values["status"], step.values["reason"]) == ("failed", "no device is online that could be a canary")
 
 
-@pytest.mark.parametrize(("canaries", "now"), [("running told", 100.0), ("told told", 159.9)])
+@pytest.mark.parametrize(("canaries", "now"), [("running notified", 100.0), ("notified notified", 159.9)])
 def test_the_rest_waits_while_a_canary_has_time(canaries: str, now: float) -> None:
     assert advance_rollout(deployment("canary"), rows(canaries, "held held"), now) is None
 
 
 def test_the_rest_is_told_when_every_canary_runs_it() -> None:
     step = advance_rollout(deployment("canary"), rows("running running", "held held"), 100.0)
-    assert states(step) == {"r1": "told", "r2": "told"}
+    assert states(step) == {"r1": "notified", "r2": "notified"}
     assert step is not None
     assert step.values == {"status": "rolling"}
 
 
-@pytest.mark.parametrize("bad", ["refused", "failed"])
+@pytest.mark.parametrize("bad", ["rejected", "failed"])
 def test_one_bad_canary_takes_the_others_back_and_is_named(bad: str) -> None:
-    step = advance_rollout(deployment("canary"), rows(f"running {bad} told", "held", reason="0.1, before 0.9"), 100.0)
+    step = advance_rollout(
+        deployment("canary"), rows(f"running {bad} notified", "pending", reason="0.1, before 0.9"), 100.0
+    )
     assert states(step) == {"c1": "reverting", "c3": "reverting", "r1": "superseded"}
     assert step is not None
     assert step.values == {"status": "failed", "reason": "canary c2: 0.1, before 0.9", "finished_at": 100.0}
 
 
 def test_a_canary_that_says_nothing_in_time_fails_the_deployment_and_is_named() -> None:
-    step = advance_rollout(deployment("canary"), rows("running told", "held"), 160.0)
+    step = advance_rollout(deployment("canary"), rows("running notified", "pending"), 160.0)
     assert step is not None
     assert step.values["reason"] == "canary c2 did not report within 60 s"
     assert states(step) == {"c1": "reverting", "c2": "reverting", "r1": "superseded"}
 
 
 def test_a_newer_deployment_of_a_canary_ends_this_one_and_takes_nothing_back() -> None:
-    step = advance_rollout(deployment("canary"), rows("running superseded", "held"), 100.0)
+    step = advance_rollout(deployment("canary"), rows("running superseded", "pending"), 100.0)
     assert step is not None
     assert step.values["status"] == "superseded"
     assert states(step) == {"r1": "superseded"}
@@ -135,7 +137,12 @@ def test_a_newer_deployment_of_a_canary_ends_this_one_and_takes_nothing_back() -
 
 @pytest.mark.parametrize(
     ("rest", "expected"),
-    [("running told", None), ("running refused", "done"), ("refused failed", "failed"), ("superseded", "superseded")],
+    [
+        ("running notified", None),
+        ("running refused", "done"),
+        ("refused failed", "failed"),
+        ("superseded", "superseded"),
+    ],
 )
 def test_it_is_over_when_everybody_has_answered(rest: str, expected: str | None) -> None:
     step = advance_rollout(deployment("rolling"), rows(rest=rest, reason="worse"), 100.0)
@@ -151,4 +158,4 @@ def test_a_failed_deployment_leaves_those_alone_that_never_had_it() -> None:
 
 @pytest.mark.parametrize("status", ["preparing", "done", "failed", "superseded"])
 def test_what_is_over_or_not_begun_takes_no_step(status: str) -> None:
-    assert advance_rollout(deployment(status), rows("running", "held"), 1000.0) is None
+    assert advance_rollout(deployment(status), rows("running", "pending"), 1000.0) is None

@@ -14,7 +14,7 @@ from edgefl.device.enrolment import certificates
 from edgefl.device.enrolment.certificates import (
     OFFLINE_POLL_INTERVAL_S,
     POLL_INTERVAL_S,
-    READMIT_ROUTE,
+    REENROLL_ROUTE,
     RETRY_INTERVAL_S,
     CertificateRenewal,
     create_key,
@@ -110,7 +110,7 @@ class Coordinator:
         self.loses_answers = False
 
     def post(self, _address, _trust, path, value, **_):
-        if path == READMIT_ROUTE:
+        if path == REENROLL_ROUTE:
             raise NotAllowedError("this certificate counts no more, or its key is known")
         csr = str(value["csr"]).encode()
         self.asked.append(csr)
@@ -197,7 +197,7 @@ def test_the_key_that_the_coordinator_knows_already_brings_the_device_back(state
 
 
 @pytest.mark.parametrize("is_renewed", [False, True], ids=["as it joined", "key and certificate in one file"])
-def test_a_device_shows_its_certificate_and_never_its_key_to_be_readmitted(
+def test_a_device_shows_its_certificate_and_never_its_key_to_be_re_enrolled(
     state, renewal, front_door, monkeypatch, is_renewed
 ):
     if is_renewed:
@@ -210,7 +210,7 @@ def test_a_device_shows_its_certificate_and_never_its_key_to_be_readmitted(
 
     monkeypatch.setattr("edgefl.device.enrolment.certificates.post_json", post)
     assert renewal.recover("here:1")
-    assert [one["path"] for one in shown] == [READMIT_ROUTE]
+    assert [one["path"] for one in shown] == [REENROLL_ROUTE]
     assert "PRIVATE" not in str(shown)
     assert pki.get_serial(shown[0]["certificate"].encode()) == pki.get_serial(state.cert.read_bytes())
     assert pki.verify_request(shown[0]["csr"].encode())

@@ -124,7 +124,7 @@ def test_a_worse_model_is_refused_and_the_one_before_stays(board):
     board.offers(2)
     board.scores[board.coordinator.offer["sha256"]] = 0.4
     updates.apply("d2")
-    report = until(updates, "refused", "d2")
+    report = until(updates, "rejected", "d2")
     assert "accuracy 0.4000 on 50 examples of its own, the model before has 0.9500 there" in report["reason"]
     assert (report["accuracy"], report["former_accuracy"], report["runs"]) == (0.4, 0.95, "d1")
     assert board.store.load().current == first

@@ -62,9 +62,9 @@ def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
 
 def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs():
     told = report_to_json(
-        DeploymentState(current=deployed("a"), report=RolloutReport(id="d-b", state="refused", reason="worse"))
+        DeploymentState(current=deployed("a"), report=RolloutReport(id="d-b", state="rejected", reason="worse"))
     )
-    assert told == {"id": "d-b", "state": "refused", "reason": "worse", "runs": "d-a"}
+    assert told == {"id": "d-b", "state": "rejected", "reason": "worse", "runs": "d-a"}
     assert report_to_json(DeploymentState(report=RolloutReport(id="d", state="fetching"))) == {
         "id": "d",
         "state": "fetching",

@@ -146,7 +146,7 @@ def test_what_a_stranger_signed_is_too_old_or_no_bundle_is_never_left_for_the_up
         offer()
         installations.apply(f"i{number}")
         eventually(lambda: (installations.report or {}).get("id") == f"i{number}")  # noqa: B023 called at once
-        assert told in reports(installations, "refused")["reason"]
+        assert told in reports(installations, "rejected")["reason"]
         assert read_request(board.root) is None
         eventually(lambda: not list((board.root / "updates").glob("*.bundle")))
 
@@ -251,7 +251,7 @@ def test_capabilities_tell_the_slot_the_signers_and_packs_or_why_it_takes_none(b
     HealthWriter(None, board.root, "life 0").record()
     by_hand = board.start()
     by_hand.apply("i1")
-    assert reports(by_hand, "refused")["reason"] == NO_SLOTS_REASON
+    assert reports(by_hand, "rejected")["reason"] == NO_SLOTS_REASON
     assert read_health(board.root) is None
 
 

@@ -48,7 +48,7 @@ def test_a_way_back_that_was_cut_off_is_finished_at_the_next_start(board: Any, s
     assert board.updater().run() is None
 
 
-@pytest.mark.parametrize(("step", "state"), [("built", "refused"), ("in trial", "rolled-back")])
+@pytest.mark.parametrize(("step", "state"), [("built", "rejected"), ("in trial", "rolled-back")])
 def test_an_update_that_takes_the_machine_down_each_time_is_given_up(board: Any, step: str, state: str) -> None:
     board.ask(board.release("1.1"))
     for _ in range(3):

@@ -114,7 +114,7 @@ def test_a_network_that_comes_back_lets_the_new_version_prove_itself(board: Any,
 def refused(board: Any, bundle: Path) -> str:
     """The reason of a refusal, once it is sure that nothing of the bundle was run or kept."""
     outcome = board.install(bundle)
-    assert outcome.state == "refused", outcome
+    assert outcome.state == "rejected", outcome
     is_untouched(board)
     return str(outcome.reason)
 
@@ -154,7 +154,7 @@ def test_what_somebody_has_changed_or_signed_whom_the_board_does_not_trust_is_re
     path.write_bytes(content)  # as it was signed, but behind a link
     path.symlink_to(path.rename(tmp_path / "elsewhere"))
     idle.ask_again()
-    assert idle.updater().run().state == "refused"
+    assert idle.updater().run().state == "rejected"
     path.unlink()
     os.mkfifo(path)
     idle.ask_again()

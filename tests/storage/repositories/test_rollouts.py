@@ -44,13 +44,18 @@ def test_a_deployment_is_found_by_the_beginning_of_its_id_if_that_is_plain(store
 
 
 def test_a_newer_deployment_supersedes_what_a_device_has_not_answered_and_only_that(store: Any) -> None:
-    store.deployments.add(made("a", 1.0), ["held", "told", "runs", "other"])
+    store.deployments.add(made("a", 1.0), ["pending", "notified", "runs", "other"])
     store.deployments.update_devices(
-        "2026-a", {"told": {"state": RolloutStage.NOTIFIED}, "runs": {"state": RolloutStage.RUNNING}}
+        "2026-a", {"notified": {"state": RolloutStage.NOTIFIED}, "runs": {"state": RolloutStage.RUNNING}}
     )
-    store.deployments.add(made("b", 2.0), ["held", "told", "runs"])
-    assert stages(store, "a") == {"held": "superseded", "told": "superseded", "runs": "running", "other": "held"}
-    assert set(stages(store, "b").values()) == {"held"}
+    store.deployments.add(made("b", 2.0), ["pending", "notified", "runs"])
+    assert stages(store, "a") == {
+        "pending": "superseded",
+        "notified": "superseded",
+        "runs": "running",
+        "other": "pending",
+    }
+    assert set(stages(store, "b").values()) == {"pending"}
     assert [row.deployment_id for row in store.deployments.list_of_device("runs")] == ["2026-b", "2026-a"]
 
 
@@ -68,11 +73,11 @@ def test_a_device_runs_the_model_of_the_newest_deployment_that_it_switched_to(st
     for name, state in (("a", RolloutStage.RUNNING), ("b", RolloutStage.RUNNING), ("c", RolloutStage.REJECTED)):
         store.deployments.update_devices(f"2026-{name}", {"pi": {"state": state}})
     assert store.deployments.get_running() == {"pi": store.deployments.get("2026-b")}
-    assert store.deployments.count_devices()["2026-c"] == {"refused": 1}
+    assert store.deployments.count_devices()["2026-c"] == {"rejected": 1}
 
 
 def test_adding_a_device_twice_changes_nothing(store: Any) -> None:
     store.deployments.add(made("a", 1.0), ["pi"])
     store.deployments.update_devices("2026-a", {"pi": {"state": RolloutStage.RUNNING}})
     store.deployments.add_devices("2026-a", ["pi", "new"], RolloutStage.NOTIFIED)
-    assert stages(store, "a") == {"pi": "running", "new": "told"}
+    assert stages(store, "a") == {"pi": "running", "new": "notified"}

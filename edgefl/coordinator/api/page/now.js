@@ -101,5 +101,5 @@ export function eventList(events) {
   return h("ol", { class: "events" }, events.map((event) => h("li", {},
     h("time", { datetime: new Date(event.at * 1000).toISOString() }, moment(event.at)),
     h("span", {}, event.device_id ? [link(["devices", event.device_id], event.device_id), " "] : [], event.run_id && !event.device_id ? [link(["runs", event.run_id], model.runs.get(event.run_id)?.name ?? event.run_id), " "] : [],
-      h("span", { class: /gone|lost|failed|flapping|cloned|flagged|interrupted|paused|hindered|dropped/.test(event.kind) ? "warn" : null }, words(kindOf(event))), event.message ? h("span", { class: "minor" }, ` ${event.message}`) : []))));
+      h("span", { class: /gone|lost|failed|flapping|cloned|quarantined|rejected|clipped|interrupted|paused|stalled|unavailable|dropped/.test(event.kind) ? "warn" : null }, words(kindOf(event))), event.message ? h("span", { class: "minor" }, ` ${event.message}`) : []))));
 }
