@@ -128,7 +128,7 @@ def run_file(cell: Cell, data: Path) -> dict[str, Any]:
         "task": "mnist",
         "seed": cell.seed,
         "accuracy": cell.target,
-        "accuracy_over": HELD_OVER,
+        "accuracy_window": HELD_OVER,
         "updates": cell.max_updates,
         "local_test_fraction": 0.0,
         "evaluate_on": "coordinator",

@@ -70,11 +70,11 @@ def displacement(seed, order, *, is_sparse=True):
 def told(seed, order):
     """What a node of a graph sends: its model when it is to report, and something along each edge that fires."""
     node = order.plan.node
-    outbox = tuple(
+    messages = tuple(
         PeerMessage(edge=(order.device_id, other), step=int(order.assignment_id[1:].split("-")[0]), body=b"y")
         for other in node.fires
     )
-    return (displacement(seed, order, is_sparse=False) if node.reports else {}), outbox
+    return (displacement(seed, order, is_sparse=False) if node.reports else {}), messages
 
 
 class Journal:
@@ -223,7 +223,9 @@ class FaultyFleet:
 
     def update(self, order, iterations, pace_s):
         place = list(self.info).index(order.device_id) if order.block is None else order.block
-        tensors, outbox = (displacement(self.seed, order), ()) if order.plan.node is None else told(self.seed, order)
+        tensors, messages = (
+            (displacement(self.seed, order), ()) if order.plan.node is None else told(self.seed, order)
+        )
         if self.faults.get(order.device_id) == "diverges":
             tensors = {**tensors, "mean": np.full(3, np.nan, np.float32)}
         return Update(
@@ -231,7 +233,7 @@ class FaultyFleet:
             device_id=order.device_id,
             base_version=order.base_version,
             tensors=tensors,
-            outbox=outbox,
+            messages=messages,
             metrics=UpdateMetrics(
                 num_examples=10 * (place + 1), iterations=iterations, compute_s=iterations * pace_s, send_s=0.05
             ),

@@ -26,7 +26,13 @@ from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.server import make_routers
 from edgefl.coordinator.brokers import broker, mqtt_client
 from edgefl.coordinator.execution import admission, live_fleet, messaging
-from edgefl.coordinator.execution.headers import RunIncarnations, create_instruction_header
+from edgefl.coordinator.execution.headers import (
+    LINEAGE_KEY,
+    MODEL_HASH_KEY,
+    RECORD_KEY,
+    RunIncarnations,
+    create_instruction_header,
+)
 from edgefl.coordinator.execution.model_distribution import KEEP_MODEL, PREFETCHED_KEY, REPLY_ONLY
 from edgefl.coordinator.fleet import presence
 from edgefl.coordinator.flower import fleet_api, superlink
@@ -153,10 +159,11 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     # What the downlink adds.
     of_model = {**KEEP_MODEL, "base_version": 0, **REPLY_ONLY, "messages": [], PREFETCHED_KEY: 0}
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
+    of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY}
     sent = {**build_run(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
-    assert {name for row in instructions for name in code(row[0])} == set(sent)
+    assert {name for row in instructions for name in code(row[0])} == set(sent) | of_store
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
-    assert set(told) - {"train"} == {item.name for item in fields(TrainConfig)} - {"inbox"}
+    assert set(told) - {"train"} == {item.name for item in fields(TrainConfig)} - {"messages"}
     evaluation = EvaluateInstruction(assignment_id="e1", device_id="d1", version=0, round=0)
     only_train = {row[0].strip("`") for row in instructions if row[1].startswith("`train` only")}
     assert only_train == set(told_order) - set(create_instruction_header(RunIncarnations("r1"), evaluation))

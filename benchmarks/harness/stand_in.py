@@ -174,7 +174,7 @@ class StandIn:
         self._node.close()
 
     def _trained(self, header: Json, body: bytes) -> ReplyContent:
-        reply: Json = {"v": 1, "run": header["run"], "assignment": header["assignment"]}
+        reply: Json = {"v": 2, "run": header["run"], "assignment": header["assignment"]}
         if "phase" in header:
             self._prepare(header, body)
             return {**reply, "ready": True}, b""
@@ -206,7 +206,7 @@ class StandIn:
 
     def _evaluated(self, header: Json, body: bytes) -> ReplyContent:
         decode_body(body, self._tally.shapes)
-        reply: Json = {"v": 1, "run": header["run"], "assignment": header["assignment"]}
+        reply: Json = {"v": 2, "run": header["run"], "assignment": header["assignment"]}
         return {**reply, "metrics": {"num_examples": NUM_EXAMPLES, "loss": 0.0, "accuracy": 0.0}}, b""
 
     # MQTT.

@@ -114,14 +114,14 @@ class LinkEstimates:
         share: allowed upload time relative to the rest of a turnaround.
         accuracies: the newest since the last change of the share.
         ways: by device.
-        given: candidate and deadline of the instructions in flight.
+        in_flight: candidate and deadline of the instructions in flight.
     """
 
     sizes: list[float] = field(default_factory=list)
     share: float = INITIAL_SHARE
     accuracies: deque[float] = field(default_factory=lambda: deque(maxlen=2 * HALF_WINDOW))
     ways: dict[str, LinkEstimate] = field(default_factory=dict)
-    given: dict[str, tuple[int, float | None]] = field(default_factory=dict)
+    in_flight: dict[str, tuple[int, float | None]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class CodecSelector:
             return instruction
         estimate = self.link_estimates.ways.get(instruction.device_id)
         index = (len(self.specs) - 1) // 2 if estimate is None else estimate.rung
-        self.link_estimates.given[instruction.assignment_id] = index, instruction.deadline_s
+        self.link_estimates.in_flight[instruction.assignment_id] = index, instruction.deadline_s
         return instruction if index == 0 else replace(instruction, codec=self.specs[index])
 
     def observe(self, event: Event, accuracy: float | None) -> None:
@@ -150,7 +150,7 @@ class CodecSelector:
             self._record_accuracy(accuracy)
         if not isinstance(event, Update | InstructionFailed):
             return
-        choice = self.link_estimates.given.pop(event.assignment_id, None)
+        choice = self.link_estimates.in_flight.pop(event.assignment_id, None)
         if choice is None:
             return
         index, deadline_s = choice

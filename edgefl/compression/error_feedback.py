@@ -25,7 +25,7 @@ from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, T
 
 MAX_PENDING = 2
 _MAX_USED_IDS = 8
-_RESIDUAL_PREFIX, _PENDING_PREFIX, _USED_PREFIX, _MEMORY_PREFIX = "residual/", "pending/", "settled/", "memory/"
+_RESIDUAL_PREFIX, _PENDING_PREFIX, _USED_PREFIX, _MEMORY_PREFIX = "residual/", "pending/", "used/", "memory/"
 
 
 def has_error_feedback(spec: str) -> bool:

@@ -132,7 +132,7 @@ class PeerCodec:
         base, number = frame.base_number, frame.number
         incoming = self._incoming.setdefault(sender, _LinkDirection())
         if frame.epoch < incoming.epoch:
-            raise StaleReferenceError(f"{sender} sent this in an earlier life")
+            raise StaleReferenceError(f"{sender} sent this in an earlier incarnation")
         if frame.epoch != incoming.epoch:
             if base:
                 raise StaleReferenceError(f"{sender} sends differences to a model that is not held here")

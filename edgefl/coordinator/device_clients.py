@@ -115,8 +115,8 @@ def _cancel_stale_work(clients: DeviceClients, device_id: str, heartbeat: Heartb
         return
     if assignment:
         # The same id each time: a device obeys a command once.
-        recall = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)
-        clients.notifier.send_command(device_id, recall)
+        command = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)
+        clients.notifier.send_command(device_id, command)
     else:  # an autonomous node
         # Another id after a while: it may have ended, and started again when the run was resumed.
         end_id = f"end-{run}-{int(now_s / END_RESEND_S)}"

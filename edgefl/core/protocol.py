@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 PROTOCOL_VERSION = 1
+INSTRUCTION_VERSION = 2
+"""Version of the headers of instructions and replies, and of messages between devices."""
 MAX_JSON_BYTES = 64 * 1024
 MAX_FACTS_BYTES = 16 * 1024
 MAX_FACTS_DEPTH = 8
@@ -339,7 +341,7 @@ class Command(_Message):
     """`command`: idempotent by `id`.
 
     `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), an
-    installation id (`install`), or JSON (`logs`, `refused`).
+    installation id (`install`), or JSON (`logs`, `lockout`).
     """
 
     id: str

@@ -122,7 +122,7 @@ class GridFleet:
         Raises:
             ConfigError: the strategy sends messages beside the model.
         """
-        if any(isinstance(order, TrainInstruction) and (order.plan.node or order.plan.inbox) for order in orders):
+        if any(isinstance(order, TrainInstruction) and (order.plan.node or order.plan.messages) for order in orders):
             raise ConfigError(
                 "this strategy sends messages beside the model, which a plain Flower app does not carry; run it with "
                 "edgefl coordinator start, or edgefl simulate"
@@ -165,7 +165,9 @@ class GridFleet:
         if isinstance(instruction, EvaluateInstruction):
             return {**header, "version": instruction.version}
         plan = {
-            name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "inbox"
+            name: value
+            for name, value in asdict(instruction.plan).items()
+            if value is not None and name != "messages"
         }
         used_ids = [f"{self._header['run']}/{assignment_id}" for assignment_id in instruction.used_assignments]
         header |= {

@@ -1,7 +1,7 @@
 """Adapter that runs a Flower strategy, `flwr:FedAdam` or the `module:Class` of a subclass, unchanged.
 
 Flower's object selects among the idle devices, configures them and computes the next model; rounds, deadlines and
-barriers are those of the synchronous strategies. It gets the floating-point tensors; counters are taken from the
+time-outs are those of the synchronous strategies. It gets the floating-point tensors; counters are taken from the
 update with most examples, as everywhere. A Flower strategy needs all models of a round at once, so a round holds one
 for each device that answered. Its attributes that are numbers, arrays, mappings and lists of them, or `ArrayRecord`s
 are part of the state and survive a restart; other attributes do not, and the strategy then continues from the start

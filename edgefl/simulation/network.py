@@ -215,7 +215,7 @@ class SimulatedDownlink:
 
     def count_peer_download_bytes(self, instruction: TrainInstruction, provider: ModelProvider) -> int:
         """Returns the bytes of a node's peer messages, and of the model where needed."""
-        messages = sum(len(message.body) for message in instruction.plan.inbox)
+        messages = sum(len(message.body) for message in instruction.plan.messages)
         return messages + (len(self.get_global_model(provider).body) if instruction.sends_model else 0)
 
     def _compute_delta_bytes(self, base_version: int, provider: ModelProvider) -> int | None:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _STATE_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".checkpoint.json"
 
@@ -46,13 +46,13 @@ _MANIFEST_SUFFIX = ".checkpoint.json"
 class Checkpoint:
     """A saved state; it contains the journal up to `last_record`.
 
-    `standing` names a second file beside it, the run snapshot needed to resume exactly there; empty for none.
+    `snapshot_sha256` names a second file beside it, the run snapshot needed to resume exactly there; empty for none.
     """
 
     sha256: str
     last_record: int
     bytes_file: int
-    standing: str = ""
+    snapshot_sha256: str = ""
 
 
 def save_state(directory: Path, state: Any, last_record: int, run_snapshot: Any = None) -> Checkpoint:
@@ -69,7 +69,7 @@ def save_state(directory: Path, state: Any, last_record: int, run_snapshot: Any 
         sha256=_write_content_file(directory, content),
         last_record=last_record,
         bytes_file=len(content),
-        standing="" if snapshot_content is None else _write_content_file(directory, snapshot_content),
+        snapshot_sha256="" if snapshot_content is None else _write_content_file(directory, snapshot_content),
     )
     manifest = json.dumps({"v": FORMAT_VERSION, **asdict(checkpoint)}).encode()
     write_atomic(directory / f"{last_record:020d}{_MANIFEST_SUFFIX}", manifest)
@@ -106,7 +106,9 @@ def load_run_snapshot(directory: Path, cls: type[T], checkpoint: Checkpoint) -> 
     Raises:
         JournalError: its file is missing or damaged, or holds another class.
     """
-    return _load_dataclass(directory, checkpoint.standing, f"standing of record {checkpoint.last_record}", cls)
+    return _load_dataclass(
+        directory, checkpoint.snapshot_sha256, f"run snapshot of record {checkpoint.last_record}", cls
+    )
 
 
 def _load_dataclass(directory: Path, sha256: str, description: str, cls: type[T]) -> T:
@@ -128,7 +130,7 @@ def list_checkpoints(directory: Path) -> list[Checkpoint]:
 
 def list_checkpoint_files(directory: Path, checkpoint: Checkpoint) -> list[Path]:
     """Returns the paths of a checkpoint's files, whether they exist or not."""
-    return [_content_path(directory, name) for name in (checkpoint.sha256, checkpoint.standing) if name]
+    return [_content_path(directory, name) for name in (checkpoint.sha256, checkpoint.snapshot_sha256) if name]
 
 
 def is_intact(path: Path) -> bool:
@@ -146,7 +148,7 @@ def prune_checkpoints(directory: Path, *, keep: int = 2) -> list[Checkpoint]:
     for checkpoint in old:
         (directory / f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}").unlink()
     sync_directory(directory)
-    retained_hashes = {name for checkpoint in retained for name in (checkpoint.sha256, checkpoint.standing)}
+    retained_hashes = {name for checkpoint in retained for name in (checkpoint.sha256, checkpoint.snapshot_sha256)}
     for path in directory.iterdir():
         if path.suffix == TEMPORARY_SUFFIX or (path.suffix == _STATE_SUFFIX and path.stem not in retained_hashes):
             path.unlink()
@@ -214,7 +216,7 @@ def _read_manifest(path: Path) -> Checkpoint | None:
         version = manifest.pop("v")
         check_format_version(f"checkpoint note {path}", version, FORMAT_VERSION)
         checkpoint = Checkpoint(**manifest)
-        names = (checkpoint.sha256, *(() if checkpoint.standing == "" else (checkpoint.standing,)))
+        names = (checkpoint.sha256, *(() if checkpoint.snapshot_sha256 == "" else (checkpoint.snapshot_sha256,)))
         if (
             all(SHA256.match(name) for name in names)
             and f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}" == path.name

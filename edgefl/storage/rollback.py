@@ -225,12 +225,6 @@ def _read_progress(connection: Connection, run_id: str) -> ProgressAtRollback:
     )
 
 
-def get_incarnations_by_time(store: Store, run_id: str) -> dict[str, int]:
-    """Returns incarnations of assignments by row times, for those dispatched before incarnations were recorded."""
-    with store.database.read() as connection:
-        return dict(_read_incarnations(connection, run_id))
-
-
 def list_unused_updates(store: Store, run_id: str, applied_later: Collection[str] = ()) -> tuple[UpdateRow, ...]:
     """Returns the updates that were unused before those of `applied_later` were applied."""
     later_ids = sorted(applied_later)

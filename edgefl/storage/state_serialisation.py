@@ -28,17 +28,17 @@ from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
 
 
 def check_format_version(what: str, found: object, supported: int) -> None:
-    """Checks that a file's format is not newer than this program's.
+    """Checks that a file has this program's format.
 
     Raises:
-        StoreTooNewError: it is.
-        ValueError: there has never been such a format.
+        StoreTooNewError: it is newer.
+        ValueError: there is no such format, or it is one from before the first release.
     """
-    if not isinstance(found, int) or found < 1:
-        raise ValueError(f"format {found!r:.40}, this program knows {supported}")
+    if not isinstance(found, int) or found < supported:
+        raise ValueError(f"format {found!r:.40}, this program reads {supported}")
     if found > supported:
         raise StoreTooNewError(
-            f"{what} has format {found}, this program knows {supported}: "
+            f"{what} has format {found}, this program reads {supported}: "
             "a newer edgefl wrote it; start a newer edgefl"
         )
 

@@ -7,7 +7,7 @@ class Median(RoundStrategy):
         return {name: np.median([u.tensors[name] for u in updates], axis=0) for name in updates[0].tensors}
 ```
 
-Device selection, dead and slow devices, k of n, barriers, schedules, the server optimiser and checkpoints are
+Device selection, dead and slow devices, k of n, time-outs, schedules, the server optimiser and checkpoints are
 handled. All updates of a round are in memory while `combine` runs; for a mean over very many devices use streaming,
 as `fedavg` does.
 """

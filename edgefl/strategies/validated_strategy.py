@@ -130,8 +130,8 @@ class ValidatedStrategy(Strategy[Any]):
         return bool(getattr(self.strategy, "has_nodes", False))
 
     @property
-    def goes_on_alone(self) -> bool:
-        return bool(getattr(self.strategy, "goes_on_alone", False))
+    def is_autonomous(self) -> bool:
+        return bool(getattr(self.strategy, "is_autonomous", False))
 
     def resumed(self, state: Any) -> Any:
         return self._validate_state("resumed", self._call("resumed", state))

@@ -149,7 +149,7 @@ def test_a_codec_that_would_miss_the_deadline_is_not_asked_for_again():
     assert set(asked[2:]) == {"ef|topk:0.1|int8"}
 
 
-@pytest.mark.parametrize("outcome", [UpdateStatus.FAILED, UpdateStatus.REFUSED])
+@pytest.mark.parametrize("outcome", [UpdateStatus.FAILED, UpdateStatus.REJECTED])
 def test_a_failure_says_nothing_of_the_uplink(outcome):
     board = Board(make_codec_selector(SIZES), "a", up=1e6)
     board.lose(board.order(), outcome)
@@ -183,7 +183,7 @@ def test_the_share_stays_within_its_bounds():
 def test_what_is_measured_takes_the_place_of_what_was_expected():
     auto = make_codec_selector({"fp16": 1000, "topk:0.1": 10})  # both are expected to be what they are not
     for number in range(40):
-        auto.link_estimates.given[str(number)] = number % 2, None
+        auto.link_estimates.in_flight[str(number)] = number % 2, None
         metrics = UpdateMetrics(compute_s=1.0, send_s=1.0, bytes_up=600, bytes_down=1)
         auto.observe(
             Update(assignment_id=str(number), device_id="a", base_version=0, tensors={}, metrics=metrics), None
@@ -203,7 +203,7 @@ def test_nothing_is_kept_of_assignments_that_are_over():
     board = Board(auto, "a", up=500)
     board.last_of(20)
     board.lose(board.order())
-    assert auto.link_estimates.given == {}
+    assert auto.link_estimates.in_flight == {}
 
 
 def test_a_plain_auto_chooses_among_codecs_with_feedback_each_smaller_than_the_one_before():

@@ -72,7 +72,7 @@ def test_what_was_backed_up_comes_back_and_nothing_else(directory: CoordinatorDi
     names = {path.relative_to(restored.root).as_posix() for path in restored.root.rglob("*") if path.is_file()}
     assert not names & {"lock", "backup.lock", "evaluator.log", "broker/mosquitto.conf", MANIFEST}
     assert "evaluator/device.json" in names
-    assert "runs/r1/another-life" in names, "it does not go on as if nothing had happened since"
+    assert "runs/r1/new-incarnation" in names, "it does not go on as if nothing had happened since"
     assert set(manifest.files) <= names
     for path in [restored.root, *restored.root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path

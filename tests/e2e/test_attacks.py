@@ -120,7 +120,7 @@ class Scene:
         return node
 
     def refused(self) -> list[Any]:
-        return [row for row in self.fleet.list_history("events") if row["kind"] == "refused"]
+        return [row for row in self.fleet.list_history("events") if row["kind"] == "request-rejected"]
 
     def is_recorded(self, *words: str, device: str | None = None) -> None:
         """Waits for an event that says all of these."""
@@ -331,11 +331,11 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
     scene.is_recorded("signature from 127.0.0.13", "/edgefl/v1/renew")
     scene.is_recorded("signature from 127.0.0.14", "pull-messages")
     shown = {"csr": create_signing_request(key, "leaver").decode(), "certificate": own[0].read_text()}
-    readmission = json.dumps({"v": 1, **shown}).encode()
-    assert scene.call("POST", "/edgefl/v1/readmit", readmission, host="127.0.0.15")[0] == 401
+    reenrolment = json.dumps({"v": 1, **shown}).encode()
+    assert scene.call("POST", "/edgefl/v1/re-enroll", reenrolment, host="127.0.0.15")[0] == 401
     # The name is free again, and its former holder stays out.
     scene.ask_to_join(scene.token(), name="leaver")
-    assert scene.call("POST", "/edgefl/v1/readmit", readmission, host="127.0.0.15")[0] == 401
+    assert scene.call("POST", "/edgefl/v1/re-enroll", reenrolment, host="127.0.0.15")[0] == 401
     scene.is_recorded("certificate (not-allowed) from 127.0.0.15", "counts no more")
     scene.tools.pause(1.5)
     assert not is_let_in(scene, *own)
@@ -399,7 +399,7 @@ class Rogue:
     def first_work(self) -> Any:
         for phase in ("can", "prepare"):
             asked = self.work(phase)
-            ready = {"v": 1, "assignment": asked.header["assignment"], "ready": True}
+            ready = {"v": 2, "assignment": asked.header["assignment"], "ready": True}
             self.node.push(self.node.create_reply(asked, (ready, b"")))
         return self.work(None)
 
@@ -438,12 +438,12 @@ def test_a_zip_bomb_is_refused_in_little_memory(scene: Scene, rogue: Rogue) -> N
     run_id = rogue.run_of_two()
     work = rogue.first_work()
     before = scene.rss_bytes()
-    told = {"v": 1, "assignment": work.header["assignment"], "metrics": METRICS}
+    told = {"v": 2, "assignment": work.header["assignment"], "metrics": METRICS}
     rogue.node.push(rogue.node.create_reply(work, (told, bomb())))
     scene.is_recorded("unusable reply", "unpacks to over", device="device-02")
     assert scene.rss_bytes() - before < 64 << 20
     rows = scene.fleet.list_history("updates", run=run_id, device="device-02")
-    assert [row["outcome"] for row in rows] == ["refused"]
+    assert [row["outcome"] for row in rows] == ["rejected"]
 
 
 def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogue: Rogue) -> None:
@@ -452,7 +452,7 @@ def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogu
     rows = scene.tools.eventually(lambda: scene.fleet.list_history("updates", run=run_id, device="device-01"))
     name = rows[0]["assignment_id"]
     foreign = name if "/" in name else f"{run_id}/{name}"
-    told = {"v": 1, "assignment": foreign, "metrics": METRICS}
+    told = {"v": 2, "assignment": foreign, "metrics": METRICS}
     # As a reply to its own instruction that names the other's work ...
     rogue.node.push(rogue.node.create_reply(work, (told, b"")))
     scene.is_recorded("unusable reply", "it names", device="device-02")

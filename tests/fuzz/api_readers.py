@@ -308,7 +308,7 @@ def fleet_api(_folder: Path) -> Reader:
             raise EdgeflError(str(status))
 
     instruction = nodes.run.send(nodes.node_id, kind="train", header={"assignment": "a"}, body=body)
-    reply = nodes.reply(instruction, {"v": 1, "assignment": "a", "metrics": {}}, b"update")
+    reply = nodes.reply(instruction, {"v": 2, "assignment": "a", "metrics": {}}, b"update")
     tree = ObjectTree(object_id=reply.metadata.message_id, children=[])
     calls: dict[str, Any] = {
         "activate-node": ActivateNodeRequest(public_key=nodes.public, heartbeat_interval=30.0),
@@ -328,7 +328,7 @@ def fleet_api(_folder: Path) -> Reader:
         for name, call in calls.items()
     ]
     header = Seed(
-        content=json.dumps({"v": 1, "assignment": "a", "metrics": {"loss": 0.5}}).encode(), form=Form.JSON,
+        content=json.dumps({"v": 2, "assignment": "a", "metrics": {"loss": 0.5}}).encode(), form=Form.JSON,
         close=lambda found: b"push-messages\n" + _push(nodes, node, found).SerializeToString(),
     )  # fmt: skip
     names = Seed(content=b"pull-messages", form=Form.TEXT, close=lambda found: found.replace(b"\n", b"") + b"\n")
@@ -373,7 +373,7 @@ def replies(_folder: Path) -> Reader:
     registry.add("pi", node_id=7, role="trainer", groups=(), examples={"digits": 9})
     registry.record_status("pi", StatusMessage(state="online", boot_id="b", session_no=1))
     run = RunSpec(
-        run_id="r", task="digits", header={"v": 1, "run": "r", "task": "digits"}, groups=(), names=(),
+        run_id="r", task="digits", header={"v": 2, "run": "r", "task": "digits"}, groups=(), names=(),
         join_at_start=False,
         encode=lambda model, version: codec.encode(model, derive_rng(version)),
         decode=lambda body: decode_body(body, SHAPES), encode_changes=None,
@@ -419,7 +419,7 @@ def replies(_folder: Path) -> Reader:
         "iterations": 3, "num_examples": 9, "loss": 0.5, "compute_s": 1.5, "accuracy": 0.9, "extra": {"a": 1.0},
         "health": {"max_temperature_c": 60.0, "throttled": "ok", "energy_j": 5.0},
     }  # fmt: skip
-    header = {"v": 1, "run": "r", "assignment": "r/a", "metrics": metrics}
+    header = {"v": 2, "run": "r", "assignment": "r/a", "metrics": metrics}
     mailed = {**header, "messages": [["pi", "b", 1, 0, 4]]}
     said = ((b"u", header, update), (b"e", header, b""), (b"n", mailed, b"mail" + update), (b"u", {**header,
     "error": "no"}, b""),
@@ -439,7 +439,7 @@ def instructions(_folder: Path) -> Reader:
     nodes = _Nodes()
     node = SuperNode(private_key_pem=nodes.pem, tls_context=None, clock=time.time)  # type: ignore[arg-type]
     header = {
-        "v": 1, "run": "r", "assignment": "r/a", "version": 3, "seed": 7, "task": "digits", "codec": "dense",
+        "v": 2, "run": "r", "assignment": "r/a", "version": 3, "seed": 7, "task": "digits", "codec": "dense",
         "block": None,
         "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 4, "node": {
             "method": "gossip", "edges": [{"neighbour": "b", "sign": 1.0, "degree": 1, "weight": 0.5, "period": 1}],

@@ -129,8 +129,8 @@ def renewals(folder: Path) -> Reader:
     return Reader(feed=feed, seeds=seeds, close=store.close)
 
 
-def readmissions(folder: Path) -> Reader:
-    """`POST /edgefl/v1/readmit`, of anybody: a certificate of the fleet, and a request by the same key."""
+def reenrolments(folder: Path) -> Reader:
+    """`POST /edgefl/v1/re-enroll`, of anybody: a certificate of the fleet, and a request by the same key."""
     directory = init_directory(folder / "c", hosts=["pi.local"], fleet="lab")
     store = Store.open(directory.database)
     store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())

@@ -203,7 +203,7 @@ def commands(folder: Path) -> Reader:
                     parse_lockout(command.argument or "", "b1")
 
     logs = Command(id="c1", kind="logs", argument=json.dumps({"after": 1, "since": 2.5, "run": "r"}))
-    refused = Command(id="c3", kind="refused", argument=json.dumps({"boot_id": "b1", "reason": "a copy"}))
+    refused = Command(id="c3", kind="lockout", argument=json.dumps({"boot_id": "b1", "reason": "a copy"}))
     said = [
         logs,
         refused,

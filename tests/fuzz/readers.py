@@ -102,8 +102,8 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/pki.py:verify_request",
         ),
         "join-renew": _entry(join_readers.renewals, "coordinator/enrolment/renewal.py:RenewalService.renew"),
-        "join-readmit": _entry(
-            join_readers.readmissions,
+        "join-reenroll": _entry(
+            join_readers.reenrolments,
             "coordinator/enrolment/renewal.py:ReenrolmentService.reenroll",
             "coordinator/enrolment/renewal.py:_parse_certificate",
         ),

@@ -69,7 +69,7 @@ def events() -> tuple[Update | EvaluateResult | InstructionFailed | StopRequeste
     metrics = UpdateMetrics(iterations=5, num_examples=9, loss=0.5, extra={"a": 1.0})
     message = PeerMessage(edge=("a", "b"), step=1, body=b"mail")
     update = Update(
-        assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY, outbox=(message,),
+        assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY, messages=(message,),
         received_s=2.5,
     )  # fmt: skip
     plain = Update(
@@ -91,8 +91,8 @@ def decision() -> Decision:
         learning_rate=0.1,
         period=1, codec="int8", carrier="relay",
     )  # fmt: skip
-    inbox = (PeerMessage(edge=("b", "a"), step=1, body=b"in"),)
-    plans = (TrainConfig(iterations=3), TrainConfig(epochs=1.0, inbox=inbox, node=node))
+    messages = (PeerMessage(edge=("b", "a"), step=1, body=b"in"),)
+    plans = (TrainConfig(iterations=3), TrainConfig(epochs=1.0, messages=messages, node=node))
     orders = [
         TrainInstruction(assignment_id=f"a{n}", device_id="pi", base_version=0, plan=plan)
         for n, plan in enumerate(plans)

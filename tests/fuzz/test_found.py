@@ -98,7 +98,7 @@ FOUND = [
     ("mqtt-heartbeat", b'{"v":1,"seq":1,"session_no":9,"uptime_s":1.0,"memory_fraction":1e308}', None),
     ("edge-bodies", INFINITIES, None),
     ("mqtt-command", b'c{"v":1,"id":"a","kind":"logs","argument":"' + b"[" * 5000 + b'"}', "no JSON object"),
-    ("peer-messages", b'{"v":1,"run":"r","messages":' + DEEP + b"}\n", FAR),
+    ("peer-messages", b'{"v":2,"run":"r","messages":' + DEEP + b"}\n", FAR),
     ("file-graph", b'{"nodes":' + DEEP + b"}", FAR),
     ("file-join", DEEP, FAR),
     ("file-token", b"efl1." + base64.urlsafe_b64encode(b"abc" + DEEP)[:4000], "damaged"),

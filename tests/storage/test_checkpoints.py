@@ -206,7 +206,7 @@ def test_an_array_in_several_places_is_one_array_afterwards_too():
 
 def test_a_missing_file_no_checkpoint_and_another_class_are_named(tmp_path):
     saved = save_state(tmp_path, State(), 1)
-    assert saved.standing == ""
+    assert saved.snapshot_sha256 == ""
     assert len(list_checkpoint_files(tmp_path, saved)) == 1
     (tmp_path / f"{saved.sha256}.safetensors").unlink()
     with pytest.raises(JournalError, match=f"missing.*{saved.sha256}"):
@@ -313,11 +313,13 @@ def test_what_stands_beside_a_state_is_kept_checked_and_pruned_with_it(tmp_path)
         True
     ] * 4
     prune_checkpoints(tmp_path, keep=1)
-    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == sorted([second.sha256, second.standing])
+    assert sorted(path.stem for path in tmp_path.glob("*.safetensors")) == sorted(
+        [second.sha256, second.snapshot_sha256]
+    )
     (_, path) = list_checkpoint_files(tmp_path, second)
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     assert not is_intact(path)
-    with pytest.raises(JournalError, match=r"standing of record 20 is damaged"):
+    with pytest.raises(JournalError, match=r"run snapshot of record 20 is damaged"):
         load_run_snapshot(tmp_path, PerDevice, second)
     path.unlink()
     assert not is_intact(path)
@@ -327,8 +329,8 @@ def test_a_note_of_a_newer_format_keeps_the_one_before_from_being_used(tmp_path)
     save_state(tmp_path, state(), 41)
     save_state(tmp_path, state(), 42)
     path = tmp_path / f"{42:020d}.checkpoint.json"
-    path.write_text(path.read_text().replace('"v": 1', '"v": 9'))
-    with pytest.raises(StoreTooNewError, match="has format 9, this program knows 1") as found:
+    path.write_text(path.read_text().replace('"v": 2', '"v": 9'))
+    with pytest.raises(StoreTooNewError, match="has format 9, this program reads 2") as found:
         list_checkpoints(tmp_path)
     assert str(path) in str(found.value)
     before = sorted(tmp_path.iterdir())
@@ -380,6 +382,6 @@ def _is_packed(state):
 
 def test_a_standing_that_would_not_come_back_is_left_out_of_its_checkpoint(tmp_path, caplog):
     saved = save_state(tmp_path, State(version=1), 10, State(extra=nested(99)))
-    assert saved.standing == ""
+    assert saved.snapshot_sha256 == ""
     assert load_state(tmp_path, State, saved).version == 1
     assert "a checkpoint has its state alone: cannot save a State" in caplog.text

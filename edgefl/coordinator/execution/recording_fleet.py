@@ -284,7 +284,8 @@ class RecordingFleet:
                 ],
                 source,
             )
-            # The request to finish early may be lost with the coordinator, and a device that was switched off does not keep it.
+            # The request to finish early may be lost with the coordinator, and a device that was switched off does
+            # not keep it.
             finishing_early = [
                 dispatched.order
                 for dispatched in remaining

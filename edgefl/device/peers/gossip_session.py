@@ -80,8 +80,8 @@ class GossipSession:
     ) -> None:
         self._node, self._plan, self._rng = node, plan, rng
         self._train, self._send, self._is_drained, self._save, self._clock = train, send, is_drained, save, clock
-        self._inbox: dict[tuple[str, bool], deque[PeerMessage]] = {}
-        self._inbox_changed = threading.Condition()
+        self._received: dict[tuple[str, bool], deque[PeerMessage]] = {}
+        self._received_changed = threading.Condition()
         self._state_changed = threading.Condition()
         self._report_after: int | None = None
         self._report: GossipReport | None = None
@@ -116,9 +116,9 @@ class GossipSession:
     def receive(self, message: PeerMessage) -> None:
         """Queues a neighbour's message, from any thread; a full queue drops the oldest."""
         max_queued = MAX_PENDING_REPLIES if message.is_reply else MAX_PENDING_STATES
-        with self._inbox_changed:
-            self._inbox.setdefault((message.edge[0], message.is_reply), deque(maxlen=max_queued)).append(message)
-            self._inbox_changed.notify_all()
+        with self._received_changed:
+            self._received.setdefault((message.edge[0], message.is_reply), deque(maxlen=max_queued)).append(message)
+            self._received_changed.notify_all()
 
     def wait_for_report(self, min_iterations: int, should_finish_early: Callable[[], bool]) -> GossipReport:
         """Returns the node's report after `min_iterations`, or early when `should_finish_early`.
@@ -165,11 +165,11 @@ class GossipSession:
         """Only processes messages: slower neighbours still need this node's last ones."""
         with self._state_changed:
             self._state_changed.wait(IDLE_POLL_S)
-        self._process_inbox()
+        self._process_received()
         self._node.finish_exchange()
 
     def _exchange(self, plan: TrainConfig, gossip: GossipConfig) -> None:
-        self._process_inbox()
+        self._process_received()
         iterations, neighbours = 0, self._node.algorithm.neighbours
         if self._node.should_train_next():
             schedule = make_edge_schedule(gossip.schedule, edges=gossip.edges, period=gossip.period, rng=self._rng)
@@ -192,7 +192,7 @@ class GossipSession:
     def _wait_until_sent(self) -> None:
         until_s = self._clock() + SEND_TIMEOUT_S
         while not (self._is_drained() or self._is_stopping) and self._clock() < until_s:
-            self._process_inbox(wait_s=SEND_POLL_S)
+            self._process_received(wait_s=SEND_POLL_S)
 
     def _wait_for_peers(self) -> None:
         until_s = self._clock() + PEER_MESSAGE_TIMEOUT_S
@@ -200,14 +200,14 @@ class GossipSession:
             not (self._node.can_finish_exchange() or self._is_stopping)
             and (remaining_s := until_s - self._clock()) > 0
         ):
-            self._process_inbox(wait_s=min(remaining_s, IDLE_POLL_S))
+            self._process_received(wait_s=min(remaining_s, IDLE_POLL_S))
 
-    def _process_inbox(self, wait_s: float = 0.0) -> None:
+    def _process_received(self, wait_s: float = 0.0) -> None:
         """Processes queued messages, waiting up to `wait_s` if there are none."""
-        with self._inbox_changed:
-            if not self._inbox and wait_s:
-                self._inbox_changed.wait(wait_s)
-            queues, self._inbox = self._inbox, {}
+        with self._received_changed:
+            if not self._received and wait_s:
+                self._received_changed.wait(wait_s)
+            queues, self._received = self._received, {}
         self._send_messages(self._node.receive([message for messages in queues.values() for message in messages]))
 
     def _send_messages(self, messages: tuple[PeerMessage, ...]) -> None:

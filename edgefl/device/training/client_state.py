@@ -24,6 +24,7 @@ from edgefl.core.types import Array, GossipConfig, Learner, ModelSpec, derive_rn
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
 from edgefl.system.atomic_files import open_atomic
+from edgefl.system.retries import RateLimitedLog
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.local_algorithms.local_training import is_finite, start_node
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, restore_variate
@@ -104,6 +105,7 @@ class ClientState:
         self._state_dir, self._clock = state_dir, clock
         self._current = _RunState()
         self._saved_s = clock()
+        self._rate_limited_log = RateLimitedLog(log)
 
     def get_step_state(self, run: str, algorithm: str) -> Mapping[str, Array] | None:
         """Returns the state of the run's last assignment with this algorithm, or None."""
@@ -219,7 +221,7 @@ class ClientState:
                 if folder == LOCAL_TENSORS
                 else f"{folder} of run {run}"
             )
-            log.warning("cannot keep the %s: %s", kept, error)
+            self._rate_limited_log.warning(folder, "cannot keep the %s: %s", kept, error)
             return
         self._current.unsaved_folders.discard(folder)
         if folder == LOCAL_TENSORS:

@@ -102,7 +102,7 @@ class GossipWorker:
             FullModelRequiredError: there is no node yet, and the body has no model.
         """
         assert instruction.plan.node is not None
-        inbox, model = decode_messages(instruction.messages, body)
+        messages, model = decode_messages(instruction.messages, body)
         if instruction.plan.node.carrier != RELAY:
             return self._wait_for_report(instruction, cached_task, model, instruction.plan.node, should_finish_early)
         node = self._require_node(instruction, cached_task, model, instruction.plan.node)
@@ -111,7 +111,7 @@ class GossipWorker:
             node,
             cached_task.learner,
             self._load_training_data(instruction, cached_task),
-            replace(instruction.plan, inbox=inbox),
+            replace(instruction.plan, messages=messages),
             derive_rng(*seed_key),
             clock=time.monotonic,
             on_iteration=on_iteration,
@@ -122,7 +122,7 @@ class GossipWorker:
             report = make_codec(instruction.codec_spec, cached_task.model_spec).encode(
                 result.model, derive_rng(*seed_key, "uplink")
             )
-        index, reply_body = encode_messages(result.outbox, report)
+        index, reply_body = encode_messages(result.messages, report)
         metrics = {
             "iterations": result.iterations,
             "num_examples": result.num_examples,
@@ -286,7 +286,7 @@ class GossipWorker:
             return session
 
     def _make_local_training(self, instruction: ParsedInstruction, cached_task: CachedTask) -> TrainLocally:
-        def train(engine: GossipNode, burst: TrainConfig, is_leaving: Callable[[], bool]) -> tuple[int, float]:
+        def train(engine: GossipNode, plan: TrainConfig, is_leaving: Callable[[], bool]) -> tuple[int, float]:
             # The thread that ends this session may hold the lock while it waits for this one.
             while not self._training_lock.acquire(timeout=POLL_INTERVAL_S):
                 if is_leaving():
@@ -302,7 +302,7 @@ class GossipWorker:
                     engine,
                     cached_task.learner,
                     self._load_training_data(instruction, cached_task),
-                    burst,
+                    plan,
                     rng,
                     clock=time.monotonic,
                     on_iteration=on_iteration,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import INSTRUCTION_VERSION
 from edgefl.core.types import Json, Scalar, TrainConfig
 
 
@@ -57,8 +58,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         NetworkError: it has another version.
         KeyError, TypeError, ValueError: an entry is missing or malformed.
     """
-    if header.get("v") != 1:
-        raise NetworkError(f"instruction of version {header.get('v')!r}, this agent reads 1: update it")
+    check_instruction_version(header)
     block = _parse_optional_int(header.get("block"))
     seed, version = _parse_int(header["seed"]), _parse_int(header["version"])
     # Without the run's id, which is new for every submission: the same seed gives the same run. All devices with a
@@ -85,6 +85,18 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         messages=header.get("messages", []),
         header=header,
     )
+
+
+def check_instruction_version(header: Json) -> None:
+    """Checks that a header has this agent's version.
+
+    Raises:
+        NetworkError: it has another.
+    """
+    if header.get("v") != INSTRUCTION_VERSION:
+        raise NetworkError(
+            f"instruction of version {header.get('v')!r}, this agent reads {INSTRUCTION_VERSION}: update it"
+        )
 
 
 def _parse_optional_int(value: object) -> int | None:

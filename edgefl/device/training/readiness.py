@@ -12,12 +12,12 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.compression.codec import decode_body
-from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
-from edgefl.core.protocol import ReadinessPhase, check_version, model_fingerprint
+from edgefl.core.errors import DataError, EdgeflError, TaskError
+from edgefl.core.protocol import INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
 from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
-from edgefl.device.training.instruction import FullModelRequiredError
+from edgefl.device.training.instruction import FullModelRequiredError, check_instruction_version
 from edgefl.device.training.task_cache import TaskCache
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,9 @@ class ReadinessHandler:
 
     def run_phase(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns the reply to a phase: `ready`, or the `reason` why not."""
-        reply: Json = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
+        reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
         try:
-            _check_protocol(header)
+            check_instruction_version(header)
             if not self._is_gossip_running(str(header["run"])):
                 with self._training_lock:
                     (self._prepare if header["phase"] == ReadinessPhase.PREPARE else self._check_eligible)(
@@ -136,11 +136,6 @@ class ReadinessHandler:
             self._prefetched = _PrefetchedModel(
                 run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s
             )
-
-
-def _check_protocol(header: Json) -> None:
-    if header.get("v") != 1:
-        raise NetworkError(f"a question of version {header.get('v')!r}, this agent reads 1: update it")
 
 
 def _check_free(what: str, free_bytes: int | None, needed_bytes: int) -> None:

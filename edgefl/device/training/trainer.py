@@ -18,7 +18,7 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
 from edgefl.core.errors import DataError, EdgeflError
-from edgefl.core.protocol import finite_or_none
+from edgefl.core.protocol import INSTRUCTION_VERSION, finite_or_none
 from edgefl.core.types import (
     ZERO_CONTROL_VARIATE,
     Algorithm,
@@ -195,7 +195,7 @@ class DeviceTrainer:
     def _execute(
         self, header: Json, body: bytes, run: Callable[[ParsedInstruction, CachedTask, bytes], tuple[Json, bytes]]
     ) -> tuple[Json, bytes]:
-        reply: Json = {"v": 1, "run": header.get("run"), "assignment": header.get("assignment")}
+        reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
         try:
             instruction = parse_instruction(self._device_id, header)
             self._current = instruction.run, instruction.assignment_id, 0

@@ -41,13 +41,13 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """The result of a job. `num_bytes` covers its encoded update and the messages of the outbox."""
+    """The result of a job. `num_bytes` covers its encoded update and the peer messages."""
 
     tensors: Tensors
     num_bytes: int
     num_examples: int
     loss: float | None = None
-    outbox: tuple[PeerMessage, ...] = ()
+    messages: tuple[PeerMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,10 +55,10 @@ def make_result(update: EncodedUpdate, model_spec: ModelSpec) -> TrainingResult:
     body = update.body
     return TrainingResult(
         tensors=LazyTensors(lambda: decode_body(body, model_spec)) if body else {},
-        num_bytes=len(body) + sum(len(message.body) for message in update.outbox),
+        num_bytes=len(body) + sum(len(message.body) for message in update.messages),
         num_examples=update.num_examples,
         loss=update.loss,
-        outbox=update.outbox,
+        messages=update.messages,
     )
 
 

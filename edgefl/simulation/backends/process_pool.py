@@ -59,8 +59,8 @@ def read_message(stream: BinaryIO) -> tuple[Json, bytes] | None:
 
 
 def instruction_to_json(instruction: TrainInstruction) -> Json:
-    """Returns an instruction as JSON, without the bodies of its inbox."""
-    plan = {name: value for name, value in asdict(instruction.plan).items() if name != "inbox"}
+    """Returns an instruction as JSON, without the bodies of its messages."""
+    plan = {name: value for name, value in asdict(instruction.plan).items() if name != "messages"}
     return {
         **{name: getattr(instruction, name) for name in _INSTRUCTION_FIELDS},
         "plan": plan,
@@ -68,8 +68,8 @@ def instruction_to_json(instruction: TrainInstruction) -> Json:
     }
 
 
-def instruction_from_json(value: Json, inbox: tuple[PeerMessage, ...] = ()) -> TrainInstruction:
-    plan = TrainConfig.from_json(value["plan"], inbox)
+def instruction_from_json(value: Json, messages: tuple[PeerMessage, ...] = ()) -> TrainInstruction:
+    plan = TrainConfig.from_json(value["plan"], messages)
     return TrainInstruction(
         **{name: value[name] for name in _INSTRUCTION_FIELDS},
         plan=plan,
@@ -104,10 +104,10 @@ class WorkerServer:
         threading.Thread(target=self._read_requests, name="jobs", daemon=True).start()
         while (message := self._requests.get()) is not None:
             header, body = message
-            inbox, body = decode_messages(header.get("messages", []), body)
+            messages, body = decode_messages(header.get("messages", []), body)
             if body:
                 self._model = EncodedModel(version=header["version"], body=body, owner=header["subject"])
-            self._send_reply(header, inbox)
+            self._send_reply(header, messages)
 
     def _read_requests(self) -> None:
         while (message := read_message(self._source)) is not None:
@@ -142,7 +142,7 @@ class WorkerServer:
             header["iterations"],
             is_cancelled=lambda: ticket in self._cancelled_ids,
         )
-        message_headers, packed = encode_messages(update.outbox, update.body)
+        message_headers, packed = encode_messages(update.messages, update.body)
         return {"num_examples": update.num_examples, "loss": update.loss, "messages": message_headers}, packed
 
 
@@ -288,14 +288,14 @@ class ProcessPoolBackend:
         request = {"do": "train", "order": instruction_to_json(job.instruction), "iterations": job.iterations}
         worker = self._select_worker(job)
         self._assigned_iterations[worker] += job.iterations
-        ticket = worker.send_request(request, job.model, job.instruction.plan.inbox)
+        ticket = worker.send_request(request, job.model, job.instruction.plan.messages)
         self._pending_jobs[job] = _PendingJob(worker=worker, request_id=ticket, iterations=job.iterations)
 
     def get_result(self, job: TrainingJob) -> TrainingResult:
         pending = self._pending_jobs.pop(job)
         header, body = pending.worker.wait_for_reply(pending.request_id)
-        outbox, body = decode_messages(header["messages"], body)
-        update = EncodedUpdate(body=body, num_examples=header["num_examples"], loss=header["loss"], outbox=outbox)
+        messages, body = decode_messages(header["messages"], body)
+        update = EncodedUpdate(body=body, num_examples=header["num_examples"], loss=header["loss"], messages=messages)
         return make_result(update, self._model_spec)
 
     def cancel(self, job: TrainingJob) -> None:

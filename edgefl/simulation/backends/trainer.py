@@ -79,7 +79,7 @@ class EncodedUpdate:
     body: bytes
     num_examples: int
     loss: float | None
-    outbox: tuple[PeerMessage, ...] = ()
+    messages: tuple[PeerMessage, ...] = ()
 
 
 class SimulatedTrainer:
@@ -169,7 +169,7 @@ class SimulatedTrainer:
         body = b""
         if result.model is not None:
             body = self._get_codec(instruction.codec or "dense").encode(result.model, derive_rng(*origin, "uplink"))
-        return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss, outbox=result.outbox)
+        return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss, messages=result.messages)
 
     def _create_engine(self, device_id: str, config: GossipConfig, model: EncodedModel) -> GossipNode:
         self._load_model(_LocalState(), model)

@@ -33,7 +33,7 @@ MAX_RECORD_BYTES = 1024 * 1024 * 1024
 MAX_ID_BYTES = 255
 
 _FILE_MAGIC = b"EDGEFLWJ"
-_VERSION = 1
+_VERSION = 2
 _FILE_HEADER = struct.Struct("<8sHHIQ")
 _CRC = struct.Struct("<I")
 _RECORD_MAGIC = b"\xe5WR\x01"
@@ -183,7 +183,7 @@ def _read_header(file: BinaryIO) -> JournalFileHeader | None:
     if len(raw) < HEADER_BYTES or _CRC.unpack(raw[-_CRC.size :])[0] != zlib.crc32(raw[: -_CRC.size]):
         return None
     magic, version, _, salt, first = _FILE_HEADER.unpack(raw[: -_CRC.size])
-    if magic != _FILE_MAGIC or version == 0:
+    if magic != _FILE_MAGIC or version < _VERSION:
         return None
     check_format_version(f"journal {file.name}", version, _VERSION)
     return JournalFileHeader(first_record=first, salt=salt)

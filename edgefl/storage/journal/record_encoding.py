@@ -46,9 +46,9 @@ DecodeUpdate = Callable[[bytes], Tensors]
 
 _LENGTH = struct.Struct("<I")
 _INSTRUCTION_TYPES: dict[str, type[TrainInstruction | EvaluateInstruction | FinishEarlyInstruction]] = {
-    "assignment": TrainInstruction,
-    "evaluation": EvaluateInstruction,
-    "recall": FinishEarlyInstruction,
+    "train": TrainInstruction,
+    "evaluate": EvaluateInstruction,
+    "finish-early": FinishEarlyInstruction,
 }
 
 
@@ -77,14 +77,14 @@ class TurnStarted:
         at: Unix seconds.
         devices: joined or changed ones, and None for those that left.
         progress: reported by devices.
-        incarnation: of the run, for all instructions of this turn; None in journals without it.
+        incarnation: of the run, for all instructions of this turn.
     """
 
     now_s: float
     at: float
     devices: Mapping[str, DeviceInfo | None] = field(default_factory=dict)
     progress: tuple[Progress, ...] = ()
-    incarnation: int | None = None
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,13 @@ def encode_aggregation(version: int, assignment_ids: Sequence[str]) -> EncodedRe
 def encode_turn(turn: TurnStarted) -> EncodedRecord:
     devices = {name: None if info is None else _to_shallow_dict(info) for name, info in turn.devices.items()}
     progress = [_to_shallow_dict(report) for report in turn.progress]
-    meta = {"now_s": turn.now_s, "at": turn.at, "devices": devices, "progress": progress, "life": turn.incarnation}
+    meta = {
+        "now_s": turn.now_s,
+        "at": turn.at,
+        "devices": devices,
+        "progress": progress,
+        "incarnation": turn.incarnation,
+    }
     return _encode_record(RecordKind.TURN, "", meta)
 
 
@@ -148,7 +154,7 @@ def encode_health(observed: HealthObserved) -> EncodedRecord:
     health = {
         name: None if metrics is None else _to_shallow_dict(metrics) for name, metrics in observed.health.items()
     }
-    return _encode_record(RecordKind.HEALTH, "", {"vitals": health})
+    return _encode_record(RecordKind.HEALTH, "", {"health": health})
 
 
 def encode_checkpoint(mark: CheckpointMark) -> EncodedRecord:
@@ -189,7 +195,7 @@ def make_lazy_tensors(
 def _encode_update(update: Update) -> EncodedRecord:
     body = update.body if update.body is not None else encode_tensors(update.tensors)
     blob: list[bytes] = []
-    outbox = [_message_to_json(message, blob) for message in update.outbox]
+    messages = [_message_to_json(message, blob) for message in update.messages]
     meta = {
         "device_id": update.device_id,
         "base_version": update.base_version,
@@ -197,7 +203,7 @@ def _encode_update(update: Update) -> EncodedRecord:
         "metrics": {**_to_shallow_dict(update.metrics), "extra": dict(update.metrics.extra)},
         "format": get_body_format(update),
         "length": len(body),
-        "outbox": outbox,
+        "messages": messages,
     }
     encoded = _encode_record(RecordKind.UPDATE, update.assignment_id, meta, [*blob, body])
     return EncodedRecord(
@@ -214,8 +220,8 @@ def get_body_format(update: Update) -> str:
 def _decode_update(
     record: JournalRecord, meta: Json, start: int, decode: DecodeUpdate, read: Callable[[int, int], bytes]
 ) -> Update:
-    # Messages lie before the body; journals without messages hold the body alone.
-    messages, length, blob = meta.get("outbox", ()), operator.index(meta["length"]), record.body[start:]
+    # Messages lie before the body.
+    messages, length, blob = meta["messages"], operator.index(meta["length"]), record.body[start:]
     message_bytes = operator.index(sum(message["at"][1] for message in messages))
     if message_bytes + length != len(blob):
         raise ValueError(
@@ -229,7 +235,7 @@ def _decode_update(
         received_s=meta["received_s"],
         metrics=UpdateMetrics(**meta["metrics"]),
         tensors=make_lazy_tensors(lambda: read(tensors_start, length), meta["format"], decode),
-        outbox=tuple(_message_from_json(message, blob) for message in messages),
+        messages=tuple(_message_from_json(message, blob) for message in messages),
     )
 
 
@@ -243,10 +249,9 @@ def _decode_turn(meta: Json, _blob: bytes) -> TurnStarted:
         name: None if device is None else _device_from_json(device) for name, device in meta["devices"].items()
     }
     progress = tuple(Progress(**report) for report in meta["progress"])
-    incarnation = meta.get("life")
     return TurnStarted(
         now_s=meta["now_s"], at=meta["at"], devices=devices, progress=progress,
-        incarnation=None if incarnation is None else operator.index(incarnation),
+        incarnation=operator.index(meta["incarnation"]),
     )  # fmt: skip
 
 
@@ -259,7 +264,7 @@ def _device_from_json(known: Json) -> DeviceInfo:
 def _decode_health(meta: Json, _blob: bytes) -> HealthObserved:
     return HealthObserved(
         health={
-            name: None if metrics is None else HealthMetrics(**metrics) for name, metrics in meta["vitals"].items()
+            name: None if metrics is None else HealthMetrics(**metrics) for name, metrics in meta["health"].items()
         }
     )
 
@@ -285,20 +290,20 @@ def _instruction_to_json(instruction: Instruction, blob: list[bytes]) -> Json:
     value = _to_shallow_dict(instruction)
     if isinstance(instruction, TrainInstruction):
         plan = instruction.plan
-        inbox = [_message_to_json(message, blob) for message in plan.inbox]
+        messages = [_message_to_json(message, blob) for message in plan.messages]
         node = None if plan.node is None else asdict(plan.node)
-        value["plan"] = {**_to_shallow_dict(plan), "options": dict(plan.options), "inbox": inbox, "node": node}
-    return {"order": name, **value}
+        value["plan"] = {**_to_shallow_dict(plan), "options": dict(plan.options), "messages": messages, "node": node}
+    return {"kind": name, **value}
 
 
 def _instruction_from_json(value: Json, blob: bytes) -> Instruction:
     values = dict(value)
-    kind = _INSTRUCTION_TYPES[values.pop("order")]
+    kind = _INSTRUCTION_TYPES[values.pop("kind")]
     if kind is TrainInstruction:
         plan = values["plan"]
-        inbox = tuple(_message_from_json(message, blob) for message in plan["inbox"])
-        node = None if plan.get("node") is None else GossipConfig.from_json(plan["node"])
-        values["plan"] = TrainConfig(**{**plan, "inbox": inbox, "node": node})
+        messages = tuple(_message_from_json(message, blob) for message in plan["messages"])
+        node = None if plan["node"] is None else GossipConfig.from_json(plan["node"])
+        values["plan"] = TrainConfig(**{**plan, "messages": messages, "node": node})
         values["used_assignments"] = tuple(values["used_assignments"])
     return kind(**values)
 
@@ -318,7 +323,7 @@ def _message_from_json(value: Json, blob: bytes) -> PeerMessage:
         edge=(first, second),
         step=value["step"],
         body=blob[start : start + length],
-        is_reply=value.get("is_reply", False),
+        is_reply=value["is_reply"],
     )
 
 

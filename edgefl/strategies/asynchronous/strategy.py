@@ -170,8 +170,8 @@ class AsyncState:
 class AsynchronousStrategy(Strategy[A]):
     """Base of strategies without rounds; subclasses implement `make_state` and `apply`.
 
-    `rules.max_devices` and `rules.fraction` bound the number of busy devices; a k of n, a barrier and a rescue do not
-    apply.
+    `rules.max_devices` and `rules.fraction` bound the number of busy devices; a k of n and a round time-out
+    do not apply.
     """
 
     plan: TrainConfig

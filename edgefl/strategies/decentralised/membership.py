@@ -16,7 +16,7 @@ MAX_RETRY_S = 60.0
 class NodeState:
     """State of one node.
 
-    `exchanges` are those started, `iterations` the local ones; `assignment_id` is in flight, "" for none. `inbox`
+    `exchanges` are those started, `iterations` the local ones; `assignment_id` is in flight, "" for none. `queue`
     holds queued messages, `sent` those in flight with its assignment. Of an autonomous node `iterations` are those
     reported, and its report counts when there are `until` of them. A resting node is present, but may not be asked.
     """
@@ -33,7 +33,7 @@ class NodeState:
     reported: int = 0
     losses: int = 0
     rests_until_s: float = 0.0
-    inbox: list[PeerMessage] = field(default_factory=list)
+    queue: list[PeerMessage] = field(default_factory=list)
     sent: tuple[PeerMessage, ...] = ()
     edges_sent: str = ""
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.core.errors import CodecError, NetworkError
+from edgefl.core.protocol import INSTRUCTION_VERSION
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, PeerLinkConfig, PeerMessage
 from edgefl.strategies.peer_algorithms.algorithm import GossipAlgorithm, GossipMessage
@@ -195,7 +196,7 @@ def decode_messages(index: Any, body: bytes) -> tuple[tuple[PeerMessage, ...], b
 def encode_peer_message(run: str, message: PeerMessage) -> bytes:
     """Returns one message in the peer format: a line of JSON, then its body."""
     index, body = encode_messages([message])
-    return json.dumps({"v": 1, "run": run, "messages": index}).encode() + b"\n" + body
+    return json.dumps({"v": INSTRUCTION_VERSION, "run": run, "messages": index}).encode() + b"\n" + body
 
 
 def decode_peer_message(payload: bytes) -> tuple[str, PeerMessage]:
@@ -211,8 +212,8 @@ def decode_peer_message(payload: bytes) -> tuple[str, PeerMessage]:
     except (ValueError, KeyError, TypeError) as error:
         raise NetworkError(f"a neighbour's message begins with no JSON of ours: {error}") from None
     messages, tail = decode_messages(index, body)
-    if header.get("v") != 1 or not isinstance(run, str) or len(messages) != 1 or tail:
-        raise NetworkError("a neighbour's message must be one of version 1, with nothing behind it")
+    if header.get("v") != INSTRUCTION_VERSION or not isinstance(run, str) or len(messages) != 1 or tail:
+        raise NetworkError(f"a neighbour's message must be one, of version {INSTRUCTION_VERSION}, and nothing else")
     return run, messages[0]
 
 

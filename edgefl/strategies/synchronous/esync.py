@@ -6,7 +6,7 @@ FedNova (unequal steps on unequal data otherwise pull the mean towards the fast 
 
 `budget` gives every device its number of iterations with the assignment. `live` is the paper's state server: devices
 report their progress, and a `FinishEarlyInstruction` (READY) ends their work as late as can be. A device never waits
-for the answer: it goes on until the recall arrives, which is the paper's non-blocking query with a delayed
+for the answer: it goes on until it is told to finish early, which is the paper's non-blocking query with a delayed
 acknowledgement.
 
 Differs from the paper: durations in place of clocks, smoothed measurements, the time of the exchange counts, ε is a
@@ -59,9 +59,9 @@ class ESyncConfig(SingleStepConfig):
             otherwise never quite fits, and a device that could do two does one.
         epsilon_s: ε in seconds, in place of it.
         global_learning_rate: the mean displacement is multiplied by it.
-        min_iterations, max_iterations: bounds of a budget; live work ends at the upper one without a recall.
+        min_iterations, max_iterations: bounds of a budget; live work ends at the upper one in any case.
         smoothing: of measured seconds; see `SMOOTHINGS`.
-        patience: multiple of a round's planned seconds after which its devices are recalled.
+        patience: multiple of a round's planned seconds after which its devices finish early.
         give_up: multiple of the planned seconds, and at least a minute, after which a device is given up.
     """
 
@@ -129,7 +129,7 @@ class ESyncState(RoundState):
         measured: measurements by device.
         paces: timings used in the open round, by device.
         planned_s: planned duration of the open round, None when unknown.
-        unbounded: devices that work until they are recalled, in `live` mode.
+        unbounded: devices that work until they are told to finish, in `live` mode.
         looked_s: time of the last scan of all devices, in `live` mode.
     """
 
@@ -238,7 +238,7 @@ class ESync(SynchronousStrategy[ESyncState]):
 
         An iteration includes the exchange here, and its age counts from the opening of the round; of the rule's cost
         of one more iteration, the download is already done. The slowest is sought among those in their first
-        iteration: one that has slowed down later can end when recalled.
+        iteration: one that has slowed down later can end early.
         """
         pending = current_round.list_pending(view)
         progress_by_device = self._get_progress(state, current_round, pending, view)
@@ -250,13 +250,17 @@ class ESync(SynchronousStrategy[ESyncState]):
         slowest_id = find_slowest(first_iteration) if first_iteration else None
         slowest, ready_ids = (None if slowest_id is None else first_iteration[slowest_id]), []
         for assignment_id in pending:
-            device_id, _ = current_round.asked[assignment_id]
+            device_id, _ = current_round.assigned[assignment_id]
             device_progress = progress_by_device.get(device_id)
-            if device_progress is None or assignment_id in current_round.recalled or device_id not in state.unbounded:
+            if (
+                device_progress is None
+                or assignment_id in current_round.cancelled
+                or device_id not in state.unbounded
+            ):
                 continue
             exchange_s = state.paces[device_id].exchange_s if device_id in state.paces else 0.0
             slack_s = self._slack.to_seconds(device_progress.seconds_per_iteration - exchange_s) - exchange_s / 2
-            # A recall lets the current iteration end: every device does at least one.
+            # An early finish lets the current iteration end: every device does at least one.
             after_iteration = replace(device_progress, iterations=max(1, device_progress.iterations))
             # Just after one more no longer fits: a device that ends an iteration at that moment begins the next.
             if slowest is None or is_ready(
@@ -277,7 +281,7 @@ class ESync(SynchronousStrategy[ESyncState]):
         progress, progress_by_device = view.progress, {}
         age_s = 0.0 if current_round.since_s is None else view.now_s - current_round.since_s
         for assignment_id in pending:
-            device_id, _ = current_round.asked[assignment_id]
+            device_id, _ = current_round.assigned[assignment_id]
             report, pace, iterations = progress.get(device_id), state.paces.get(device_id), 0
             if report is not None and report.assignment_id == assignment_id:
                 exchange_s = 0.0 if pace is None else pace.exchange_s
@@ -358,7 +362,7 @@ class DeviceRoundProgress:
         iterations: k, finished in this round.
         seconds_per_iteration: c, of the last one.
         age_s: time since the last one was finished or, before the first, since the model arrived.
-        is_ready: it was recalled, or has sent its update.
+        is_ready: it was told to finish early, or has sent its update.
         has_model: it has this round's model.
     """
 

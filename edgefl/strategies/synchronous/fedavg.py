@@ -38,7 +38,7 @@ class FedProxConfig(StrategyConfig):
     """Settings of a run with `fedprox`; μ = 0 is `fedavg`.
 
     Every device minimises its loss plus (μ/2)|w - w_t|², which keeps unequal shards from pulling far apart. Devices
-    that have done less (a budget in `seconds`, a recall) are averaged in all the same.
+    that have done less (a budget in `seconds`, an early finish) are averaged in all the same.
 
     Differs from the paper: all that are asked take part and weigh by their examples, as in `fedavg`; the paper draws
     them with that probability and averages uniformly.

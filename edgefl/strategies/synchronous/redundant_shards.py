@@ -5,8 +5,8 @@ block's random streams follow from the block, so that every holder's copy is the
 nothing, not a bit of the model. Cut shards with the scheme `redundant:R` or `duplicate:R`; a device whose shard has
 no blocks takes part with all of it.
 
-A device has at most two assignments; holders begin with different blocks, and a redundant copy is recalled. When all
-holders of a block are gone, the round continues without it, after the barrier if there is one.
+A device has at most two assignments; holders begin with different blocks, and a redundant copy finishes early. When all
+holders of a block are gone, the round continues without it, after the round time-out if there is one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RedundantShards(SynchronousStrategy[RoundState]):
         )
 
     def on_update(self, state: RoundState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
-        _, slot = current_round.asked[update.assignment_id]
+        _, slot = current_round.assigned[update.assignment_id]
         current_round.needless.append(slot)
 
     def schedule_during_round(
@@ -104,11 +104,11 @@ class RedundantShards(SynchronousStrategy[RoundState]):
         return self.assign_slots(state, current_round, self.select_backups(current_round, view), view)
 
     def is_pending(self, current_round: OpenRound, view: FleetView) -> bool:
-        """Returns whether the round has work in flight or queued; with a barrier also whether a block is missing."""
+        """Returns whether work is in flight or queued, or, with a round time-out, a block is missing."""
         if _is_in_progress(current_round, view):
             return True
         return (
-            self.rules.barrier_s is not None
+            self.rules.round_timeout_s is not None
             and not current_round.is_abandoned
             and bool(_find_missing_blocks(current_round))
         )
@@ -128,7 +128,7 @@ class RedundantShards(SynchronousStrategy[RoundState]):
 
     def select_backups(self, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
         """Returns requests for missing blocks: to holders not at work on them, or else to all holders."""
-        in_flight = {current_round.asked[name] for name in current_round.list_pending(view)}
+        in_flight = {current_round.assigned[name] for name in current_round.list_pending(view)}
         missing = _find_missing_blocks(current_round)
         holders = {
             block: [name for name in names if (name, _format_slot(block)) not in in_flight] or names
@@ -141,10 +141,12 @@ class RedundantShards(SynchronousStrategy[RoundState]):
     def list_missing(self, current_round: OpenRound, view: FleetView) -> Iterable[str]:
         """Returns the missing blocks with their asked devices, and the pending devices."""
         for block in sorted(_find_missing_blocks(current_round)):
-            device_ids = {current_round.asked[name][0] for name in current_round.copies.get(_format_slot(block), ())}
+            device_ids = {
+                current_round.assigned[name][0] for name in current_round.copies.get(_format_slot(block), ())
+            }
             yield f"block {block} of {' or '.join(sorted(device_ids)) or 'nobody'}"
         for name in current_round.list_pending(view):
-            device_id, slot = current_round.asked[name]
+            device_id, slot = current_round.assigned[name]
             if slot not in current_round.copies:
                 yield device_id
 
@@ -212,7 +214,7 @@ def _is_in_progress(current_round: OpenRound, view: FleetView) -> bool:
 
 
 def _is_in_flight(current_round: OpenRound, assignment_id: str, view: FleetView) -> bool:
-    device_id, _ = current_round.asked[assignment_id]
+    device_id, _ = current_round.assigned[assignment_id]
     return assignment_id in view.busy.get(device_id, ())
 
 
@@ -231,7 +233,7 @@ def _format_slot(block: int) -> str:
 
 
 def _finish_all_early(view: FleetView) -> tuple[Instruction, ...]:
-    """Returns recalls of all redundant copies still in flight when a round opens."""
+    """Returns instructions to finish early for all redundant copies still in flight when a round opens."""
     return tuple(
         FinishEarlyInstruction(assignment_id=assignment_id, device_id=name)
         for name, outstanding in view.busy.items()

@@ -1,7 +1,7 @@
 """State of a strategy in rounds, and of an open round: asked devices, received updates, and the deadline.
 
-As `ssgd_timeout_limit` of Parallel-SGD: one rescue is tried when the barrier passes, and after the same time again
-the run ends and names the missing devices.
+As `ssgd_timeout_limit` of Parallel-SGD: `on_timeout` is applied once when the time-out passes, and after the same
+time again the run ends and names the missing devices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class OpenRound:
 
     Attributes:
         fold: the sum so far.
-        asked: assignment id -> device and slot; `order` has its keys in dispatch order, `cursor` is behind those
+        assigned: assignment id -> device and slot; `order` has its keys in dispatch order, `cursor` is behind those
             that are final.
         since_s: when the present wait began, None while nothing is waited for or the round before is still open.
         alarm_s: next wake-up of the strategy, None for never.
-        is_rescued: the barrier has passed once.
-        is_given_up: the round closes with the updates received.
-        recalled: assignments that were recalled.
+        has_timed_out: the time-out has passed once.
+        is_abandoned: the round closes with the updates received.
+        cancelled: assignments that were asked to finish early.
         copies: slot -> assignments, of the slots that several may fill.
         queued: device -> blocks of its redundant shard still to be assigned, in order.
         needless: slots filled just now, whose other copies are redundant.
@@ -36,14 +36,14 @@ class OpenRound:
     """
 
     fold: StreamingMean = field(default_factory=StreamingMean)
-    asked: dict[str, tuple[str, str]] = field(default_factory=dict)
+    assigned: dict[str, tuple[str, str]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     cursor: int = 0
     since_s: float | None = None
     alarm_s: float | None = None
-    is_rescued: bool = False
+    has_timed_out: bool = False
     is_abandoned: bool = False
-    recalled: set[str] = field(default_factory=set)
+    cancelled: set[str] = field(default_factory=set)
     copies: dict[str, list[str]] = field(default_factory=dict)
     queued: dict[str, list[int]] = field(default_factory=dict)
     needless: list[str] = field(default_factory=list)
@@ -60,12 +60,12 @@ class OpenRound:
             self.fold.expected.append(slot)
         else:
             self.copies.setdefault(slot, []).append(assignment_id)
-        self.asked[assignment_id] = device_id, slot
+        self.assigned[assignment_id] = device_id, slot
         self.order.append(assignment_id)
 
     def is_waiting_for(self, assignment_id: str, view: FleetView) -> bool:
         """Returns whether an assignment may still fill its slot: ids that left `busy` are lost for good."""
-        device_id, slot = self.asked[assignment_id]
+        device_id, slot = self.assigned[assignment_id]
         return not self.fold.has_update(slot) and assignment_id in view.busy.get(device_id, ())
 
     def is_pending(self, view: FleetView) -> bool:
@@ -84,7 +84,7 @@ class OpenRound:
 
     def find_delivered(self) -> set[str]:
         """Returns the devices that have delivered an update."""
-        return {device_id for device_id, slot in self.asked.values() if self.fold.has_update(slot)}
+        return {device_id for device_id, slot in self.assigned.values() if self.fold.has_update(slot)}
 
 
 @dataclass(slots=True)
@@ -98,8 +98,8 @@ class RoundState:
         moments: of the server optimiser.
         used: assignments whose updates went into the newest version.
         silent: devices asked in the last closed round without an update.
-        settled: device -> its used assignments and the version they went into: the newest two, and older ones until
-            the device is notified.
+        used_assignments: device -> its used assignments and the version that they went into: the newest two, and older
+            ones until the device is notified.
         is_over: nothing more will be assigned.
     """
 
@@ -137,33 +137,37 @@ class DeadlineAction(Enum):
 
 
 def check_round_deadline(current_round: OpenRound, rules: RoundRules, now_s: float) -> DeadlineAction:
-    """Returns the action on a waiting round; the rescue is due once."""
+    """Returns the action on a waiting round; the time-out action is due once."""
     # The clock of a restarted coordinator may be behind that of the one before.
     current_round.since_s = now_s if current_round.since_s is None else min(current_round.since_s, now_s)
     due_s = compute_alarm_s(current_round, rules)
     if due_s is None or current_round.is_abandoned or now_s + TICK_S < due_s:
         return DeadlineAction.WAIT
-    if not current_round.is_rescued:
-        current_round.is_rescued = True
+    if not current_round.has_timed_out:
+        current_round.has_timed_out = True
         return DeadlineAction.RECOVER
-    return DeadlineAction.CLOSE if rules.rescue == "go-on" and current_round.num_received else DeadlineAction.FAIL
+    return (
+        DeadlineAction.CLOSE
+        if rules.on_timeout == "aggregate" and current_round.num_received
+        else DeadlineAction.FAIL
+    )
 
 
 def compute_alarm_s(current_round: OpenRound, rules: RoundRules) -> float | None:
     """Returns when `check_round_deadline` is due next, None for never."""
-    if rules.barrier_s is None or current_round.since_s is None:
+    if rules.round_timeout_s is None or current_round.since_s is None:
         return None
-    return current_round.since_s + rules.barrier_s * (1 + current_round.is_rescued)
+    return current_round.since_s + rules.round_timeout_s * (1 + current_round.has_timed_out)
 
 
 def make_timeout_error(
     current_round: OpenRound, rules: RoundRules, *, number: int, now_s: float, missing: Iterable[str]
 ) -> StrategyError:
-    """Returns the error of a round that missed its deadline in spite of the rescue.
+    """Returns the error of a round that missed its deadline in spite of the time-out action.
 
     Args:
         current_round: the round.
-        rules: with the barrier that has passed twice.
+        rules: with the time-out that has passed twice.
         number: of the round, from 1.
         now_s: on the fleet's clock.
         missing: names of the pending devices.
@@ -173,5 +177,5 @@ def make_timeout_error(
     waited_s = now_s - (now_s if current_round.since_s is None else current_round.since_s)
     return StrategyError(
         f"round {number} waited {waited_s:g} s for {', '.join(names[:MAX_LISTED_DEVICES])}{suffix}: "
-        f"barrier_s = {rules.barrier_s:g} passed twice and the rescue ({rules.rescue}) did not help"
+        f"round_timeout_s = {rules.round_timeout_s:g} passed twice and on_timeout = {rules.on_timeout!r} did not help"
     )

@@ -84,7 +84,7 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         state.members.update(devices)
         body = encode_control_variate(state.control)
         return {
-            name: replace(plan, inbox=(PeerMessage(edge=(COORDINATOR, name), step=state.began, body=body),))
+            name: replace(plan, messages=(PeerMessage(edge=(COORDINATOR, name), step=state.began, body=body),))
             for name in devices
         }
 
@@ -99,7 +99,7 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
             state.began, state.counted, state.has_lost = state.version + 1, set(), False
             return displacement
         state.counted.update(
-            current_round.asked[assignment_id][0] for assignment_id in current_round.fold.used.values()
+            current_round.assigned[assignment_id][0] for assignment_id in current_round.fold.used.values()
         )
         steps = current_round.fold.weighted_norm / current_round.fold.weight
         size_before, state.size = state.size or len(state.members), len(state.members)

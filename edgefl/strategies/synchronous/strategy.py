@@ -1,7 +1,7 @@
 """The synchronous template: ask idle devices, fold their updates, close the round, repeat.
 
 A round closes when no asked device is still busy, or when `min_updates` have arrived. A device that dies leaves
-`view.busy`, so that a round never waits for it. All devices are scanned only when a round opens, when a barrier
+`view.busy`, so that a round never waits for it. All devices are scanned only when a round opens, when a time-out
 passes, and when nothing is waited for any more.
 """
 
@@ -177,7 +177,7 @@ class SynchronousStrategy(Strategy[R]):
         ]:
             del used_assignments[assignment_id]  # the device was notified with this assignment
         for open_round in state.open:
-            _, slot = open_round.asked.get(update.assignment_id, (None, None))
+            _, slot = open_round.assigned.get(update.assignment_id, (None, None))
             if slot is not None and not open_round.fold.has_update(slot):
                 self.on_update(state, open_round, update)
                 open_round.fold.add_update(
@@ -203,9 +203,9 @@ class SynchronousStrategy(Strategy[R]):
         apply_step(state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing)))
         state.version, state.attempt = state.version + 1, 0
         state.used = tuple(closing.fold.used.values())
-        state.silent = {device_id for device_id, slot in closing.asked.values() if slot not in closing.fold.used}
+        state.silent = {device_id for device_id, slot in closing.assigned.values() if slot not in closing.fold.used}
         for assignment_id in state.used:
-            device_id, _ = closing.asked[assignment_id]
+            device_id, _ = closing.assigned[assignment_id]
             state.used_assignments.setdefault(device_id, {})[assignment_id] = state.version
         return state
 
@@ -269,7 +269,7 @@ class SynchronousStrategy(Strategy[R]):
     def _list_with_capacity(self, state: R, view: FleetView) -> list[str]:
         """Returns idle devices, and those busy with the open round only; without silent ones of the last."""
         busy, available = view.busy, set(self.list_available(view))
-        for device_id, _ in state.open[-1].asked.values():
+        for device_id, _ in state.open[-1].assigned.values():
             has_capacity = len(busy.get(device_id, ())) == 1
             if has_capacity and device_id not in state.silent and can_receive_work(device_id, view):
                 available.add(device_id)
@@ -304,11 +304,11 @@ class SynchronousStrategy(Strategy[R]):
         return ()
 
     def recover_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
-        """Applies the rule for a passed barrier."""
-        if self.rules.rescue == "go-on":
+        """Applies the action for a passed round time-out."""
+        if self.rules.on_timeout == "aggregate":
             current_round.is_abandoned = current_round.num_received > 0
             return make_finish_early_instructions(current_round, current_round.list_pending(view))
-        if self.rules.rescue == "ask-again":
+        if self.rules.on_timeout == "reassign":
             requests = self.select_backups(current_round, view)
             state.attempt += bool(requests)
             return self.assign_slots(state, current_round, requests, view)
@@ -316,7 +316,7 @@ class SynchronousStrategy(Strategy[R]):
 
     def select_backups(self, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
         """Returns requests to other devices for missing slots."""
-        pending = [current_round.asked[assignment_id] for assignment_id in current_round.list_pending(view)]
+        pending = [current_round.assigned[assignment_id] for assignment_id in current_round.list_pending(view)]
         return [
             SlotRequest(device_id=device, slot=slot)
             for device, slot in pending
@@ -325,7 +325,7 @@ class SynchronousStrategy(Strategy[R]):
 
     def list_missing(self, current_round: OpenRound, view: FleetView) -> Iterable[str]:
         """Returns the names of the pending devices."""
-        return (current_round.asked[assignment_id][0] for assignment_id in current_round.list_pending(view))
+        return (current_round.assigned[assignment_id][0] for assignment_id in current_round.list_pending(view))
 
     def _compute_wake_s(self, state: R, view: FleetView) -> float:
         if not state.open:
@@ -344,10 +344,10 @@ class SynchronousStrategy(Strategy[R]):
 def make_finish_early_instructions(
     current_round: OpenRound, assignment_ids: Iterable[str]
 ) -> tuple[Instruction, ...]:
-    """Returns recalls of those assignments that were not recalled before."""
-    new_ids = [assignment_id for assignment_id in assignment_ids if assignment_id not in current_round.recalled]
-    current_round.recalled.update(new_ids)
+    """Returns instructions to finish early, for assignments that got none before."""
+    new_ids = [assignment_id for assignment_id in assignment_ids if assignment_id not in current_round.cancelled]
+    current_round.cancelled.update(new_ids)
     return tuple(
-        FinishEarlyInstruction(assignment_id=assignment_id, device_id=current_round.asked[assignment_id][0])
+        FinishEarlyInstruction(assignment_id=assignment_id, device_id=current_round.assigned[assignment_id][0])
         for assignment_id in new_ids
     )

@@ -22,7 +22,7 @@ from edgefl.tasks.local_algorithms.sgd import Sgd, copy_into, to_numpy, zeros_li
 class ScaffoldSgd(Sgd):
     """y ← y - η(g - c_i + c), and at the end c_i ← c_i - c + (x - y)/(Kη), which is kept.
 
-    c comes in the plan's inbox, tensor after tensor in the order of the parameters; no message means zero.
+    c comes in the plan's messages, tensor after tensor in the order of the parameters; no message means zero.
     Source: Karimireddy et al., SCAFFOLD, ICML 2020, algorithm 1, option II.
     """
 
@@ -78,9 +78,9 @@ def _decode_server_variate(plan: TrainConfig, like: Mapping[str, Array]) -> dict
     Raises:
         ConfigError: it is of another model.
     """
-    if not plan.inbox:
+    if not plan.messages:
         return {name: np.zeros_like(array) for name, array in like.items()}
-    body = plan.inbox[0].body
+    body = plan.messages[0].body
     expected_bytes = sum(array.nbytes for array in like.values())
     if len(body) != expected_bytes:
         raise ConfigError(f"the control variate that came has {len(body)} bytes, expected {expected_bytes}")
@@ -188,7 +188,7 @@ class ClientControlVariate:
 
 def get_start_version(plan: TrainConfig) -> int:
     """Returns the version with all-zero variates: the number of the message that carries c."""
-    return plan.inbox[0].step if plan.inbox else 0
+    return plan.messages[0].step if plan.messages else 0
 
 
 def restore_variate(arrays: Mapping[str, Array]) -> ClientControlVariate:

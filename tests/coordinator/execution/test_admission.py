@@ -86,7 +86,7 @@ class Site:
         run = RunSpec(
             run_id=RUN,
             task="digits",
-            header={"v": 1, "run": RUN, "task": "digits"},
+            header={"v": 2, "run": RUN, "task": "digits"},
             groups=(),
             names=names,
             join_at_start=False,
@@ -201,7 +201,7 @@ def test_a_model_that_was_fetched_ahead_is_not_sent_again_and_its_bytes_are_coun
     assert (header["prefetched_version"], body.inline) == (0, b"")
     metrics = {"iterations": 1, "num_examples": 1, "loss": 0.5, "compute_s": 0.1}
     encoded = site.codec.encode({"w": np.ones(3, np.float32)}, derive_rng(0))
-    told = {"v": 1, "assignment": "run-1/a", "metrics": metrics}
+    told = {"v": 2, "assignment": "run-1/a", "metrics": metrics}
     site.reply("pi-1", name, told, body=encoded, up=100, down=200)
     (update,) = [event for event in site.events() if isinstance(event, Update)]
     assert (update.metrics.bytes_up, update.metrics.bytes_down) == (116, 1507)

@@ -99,8 +99,8 @@ def answer(*edges: tuple[str, str], rest: bytes = b"") -> tuple[Json, bytes]:
 
 
 def test_a_node_s_messages_stand_before_its_model() -> None:
-    outbox, rest = parse_peer_messages(order(node(reports=True)), *answer(("pi-1", "pi-2"), rest=b"model"))
-    assert ([message.edge for message in outbox], rest) == ([("pi-1", "pi-2")], b"model")
+    messages, rest = parse_peer_messages(order(node(reports=True)), *answer(("pi-1", "pi-2"), rest=b"model"))
+    assert ([message.edge for message in messages], rest) == ([("pi-1", "pi-2")], b"model")
 
 
 def test_the_body_of_a_device_that_is_no_node_is_left_as_it_is() -> None:

@@ -45,7 +45,7 @@ TWO_DAYS_S = 2 * 24 * 3600.0
 
 
 def echo(header, body):
-    return {"v": 1, "assignment": header["assignment"], "metrics": {}}, body
+    return {"v": 2, "assignment": header["assignment"], "metrics": {}}, body
 
 
 def new_key():
@@ -166,7 +166,7 @@ def run(site):
 
 
 def send(run, device, body=b"model", *, kind="train", name="a-1"):
-    return run.send(device.id, kind=kind, header={"v": 1, "assignment": name}, body=prepare_body(body))
+    return run.send(device.id, kind=kind, header={"v": 2, "assignment": name}, body=prepare_body(body))
 
 
 def answer(device, instruction):
@@ -198,7 +198,7 @@ def test_a_body_arrives_as_it_was_both_ways(site, run, size):
     instruction, _ = work(device)
     reply = site.reply()
     assert reply.body == body
-    assert instruction.header == {"v": 1, "assignment": "a-1"}
+    assert instruction.header == {"v": 2, "assignment": "a-1"}
     assert (reply.node_id, reply.instruction_id, reply.header["assignment"]) == (device.id, sent, "a-1")
     assert size <= reply.bytes_up < size + 4000
     assert size <= reply.bytes_down < size + 4000

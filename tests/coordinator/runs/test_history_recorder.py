@@ -232,7 +232,7 @@ def test_an_update_that_is_used_a_version_later_says_how_stale_it_was(book):
     assert book.rows("rounds", "round", "num_updates") == [(1, 1), (2, 1)]
 
 
-@pytest.mark.parametrize("outcome", [UpdateStatus.LOST, UpdateStatus.FAILED, UpdateStatus.REFUSED])
+@pytest.mark.parametrize("outcome", [UpdateStatus.LOST, UpdateStatus.FAILED, UpdateStatus.REJECTED])
 def test_what_brought_no_update_is_written_with_the_reason_and_when_it_was_given_up(book, outcome):
     book.order(0, "a", "b")
     book.evaluate(1, "judge")
@@ -323,13 +323,13 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason_and_not_behin
     for version in range(3):
         book.order(version, "a", "b")
         book.flagged |= {"b"} if version else set()
-        book.receive(*(gone(f"v{version}-{name}", name, UpdateStatus.REFUSED, f"norm {version}") for name in "ab"))
+        book.receive(*(gone(f"v{version}-{name}", name, UpdateStatus.REJECTED, f"norm {version}") for name in "ab"))
     events = book.rows("events", "kind", "device_id", "message")
     assert [event for event in events if event[0] == "device-blocked"] == [("device-blocked", "b", "norm 1")]
     assert len(events) == 6 + 1
     book.recorder.resume([], 0, {})
     book.order(3, "b")
-    book.receive(gone("v3-b", "b", UpdateStatus.REFUSED, "norm 3", is_strike=True))
+    book.receive(gone("v3-b", "b", UpdateStatus.REJECTED, "norm 3", is_strike=True))
     assert book.rows("events", "kind")[7:] == [("assignment-failed",)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,20 @@ def test_a_file_that_is_missing_behind_the_checkpoint_is_damage(run: Run) -> Non
     missing.unlink()
     assert "is missing" in (quarantine_damage("r", run.directory) or "")
     run.goes_on(num_kept=1 + NUM_TURNS + 1)
+
+
+@pytest.mark.parametrize("is_folder_left", [False, True])
+def test_a_deleted_journal_is_said_and_the_run_goes_on_from_its_checkpoint(run: Run, is_folder_left: bool) -> None:
+    run.write()
+    shutil.rmtree(run.journal)
+    if is_folder_left:
+        run.journal.mkdir()
+    line = quarantine_damage("r", run.directory)
+    assert line is not None
+    assert f"journal {run.journal} is missing or empty; what was behind the checkpoint" in line
+    assert (run.folder / NEW_INCARNATION_FILE).exists()
+    saved = list_checkpoints(run.folder / "checkpoints")[0].last_record
+    assert run.goes_on() > saved
 
 
 def test_a_journal_that_was_cut_shares_no_file_with_what_was_set_aside(run: Run) -> None:

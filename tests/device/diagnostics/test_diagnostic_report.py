@@ -96,11 +96,11 @@ def test_a_joined_board_tells_all_that_helps_and_nothing_that_is_secret(state, t
     assert "Undervoltage detected!" in files["edgefl-report/kernel.txt"]
     assert "no coordinator at <host " in files["edgefl-report/log.txt"]
     assert facts["training"]["digits"]["steps_per_s"] > 1
-    assert len(facts["vitals"]) >= diagnostic_report.MIN_HEALTH_SAMPLES
+    assert len(facts["health"]) >= diagnostic_report.MIN_HEALTH_SAMPLES
     assert facts["imports"]["numpy"]["max_rss_bytes"] > 1e6
     assert facts["imports"]["no_such_library_of_edgefl"] == {"missing": True}
-    reached = [way for address, way in facts["way"].items() if "median_s" in way]
-    assert len(facts["way"]) == 3
+    reached = [found for address, found in facts["latency"].items() if "median_s" in found]
+    assert len(facts["latency"]) == 3
     assert 0 < reached[0]["median_s"] < 5
     assert {finding["check"] for finding in facts["findings"]} >= {"versions", "device", "certificates", "training"}
 
@@ -140,7 +140,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
     assert facts["bad"] == {"error": "ZeroDivisionError: no such thing"}
     assert facts["hung"] == {"error": "took more than 0.2 s"}
     assert "crashed" in facts["imports"]["crashing_one"]["error"]
-    assert {sample["throttled"] for sample in facts["vitals"]} == {"under-voltage,throttled"}
+    assert {sample["throttled"] for sample in facts["health"]} == {"under-voltage,throttled"}
 
 
 def archive(path, name, content):
@@ -180,5 +180,5 @@ def test_the_docs_name_every_key_of_a_report():
     (text,) = [page.partition(REPORTED)[2] for page in pages if REPORTED in page]
     told = {name for row in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     site = ReportContext(state=None, scratch=Path("/"), run=no_program)
-    made = {*diagnostic_report._list_sections(site), "v", "made_at", "took_s", "edgefl", "vitals"}
+    made = {*diagnostic_report._list_sections(site), "v", "made_at", "took_s", "edgefl", "health"}
     assert told == made - {"kernel"}, "kernel lines are a file of their own"

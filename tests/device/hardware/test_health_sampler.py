@@ -17,7 +17,7 @@ class Board:
 
     def __init__(self, root):
         self.root, self.now_s, self.link = root, 100.0, LinkQuality()
-        self.vitals = HealthSampler(root, clock=lambda: self.now_s, read_quality=lambda _: self.link)
+        self.health = HealthSampler(root, clock=lambda: self.now_s, read_quality=lambda _: self.link)
 
     def is_at(self, celsius):
         plant(self.root, zones({"cpu-thermal": celsius}))
@@ -30,7 +30,7 @@ class Board:
 
     def after(self, seconds):
         self.now_s += seconds
-        self.vitals.sample()
+        self.health.sample()
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def board(tmp_path):
 
 
 def test_tells_the_highest_temperature_all_that_held_it_back_and_the_worst_of_the_link(board):
-    board.vitals.start()
+    board.health.start()
     for celsius, bits, signal, rate in ((60, 0, -50.0, 72e6), (83.2, 0x4, -81.0, 6e6), (70, 0x1, -60.0, 54e6)):
         board.is_at(celsius)
         board.says(bits)
         board.link = LinkQuality(signal_dbm=signal, link_bits_per_s=rate)
         board.after(1.0)
     board.says(0)
-    assert board.vitals.stop() == {
+    assert board.health.stop() == {
         "max_temperature_c": 83.2, "throttled": "under-voltage,throttled", "signal_dbm": -81.0,
         "link_bits_per_s": 6e6,
     }  # fmt: skip
@@ -54,43 +54,43 @@ def test_tells_the_highest_temperature_all_that_held_it_back_and_the_worst_of_th
 
 def test_a_board_that_says_nothing_tells_nothing_and_one_that_was_well_says_ok(board):
     for expected in ({}, {"throttled": "ok"}):
-        board.vitals.start()
-        board.vitals.sample()
-        assert board.vitals.stop() == expected
+        board.health.start()
+        board.health.sample()
+        assert board.health.stop() == expected
         board.says(0)
         board.now_s += PATH_CACHE_S
 
 
 def test_energy_is_power_over_time(board):
-    board.vitals.start()
+    board.health.start()
     board.draws(10)
-    board.vitals.sample()
+    board.health.sample()
     board.draws(20)
     board.after(2.0)
     board.now_s += 1.0
-    assert board.vitals.stop() == {"energy_j": pytest.approx(2 * 15 + 20)}
+    assert board.health.stop() == {"energy_j": pytest.approx(2 * 15 + 20)}
 
 
 def test_looks_once_a_second_however_often_it_is_asked(board):
     board.is_at(50)
-    board.vitals.start()
-    board.vitals.sample()
+    board.health.start()
+    board.health.sample()
     board.is_at(90)
     board.after(0.5)
     board.is_at(55)
-    assert board.vitals.stop() == {"max_temperature_c": 55.0}
+    assert board.health.stop() == {"max_temperature_c": 55.0}
 
 
 def test_the_next_assignment_begins_anew(board):
     board.is_at(90)
     board.draws(10)
-    board.vitals.start()
+    board.health.start()
     board.after(2.0)
-    board.vitals.stop()
+    board.health.stop()
     board.is_at(40)
-    board.vitals.start()
-    board.vitals.sample()
-    assert board.vitals.stop()["max_temperature_c"] == 40.0
+    board.health.start()
+    board.health.sample()
+    assert board.health.stop()["max_temperature_c"] == 40.0
 
 
 def routes(*interfaces, **metrics):

@@ -122,7 +122,7 @@ def test_the_question_before_a_run_is_answered_with_what_would_fit(zero, tmp_pat
         tmp_path, TaskCache(lambda: shards, accelerator="cpu", threads=1), training_lock=threading.Lock(),
         is_gossip_running=lambda _: False, root=zero,
     )  # fmt: skip
-    asked = {"v": 1, "run": "r", "assignment": "r/can", "phase": "can", "edgefl": __version__, "test_fraction": 0.1}
+    asked = {"v": 2, "run": "r", "assignment": "r/can", "phase": "can", "edgefl": __version__, "test_fraction": 0.1}
     layout = model_fingerprint(make_task("digits").shapes())
     told, _ = ready.run_phase({**asked, "task": "digits", "layout": layout}, b"")
     assert told["ready"] is True

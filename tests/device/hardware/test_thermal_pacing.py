@@ -114,7 +114,7 @@ class Oven:
     def train(self, **plan):
         task = make_task("digits")
         header = {
-            "v": 1, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.25, "version": 0,
+            "v": 2, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.25, "version": 0,
             "assignment": "r/a-1", "codec": "dense", "used_assignments": [],
             "plan": {"algorithm": "sgd", "batch_size": 16, "learning_rate": 0.5, **plan},
         }  # fmt: skip

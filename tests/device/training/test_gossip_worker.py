@@ -93,10 +93,10 @@ class Board:
         )
         told, body = encode_messages(mail, model)
         header = {
-            "v": 1, "run": run, "task": "digits", "options": {"model": "logistic"}, "seed": 7, "test_fraction": 0.25,
+            "v": 2, "run": run, "task": "digits", "options": {"model": "logistic"}, "seed": 7, "test_fraction": 0.25,
             "assignment": f"{run}/n1-b", "version": 0, "codec": "dense", "used_assignments": [], "messages": told,
             "residuals": "durable",
-            "plan": {name: value for name, value in asdict(plan).items() if name != "inbox" and value is not None},
+            "plan": {name: value for name, value in asdict(plan).items() if name != "messages" and value is not None},
         }  # fmt: skip
         return self.trainer.train(json.loads(json.dumps(header)), body)
 

@@ -15,7 +15,7 @@ from edgefl.device.training.readiness import LEASE_S, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.tasks.registry import make_task
 
-RUN = {"v": 1, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.1, "residuals": "periodic"}
+RUN = {"v": 2, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.1, "residuals": "periodic"}
 TASK = make_task("digits")
 MODEL = TASK.init(7)
 
@@ -65,7 +65,7 @@ def training(**changes):
 
 
 def test_a_device_with_shard_task_memory_and_disk_can(trainer):
-    assert trainer.train(can(), b"") == ({"v": 1, "run": "r", "assignment": "r/can", "ready": True}, b"")
+    assert trainer.train(can(), b"") == ({"v": 2, "run": "r", "assignment": "r/can", "ready": True}, b"")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_device_with_shard_task_memory_and_disk_can(trainer):
         ({"layout": "0123456789abcdef"}, "has another model"),
         ({"needs": {"memory_bytes": 10**15}}, "MB of memory free, the run needs 1000000000 MB"),
         ({"needs": {"disk_bytes": 10**15}}, "MB of disk free, the run needs 1000000000 MB"),
-        ({"v": 2}, "question of version 2"),
+        ({"v": 1}, "instruction of version 1"),
         ({"options": {"nonsense": 1}}, "nonsense"),
     ],
 )

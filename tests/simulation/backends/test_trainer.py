@@ -99,9 +99,9 @@ def test_a_block_gives_the_bytes_that_every_holder_sends(tmp_path: Path) -> None
 
 
 def header(assigned: TrainInstruction) -> dict[str, Any]:
-    plan = {name: value for name, value in asdict(assigned.plan).items() if value is not None and name != "inbox"}
+    plan = {name: value for name, value in asdict(assigned.plan).items() if value is not None and name != "messages"}
     return {
-        "v": 1, "run": "r", "task": TRADE.task, "options": dict(TRADE.options), "seed": TRADE.seed,
+        "v": 2, "run": "r", "task": TRADE.task, "options": dict(TRADE.options), "seed": TRADE.seed,
         "test_fraction": 0.1, "assignment": assigned.assignment_id, "version": assigned.base_version, "plan": plan,
         "codec": assigned.codec or "dense", "used_assignments": list(assigned.used_assignments),
         **({} if assigned.block is None else {"block": assigned.block}),

@@ -73,7 +73,7 @@ class Fleet:
                 num_examples=5,
                 extra={} if node.carrier == "relay" else {"iterations_in_all": node.until if done is None else done},
             ),
-            outbox=tuple(
+            messages=tuple(
                 PeerMessage(edge=(name, other), step=len(self.given), body=f"{name}{len(self.given)}".encode())
                 for other in node.fires
             ),
@@ -144,7 +144,7 @@ def test_in_step_nobody_goes_on_before_all_its_neighbours_have_sent() -> None:
     fleet.answer("d")
     (order,) = fleet.ask()  # a's neighbours are b and d
     assert order.device_id == "a"
-    assert [message.edge for message in order.plan.inbox] == [("b", "a"), ("d", "a")]
+    assert [message.edge for message in order.plan.messages] == [("b", "a"), ("d", "a")]
 
 
 def test_at_their_own_pace_a_slow_neighbour_keeps_nobody_waiting_and_gets_only_the_newest() -> None:
@@ -153,7 +153,7 @@ def test_at_their_own_pace_a_slow_neighbour_keeps_nobody_waiting_and_gets_only_t
     for _ in range(5):
         fleet.answer("a")
         assert [order.device_id for order in fleet.ask()] == ["a"]
-    newest = fleet.state.nodes["b"].inbox
+    newest = fleet.state.nodes["b"].queue
     assert [message.body for message in newest] == [b"a6"]
 
 
@@ -356,10 +356,10 @@ def test_the_mail_of_work_that_was_lost_is_sent_again() -> None:
     fleet.answer("a")
     fleet.answer("b")
     (first, _) = fleet.ask()
-    assert [message.edge for message in first.plan.inbox] == [("b", "a")]
+    assert [message.edge for message in first.plan.messages] == [("b", "a")]
     fleet.lose("a")
     (again,) = [order for order in fleet.ask() if order.device_id == "a"]
-    assert again.plan.inbox == first.plan.inbox
+    assert again.plan.messages == first.plan.inbox
 
 
 def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:

@@ -209,7 +209,7 @@ def test_a_board_that_is_to_rest_gets_no_more_work_though_it_is_never_idle():
 def test_at_the_barrier_one_that_rests_is_not_asked_again():
     fleet = fleet_of({"a": 1.0, "b": 30.0})
     fleet.at(3.0, lambda: fleet.resting.add("b") or [])
-    rules = RoundRules(barrier_s=20.0, rescue="ask-again")
+    rules = RoundRules(round_timeout_s=20.0, on_timeout="reassign")
     strategy = make_strategy("ssgd", {"learning_rate": 0.25}, rules)
     run(fleet, strategy, gate=RunParticipationPolicy(selection=DeviceSelection(unhealthy_policy="rest")), rounds=1)
     assert [order.device_id for order in fleet.assignments()] == ["a", "b"]

@@ -178,9 +178,9 @@ def test_two_steps_by_hand() -> None:
     # x = 1, c = 0.5, c_i = 2, g = y: y <- y - 0.1 (y - 2 + 0.5), twice; then c_i <- 2 - 0.5 + (1 - y) / 0.2
     learner = Exact(lambda w: w)
     learner.parameters["w"][...] = 1.0
-    inbox = (PeerMessage(edge=("coordinator", "a"), step=1, body=encode_control_variate({"w": np.full(10, 0.5)})),)
+    messages = (PeerMessage(edge=("coordinator", "a"), step=1, body=encode_control_variate({"w": np.full(10, 0.5)})),)
     step: Any = make_local_algorithm(
-        TrainConfig(algorithm="scaffold", iterations=2, learning_rate=0.1, keeps_state=True, inbox=inbox)
+        TrainConfig(algorithm="scaffold", iterations=2, learning_rate=0.1, keeps_state=True, messages=messages)
     )
     step.start(learner)
     step.restore({"w": np.full(10, 2.0)})
@@ -196,8 +196,8 @@ def test_two_steps_by_hand() -> None:
 
 def test_a_variate_of_another_model_is_refused_and_one_that_was_kept_of_another_is_left_aside() -> None:
     learner = Exact(lambda w: w)
-    inbox = (PeerMessage(edge=("coordinator", "a"), step=1, body=b"1234"),)
-    step: Any = make_local_algorithm(TrainConfig(algorithm="scaffold", iterations=1, inbox=inbox))
+    messages = (PeerMessage(edge=("coordinator", "a"), step=1, body=b"1234"),)
+    step: Any = make_local_algorithm(TrainConfig(algorithm="scaffold", iterations=1, messages=messages))
     with pytest.raises(ConfigError, match="has 4 bytes, expected 80"):
         step.start(learner)
     step = make_local_algorithm(TrainConfig(algorithm="scaffold", iterations=1))

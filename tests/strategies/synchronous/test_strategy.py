@@ -32,14 +32,14 @@ def used(fleet):
 
 def test_go_on_closes_a_round_at_the_barrier_with_those_that_answered_and_recalls_the_others():
     fleet = fleet_of(a=1.0, b=2.0, c=NEVER)
-    run(fleet, fedavg(barrier_s=5.0), rounds=1)
+    run(fleet, fedavg(round_timeout_s=5.0), rounds=1)
     assert used(fleet) == [["a", "b"]]
     assert fleet.recalls()[0] == (5.0, "c")
 
 
 def test_go_on_uses_what_a_recall_brings_when_nobody_had_answered():
     fleet = fleet_of(a=3.0, b=NEVER)
-    run(fleet, fedavg({"iterations": 100}, barrier_s=5.0), rounds=1)
+    run(fleet, fedavg({"iterations": 100}, round_timeout_s=5.0), rounds=1)
     assert [(update.device_id, update.metrics.iterations) for _, update in fleet.arrived] == [("a", 2)]
     assert used(fleet) == [["a"]]
     assert fleet.arrived[0][0] == 6.0
@@ -50,14 +50,14 @@ def test_ask_again_gives_late_devices_the_work_once_more_and_the_first_answer_co
     fleet = fleet_of(a=1.0, b=1.0)
     fleet.boards["b"].answers = False
     fleet.at(4.0, lambda: setattr(fleet.boards["b"], "answers", True) or [])
-    run(fleet, fedavg(barrier_s=5.0, rescue="ask-again"), rounds=1)
+    run(fleet, fedavg(round_timeout_s=5.0, on_timeout="reassign"), rounds=1)
     assert [order.assignment_id for order in fleet.assignments()] == ["v0-a1-a", "v0-a1-b", "v0-a2-b"]
     assert fleet.journal.aggregates == [("v0-a1-a", "v0-a2-b")]
     assert [at for at, _ in fleet.arrived][:2] == [1.0, 6.0]
 
 
 def test_two_copies_of_one_piece_of_work_count_once():
-    strategy = fedavg(barrier_s=5.0, rescue="ask-again")
+    strategy = fedavg(round_timeout_s=5.0, on_timeout="reassign")
     state = strategy.init({"w": np.zeros(1)})
     state, decision = strategy.assign(state, view_of("a"))
     first = decision.orders[0]
@@ -71,14 +71,16 @@ def test_two_copies_of_one_piece_of_work_count_once():
     assert strategy.model(state)["w"].tolist() == [4.0]
 
 
-@pytest.mark.parametrize("rescue", ["none", "ask-again", "go-on"])
-def test_a_barrier_that_passes_twice_ends_the_run_and_names_round_time_and_devices(rescue):
+@pytest.mark.parametrize("on_timeout", ["none", "reassign", "aggregate"])
+def test_a_barrier_that_passes_twice_ends_the_run_and_names_round_time_and_devices(on_timeout):
     fleet = fleet_of(a=1.0, b=1.0)
-    strategy = fedavg(barrier_s=5.0, rescue=rescue)
+    strategy = fedavg(round_timeout_s=5.0, on_timeout=on_timeout)
     fleet.at(2.5, lambda: [setattr(board, "answers", False) for board in fleet.boards.values()] and [])
-    with pytest.raises(StrategyError, match=r"round 4 waited 10 s for a, b: barrier_s = 5 passed twice") as caught:
+    with pytest.raises(
+        StrategyError, match=r"round 4 waited 10 s for a, b: round_timeout_s = 5 passed twice"
+    ) as caught:
         run(fleet, strategy, rounds=9)
-    assert rescue in str(caught.value)
+    assert on_timeout in str(caught.value)
     assert fleet.now_s == pytest.approx(13.0)
 
 
@@ -86,12 +88,12 @@ def test_a_barrier_does_not_count_while_nobody_is_there():
     fleet = fleet_of(a=1.0)
     fleet.at(0.5, lambda: fleet.leave("a"))
     fleet.at(500.0, lambda: fleet.join("a"))
-    run(fleet, fedavg(barrier_s=5.0, rescue="none"), rounds=1)
+    run(fleet, fedavg(round_timeout_s=5.0, on_timeout="none"), rounds=1)
     assert fleet.now_s == 501.0
 
 
 def test_the_barrier_counts_anew_after_a_restart_whose_clock_begins_at_zero():
-    strategy = fedavg(barrier_s=5.0, rescue="none")
+    strategy = fedavg(round_timeout_s=5.0, on_timeout="none")
     state, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of("a", now_s=1e6))
     busy = {"a": [order.assignment_id for order in decision.orders]}
     for now_s in (3.0, 7.9, 12.9):
