@@ -86,10 +86,10 @@ class ModelDistributor:
         if self._run.encode_changes is not None:
             self._held_versions[instruction.device_id] = source.version
             self._add_to_cache(source)
-        message_header, body = encode_messages(instruction.plan.inbox, b"")
+        message_header, body = encode_messages(instruction.plan.messages, b"")
         header: Json = (
             {"messages": message_header}
-            if instruction.plan.inbox
+            if instruction.plan.messages
             else (KEEP_MODEL if self._run.encode_changes else {})
         )
         return ModelPayload(body=prepare_body(body), header={**header, PREFETCHED_KEY: prefetched_version})
@@ -101,7 +101,7 @@ class ModelDistributor:
             return self._create_message_payload(instruction, has_model=instruction.sends_model)
         if isinstance(instruction, EvaluateInstruction) and instruction.subject:
             return ModelPayload(body=self._get_device_body(instruction.subject, source))
-        if isinstance(instruction, TrainInstruction) and instruction.plan.inbox:
+        if isinstance(instruction, TrainInstruction) and instruction.plan.messages:
             return self._create_message_payload(instruction, has_model=True)
         if self._run.encode_changes is None or isinstance(instruction, EvaluateInstruction):
             return ModelPayload(body=self._get_newest_body(source))
@@ -121,7 +121,7 @@ class ModelDistributor:
             return self._create_message_payload(instruction, has_model=True)
         source = self._source
         is_newest = source is not None and source.version == instruction.base_version
-        if instruction.plan.inbox:
+        if instruction.plan.messages:
             return self._create_message_payload(instruction, has_model=True) if is_newest else None
         if self._run.encode_changes is None:
             return ModelPayload(body=self._get_newest_body(source)) if source is not None and is_newest else None
@@ -135,7 +135,7 @@ class ModelDistributor:
         """Returns messages, such as those of a node's neighbours, followed by the model if needed."""
         assert self._source is not None
         model = self._encode_newest(self._source) if has_model else b""
-        message_header, body = encode_messages(instruction.plan.inbox, model)
+        message_header, body = encode_messages(instruction.plan.messages, model)
         return ModelPayload(
             body=prepare_body(body), header={"messages": message_header, **({} if has_model else NO_MODEL)}
         )
