@@ -320,7 +320,7 @@ class TotalColumns:
     num_used: Mapped[int]
     num_late: Mapped[int]
     num_lost: Mapped[int]
-    num_refused: Mapped[int]
+    num_rejected: Mapped[int]
     num_failed: Mapped[int]
     num_stale: Mapped[int]
     sum_staleness: Mapped[int]

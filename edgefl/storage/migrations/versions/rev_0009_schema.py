@@ -72,7 +72,7 @@ VIEWS = {
             r.finished_at - r.started_at AS seconds, r.rounds, r.version, r.accuracy,
             coalesce(t.num_assignments, 0) AS num_assignments, coalesce(t.num_used, 0) AS num_used,
             coalesce(t.num_late, 0) AS num_late, coalesce(t.num_lost, 0) AS num_lost,
-            coalesce(t.num_refused, 0) AS num_refused, coalesce(t.num_failed, 0) AS num_failed,
+            coalesce(t.num_rejected, 0) AS num_rejected, coalesce(t.num_failed, 0) AS num_failed,
             coalesce(t.compute_s, 0) AS compute_s, coalesce(t.send_s, 0) AS send_s, coalesce(t.wait_s, 0) AS wait_s,
             coalesce(t.bytes_up, 0) AS bytes_up, coalesce(t.bytes_down, 0) AS bytes_down, t.max_staleness,
             t.max_temperature_c, t.energy_j
@@ -235,7 +235,7 @@ def _create_heartbeats() -> None:
 
 def _create_totals() -> None:
     sums = (
-        " num_assignments:int num_used:int num_late:int num_lost:int num_refused:int num_failed:int num_stale:int"
+        " num_assignments:int num_used:int num_late:int num_lost:int num_rejected:int num_failed:int num_stale:int"
         " sum_staleness:int max_staleness:int? iterations:int num_examples:int compute_s:float send_s:float"
         " wait_s:float bytes_up:int bytes_down:int max_temperature_c:float? energy_j:float?"
     )
