@@ -32,6 +32,7 @@ from edgefl.core.errors import NotFoundError, StoreError, StoreTooNewError, Usag
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.storage.database import SCHEMA_REVISION
+from edgefl.storage.lineage import LINEAGE_FILE, MARK_FILE
 from edgefl.storage.sqlite_backup import check_database, copy_database
 from edgefl.system.atomic_files import (
     DATABASE_NAME,
@@ -48,8 +49,8 @@ SECRETS_NOTICE = (
     "This archive holds the fleet's keys: who has it can be the coordinator. Keep it as safe as the coordinator."
 )
 _STAGE_PREFIX = ".backup-"
-_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker"})
-"""Locks, and files that a broker makes anew at each start."""
+_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker", LINEAGE_FILE, MARK_FILE})
+"""Locks, files that a broker makes anew at each start, and the lineage: a restored directory begins another one."""
 _MAX_ATTEMPTS = 50
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20

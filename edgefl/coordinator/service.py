@@ -33,6 +33,7 @@ from edgefl.coordinator.auth import (
 from edgefl.coordinator.brokers.broker import get_connect_host
 from edgefl.coordinator.brokers.mqtt_service import MqttService
 from edgefl.coordinator.central_evaluator import CentralEvaluator
+from edgefl.coordinator.connections import make_limiters
 from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
@@ -44,12 +45,13 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.lineage import open_lineage
 from edgefl.coordinator.monitoring.monitoring import Monitoring
 from edgefl.coordinator.rollouts.deployments import ExportModel
 from edgefl.coordinator.runs.model_retention import remove_orphans
 from edgefl.coordinator.runs.planning import BuildRun, RunValidator
 from edgefl.coordinator.runs.scheduler import RunContext
-from edgefl.coordinator.runs.stalls import PausedRuns
+from edgefl.coordinator.runs.stalls import PausedRuns, check_room
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
 from edgefl.storage.queries.dashboard import get_last_seen_times
@@ -132,6 +134,8 @@ class Coordinator:
                 self.liveness.record_progress()
             self._registry.tick()
             self._store_guard.run(self._flush)
+            if self._store.database.damage is not None:  # a request met it, which was answered with an error
+                raise self._store.database.damage
         if self._fatal is not None:
             raise self._fatal
 
@@ -143,6 +147,8 @@ class Coordinator:
         self._rotation.poll()
         self._clients.run_scheduler.flush()
         self._feed.update()
+        for limiter in self._limiters:
+            limiter.log_refusals()
 
     def _open(self) -> None:
         """Opens everything in order; the closers run in the opposite one.
@@ -164,9 +170,11 @@ class Coordinator:
     def _lock_directory(self) -> socket.socket:
         """Locks the directory, opens the port, and returns the listening socket."""
         self._closers.enter_context(self._directory.lock())
+        check_room(self._directory.root)
         listener = open_listener(self._options.host, self._options.port)
         self._closers.callback(listener.close)
         self._directory = self._prepare_directory(self._directory)
+        self._limiters = make_limiters(self._directory.connections)
         if renew_ca(self._directory, now=time.time()):
             log.info("the certificate of the fleet's CA is renewed, with the same key")
         return listener
@@ -174,8 +182,11 @@ class Coordinator:
     def _open_store(self) -> None:
         self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
+        self._store.database.check()
+        self._lineage = open_lineage(self._directory, self._store, now=time.time())
+        self._closers.callback(self._lineage.close)
         self._store_guard = StoreOutageGuard(
-            record=lambda kind, told, at: self._store.record_event(kind, told, at=at)
+            record=lambda kind, message, at: self._store.record_event(kind, message, at=at)
         )
         replace_own_certificates(self._directory, self._store, now=time.time(), only_if_due=True)
         remove_orphans(self._directory.models, self._store, now=time.time())
@@ -226,6 +237,7 @@ class Coordinator:
             record_rejection=self._rejections.record,
             on_message=self._on_message,
             closers=self._closers,
+            limiter=self._limiters[1],
         )
         self._drain_controller.subscribe()
         self._registry.subscribe(self._notify_clone)
@@ -248,6 +260,7 @@ class Coordinator:
             is_broker_connected=mqtt_client.is_connected,
             num_dropped=lambda: sum(mqtt_client.malformed_counts().values()),
             max_devices=self._options.device_metrics,
+            limiters=self._limiters,
         )
         context = RunContext(
             directory=self._directory,
@@ -258,13 +271,20 @@ class Coordinator:
             build_run=self._build_run,
             metrics=self._monitoring.run_metrics,
             paused_runs=self._paused_runs,
+            lineage=self._lineage,
         )
         return DeviceClients.create(context, export=self._export, on_fatal=self._fail)
 
     def _open_web(self, listener: socket.socket, clients: DeviceClients) -> None:
-        routers = make_routers(self._make_api_context(clients))
-        app = make_app(self._superlink.api, routers, record_rejection=self._rejections.record)
-        self._web = web = WebServer(self._monitoring.metrics.count_responses(app), self._directory, listener)
+        context = self._make_api_context(clients)
+        app = make_app(
+            self._superlink.api,
+            make_routers(context),
+            record_rejection=self._rejections.record,
+            is_operator=lambda request: context.get_permissions(request)[1],
+        )
+        counted = self._monitoring.metrics.count_responses(app)
+        self._web = web = WebServer(counted, self._directory, listener, self._limiters[0])
         web.start()
         self._closers.callback(web.stop)
         self._closers.callback(self._feed.close)  # first: open feeds would delay the server's end

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from sqlalchemy import Connection, Engine, Executable, create_engine, event, inspect, make_url, text
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError, SQLAlchemyError
 
 from edgefl.core.errors import (
     MissingPackageError,
@@ -33,6 +33,7 @@ _MIN_FREE_BYTES = 64 * 1024
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCKED = ("55P03", "40P01")
 _SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
+_SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB")
 _ADVICE = {
     "SQLITE_NOTADB": "is not a database; move the file away or name another place",
     "SQLITE_CORRUPT": "is damaged; restore a backup",
@@ -63,6 +64,11 @@ def translate_disk_full(location: str) -> Iterator[None]:
         raise StoreFullError(
             f"no room to write {location} ({error.strerror}); free some space and try again"
         ) from error
+
+
+def _is_damage(error: StoreError) -> bool:
+    cause = getattr(error.__cause__, "orig", None)
+    return getattr(cause, "sqlite_errorname", "").startswith(_SQLITE_DAMAGED)
 
 
 def _translate_error(error: DBAPIError, location: str) -> StoreError:
@@ -102,11 +108,22 @@ POSTGRES_DRIVER = "postgresql+psycopg"
 CONNECT_TIMEOUT_S = 10
 """Per address of a database server."""
 WAL_RETRY_S = 0.02
+CHECK_TIMEOUT_S = 1.5
 _VERSION_TABLE = "alembic_version"
 
 
+class CommitCounter(Protocol):
+    """Counts durable transactions in two places; see `storage.lineage`."""
+
+    def count(self, connection: Connection) -> int: ...
+    def save(self, num_commits: int) -> None: ...
+
+
 class Database:
-    """An open database. Thread-safe; `batch` makes one transaction of the calls inside it."""
+    """An open database. Thread-safe; `batch` makes one transaction of the calls inside it.
+
+    `damage` is the first error that said that its file is damaged, whoever met it.
+    """
 
     def __init__(self, engine: Engine, *, location: str, read_only: bool) -> None:
         self.engine = engine
@@ -116,6 +133,8 @@ class Database:
             durable: engine.execution_options(edgefl_writes=True, edgefl_durable=durable) for durable in (False, True)
         }
         self._write_lock = threading.RLock()
+        self._commit_counter: CommitCounter | None = None
+        self.damage: StoreError | None = None
         self._thread_batch = threading.local()
 
     @classmethod
@@ -147,6 +166,11 @@ class Database:
     def close(self) -> None:
         self.engine.dispose()
 
+    def set_commit_counter(self, counter: CommitCounter | None) -> None:
+        """Sets the counter of durable transactions; on return none uses the former one."""
+        with self._write_lock:
+            self._commit_counter = counter
+
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """Yields a connection with one snapshot of the database throughout."""
@@ -154,7 +178,7 @@ class Database:
         if current is not None:
             yield current
             return
-        with translate_errors(self.location), self.engine.connect() as connection:
+        with self._translate_errors(), self.engine.connect() as connection:
             yield connection
 
     def read_rows(self, query: Executable) -> Sequence[Any]:
@@ -181,11 +205,16 @@ class Database:
             raise StoreError(f"store {self.location} is open for reading only")
         current = self._current_connection
         if current is not None:
-            with translate_errors(self.location), current.begin_nested():
+            with self._translate_errors(), current.begin_nested():
                 yield current
             return
-        with self._write_lock, translate_errors(self.location), self._write_engines[durable].begin() as connection:
-            yield connection
+        with self._write_lock, self._translate_errors():
+            counter = self._commit_counter if durable else None
+            with self._write_engines[durable].begin() as connection:
+                num_commits = 0 if counter is None else counter.count(connection)
+                yield connection
+            if counter is not None:
+                counter.save(num_commits)
 
     @contextmanager
     def batch(self, *, durable: bool = False) -> Iterator[None]:
@@ -196,6 +225,31 @@ class Database:
                 yield
             finally:
                 self._thread_batch.connection = outer_connection
+
+    def check(self, timeout_s: float = CHECK_TIMEOUT_S) -> None:
+        """Checks the pages of a SQLite file; of a large one those that can be read in this time.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        if self.engine.dialect.name != "sqlite":
+            return
+        with self.read() as connection:
+            driver: Any = connection.connection.driver_connection
+            timer = threading.Timer(timeout_s, driver.interrupt)
+            timer.start()
+            try:
+                findings = list(connection.exec_driver_sql("PRAGMA quick_check(1)").scalars())
+            except OperationalError as error:
+                if getattr(error.orig, "sqlite_errorname", "") != "SQLITE_INTERRUPT":
+                    raise
+                return
+            finally:
+                timer.cancel()
+                timer.join()  # a late interrupt would hit the next statement
+        if findings != ["ok"]:
+            self.damage = StoreError(f"store {self.location} {_ADVICE['SQLITE_CORRUPT']} ({findings[0]})")
+            raise self.damage
 
     def sync(self) -> None:
         """Returns when every committed transaction is durable: one fsync, and no lock.
@@ -221,6 +275,16 @@ class Database:
             return
         except OSError as error:
             raise make_store_error(wal, error) from error
+
+    @contextmanager
+    def _translate_errors(self) -> Iterator[None]:
+        try:
+            with translate_errors(self.location):
+                yield
+        except StoreError as error:
+            if self.damage is None and _is_damage(error):
+                self.damage = error
+            raise
 
     @property
     def _current_connection(self) -> Connection | None:
@@ -284,8 +348,11 @@ def _prepare_file(path: Path, *, read_only: bool) -> None:
             raise StoreError(f"no store at {path}; start a coordinator there first, or name another --dir")
         return
     try:
-        # Created before SQLite opens it: its -wal and -shm files inherit this mode.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        # Created before SQLite opens it: its -wal and -shm files inherit this mode. An existing file is not opened
+        # here: closing any descriptor of it would drop the locks of this process's other connections.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        return
     except OSError as error:
         raise StoreError(f"store {path} cannot be opened: {error.strerror}") from error
 

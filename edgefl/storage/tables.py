@@ -28,6 +28,16 @@ class Base(DeclarativeBase):
     }
 
 
+class LineageTable(Base):
+    """Identity of the store, one row; `num_commits` counts its durable transactions. See `storage.lineage`."""
+
+    __tablename__ = "lineage"
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    lineage_id: Mapped[str]
+    num_commits: Mapped[int]
+
+
 class TokenTable(Base):
     """A join token: `uses_left` joins before `expires_at`; only the hash of the secret is stored."""
 
@@ -114,7 +124,7 @@ class RoundTable(Base):
     __table_args__ = (
         UniqueConstraint("run_id", "round", name="uq_rounds"),
         Index("ix_rounds_started", "started_at"),
-        Index("ix_rounds_run", "run_id", "started_at"),
+        Index("ix_rounds_run", "run_id", "id"),
         Index("ix_rounds_seconds", "seconds"),
         Index("ix_rounds_run_seconds", "run_id", "seconds"),
         Index("ix_rounds_waited", "waited_for", "seconds"),
@@ -143,7 +153,7 @@ class RoundTable(Base):
 class UpdateTable(Base):
     """One assignment of one device and its outcome.
 
-    `outcome` is NULL while it is outstanding, else used, late, refused, failed or lost. `applied_version` is the
+    `outcome` is NULL while it is outstanding, else used, late, rejected, failed or lost. `applied_version` is the
     version that the update was applied to, `staleness` its distance from `base_version`. `codec` is the one that the
     assignment asked for. `ended_at` is when it was received, or given up. Hardware telemetry meanwhile is in the row
     itself, because heartbeats are retained briefly.
@@ -280,8 +290,8 @@ class EventTable(Base):
     __tablename__ = "events"
     __table_args__ = (
         Index("ix_events_at", "at"),
-        Index("ix_events_run", "run_id", "at"),
-        Index("ix_events_device", "device_id", "at"),
+        Index("ix_events_run", "run_id", "id"),
+        Index("ix_events_device", "device_id", "id"),
     )
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)

@@ -16,7 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event
+from sqlalchemy import event, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 from synced_wal import SyncedWal
@@ -275,3 +275,51 @@ def test_refuses_a_store_older_than_the_first_revision_and_leaves_it_alone(tmp_p
             Store.open(path, read_only=read_only)
         assert re.search(rf"before 0.2 .*0008.*{FIRST_REVISION}", one_line(error))
     assert path.read_bytes() == before
+
+
+def test_a_second_opening_in_a_process_drops_no_lock_of_the_first(tmp_path):
+    path = tmp_path / "edgefl.db"
+    other = "import sqlite3, sys; c = sqlite3.connect(sys.argv[1]); c.execute('SELECT * FROM events'); c.close()"
+    with Store.open(path) as store:
+        store.record_event("test", "something", at=1.0)
+        Store.open(path).close()
+        subprocess.run([sys.executable, "-c", other, str(path)], check=True)
+        # Without a lock the other program takes itself for the last one, and removes the log of those that go on.
+        assert Path(f"{path}-wal").exists()
+
+
+@pytest.fixture
+def damaged_path(tmp_path):
+    """A store whose events cannot be read: zeros in place of the middle of its file."""
+    path = tmp_path / "edgefl.db"
+    with Store.open(path) as store:
+        for _ in range(2000):
+            store.record_event("test", "x" * 200, at=1.0)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(bytes(size // 4))
+    return path
+
+
+def test_damage_is_found_when_a_store_is_checked(damaged_path):
+    with Store.open(damaged_path) as store:
+        with pytest.raises(StoreError, match="is damaged; restore a backup") as error:
+            store.database.check()
+        assert store.database.damage is error.value
+
+
+def test_damage_met_by_any_query_is_remembered(damaged_path):
+    with Store.open(damaged_path) as store:
+        with pytest.raises(StoreError, match="is damaged"):
+            store.database.read_rows(text("SELECT sum(length(message)) FROM events"))
+        assert store.database.damage is not None
+
+
+def test_the_check_of_a_large_store_ends_in_time_and_finds_no_damage(tmp_path):
+    with Store.open(tmp_path / "edgefl.db") as store:
+        for _ in range(300):
+            store.record_event("test", "x", at=1.0)
+        store.database.check(timeout_s=0.0)
+        store.database.check()
+        assert store.database.damage is None

@@ -37,7 +37,7 @@ from edgefl.coordinator.brokers.broker import (
     render_acl_file,
 )
 from edgefl.coordinator.brokers.revocation import disconnect_client
-from edgefl.core.errors import BrokerError, EdgeflError, StoreError
+from edgefl.core.errors import BrokerError, EdgeflError, StoreError, StoreFullError
 from edgefl.system.atomic_files import make_private_directory, write_atomic
 
 log = logging.getLogger(__name__)
@@ -172,6 +172,8 @@ class Mosquitto:
             make_private_directory(self._directory)
             self._write_rules()
             write_atomic(self._config_path, self._render_config().encode())
+        except StoreFullError:
+            raise
         except (OSError, StoreError) as error:
             raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
 

@@ -12,6 +12,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO
 from edgefl.core.protocol import ReadinessPhase
 from edgefl.core.types import DeviceInfo, Indices, Json, Role, Tensors
+from edgefl.storage.lineage import Lineage
 
 NO_TORCH = f"it has no torch, and can only use finished models; on the board: install {DISTRIBUTION}[train]"
 NO_NUMPY = "it says that it cannot train; edgefl device probe, on the board, says why"
@@ -34,6 +35,8 @@ class RunSpec:
         encode_changes: for devices that keep the model they were sent; None to always send the full model.
         needs_torch: devices without torch take no part: they can only use finished models.
         incarnations: give the wire ids of its assignments; None for the first incarnation.
+        lineage: of the store, which instructions and answers name; None to compare nothing.
+        get_newest_record: () -> number of the journal's newest durable record.
         max_weight_ratio: of what one device may weigh to the median; see `ClaimLimits`.
     """
 
@@ -48,6 +51,8 @@ class RunSpec:
     encode_changes: EncodeChanges | None = None
     needs_torch: bool = False
     incarnations: RunIncarnations | None = None
+    lineage: Lineage | None = None
+    get_newest_record: Callable[[], int] = lambda: 0
     max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
 
 

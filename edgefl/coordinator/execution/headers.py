@@ -1,7 +1,7 @@
 """Wire ids and headers of instructions, and validated parsing of reply headers.
 
 An assignment id is unique within its run. On the wire the run id precedes it, so that a device never takes an answer,
-a recall or a report of an earlier run for one of this run.
+a cancellation or a report of an earlier run for one of this run.
 
 Every resume of a run starts another incarnation: strategies count their assignments on from the checkpoint, so an id
 may be used a second time, for other work. On the wire the incarnation precedes it. Every turn of the journal and
@@ -91,6 +91,37 @@ class RunIncarnations:
         return ids_by_incarnation
 
 
+LINEAGE_KEY, MODEL_HASH_KEY, RECORD_KEY = "lineage", "model_sha256", "newest_record"
+"""Of an instruction: the store's lineage, the full model's hash, the journal's newest durable record.
+
+A device answers with the first two, and with the highest record that it heard of in this lineage and run.
+"""
+
+
+def find_foreign_part(sent: Json, reply: Json, *, newest_record: int) -> str | None:
+    """Returns why a reply is no answer to an instruction, though it names its assignment; None if it is one.
+
+    Args:
+        sent: header of the instruction's newest message.
+        reply: header of the reply.
+        newest_record: number of the journal's newest durable record.
+    """
+    if reply.get(LINEAGE_KEY) != sent[LINEAGE_KEY]:
+        return f"it is of lineage {reply.get(LINEAGE_KEY)!r:.40}, this store is of {sent[LINEAGE_KEY]!r}"
+    expected = sent.get(MODEL_HASH_KEY)
+    if expected is not None and reply.get(MODEL_HASH_KEY) != expected:
+        return f"it is of model {reply.get(MODEL_HASH_KEY)!r:.14}, sent was {expected!r:.14}"
+    if is_ahead(reply, newest_record):
+        return f"its device heard of record {reply[RECORD_KEY]}, the journal ends with {newest_record}"
+    return None
+
+
+def is_ahead(reply: Json, newest_record: int) -> bool:
+    """Returns whether a device heard of a later state of this store than the store has: it was rolled back."""
+    number = reply.get(RECORD_KEY)
+    return isinstance(number, int) and not isinstance(number, bool) and number > newest_record
+
+
 MAX_COUNT = 2**53
 """Largest valid count: JSON numbers are exact up to here."""
 PLAUSIBLE_RANGES = MappingProxyType(
@@ -114,7 +145,9 @@ def create_instruction_header(
         return {**header, "version": instruction.version}
     if instruction.block is not None:
         header["block"] = instruction.block
-    plan = {name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "inbox"}
+    plan = {
+        name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "messages"
+    }
     return {
         **header,
         "version": instruction.base_version,
@@ -204,14 +237,14 @@ def parse_peer_messages(
     plan = instruction.plan.node
     if plan is None:
         return (), body
-    outbox, model_body = decode_messages(header.get("messages", []), body)
+    messages, model_body = decode_messages(header.get("messages", []), body)
     edges = {(instruction.device_id, side.neighbour) for side in plan.edges}
-    foreign_edges = [message.edge for message in outbox if message.edge not in edges]
+    foreign_edges = [message.edge for message in messages if message.edge not in edges]
     if foreign_edges:
         raise ValueError(f"it sends along {' - '.join(foreign_edges[0])}, which is no edge of its own")
     if bool(model_body) != plan.reports:
         raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
-    return outbox, model_body
+    return messages, model_body
 
 
 def _parse_number(value: Any, *, at_least: float = 0.0) -> float:

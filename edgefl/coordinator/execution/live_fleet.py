@@ -23,8 +23,12 @@ from edgefl.coordinator.execution.admission import (
 from edgefl.coordinator.execution.eligibility import RunSpec
 from edgefl.coordinator.execution.fleet_view import IdleRunReporter, LiveFleetView
 from edgefl.coordinator.execution.headers import (
+    LINEAGE_KEY,
+    RECORD_KEY,
     RunIncarnations,
     create_instruction_header,
+    find_foreign_part,
+    is_ahead,
     parse_evaluate_result,
     parse_peer_messages,
     parse_update_metrics,
@@ -59,6 +63,7 @@ from edgefl.core.types import (
     FinishEarlyInstruction,
     Instruction,
     InstructionFailed,
+    Json,
     ModelProvider,
     Progress,
     StopRequested,
@@ -75,6 +80,10 @@ log = logging.getLogger(__name__)
 EVALUATION_DEADLINE_S = 600.0
 MAX_REASON_CHARS = 500
 MAX_DECODED_BYTES = 32 * 1024 * 1024
+MAX_FOREIGN_REPLIES = 1
+"""An assignment is rejected after more answers of another lineage or model than these."""
+LINEAGE_BEGAN = "lineage-began"
+"""Event kind: why devices' answers to the former lineage are not used any more."""
 
 
 class InterruptedRunError(EdgeflError):
@@ -131,6 +140,7 @@ class LiveFleet:
             notifier=notifier,
             get_node_id=registry.get_node_id,
             on_send_failed=self._on_send_failed,
+            make_store_header=self._make_store_header,
         )
         self._distributor = ModelDistributor(run)
         admission = None
@@ -148,6 +158,7 @@ class LiveFleet:
             )
         self._idle_reporter = IdleRunReporter(run, clock, lambda kind, message: record_event(kind, "", message))
         self._resumed_until_s: float | None = None
+        self._has_renewed_lineage = False
         self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
             run,
@@ -210,8 +221,9 @@ class LiveFleet:
         Evaluations are always sent again.
         """
         self._distributor.update_source(source)
-        now_s, unsent = self.clock(), ModelPayload(body=prepare_body(b""), header=REPLY_ONLY)
+        now_s, no_body = self.clock(), prepare_body(b"")
         for dispatched in in_flight:
+            unsent = ModelPayload(body=no_body, header=self._distributor.name_newest(dispatched.order, REPLY_ONLY))
             pending = self._make_pending(dispatched.order, unsent, dispatched.dispatched_s)
             pending.paused_s = dispatched.paused_s
             self._in_flight.add(pending)
@@ -429,6 +441,12 @@ class LiveFleet:
         pending = self._find_pending(reply)
         if pending is None:
             return []
+        foreign_part = self._find_foreign_part(pending, reply)
+        if foreign_part is not None:
+            return self._on_foreign_reply(pending, reply, foreign_part)
+        return self._on_own_reply(pending, reply)
+
+    def _on_own_reply(self, pending: PendingInstruction, reply: Reply) -> list[Event]:
         if reply.header.get("requires_full_model") is True and reply.instruction_id != pending.message_id:
             return []  # about an older message; the newest is on its way
         if reply.header.get("requires_full_model") is True and not _has_full_model(pending):
@@ -443,6 +461,49 @@ class LiveFleet:
             return [self._fail(pending, UpdateStatus.REJECTED, reason)]
         self._complete(pending)
         return [event]
+
+    def _find_foreign_part(self, pending: PendingInstruction, reply: Reply) -> str | None:
+        if self._run.lineage is None:
+            return None
+        sent = {**pending.model_header, **pending.store_header}
+        return find_foreign_part(sent, reply.header, newest_record=self._run.get_newest_record())
+
+    def _on_foreign_reply(self, pending: PendingInstruction, reply: Reply, reason: str) -> list[Event]:
+        """Rejects the answer of another lineage or model; its assignment is trained anew, unless that was tried."""
+        device_id = pending.instruction.device_id
+        self._record_event(REJECTED_EVENT_KIND, device_id, f"foreign reply for {pending.wire_id}: {reason}")
+        if is_ahead(reply.header, self._run.get_newest_record()) and not self._has_renewed_lineage:
+            return self._renew_lineage(reason)
+        if reply.instruction_id != pending.message_id:
+            return []  # the newest message is on its way
+        pending.num_foreign_replies += 1
+        if pending.num_foreign_replies > MAX_FOREIGN_REPLIES:
+            return [self._fail(pending, UpdateStatus.REJECTED, f"foreign reply: {reason}")]
+        return self._repeat(pending, "its answer is of another state of the store")
+
+    def _renew_lineage(self, reason: str) -> list[Event]:
+        """Begins a new lineage, once: the store is an older state than its devices know, as after a disk snapshot."""
+        lineage = self._run.lineage
+        assert lineage is not None
+        self._has_renewed_lineage = True
+        lineage.renew()
+        self._record_event(LINEAGE_BEGAN, "", f"the store was rolled back: {reason}; all work under way is repeated")
+        log.warning("the store was rolled back: %s; all work under way is repeated", reason)
+        return [event for pending in self._in_flight for event in self._repeat(pending, "the store was rolled back")]
+
+    def _repeat(self, pending: PendingInstruction, reason: str) -> list[Event]:
+        """Sends an instruction again with its model."""
+        if isinstance(pending.instruction, TrainInstruction) and not _has_full_model(pending):
+            return self._resend_full_model(pending, reason)
+        pending.sent_s = self.clock()
+        self._in_flight.resend(pending, reason)
+        return []
+
+    def _make_store_header(self) -> Json:
+        lineage = self._run.lineage
+        if lineage is None:
+            return {}
+        return {LINEAGE_KEY: lineage.lineage_id, RECORD_KEY: self._run.get_newest_record()}
 
     def _find_pending(self, reply: Reply) -> PendingInstruction | None:
         """Returns the pending instruction of a reply; None if it was for admission, or there is none."""

@@ -59,8 +59,9 @@ class PendingInstruction:
     """One in-flight instruction.
 
     `wire_id` is its id on the wire, `message_id` that of its newest message, sent at `sent_s`; `model_header` says
-    which part of the model the message carries (see `model_distribution`). Since `not_held_since_s` it is delivered
-    and the device does not report it as held: it may still be on the way. `paused_s` are seconds of the coordinator's
+    which part of the model the message carries (see `model_distribution`), `store_header` which state of the store it
+    came from. Since `not_held_since_s` it is delivered and the device does not report it as held: it may still be on
+    the way. `paused_s` are seconds of the coordinator's
     absence since `dispatched_s`, which do not count for the deadline.
     """
 
@@ -73,9 +74,11 @@ class PendingInstruction:
     sent_s: float
     message_id: str = ""
     model_header: Json = field(default_factory=dict)
+    store_header: Json = field(default_factory=dict)
     not_held_since_s: float | None = None
     paused_s: float = 0.0
     is_finishing_early: bool = False
+    num_foreign_replies: int = 0
 
 
 class InFlightInstructions:
@@ -86,6 +89,7 @@ class InFlightInstructions:
         notifier: sends wake-ups and commands to devices.
         get_node_id: device id -> Flower's node id, None for one that has not joined.
         on_send_failed: called with the wire id and the reason when an instruction could not be sent.
+        make_store_header: () -> header fields of the store's present state, for each message.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class InFlightInstructions:
         notifier: DeviceNotifier,
         get_node_id: Callable[[str], int | None],
         on_send_failed: Callable[[str, str], None],
+        make_store_header: Callable[[], Json] = dict,
     ) -> None:
         self._transport, self._notifier, self._get_node_id, self._on_send_failed = (
             transport,
@@ -102,6 +107,7 @@ class InFlightInstructions:
             get_node_id,
             on_send_failed,
         )
+        self._make_store_header = make_store_header
         self._pending: dict[str, PendingInstruction] = {}
         self._by_device: dict[str, dict[str, PendingInstruction]] = {}
         self._deadlines: list[tuple[float, str]] = []
@@ -210,7 +216,8 @@ class InFlightInstructions:
             self._on_send_failed(pending.wire_id, f"{device_id} has not joined")
             return
         kind = "train" if isinstance(pending.instruction, TrainInstruction) else "evaluate"
-        header = {**pending.header, **pending.model_header}
+        pending.store_header = self._make_store_header()
+        header = {**pending.header, **pending.model_header, **pending.store_header}
         try:
             pending.message_id = self._transport.send(node_id, kind=kind, header=header, body=pending.body)
         except NetworkError as error:

@@ -9,10 +9,12 @@ the full model of the same version, which is cached here for a while.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.headers import MODEL_HASH_KEY
 from edgefl.coordinator.flower.messages import PreparedBody
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.types import EvaluateInstruction, Json, ModelProvider, TrainInstruction
@@ -51,6 +53,7 @@ class ModelDistributor:
         self._source: ModelProvider | None = None
         self._newest_encoded: tuple[int, bytes] | None = None
         self._prefetched_versions: dict[str, int] = {}
+        self._newest_hash: tuple[int, str] | None = None
 
     def update_source(self, source: ModelProvider) -> None:
         """Sets the source of the newest model."""
@@ -71,6 +74,25 @@ class ModelDistributor:
         self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
     ) -> ModelPayload:
         """Returns the newest model as the device needs it; no model if it was prefetched."""
+        payload = self._create_payload(instruction, source)
+        return replace(payload, header=self.name_newest(instruction, payload.header))
+
+    def name_newest(self, instruction: TrainInstruction | EvaluateInstruction, header: Json) -> Json:
+        """Returns a header with the hash of the newest model, if the instruction is of its version."""
+        source = self._source
+        if isinstance(instruction, TrainInstruction):
+            version, has_own_model = instruction.base_version, instruction.plan.node is not None
+        else:
+            version, has_own_model = instruction.version, bool(instruction.subject)
+        if self._run.lineage is None or source is None or source.version != version or has_own_model:
+            return header
+        if self._newest_hash is None or self._newest_hash[0] != version:
+            self._newest_hash = version, _compute_hash(self._encode_newest(source))
+        return {**header, MODEL_HASH_KEY: self._newest_hash[1]}
+
+    def _create_payload(
+        self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
+    ) -> ModelPayload:
         self.update_source(source)
         prefetched_version = (
             self._prefetched_versions.pop(instruction.device_id, None)
@@ -117,6 +139,10 @@ class ModelDistributor:
 
         A node of a graph, which got no delta, gets the newest.
         """
+        payload = self._create_full_payload(instruction)
+        return None if payload is None else replace(payload, header=self.name_newest(instruction, payload.header))
+
+    def _create_full_payload(self, instruction: TrainInstruction) -> ModelPayload | None:
         if instruction.plan.node is not None:
             return self._create_message_payload(instruction, has_model=True)
         source = self._source
@@ -129,7 +155,8 @@ class ModelDistributor:
         if body is None:
             return None
         self._held_versions[instruction.device_id] = instruction.base_version
-        return ModelPayload(body=prepare_body(body), header=KEEP_MODEL)
+        header = KEEP_MODEL if self._run.lineage is None else {**KEEP_MODEL, MODEL_HASH_KEY: _compute_hash(body)}
+        return ModelPayload(body=prepare_body(body), header=header)
 
     def _create_message_payload(self, instruction: TrainInstruction, *, has_model: bool) -> ModelPayload:
         """Returns messages, such as those of a node's neighbours, followed by the model if needed."""
@@ -182,3 +209,7 @@ class ModelDistributor:
             self._cache[source.version] = self._encode_newest(source)
         while len(self._cache) > 1 and sum(map(len, self._cache.values())) > self._max_cache_bytes:
             self._cache.popitem(last=False)
+
+
+def _compute_hash(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()

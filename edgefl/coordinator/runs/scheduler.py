@@ -22,6 +22,7 @@ from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.lineage import save_run_record
 from edgefl.coordinator.runs.checkpointing import Checkpointer
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
@@ -71,6 +72,7 @@ from edgefl.core.errors import (
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.lineage import Lineage
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
 from edgefl.storage.store import Store
@@ -101,6 +103,7 @@ class RunContext:
     build_run: BuildRun
     metrics: RunMetrics = field(default_factory=RunMetrics)
     paused_runs: PausedRuns = field(default_factory=PausedRuns)
+    lineage: Lineage | None = None
     on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
 
 
@@ -479,7 +482,7 @@ class RunScheduler:
 
     def _execute(self, record: RunRecord, components: RunComponents) -> None:
         context, run_id, clock = self._context, record.run_id, RunClock()
-        is_autonomous = components.strategy.goes_on_alone
+        is_autonomous = components.strategy.is_autonomous
         executor: RunExecutor | None = None
         if self._current is not None:
             self._current.strategy = components.strategy
@@ -491,6 +494,7 @@ class RunScheduler:
         folder = context.directory.runs / run_id / "journal"
         damage = self._repair_journal(run_id)
         with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
+            save_run_record(context.directory, record)
             if damage is not None and not is_autonomous:  # autonomous devices repeat no ids
                 self._replay_to_damage(record, components, wal, history)
                 raise ReplayError(damage)
@@ -499,7 +503,7 @@ class RunScheduler:
             models = ModelRetention(context.directory.models, context.store, run_id, components.config.models)
             if is_autonomous:
                 write_atomic(self._autonomous_marker(run_id), b"")
-            fleet, is_over = self._open_fleet(components, history, start, clock), False
+            fleet, is_over = self._open_fleet(components, history, start, clock, wal), False
             executor = RunExecutor(
                 components=components,
                 start=start,
@@ -594,7 +598,7 @@ class RunScheduler:
             self._current = None
 
     def _open_fleet(
-        self, components: RunComponents, history: HistoryWriter, start: RunStart, clock: RunClock
+        self, components: RunComponents, history: HistoryWriter, start: RunStart, clock: RunClock, wal: WalJournal
     ) -> LiveFleet:
         config, context, incarnations = components.config, self._context, start.incarnations
         run_id = incarnations.run_id
@@ -610,6 +614,8 @@ class RunScheduler:
             decode=components.decode,
             needs_torch=components.needs_torch,
             incarnations=incarnations,
+            lineage=context.lineage,
+            get_newest_record=lambda: wal.synced_record,
             max_weight_ratio=config.guard.max_weight_ratio,
         )
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError
+from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, StoreFullError
 from edgefl.core.types import Json
 from edgefl.storage.store import Store
 from edgefl.system.retries import Backoff
@@ -61,6 +61,19 @@ def has_room(directory: Path) -> bool:
     except OSError:
         return False
     return int(disk.f_bavail) * int(disk.f_frsize) >= MIN_FREE_BYTES
+
+
+def check_room(directory: Path) -> None:
+    """Checks that a coordinator can start on this disk.
+
+    Raises:
+        StoreFullError: less than `MIN_FREE_BYTES` are free.
+    """
+    if not has_room(directory):
+        raise StoreFullError(
+            f"no room to start in {directory}: less than {MIN_FREE_BYTES // 1024} KiB are free; free some space and "
+            "try again"
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from edgefl.core.protocol import Command, CommandReply
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.safe_text import dump_readable_json
 from edgefl.core.types import Json
+from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +66,7 @@ class JsonLogHandler(logging.Handler):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path, self._get_current_work, self._clock = folder / FILE_NAME, get_current_work, clock
         self._numbers = itertools.count(1 + max((int(line["n"]) for line in read_lines(folder)), default=0))
-        self._file = RotatingFileHandler(
-            self._path, maxBytes=MAX_FILE_BYTES, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True
-        )
+        self._file = _LogFile(self._path)
         self._file.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -94,6 +94,20 @@ class JsonLogHandler(logging.Handler):
     def close(self) -> None:
         self._file.close()
         super().close()
+
+
+class _LogFile(RotatingFileHandler):
+    """Log file of which a failure is one warning a minute; the library prints a traceback for every line."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=MAX_FILE_BYTES, backupCount=MAX_OLD_FILES, encoding="utf-8", delay=True)
+        self._rate_limited_log = RateLimitedLog(log)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 the library's name
+        error = sys.exception()
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        # This line comes here again, and is then not due.
+        self._rate_limited_log.warning("log", "the log of this device cannot be written: %s", reason)
 
 
 def remove_secrets(text: str) -> str:

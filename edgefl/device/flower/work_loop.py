@@ -29,6 +29,8 @@ MAX_DISCONNECTED_S = POLL_S / 2
 """Both readiness phases of a run must be answered within 30 s."""
 
 A = TypeVar("A")
+ModelIdentity = tuple[object, object, object]
+"""Lineage of the coordinator's store, version and SHA-256 of the model of an instruction."""
 MAX_CACHED_REPLIES = 2
 """At most two assignments are outstanding per device, so no more finished updates can be requested again."""
 
@@ -100,7 +102,7 @@ class ReplyUploader(Generic[A]):
     def resume(self) -> None:
         """Resumes uploads over a restored connection."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="uploader", daemon=True)
             self._thread.start()
         with self._changed:
             self._error, self._is_open = None, True
@@ -184,7 +186,8 @@ class WorkLoop:
         on_failure: Callable[[], None],
     ) -> None:
         self._state, self._trainer, self._on_work = state, trainer, on_work
-        self._reply_cache: OrderedDict[str, tuple[Any, ReplyContent]] = OrderedDict()
+        self._reply_cache: OrderedDict[str, tuple[ModelIdentity, ReplyContent]] = OrderedDict()
+        self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
         self.supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
@@ -210,14 +213,16 @@ class WorkLoop:
         for used_id in instruction.header.get("used_assignments", ()):
             self._reply_cache.pop(used_id, None)
         self._current = str(instruction.header.get("run")), assignment
-        version, cached_reply = self._reply_cache.get(assignment, (None, None))
-        # Of another version it is other work: a coordinator restored from a backup reuses names.
-        if cached_reply is not None and version == instruction.header.get("version"):
+        store_header = self._make_store_header(instruction.header)
+        cached_reply = self._get_cached_reply(assignment, instruction.header)
+        if cached_reply is not None:
             content = cached_reply
         elif instruction.is_evaluation:
             content = self._trainer.evaluate(instruction.header, instruction.body)
         else:
             content = self._train(instruction.header, instruction.body)
+        if store_header:
+            content = {**content[0], **store_header}, content[1]
         reply = self.supernode.create_reply(instruction, content)
         self._current = None
         del instruction  # frees its model before the upload
@@ -237,11 +242,34 @@ class WorkLoop:
         current = self._trainer.current or self._current
         return (current[0], current[1]) if current is not None else None
 
+    def _get_cached_reply(self, assignment: str, header: Json) -> ReplyContent | None:
+        """Returns the cached reply to an instruction; None if it was to other work of the same name.
+
+        A coordinator whose directory is an older copy, or restored from a backup, uses names again.
+        """
+        cached = self._reply_cache.get(assignment)
+        if cached is None:
+            return None
+        former, present = cached[0], _get_identity(header)
+        # An instruction from before the coordinator's restart may not name the model: only its reply is requested.
+        is_same_model = present[2] is None or former[2] == present[2]
+        return cached[1] if former[:2] == present[:2] and is_same_model else None
+
+    def _make_store_header(self, header: Json) -> Json:
+        """Returns what a reply repeats of the store's state, with the highest record heard of in lineage and run."""
+        lineage, record = header.get("lineage"), header.get("newest_record")
+        if lineage is None or not isinstance(record, int):
+            return {}
+        key = lineage, header.get("run")
+        highest = max(record, self._newest_record[1]) if self._newest_record[0] == key else record
+        self._newest_record = key, highest
+        return {"lineage": lineage, "model_sha256": header.get("model_sha256"), "newest_record": highest}
+
     def _train(self, header: Json, body: bytes) -> ReplyContent:
         reply = self._trainer.train(header, body)
         _log_result(reply[0])
         if "error" not in reply[0] and "phase" not in header:
-            self._reply_cache[str(header["assignment"])] = header.get("version"), reply
+            self._reply_cache[str(header["assignment"])] = _get_identity(header), reply
             while len(self._reply_cache) > MAX_CACHED_REPLIES:
                 self._reply_cache.popitem(last=False)
         return reply
@@ -253,6 +281,10 @@ class WorkLoop:
             self.supernode.push(reply)
         except ReplyRejectedError as error:
             log.info("the answer to %s is not wanted: %s", assignment, error)
+
+
+def _get_identity(header: Json) -> ModelIdentity:
+    return header.get("lineage"), header.get("version"), header.get("model_sha256")
 
 
 def _log_result(header: Json) -> None:

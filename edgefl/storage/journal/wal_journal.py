@@ -57,6 +57,9 @@ class WalJournal:
     Opening cuts a torn tail. After `StoreFullError` from anything but `commit` nothing of that call was written,
     and it may be repeated once there is room; after a failed `commit` the journal must be reopened, since the
     operating system may have dropped unwritten pages.
+
+    Attributes:
+        synced_record: number of the newest durable record, 0 if there is none.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class WalJournal:
         self._salt = self._end_offset = self._synced_bytes = 0
         self._has_unsynced_records = False
         self._next_record = 1
+        self.synced_record = 0
         make_private_directory(directory)
         self._open_newest()
 
@@ -145,6 +149,7 @@ class WalJournal:
             self._failure = f"journal {self._path} could not be made durable ({error.strerror}); start the run again"
             raise (StoreFullError if error.errno in DISK_FULL_ERRNOS else JournalError)(self._failure) from error
         self._synced_bytes, self._has_unsynced_records = self._end_offset, False
+        self.synced_record = self.last_record
 
     def read_entries(self, *, after: int = 0) -> Iterator[tuple[int, JournalEntry]]:
         """Yields number and entry of the records behind record `after`."""
@@ -276,6 +281,7 @@ class WalJournal:
         self._handle, self._path, self._salt = handle, path, header.salt
         self._end_offset = self._synced_bytes = end
         self._next_record = next_record
+        self.synced_record = self.last_record
 
 
 class _DecodedCache:

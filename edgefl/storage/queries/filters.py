@@ -155,7 +155,7 @@ def apply_query(
     Args:
         query: with all other filters.
         criteria: to apply.
-        order: two columns that identify a row, the first of them a time or a measure.
+        order: two columns that identify a row, the first of them a number that grows, a time or a measure.
         columns: by the names that conditions use.
         is_ranking: descending on every page; else only the newest rows are.
     """

@@ -71,6 +71,16 @@ class RunRepository(Repository):
             connection.execute(insert(RunTable), values)
         return self.get_run(run_id)
 
+    def restore_run(self, record: RunRecord) -> None:
+        """Inserts a run's row, which the store has lost.
+
+        Raises:
+            StoreError: there is one, or a value is of no column's type.
+        """
+        values = {**to_columns(record), "config": to_storable(record.config)}
+        with self.database.write(durable=True) as connection:
+            connection.execute(insert(RunTable), values)
+
     def get_run(self, run_id: str) -> RunRecord:
         """Returns one run.
 

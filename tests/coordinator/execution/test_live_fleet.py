@@ -1,8 +1,10 @@
 """The live fleet over a real registry; Flower's books and the bell are small fakes that note what they are told."""
 
+import hashlib
 import itertools
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,12 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution import messaging
 from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
 from edgefl.coordinator.execution.eligibility import RunSpec
-from edgefl.coordinator.execution.live_fleet import EVALUATION_DEADLINE_S, InterruptedRunError, LiveFleet
+from edgefl.coordinator.execution.live_fleet import (
+    EVALUATION_DEADLINE_S,
+    LINEAGE_BEGAN,
+    InterruptedRunError,
+    LiveFleet,
+)
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import NetworkError
@@ -33,6 +40,7 @@ from edgefl.core.types import (
     derive_rng,
 )
 from edgefl.engine.fleet_state import DispatchedInstruction, FleetState
+from edgefl.storage.store import REJECTED_EVENT_KIND
 
 SHAPES = (TensorSpec(name="w", shape=(3,)),)
 RUN = "run-1"
@@ -111,7 +119,7 @@ class Site:
         run = RunSpec(
             run_id=RUN,
             task="digits",
-            header={"v": 1, "run": RUN, "task": "digits"},
+            header={"v": 2, "run": RUN, "task": "digits"},
             encode=lambda model, version: self.codec.encode(model, derive_rng(version)),
             decode=lambda body: decode_body(body, SHAPES),
             encode_changes=(lambda model, changed, version: b"delta") if has_deltas else None,
@@ -150,7 +158,7 @@ class Site:
     def reply(self, node_id, key="a-1", *, body=None, instruction="", metrics=None, **header):
         if "all_metrics" in header:
             header["metrics"] = header.pop("all_metrics")
-        whole = {"v": 1, "run": RUN, "assignment": f"{RUN}/{key}"}
+        whole = {"v": 2, "run": RUN, "assignment": f"{RUN}/{key}"}
         whole["metrics"] = {"iterations": 4, "num_examples": 10, "loss": 0.5, "compute_s": 2.0, **(metrics or {})}
         encoded = self.codec.encode({"w": np.ones(3, np.float32)}, derive_rng(0)) if body is None else body
         self.fleet.post(
@@ -711,3 +719,84 @@ def test_an_evaluation_of_the_newest_model_is_asked_for_anew(site):
     ((_, kind, header, body),) = site.mail.sent
     assert (kind, header["assignment"]) == ("evaluate", "run-1/e-1")
     assert decode_body(body.inline, SHAPES)["w"].tolist() == [3.0] * 3
+
+
+class StoreLineage:
+    """A lineage without a store."""
+
+    def __init__(self):
+        self.lineage_id, self.newest_record = "l1", 10
+
+    def renew(self):
+        self.lineage_id += "'"
+
+
+@pytest.fixture
+def traced():
+    """A fleet whose instructions name lineage, model and record; `pi` has work of it."""
+    lineage: Any = StoreLineage()
+    made = Site(lineage=lineage, get_newest_record=lambda: lineage.newest_record)
+    made.lineage, made.kinds = lineage, []
+    made.fleet._record_event = lambda kind, device, message: made.kinds.append(kind)
+    made.node = made.add("pi")
+    made.events()
+    made.give(training())
+    yield made
+    made.fleet.close()
+
+
+def test_an_instruction_names_lineage_model_and_record_and_their_answer_is_taken(traced):
+    ((_, _, header, body),) = traced.mail.sent
+    named = {name: header[name] for name in ("lineage", "model_sha256", "newest_record")}
+    assert named == {
+        "lineage": "l1",
+        "model_sha256": hashlib.sha256(body.inline).hexdigest(),
+        "newest_record": 10,
+    }
+    traced.reply(traced.node, instruction="instruction-1", **named)
+    assert [event.assignment_id for event in traced.of(Update)] == ["a-1"]
+    assert traced.kinds == []
+
+
+@pytest.mark.parametrize("change", [{"lineage": "l0"}, {"lineage": None}, {"model_sha256": "other"}])
+def test_an_answer_of_another_lineage_or_model_is_rejected_and_trained_anew(traced, change):
+    ((_, _, header, _),) = traced.mail.sent
+    named = {name: header[name] for name in ("lineage", "model_sha256", "newest_record")}
+    traced.reply(traced.node, instruction="instruction-1", **named | change)
+    assert traced.events() == []
+    assert traced.kinds == [REJECTED_EVENT_KIND]
+    assert [sent[2]["assignment"] for sent in traced.mail.sent] == ["run-1/a-1"] * 2
+    traced.reply(traced.node, instruction="instruction-2", **named)
+    assert [event.assignment_id for event in traced.of(Update)] == ["a-1"]
+
+
+def test_a_device_that_answers_again_for_another_model_loses_the_assignment(traced):
+    for number in (1, 2):
+        traced.reply(traced.node, instruction=f"instruction-{number}", lineage="l1", model_sha256="other")
+        failed = lost(traced)
+    ((name, outcome, reason),) = failed
+    assert (name, outcome) == ("a-1", UpdateStatus.REJECTED)
+    assert "it is of model 'other'" in reason
+
+
+def test_a_device_that_heard_of_a_later_state_begins_a_new_lineage_once_and_its_answer_is_not_counted(traced):
+    ((_, _, header, _),) = traced.mail.sent
+    named = {name: header[name] for name in ("lineage", "model_sha256")}
+    traced.reply(traced.node, instruction="instruction-1", **named, newest_record=11)
+    assert traced.events() == []
+    assert traced.kinds == [REJECTED_EVENT_KIND, LINEAGE_BEGAN]
+    assert traced.mail.sent[-1][2]["lineage"] == "l1'"
+    traced.reply(traced.node, instruction="instruction-2", **{**named, "lineage": "l1'"}, newest_record=2**53)
+    assert traced.events() == []
+    assert traced.lineage.lineage_id == "l1'", "a board that lies begins no second one"
+    traced.reply(traced.node, instruction="instruction-3", **{**named, "lineage": "l1'"}, newest_record=10)
+    assert [event.assignment_id for event in traced.of(Update)] == ["a-1"]
+
+
+def test_after_a_restart_an_answer_is_asked_for_under_lineage_and_model(traced):
+    adopt(traced, training("a-2"))
+    traced.beat("pi", ["a-2"])
+    traced.events()
+    header = traced.mail.sent[-1][2]
+    assert header["has_stored_reply"]
+    assert (header["lineage"], header["model_sha256"]) == ("l1", traced.mail.sent[0][2]["model_sha256"])

@@ -47,6 +47,20 @@ def test_a_line_says_when_what_and_which_assignment_it_is_about_and_damaged_ones
     assert "ValueError: invalid literal" in last["message"]
 
 
+def test_a_full_card_is_one_warning_and_no_traceback_per_line(book, tmp_path, full_card, caplog, capsys):
+    LOG.propagate = False
+    try:
+        with full_card():
+            for number in range(3):
+                LOG.info("line %d, which finds no room", number)
+    finally:
+        LOG.propagate = True
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log of this device cannot be written: File too large"
+    ]
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_what_gives_a_right_is_crossed_out_before_it_is_written(book, tmp_path):
     for text in (
         "joined with efl1.SECRET_of-a-token now",

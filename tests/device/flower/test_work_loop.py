@@ -117,6 +117,34 @@ def test_an_assignment_that_comes_again_is_answered_from_memory_unless_it_is_of_
     assert third is not first
 
 
+@pytest.mark.parametrize(
+    ("change", "is_from_memory"),
+    [
+        ({}, True),
+        ({"newest_record": 12}, True),
+        ({"model_sha256": None}, True),
+        ({"lineage": "l2"}, False),
+        ({"model_sha256": "m2"}, False),
+    ],
+)
+def test_an_answer_from_memory_is_for_one_lineage_and_one_model(site, change, is_from_memory):
+    sent = {"version": 4, "lineage": "l1", "model_sha256": "m1", "newest_record": 10}
+    site.do("a", **sent)
+    site.do("a", **sent | change)
+    assert len(site.trainer.trained) == (1 if is_from_memory else 2)
+    (_, _), (header, _) = wait_for_sent(site, 2)
+    assert {name: header[name] for name in ("lineage", "model_sha256")} == {
+        name: (sent | change)[name] for name in ("lineage", "model_sha256")
+    }
+
+
+def test_a_reply_names_the_highest_record_that_was_heard_of_in_its_lineage_and_run(site):
+    for lineage, run, record in (("l1", "r", 10), ("l1", "r", 7), ("l1", "r", 11), ("l2", "r", 3), ("l2", "q", 2)):
+        site.do("a", lineage=lineage, run=run, newest_record=record, version=record)
+    sent = wait_for_sent(site, 5)
+    assert [header["newest_record"] for header, _ in sent] == [10, 10, 11, 3, 2]
+
+
 def test_an_evaluation_is_answered_and_not_kept(site):
     site.network.is_evaluation = True
     site.do("a", "a")

@@ -118,6 +118,16 @@ def test_a_limit_keeps_the_newest_and_shows_the_oldest_of_them_first(lived, kind
     assert read_history(lived, kind, limit=2) == everything[-2:]
 
 
+def test_rounds_and_events_are_in_the_order_in_which_they_were_written_whatever_the_clock_said(store, run_id):
+    for number, at in enumerate((1000.0, 5000.0, 10.0, 20.0), start=1):  # the clock goes forward, then back
+        store.record_round(run_id, number, ["a"], at=at)
+        store.record_event("test", str(number), at=at, run_id=run_id)
+    for kind, name in (("rounds", "round"), ("accuracy", "round"), ("events", "message")):
+        everything = [int(row[name]) for row in read_history(store, kind, run=run_id)]
+        assert everything == [1, 2, 3, 4], kind
+        assert [int(row[name]) for row in read_history(store, kind, run=run_id, limit=2)] == [3, 4], kind
+
+
 def test_a_run_is_found_by_id_name_beginning_and_as_the_latest(store):
     lived = filled(store)
     assert find_run_id(lived, "run-1") == "run-1"

@@ -126,6 +126,7 @@ def _create_table(
 
 
 def _create_fleet() -> None:
+    _create_table("lineage", "id:key lineage_id:text num_commits:int")
     _create_table(
         "tokens",
         "token_id:text secret_sha256:text expires_at:float uses_left:int groups:json role:text? created_at:float?",
@@ -148,8 +149,8 @@ def _create_fleet() -> None:
         "events",
         "id:key at:float kind:text message:text run_id:text? device_id:text? data:json",
         at="at",
-        run="run_id at",
-        device="device_id at",
+        run="run_id id",
+        device="device_id id",
     )
 
 
@@ -170,7 +171,7 @@ def _create_history() -> None:
         sa.UniqueConstraint("run_id", "round", name="uq_rounds"),
         references="run_id",
         started="started_at",
-        run="run_id started_at",
+        run="run_id id",
         seconds="seconds",
         run_seconds="run_id seconds",
         waited="waited_for seconds",

@@ -1,0 +1,154 @@
+"""The lineage of a store goes on through crashes and full disks, and ends where its directory is an older copy."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from edgefl.storage.lineage import LINEAGE_FILE, MARK_FILE, Lineage, LineageMark
+from edgefl.storage.store import Store
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A directory with a store, whose lineage counted three durable transactions."""
+    folder = tmp_path / "coordinator"
+    folder.mkdir()
+    with Store.open(folder / "edgefl.db") as store:
+        lineage = Lineage(store, folder)
+        assert lineage.finding is None, "a new store is no copy of another"
+        write(store, 3)
+        lineage.close()
+    return folder
+
+
+def write(store, number):
+    for _ in range(number):
+        with store.batch(durable=True):
+            store.record_event("test", "something", at=1.0)
+
+
+def open_lineage(folder, number=0):
+    """Opens store and lineage as a coordinator does; returns the lineage, closed again."""
+    with Store.open(folder / "edgefl.db") as store:
+        lineage = Lineage(store, folder)
+        write(store, number)
+        lineage.close()
+    return lineage
+
+
+def copy(folder):
+    """Returns a copy of a directory, all times and owners included, as `cp -a` makes it."""
+    second = int(time.time())
+    while int(time.time()) == second:  # file systems that keep whole seconds
+        time.sleep(0.01)
+    return shutil.copytree(folder, folder.with_name("copy"), copy_function=shutil.copy2)
+
+
+def is_continued(folder, lineage_id):
+    lineage = open_lineage(folder)
+    return lineage.finding is None and lineage.lineage_id == lineage_id and lineage.num_lost_commits == 0
+
+
+def test_a_lineage_goes_on_from_start_to_start(folder):
+    lineage_id = open_lineage(folder, 2).lineage_id
+    assert is_continued(folder, lineage_id)
+    mark = LineageMark.decode((folder / MARK_FILE).read_bytes())
+    assert (mark.lineage_id, mark.num_commits) == (lineage_id, 5)
+    folder.rename(folder.with_name("elsewhere"))
+    assert is_continued(folder.with_name("elsewhere"), lineage_id), "a directory may be moved"
+
+
+def test_a_mark_behind_the_database_is_a_crash_and_no_copy(folder):
+    lineage_id = open_lineage(folder).lineage_id
+    with Store.open(folder / "edgefl.db") as store:
+        lineage = Lineage(store, folder)
+        os.close(lineage._handle)
+        lineage._handle = -1  # whatever is committed now does not reach the file
+        write(store, 2)
+    assert is_continued(folder, lineage_id)
+
+
+def test_a_full_disk_neither_ends_a_lineage_nor_stops_the_store(folder, monkeypatch, caplog):
+    lineage_id = open_lineage(folder).lineage_id
+
+    def raise_full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("edgefl.storage.lineage.os.pwrite", raise_full)
+        open_lineage(folder, 3)
+    assert len(caplog.records) == 1
+    assert is_continued(folder, lineage_id)
+
+
+def test_a_copy_of_the_directory_begins_a_new_lineage_once(folder):
+    former = open_lineage(folder).lineage_id
+    restored = copy(folder)
+    lineage = open_lineage(restored)
+    assert "is a copy" in lineage.finding
+    assert lineage.lineage_id != former
+    assert is_continued(restored, lineage.lineage_id)
+    assert is_continued(folder, former)
+
+
+def test_an_older_copy_put_over_the_directory_begins_a_new_lineage(folder):
+    former, older = open_lineage(folder).lineage_id, copy(folder)
+    open_lineage(folder, 2)
+    for path in older.iterdir():
+        if path.name == LINEAGE_FILE:
+            continue  # equal in size and time: rsync leaves it alone
+        shutil.copy2(path, folder / ".new")
+        (folder / ".new").replace(folder / path.name)
+    assert open_lineage(folder).lineage_id != former
+
+
+@pytest.mark.parametrize("name", [LINEAGE_FILE, MARK_FILE])
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_missing_or_damaged_file_begins_a_new_lineage(folder, name, is_damaged):
+    former = open_lineage(folder).lineage_id
+    if is_damaged:
+        with (folder / name).open("r+b") as file:
+            file.write(b"\0")
+    else:
+        (folder / name).unlink()
+    lineage = open_lineage(folder)
+    assert lineage.lineage_id != former
+    assert "missing or damaged" in lineage.finding or "is a copy" in lineage.finding
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from edgefl.storage.lineage import Lineage
+from edgefl.storage.store import Store
+folder = Path(sys.argv[1])
+store = Store.open(folder / "edgefl.db")
+lineage = Lineage(store, folder)
+for _ in range(4):
+    with store.batch(durable=True):
+        store.record_event("test", "something", at=1.0)
+os._exit(0)
+"""
+
+
+def test_a_lost_write_ahead_log_is_noticed_with_the_number_of_lost_transactions(folder):
+    lineage_id = open_lineage(folder).lineage_id
+    subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=True)
+    assert (folder / "edgefl.db-wal").stat().st_size > 0
+    for end in ("-wal", "-shm"):
+        (folder / f"edgefl.db{end}").unlink()
+    lineage = open_lineage(folder)
+    assert (lineage.num_lost_commits, lineage.lineage_id == lineage_id) == (4, False)
+    assert "write-ahead log (-wal) was removed or cut" in lineage.finding
+    assert is_continued(folder, lineage.lineage_id)
+
+
+def test_a_kill_loses_nothing_and_ends_no_lineage(folder):
+    lineage_id = open_lineage(folder).lineage_id
+    subprocess.run([sys.executable, "-c", KILLED, str(folder)], check=True)
+    assert is_continued(folder, lineage_id)
