@@ -11,9 +11,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import griffe
 from click.testing import CliRunner
-from markup import code, names_joined, sections, table
+from markup import code, names_joined, prose, sections, table
 
 from edgefl.cli.main import edgefl
+from edgefl.compression.registry import STAGE_DESCRIPTIONS, list_stages
 from edgefl.core import config
 
 _BOUNDS = {"above": ">", "at_least": "≥", "below": "<", "at_most": "≤"}
@@ -32,7 +33,11 @@ def run_file() -> str:
 
 def coordinator_settings() -> str:
     """Returns a part for each table of the coordinator's settings.toml that an owner may change."""
-    tables = {"[alerts]": config.AlertSettings, "[certificates]": config.CertificateSettings}
+    tables = {
+        "[alerts]": config.AlertSettings,
+        "[certificates]": config.CertificateSettings,
+        "[connections]": config.ConnectionSettings,
+    }
     return sections(part for title, kind in tables.items() for part in _section(kind, title))
 
 
@@ -45,6 +50,13 @@ def strategy_settings() -> str:
             settings = ((code(name), _shown(default)) for name, default in row["settings"].items())
             parts += [f"### `{row['name']}`", row["summary"], table(("setting", "default"), settings)]
     return sections(parts)
+
+
+def codec_stages() -> str:
+    """Returns a table of the stages of codecs that are built in, as `edgefl codecs list` has them."""
+    own = [row for row in list_stages() if row.name in STAGE_DESCRIPTIONS]
+    rows = ((code(row.name), row.argument and code(row.argument), row.kind, prose(row.summary)) for row in own)
+    return table(("stage", "argument", "kind", "what it does"), rows)
 
 
 def _section(kind: Any, title: str) -> Iterator[str]:

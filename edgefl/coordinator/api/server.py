@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
+import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from edgefl import __version__
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.dashboard import dashboard_router, page_router
 from edgefl.coordinator.api.devices import devices_router
 from edgefl.coordinator.api.history import history_router
+from edgefl.coordinator.api.http_connection import HttpConnection
 from edgefl.coordinator.api.rollouts import bundle_router, rollout_router
 from edgefl.coordinator.api.runs import runs_router
 from edgefl.coordinator.auth import (
@@ -30,43 +34,50 @@ from edgefl.coordinator.auth import (
     ignore_rejection,
     register_error_handler,
 )
+from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, find_pending_slot, make_limiters
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
 from edgefl.coordinator.enrolment.renewal import reenrolment_router, renewal_router
 from edgefl.coordinator.flower.asgi import (
-    CLOSE_CONNECTION_HEADER,
     FLEET_PREFIX,
     encode_error,
     read_chunks,
     send_response,
 )
+from edgefl.coordinator.tls_server import TlsListener, bind_listener, make_server_context
 from edgefl.core.errors import NetworkError, PortInUseError, UsageError
 from edgefl.core.protocol import BUNDLES_PATH, MAX_BODY_BYTES, PROTOCOL_VERSION
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.types import Json
 from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES
 
-KEEP_ALIVE_S = 3600
+log = logging.getLogger(__name__)
+
 MAX_REQUEST_BYTES = 1024 * 1024
 """Maximum body of a request to our own API: a run file is a few kilobytes."""
 RECEIVE_BUFFER_BYTES = 64 * 1024
 """Receive buffer of a connection; Linux doubles it. With a round trip of a quarter of a second, an upload still gets
 at least a quarter of a megabyte a second."""
-WRITE_BUFFER_BYTES = 64 * 1024
-"""High-water mark of a connection's output; beyond it, writers wait."""
+BACKLOG = 256
 START_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 
 
 def make_app(
-    fleet_api: ASGIApp, routers: list[APIRouter], *, record_rejection: RecordRejection = ignore_rejection
+    fleet_api: ASGIApp,
+    routers: list[APIRouter],
+    *,
+    record_rejection: RecordRejection = ignore_rejection,
+    is_operator: Callable[[Request], bool] = lambda _: False,
 ) -> ASGIApp:
     """Returns the whole application; Flower's requests bypass FastAPI.
 
-    `record_rejection` is called for requests that are too large.
+    `record_rejection` is called for requests that are too large. Connections with a request for which `is_operator`
+    holds are no longer pending.
     """
     app = FastAPI(title="edgefl", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
     register_error_handler(app)
+    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
     for router in routers:
         app.include_router(router)
 
@@ -86,6 +97,9 @@ def make_app(
                 send, "the address of the request must be ASCII; other characters are written as %XX"
             )
             return
+        slot = None if app_for_path is fleet_api else find_pending_slot(scope)
+        if slot is not None and is_operator(Request(scope)):
+            slot.authenticate(f"operator at {slot.address}")
         await app_for_path(scope, receive, send)
 
     return switch
@@ -132,48 +146,36 @@ def open_listener(host: str, port: int) -> socket.socket:
         PortInUseError: the port is in use.
         NetworkError: the address cannot be listened on.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. The data of one read stays allocated while a connection is open, three times: raw, in
-    # OpenSSL, and decrypted.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
     try:
-        listener.bind((host, port))
-        listener.listen(256)
+        return bind_listener(host, port, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError(f"port {port} is in use; stop what has it, or choose another --port") from None
         raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-    return listener
-
-
-class _BoundedWriteProtocol(HttpToolsProtocol):
-    """Bounds the buffered output of each connection, by default half a megabyte, for devices on slow links."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
 
 
 class _HttpsServer(uvicorn.Server):
-    """Shuts down once pending requests are answered, without waiting for devices' idle connections."""
+    """Accepts connections within limits; at its end it answers pending requests, and waits for no idle client."""
 
-    loop: asyncio.AbstractEventLoop | None = None
+    listener: TlsListener | None = None
     num_ticks = 0
 
+    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext, limiter: ConnectionLimiter) -> None:
+        super().__init__(config)
+        self._context, self._limiter = context, limiter
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self.loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        await super().startup([])
+        for listener in sockets or []:
+            self.listener = TlsListener(listener, self._context, self._limiter, self._make_protocol)
 
     async def on_tick(self, counter: int) -> bool:
         self.num_ticks += 1
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:
-            server.close()
+        if self.listener is not None:
+            await self.listener.close()
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=STOP_TIMEOUT_S)
         for connection in list(self.server_state.connections):
@@ -181,24 +183,35 @@ class _HttpsServer(uvicorn.Server):
                 transport.abort()
         await super().shutdown(sockets)
 
+    def _make_protocol(self, slot: ConnectionSlot) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, self.lifespan.state, slot=slot)
+
 
 class WebServer:
-    """uvicorn in a thread of its own, without signal handlers."""
+    """uvicorn in a thread of its own, without signal handlers; `limiter` admits its connections."""
 
-    def __init__(self, app: ASGIApp, directory: CoordinatorDirectory, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        directory: CoordinatorDirectory,
+        listener: socket.socket,
+        limiter: ConnectionLimiter | None = None,
+    ) -> None:
         config = uvicorn.Config(
             app,
-            http=_BoundedWriteProtocol,
-            ssl_certfile=directory.server_cert,
-            ssl_keyfile=str(directory.server_key),
-            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
             access_log=False,
+            log_config=None,  # its own handlers would write what a stranger sends as it comes
             log_level="warning",
             lifespan="off",
             ws="none",
         )
-        self._server, self._listener, self._directory = _HttpsServer(config), listener, directory
+        # Connections inherit it. The data of one read stays allocated while a connection is open, three times: raw,
+        # in OpenSSL, and decrypted.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
+        self._make_context = functools.partial(make_server_context, directory.server_cert, directory.server_key)
+        limiter = limiter or make_limiters(directory.connections)[0]
+        self._server, self._listener = _HttpsServer(config, self._make_context(), limiter), listener
         self._thread = threading.Thread(target=self._run, name="https", daemon=True)
 
     def start(self) -> None:
@@ -214,12 +227,14 @@ class WebServer:
         raise NetworkError("the HTTPS server did not start; see the log above")
 
     def reload(self) -> None:
-        """Loads the server's certificate from its files again, for new connections."""
-        context, loop = self._server.config.ssl, self._server.loop
-        if context is not None and loop is not None:
-            # In the loop's own thread no handshake runs meanwhile.
-            files = str(self._directory.server_cert), str(self._directory.server_key)
-            loop.call_soon_threadsafe(lambda: context.load_cert_chain(*files))
+        """Loads the server's certificate from its files again, for new connections; goes on with the old one else."""
+        try:
+            context = self._make_context()
+        except OSError as error:
+            log.warning("the HTTPS server goes on with its old certificate: %s", error)
+            return
+        if self._server.listener is not None:
+            self._server.listener.context = context
 
     def stop(self) -> None:
         self._server.should_exit = True
@@ -247,12 +262,15 @@ def _limit_body_size(app: ASGIApp, limit_bytes: int, on_too_large: Callable[[Req
             on_too_large(Request(scope))
             await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
             return
-        size = 0
+        size, has_started = 0, False
 
-        async def send_with_close(message: Message) -> None:
-            if size > limit_bytes and message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), CLOSE_CONNECTION_HEADER]}
-            await send(message)
+        async def send_unless_too_large(message: Message) -> None:
+            nonlocal has_started
+            if size <= limit_bytes or has_started:
+                has_started = True
+                await send(message)
+            elif message["type"] == "http.response.start":
+                await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
 
         async def receive_counted() -> Message:
             nonlocal size
@@ -263,7 +281,7 @@ def _limit_body_size(app: ASGIApp, limit_bytes: int, on_too_large: Callable[[Req
             on_too_large(Request(scope))
             return {"type": "http.disconnect"}
 
-        await app(scope, receive_counted, send_with_close)
+        await app(scope, receive_counted, send_unless_too_large)
 
     return guard
 
@@ -299,6 +317,11 @@ def _require_valid_json(app: ASGIApp) -> ASGIApp:
         await app(scope, replay_body, send)
 
     return guard
+
+
+async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
+    """Returns an answer for nobody: the client hung up in the middle of its request."""
+    return error_response(NetworkError("the request broke off before its end; send it again"))
 
 
 async def _receive_disconnect() -> Message:

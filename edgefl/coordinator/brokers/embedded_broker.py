@@ -36,12 +36,14 @@ from edgefl.coordinator.brokers.packets import (
     UnsubscribePacket,
 )
 from edgefl.coordinator.brokers.topic_router import TopicRouter
+from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, make_limiters
+from edgefl.coordinator.tls_server import TlsListener, bind_listener, make_server_context
+from edgefl.core.config import ConnectionSettings
 from edgefl.core.errors import BrokerError, EdgeflError, NetworkError
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
-CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
 BACKLOG = 1000
 """Connections queued by the system until accepted: a whole fleet reconnects at once."""
@@ -63,11 +65,11 @@ class EmbeddedBroker:
         tls: BrokerTls,
         host: str = "127.0.0.1",
         port: int,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        limiter: ConnectionLimiter | None = None,
         on_denied: OnDenied = ignore_denied,
     ) -> None:
         self._on_denied = on_denied
-        self._connect_timeout_s = connect_timeout_s
+        self._limiter = limiter or make_limiters(ConnectionSettings())[1]
         self._fleet = fleet
         self._tls = tls
         self._host = host
@@ -76,7 +78,7 @@ class EmbeddedBroker:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._router: TopicRouter | None = None
-        self._context: ssl.SSLContext | None = None
+        self._listener: TlsListener | None = None
         self._stop: asyncio.Event | None = None
         self._started = threading.Event()
         self._failure: EdgeflError | None = None
@@ -110,8 +112,11 @@ class EmbeddedBroker:
             self._call_in_loop(self._router.revoke, *self._revoked)
 
     def reload(self) -> None:
-        if self._context is not None:
-            self._call_in_loop(_load_certificate, self._context, self._tls)
+        if self._listener is not None:
+            try:
+                self._listener.context = _make_server_context(self._tls, self._on_denied)
+            except BrokerError as error:
+                log.warning("the broker goes on with its old certificate: %s", error)
 
     def _call_in_loop(self, function: Callable[..., None], *arguments: object) -> None:
         """Calls a function in the broker's own thread."""
@@ -140,25 +145,21 @@ class EmbeddedBroker:
         connections = set[ClientConnection]()
         context = _make_server_context(self._tls, self._on_denied)
         try:
-            server = await loop.create_server(
-                lambda: ClientConnection(router, connections, self._connect_timeout_s),
-                self._host or None,
-                self._port,
-                ssl=context,
-                ssl_handshake_timeout=self._connect_timeout_s,
-                ssl_shutdown_timeout=CLOSE_TIMEOUT_S,
-                backlog=BACKLOG,
-                reuse_address=True,
-            )
+            listener = bind_listener(self._host, self._port, backlog=BACKLOG)
         except OSError as error:
             raise make_port_error(self._host, self._port, error) from None
-        self._context = context
+        self._listener = tls_listener = TlsListener(
+            listener,
+            context,
+            self._limiter,
+            lambda slot: ClientConnection(router, connections, slot),
+        )
         self._started.set()
         try:
             await self._stop.wait()
         finally:
-            self._router = self._context = None
-            server.close()
+            self._router = self._listener = None
+            await tls_listener.close()
             for connection in list(connections):
                 connection.abort(should_publish_will=False)
             with contextlib.suppress(TimeoutError):
@@ -169,10 +170,8 @@ class EmbeddedBroker:
 
 def _make_server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
     try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context = make_server_context(tls.cert, tls.key)
         context.load_verify_locations(tls.ca)
-        context.load_cert_chain(tls.cert, tls.key)
     except OSError as error:  # ssl.SSLError is one
         raise BrokerError(
             f"the broker's TLS files cannot be used ({tls.ca}, {tls.cert}, {tls.key}): {error}"
@@ -183,14 +182,6 @@ def _make_server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
     context.options |= ssl.OP_NO_TICKET
     context.sslobject_class = _make_reporting_class(on_denied)
     return context
-
-
-def _load_certificate(context: ssl.SSLContext, tls: BrokerTls) -> None:
-    """Loads the server's certificate from its files again, for new connections."""
-    try:
-        context.load_cert_chain(tls.cert, tls.key)
-    except OSError as error:
-        log.warning("the broker goes on with its old certificate: %s", error)
 
 
 def _make_reporting_class(on_denied: OnDenied) -> type[ssl.SSLObject]:
@@ -233,13 +224,13 @@ class ClientConnection(asyncio.Protocol):
     Args:
         router: has its session from CONNECT on.
         connections: holds this connection while it is open.
-        connect_timeout_s: how long a client may take to its CONNECT.
+        slot: its place in the limiter; it is pending until its CONNECT, for which there is a deadline.
     """
 
-    def __init__(self, router: TopicRouter, connections: set[ClientConnection], connect_timeout_s: float) -> None:
+    def __init__(self, router: TopicRouter, connections: set[ClientConnection], slot: ConnectionSlot) -> None:
         self.identity = ""
         self._serial = ""
-        self._router, self._connections, self._connect_timeout_s = router, connections, connect_timeout_s
+        self._router, self._connections, self._slot = router, connections, slot
         self._loop = asyncio.get_running_loop()
         self._reader = PacketReader()
         self._has_session = self._is_closing = False
@@ -256,7 +247,8 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._connections.add(self)
         self.identity, self._serial = get_certificate_identity(transport.get_extra_info("ssl_object"))
-        self._timer = self._loop.call_later(self._connect_timeout_s, self.abort)
+        self._slot.close = self._abort_pending
+        self._timer = self._loop.call_later(self._slot.limiter.settings.header_s, self._on_connect_deadline)
 
     def data_received(self, data: bytes) -> None:
         if self._transport.is_closing():
@@ -281,6 +273,7 @@ class ClientConnection(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         self._close_session()
         self._connections.discard(self)
+        self._slot.release()
 
     def deliver(self, message: PublishPacket, qos: int, *, is_retained: bool) -> None:
         """Queues a message; cuts the connection of a client that reads too slowly for what it has subscribed to."""
@@ -329,12 +322,20 @@ class ClientConnection(asyncio.Protocol):
             self._reject(packets.NOT_AUTHORISED)
         else:
             self._timer.cancel()
+            self._slot.authenticate(self.identity)
             self._router.connect(self)
             self._has_session, self._will = True, packet.will
             self._enqueue(packets.encode_connack(packets.ACCEPTED))
             self._keep_alive_s = packet.keep_alive_s * KEEP_ALIVE_FACTOR
             if self._keep_alive_s:
                 self._timer = self._loop.call_later(self._keep_alive_s, self._check_keep_alive)
+
+    def _on_connect_deadline(self) -> None:
+        self._slot.limiter.count_refusal("header")
+        self.abort()
+
+    def _abort_pending(self, _reason: str) -> None:
+        self.abort()
 
     def _reject(self, code: int) -> None:
         self._enqueue(packets.encode_connack(code))

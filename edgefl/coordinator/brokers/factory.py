@@ -23,6 +23,7 @@ from edgefl.coordinator.brokers.broker import (
 )
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
 from edgefl.coordinator.brokers.mosquitto import Mosquitto
+from edgefl.coordinator.connections import ConnectionLimiter
 from edgefl.coordinator.pki import KeyPair
 from edgefl.core.errors import BrokerError, ConfigError
 
@@ -110,6 +111,7 @@ def make_broker(  # noqa: PLR0913 one keyword per fact
     host: str,
     port: int,
     authority: KeyPair | None = None,
+    limiter: ConnectionLimiter | None = None,
     on_denied: OnDenied = ignore_denied,
 ) -> Broker:
     """Returns the broker that `spec` names, not yet started.
@@ -124,6 +126,7 @@ def make_broker(  # noqa: PLR0913 one keyword per fact
         host: the address to listen on.
         port: the port to listen on.
         authority: the CA with its key; without it mosquitto rejects only names, and disconnects no client.
+        limiter: of the embedded broker's connections; None for the default limits.
         on_denied: called with identity and denied action, in a thread of the broker.
 
     Raises:
@@ -142,7 +145,7 @@ def make_broker(  # noqa: PLR0913 one keyword per fact
         raise BrokerError("mosquitto is not installed; install it, or use the embedded broker")
     if spec not in {"auto", "embedded"}:
         raise ConfigError(f"broker must be auto, mosquitto, embedded or mqtts://HOST:PORT, got {spec!r}")
-    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port, on_denied=on_denied)
+    return EmbeddedBroker(fleet=fleet, tls=tls, host=host, port=port, limiter=limiter, on_denied=on_denied)
 
 
 def find_mosquitto() -> str | None:

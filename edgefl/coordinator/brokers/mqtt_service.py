@@ -17,6 +17,7 @@ from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls
 from edgefl.coordinator.brokers.factory import make_broker
 from edgefl.coordinator.brokers.mqtt_client import MqttClient, OnMessage
 from edgefl.coordinator.brokers.revocation import RevocationSync
+from edgefl.coordinator.connections import ConnectionLimiter, make_limiters
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import get_own_serial
 from edgefl.coordinator.fleet.registry import DeviceRegistry
@@ -42,6 +43,7 @@ class MqttService:
         record_rejection: called for actions that the broker denied.
         on_message: handles device messages, in the client's own thread.
         closers: gets what has to be closed, in the order in which it was opened.
+        limiter: of an embedded broker's connections.
 
     Attributes:
         broker: started.
@@ -62,12 +64,13 @@ class MqttService:
         record_rejection: RecordRejection,
         on_message: OnMessage,
         closers: contextlib.ExitStack,
+        limiter: ConnectionLimiter | None = None,
     ) -> None:
         self._directory, self._options, self._registry = directory, options, registry
         if not options.has_external_broker:
             closers.enter_context(directory.lock_broker())
         self.broker, self._revocations = _make_broker(
-            directory, store, options.broker, options.host, options.broker_port, record_rejection
+            directory, store, options.broker, options.host, options.broker_port, record_rejection, limiter
         )
         self.address = self.broker.start()
         closers.callback(self.broker.stop)
@@ -139,7 +142,8 @@ def run_broker(
         closers.enter_context(directory.lock_broker())
         store = closers.enter_context(Store.open(directory.store_url))
         rejections = RejectedRequestLog(store=store, clock=time.time, monotonic=time.monotonic, is_device=is_slug)
-        broker, revocations = _make_broker(directory, store, kind, host, port, rejections.record)
+        limiter = make_limiters(directory.connections)[1]
+        broker, revocations = _make_broker(directory, store, kind, host, port, rejections.record, limiter)
         address = broker.start()
         closers.callback(broker.stop)
         log.info("broker of fleet %s at %s:%d", directory.fleet, host, port)
@@ -150,6 +154,7 @@ def run_broker(
             is_store_readable = True
             while not stopping.wait(REVOCATION_INTERVAL_S):
                 liveness.record_progress()
+                limiter.log_refusals()
                 certificate = _reload_if_renewed(broker, directory.server_cert, certificate)
                 try:
                     revocations.update()
@@ -164,13 +169,14 @@ def run_broker(
         log.info("stopping")
 
 
-def _make_broker(
+def _make_broker(  # noqa: PLR0913, PLR0917 one keyword per fact
     directory: CoordinatorDirectory,
     store: Store,
     kind: str,
     host: str,
     port: int,
     record_rejection: RecordRejection,
+    limiter: ConnectionLimiter | None,
 ) -> tuple[Broker, RevocationSync]:
     """Returns a broker with the present revocations, not yet started."""
     broker = make_broker(
@@ -181,6 +187,7 @@ def _make_broker(
         host=host,
         port=port,
         authority=directory.load_authority(),
+        limiter=limiter,
         on_denied=lambda identity, action: record_rejection("mqtt", identity, action),
     )
     revocations = RevocationSync(broker, store, get_own_serial=lambda: get_own_serial(directory))

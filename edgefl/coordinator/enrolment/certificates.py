@@ -112,7 +112,7 @@ class CertificateRotation:
         self._directory, self._store, self._registry = directory, store, registry
         self._send_command, self._on_own_renewed, self._clock = send_command, on_own_renewed, clock
         self._due = set(list_devices_due_for_rotation(store))
-        self._lock, self._monotonic = threading.Lock(), monotonic
+        self._lock, self._replacement_lock, self._monotonic = threading.Lock(), threading.Lock(), monotonic
         self._next_poll_s = monotonic() + POLL_INTERVAL_S
 
     def subscribe(self) -> Callable[[], None]:
@@ -122,13 +122,12 @@ class CertificateRotation:
     def rotate(self) -> list[str]:
         """Renews the coordinator's own certificates and returns the devices asked to renew theirs."""
         now = self._clock()
-        replace_own_certificates(self._directory, self._store, now=now)
+        self._replace_own(now, only_if_due=False)
         with self._store.batch(durable=True):
             self._store.record_event(ROTATION_REQUESTED, "all certificates are renewed", at=now)
         with self._lock:
             self._due = {info.device_id for info in self._registry.list_devices()}
             device_ids = sorted(self._due)
-        self._on_own_renewed()
         for device_id in device_ids:
             self._request_renewal(device_id)
         return device_ids
@@ -143,14 +142,21 @@ class CertificateRotation:
         if self._monotonic() < self._next_poll_s:
             return
         self._next_poll_s = self._monotonic() + POLL_INTERVAL_S
-        if replace_own_certificates(self._directory, self._store, now=self._clock(), only_if_due=True):
+        if self._replace_own(self._clock(), only_if_due=True):
             log.info("the coordinator's certificates are renewed")
-            self._on_own_renewed()
         with self._lock:
             due = [name for name in self._due if self._registry.get_device(name) is not None]
         for device_id in due:
             if self._registry.get_schedulable(device_id) is not None:
                 self._request_renewal(device_id)
+
+    def _replace_own(self, now: float, *, only_if_due: bool) -> bool:
+        """Renews the coordinator's own certificates, one caller at a time: certificate and key are two files."""
+        with self._replacement_lock:
+            is_replaced = replace_own_certificates(self._directory, self._store, now=now, only_if_due=only_if_due)
+            if is_replaced:
+                self._on_own_renewed()
+        return is_replaced
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
         if (

@@ -14,6 +14,7 @@ from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from edgefl.coordinator.connections import find_pending_slot
 from edgefl.coordinator.flower.asgi import (
     FLEET_PREFIX,
     ByteCounters,
@@ -155,7 +156,12 @@ class FleetApi:
         """Returns why the requesting process is rejected, None if it is not; older agents send no instance id."""
         headers, address = request.headers, request.client.host if request.client else ""
         instance = headers.get(INSTANCE_HEADER, "")
-        return self._observer.record_request(node_id, instance, stamp=headers.get(STAMP_HEADER, ""), address=address)
+        rejection = self._observer.record_request(
+            node_id, instance, stamp=headers.get(STAMP_HEADER, ""), address=address
+        )
+        if rejection is None and (slot := find_pending_slot(request.scope)) is not None:
+            slot.authenticate(f"node {node_id}")
+        return rejection
 
     async def _handle(self, request: Request, method: str, body: SpooledRequestBody, node_id: int) -> FleetResponse:
         """Returns the response to a known device, and counts the bytes of both."""

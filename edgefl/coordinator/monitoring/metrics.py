@@ -9,7 +9,7 @@ import collections
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -20,12 +20,14 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl import __version__
+from edgefl.coordinator.connections import REFUSAL_REASONS, ConnectionLimiter
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.asgi import FLEET_PREFIX
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.core.errors import StoreError
 from edgefl.core.protocol import Heartbeat
+from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
 from edgefl.storage.repositories.records import RunStatus
 
@@ -154,7 +156,7 @@ class FleetCollector(Collector):
         info = GaugeMetricFamily(
             "edgefl_run_info", "1, with the active run.", labels=["run", "name", "task", "strategy"]
         )
-        info.add_metric([run.run_id, run.name, run.task, run.strategy], 1)
+        info.add_metric([escape_text(label) for label in (run.run_id, run.name, run.task, run.strategy)], 1)
         yield info
         yield GaugeMetricFamily("edgefl_run_round", "The active run's last closed round.", value=run.round)
         yield GaugeMetricFamily("edgefl_run_version", "The active run's model version.", value=run.version)
@@ -185,6 +187,32 @@ class FleetCollector(Collector):
         for name, ends_at in self.expiries.items():
             expiries.add_metric([name], ends_at)
         yield expiries
+
+
+@dataclass(eq=False, slots=True)
+class ConnectionCollector(Collector):
+    """Collects the connections of the coordinator's listeners at each scrape."""
+
+    limiters: Sequence[ConnectionLimiter]
+
+    def collect(self) -> Iterator[Metric]:
+        connections = GaugeMetricFamily(
+            "edgefl_connections",
+            "Open connections by listener: pending ones have shown no key or access token yet.",
+            labels=["listener", "state"],
+        )
+        refused = CounterMetricFamily(
+            "edgefl_connections_refused",
+            "Connections that were refused, or closed at a deadline, by listener and reason.",
+            labels=["listener", "reason"],
+        )
+        for limiter in self.limiters:
+            connections.add_metric([limiter.name, "pending"], limiter.num_pending)
+            connections.add_metric([limiter.name, "authenticated"], limiter.num_owned)
+            for reason in REFUSAL_REASONS:
+                refused.add_metric([limiter.name, reason], limiter.refused[reason])
+        yield connections
+        yield refused
 
 
 def _get_file_size(path: Path) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from edgefl.coordinator.connections import ConnectionLimiter
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.certificates import list_own_expiries
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.monitoring.alerts import AlertMonitor
-from edgefl.coordinator.monitoring.metrics import FleetCollector, Metrics, render_device_series
+from edgefl.coordinator.monitoring.metrics import ConnectionCollector, FleetCollector, Metrics, render_device_series
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.core.config import AlertSettings
 from edgefl.storage.database import get_sqlite_path
@@ -27,13 +28,14 @@ class Monitoring:
         is_broker_connected: whether the MQTT client is connected.
         num_dropped: malformed MQTT messages so far.
         max_devices: a larger fleet gets no series per device.
+        limiters: of the coordinator's listeners.
 
     Attributes:
         run_metrics: to be updated with the events of runs.
         metrics: for `/metrics`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
         self,
         *,
         directory: CoordinatorDirectory,
@@ -42,10 +44,12 @@ class Monitoring:
         is_broker_connected: Callable[[], bool],
         num_dropped: Callable[[], int],
         max_devices: int,
+        limiters: Sequence[ConnectionLimiter] = (),
     ) -> None:
         self._directory, self._store, self._registry = directory, store, registry
         self._is_broker_connected = is_broker_connected
         self.metrics = Metrics()
+        self.metrics.registry.register(ConnectionCollector(limiters))
         self.run_metrics = RunMetrics(self.metrics.registry)
         collector = FleetCollector(
             registry=registry,

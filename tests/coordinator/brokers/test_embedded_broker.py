@@ -14,6 +14,8 @@ from edgefl.coordinator.brokers import embedded_broker
 from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.coordinator.brokers.embedded_broker import EmbeddedBroker
 from edgefl.coordinator.brokers.packets import PublishPacket
+from edgefl.coordinator.connections import ConnectionLimiter
+from edgefl.core.config import ConnectionSettings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -46,7 +48,8 @@ def test_what_was_sent_right_before_disconnect_arrives(running, mqtt_tools):
 
 def test_a_client_that_never_says_connect_is_dropped(certificates, free_port):
     tls = certificates.server()
-    broker = EmbeddedBroker(fleet="lab", tls=tls, port=free_port, connect_timeout_s=1.0)
+    limiter = ConnectionLimiter("mqtt", ConnectionSettings(header_s=1.0), 100)
+    broker = EmbeddedBroker(fleet="lab", tls=tls, port=free_port, limiter=limiter)
     broker.start()
     try:
         context = make_client_context(certificates.of("pi-1"))
@@ -55,6 +58,7 @@ def test_a_client_that_never_says_connect_is_dropped(certificates, free_port):
             context.wrap_socket(plain, server_hostname="127.0.0.1") as secured,
         ):
             assert secured.recv(1) == b""
+        assert limiter.refused == {"header": 1}
     finally:
         broker.stop()
 
