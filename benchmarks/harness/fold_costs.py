@@ -31,10 +31,12 @@ from edgefl.core.types import (
 )
 from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.run_log import RunLog
 from edgefl.storage.journal.wal_journal import WalJournal
-from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.update_guard import UpdateGuard
 from harness.cost_rows import Row, interleaved, ratio
 
 KEPT = 10
@@ -123,7 +125,7 @@ def _most_models(shapes: ModelSpec, num_devices: int) -> float:
                 strategy,
                 state,
                 fleet=fleet,
-                journal=wal,
+                journal=RunLog(wal, ()),
                 goal=StoppingCriteria(rounds=2),
                 evaluate=EvaluationSchedule(evaluate_on="none"),
                 policy=RunParticipationPolicy(guard=UpdateGuard(shapes=shapes)),

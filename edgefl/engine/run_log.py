@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from edgefl.core.types import Decision, Event
+from edgefl.core.types import ClippedUpdate, Decision, Event
 from edgefl.engine.progress import DeviceAccuracy, VersionAccuracy
 
 
@@ -32,6 +32,9 @@ class RunSubscriber:
 
     def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
         """The accuracy of a version, or of the devices' own models after a round."""
+
+    def on_clipped(self, clipped: ClippedUpdate) -> None:
+        """An update is used with a smaller norm."""
 
     def on_finish(self) -> None:
         """The run is over; a last commit follows."""
@@ -68,6 +71,11 @@ class RunLog:
         """Passes on an accuracy, which follows from the events recorded before."""
         for subscriber in self._subscribers:
             subscriber.on_score(score)
+
+    def record_clipped(self, clipped: ClippedUpdate) -> None:
+        """Passes on that an update was clipped, which follows from the events recorded before."""
+        for subscriber in self._subscribers:
+            subscriber.on_clipped(clipped)
 
     def commit(self) -> None:
         """Makes the write-ahead log durable, then tells the subscribers."""

@@ -1,43 +1,37 @@
 """Participation: which devices train, for how much and in which codec, whose updates count, and who evaluates.
 
-The selection excludes boards that do not qualify and reduces load on unhealthy ones; the guard rejects updates that
-would corrupt the model, and blocks a device that keeps sending them. Where a run file leaves the codec of updates
+The selection excludes boards that do not qualify and reduces load on unhealthy ones; the guard refuses or clips
+updates that would corrupt the model (`update_guard`). Where a run file leaves the codec of updates
 open (`auto`), its selection is part of the policy, too. Evaluation never blocks a round.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import numpy as np
-
 from edgefl.core.config import EvaluateOn
 from edgefl.core.types import (
-    Array,
+    ClippedUpdate,
+    Decision,
     DeviceInfo,
     DeviceThroughput,
     EvaluateInstruction,
     Event,
+    FinishEarlyInstruction,
     FleetView,
     HealthMetrics,
-    ModelSpec,
     Progress,
     Role,
-    SparseTensor,
-    Tensors,
     TrainInstruction,
     Update,
 )
+from edgefl.strategies.update_guard import UpdateGuard
 
 REDUCED_BUDGET_FRACTION = 0.5
 """Budget fraction of an unhealthy board."""
-MAX_NORMS = 32
-MIN_NORMS = 5
-"""Minimum number of norms for a meaningful ratio to their median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,70 +130,16 @@ def is_blocked(device_id: str, view: FleetView) -> bool:
     return isinstance(view, FilteredFleetView) and device_id in view.blocked_devices
 
 
-@dataclass(slots=True, kw_only=True)
-class UpdateGuard:
-    """Rejects updates that would corrupt the model; an accepted update clears the strikes.
+class HeldFleetView(FilteredFleetView):
+    """A fleet view in which the devices of held updates are still busy with them."""
 
-    `max_norm` bounds the Euclidean norm over all tensors, `max_norm_ratio` its ratio to the median of the last ones.
-    Where devices are nodes of a graph (`has_full_models`) an update holds a whole model, or none; then neither norm
-    applies.
-    """
+    def __init__(self, view: FleetView, held: Mapping[str, Sequence[str]]) -> None:
+        super().__init__(view, [device_id for device_id in view.idle if device_id not in held])
+        self._busy = {**view.busy, **{name: (*ids, *view.busy.get(name, ())) for name, ids in held.items()}}
 
-    has_full_models: bool = False
-    shapes: ModelSpec = ()
-    max_norm: float | None = None
-    max_norm_ratio: float | None = None
-    flag_after: int = 3
-    rejection_counts: dict[str, int] = field(default_factory=dict)
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_NORMS))
-    blocked_devices: set[str] = field(default_factory=set)
-
-    def rejection_reason(self, update: Update) -> str | None:
-        """Returns why an update is rejected, or None."""
-        norm = 0.0
-        if self.has_full_models and not update.tensors:
-            return None
-        reason = self._find_mismatch(update.tensors)
-        if reason is None:
-            norm = _compute_norm(update.tensors)
-            reason = self._find_norm_violation(norm)
-        if reason is None:
-            self.rejection_counts.pop(update.device_id, None)
-            self.norms.append(norm)
-            return None
-        count = self.record_rejection(update.device_id)
-        if count < self.flag_after:
-            return reason
-        return f"{reason}; refused {count} times in a row, so {update.device_id} is flagged and not asked again"
-
-    def record_rejection(self, device_id: str) -> int:
-        """Counts a rejection, and returns the number in a row."""
-        count = self.rejection_counts[device_id] = self.rejection_counts.get(device_id, 0) + 1
-        if count >= self.flag_after:
-            self.blocked_devices.add(device_id)
-        return count
-
-    def _find_mismatch(self, tensors: Tensors) -> str | None:
-        for spec in self.shapes:
-            if spec.name not in tensors:
-                return f"the update has no tensor {spec.name!r}"
-            tensor = tensors[spec.name]
-            if tensor.shape != spec.shape:
-                return f"tensor {spec.name!r} has shape {tensor.shape}, the model's is {spec.shape}"
-        return None
-
-    def _find_norm_violation(self, norm: float) -> str | None:
-        if not math.isfinite(norm):
-            return "the update holds a NaN or an infinity: its training has diverged"
-        if self.has_full_models:
-            return None
-        if self.max_norm is not None and norm > self.max_norm:
-            return f"the update's norm is {norm:.4g}, at most {self.max_norm:g} is let in"
-        if self.max_norm_ratio is not None and len(self.norms) >= MIN_NORMS:
-            usual = float(np.median(self.norms))
-            if norm > self.max_norm_ratio * usual:
-                return f"the update's norm is {norm:.4g}, {norm / max(usual, 1e-30):.3g} times the usual {usual:.4g}"
-        return None
+    @property
+    def busy(self) -> Mapping[str, Sequence[str]]:
+        return self._busy
 
 
 class CodecPolicy(Protocol):
@@ -224,10 +164,10 @@ class RunParticipationPolicy:
 
     @property
     def blocked_devices(self) -> Collection[str]:
-        return self.guard.blocked_devices
+        return self.guard.state.quarantined
 
     def eligible_view(self, view: FleetView) -> FleetView:
-        blocked = self.guard.blocked_devices
+        blocked = self.guard.state.quarantined
         if self.selection.is_empty and not blocked:
             return view
         devices, health, should_rest = view.devices, view.health, self.selection.unhealthy_policy == "rest"
@@ -262,21 +202,38 @@ class RunParticipationPolicy:
         if self.codec_policy is not None:
             self.codec_policy.observe(event, accuracy)
 
+    def admit(self, update: Update) -> Sequence[Update]:
+        return self.guard.admit(update)
+
+    def release(self, view: FleetView) -> Sequence[Update]:
+        return self.guard.release(view)
+
+    def hold_view(self, view: FleetView) -> FleetView:
+        held = self.guard.list_held()
+        return HeldFleetView(view, held) if held else view
+
+    def observe_decision(self, decision: Decision) -> Decision:
+        held = self.guard.list_held()
+        if not any(order.device_id in held for order in decision.orders):
+            return decision
+        # The strategy has stopped waiting for the others: it recalls, or asks once more.
+        self.guard.release_next()
+        orders = tuple(
+            order
+            for order in decision.orders
+            if not (isinstance(order, FinishEarlyInstruction) and order.assignment_id in self.guard.state.held)
+        )
+        return replace(decision, orders=orders, next_wake_s=0.0)
+
+    def record_version(self, version: int) -> None:
+        self.guard.record_version(version)
+
+    def pop_clipped(self) -> Sequence[ClippedUpdate]:
+        return self.guard.pop_clipped()
+
 
 def _is_above(value: float | None, limit: float | None) -> bool:
     return value is not None and limit is not None and value > limit
-
-
-def _compute_norm(tensors: Tensors) -> float:
-    """Returns the norm over all float tensors; NaN or infinite when an entry is."""
-    total = 0.0
-    for tensor in tensors.values():
-        values: Array = tensor.values if isinstance(tensor, SparseTensor) else tensor
-        if values.dtype.kind in "fc":
-            flat = values.reshape(-1).astype(np.float32 if values.dtype == np.float16 else values.dtype, copy=False)
-            with np.errstate(over="ignore", invalid="ignore"):  # the norm overflows too, and the update is rejected
-                total += float(np.dot(flat, flat))
-    return math.sqrt(total) if total >= 0 else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,8 @@ import copy
 import json
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,12 +25,13 @@ from edgefl.storage.checkpoints import prune_checkpoints, save_state
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.state_serialisation import decode_state, encode_state
-from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.strategies.update_guard import GuardState
 from edgefl.system.atomic_files import write_atomic
 
 log = logging.getLogger(__name__)
 
-NEW_INCARNATION_FILE = "another-life"
+NEW_INCARNATION_FILE = "new-incarnation"
 """Marker file beside the journal of a run restored from a backup, or truncated at damage.
 
 Its devices may have done other work since, under the same ids, so it goes on from a checkpoint under new ids. The
@@ -39,7 +39,7 @@ next checkpoint removes the file.
 """
 
 
-INCARNATIONS_FILE = "lives.json"
+INCARNATIONS_FILE = "incarnations.json"
 """File beside the journal of a run that ended in a later incarnation than its first: the assignments of each.
 
 Its last checkpoint has no snapshot, and the run may be resumed from there.
@@ -50,58 +50,38 @@ GUARD_FILE = "guard.safetensors"
 
 
 @dataclass(slots=True, kw_only=True)
-class GuardSnapshot:
-    """Update guard: rejections by device, norms of the updates accepted last, and blocked devices."""
-
-    strikes: dict[str, int] = field(default_factory=dict)
-    norms: list[float] = field(default_factory=list)
-    flagged: set[str] = field(default_factory=set)
-
-    @classmethod
-    def from_guard(cls, guard: UpdateGuard) -> GuardSnapshot:
-        # The norms of full models are of no use, and would make every snapshot differ.
-        norms = [] if guard.has_full_models else list(guard.norms)
-        return cls(strikes=dict(guard.rejection_counts), norms=norms, flagged=set(guard.blocked_devices))
-
-    def restore(self, guard: UpdateGuard) -> None:
-        """Restores a guard."""
-        guard.rejection_counts, guard.blocked_devices = dict(self.strikes), set(self.flagged)
-        guard.norms = deque(self.norms, maxlen=guard.norms.maxlen)
-
-
-@dataclass(slots=True, kw_only=True)
 class RunSnapshot:
     """State of a run between two turns, without the strategy's; `opened_s` has the start of open rounds."""
 
-    course: LoopState = field(default_factory=LoopState)
+    loop_state: LoopState = field(default_factory=LoopState)
     fleet: FleetSnapshot = field(default_factory=FleetSnapshot)
-    guard: GuardSnapshot = field(default_factory=GuardSnapshot)
+    guard: GuardState = field(default_factory=GuardState)
     codecs: LinkEstimates | None = None
     opened_s: dict[int, float] = field(default_factory=dict)
 
     def restore_loop_state(self, rounds: RoundCounter) -> LoopState:
         """Returns a copy of the loop state, with the run's own round counter, restored."""
-        loop_state = copy.deepcopy(self.course)
-        rounds.versions_per_round = loop_state.tally.rounds.versions_per_round
-        loop_state.tally.rounds = rounds
+        loop_state = copy.deepcopy(self.loop_state)
+        rounds.versions_per_round = loop_state.progress.rounds.versions_per_round
+        loop_state.progress.rounds = rounds
         return loop_state
 
     def restore(self, policy: RunParticipationPolicy) -> None:
         """Restores guard and codec selection of a policy."""
-        self.guard.restore(policy.guard)
+        policy.guard.restore(copy.deepcopy(self.guard), keeps_held=True)
         if policy.codec_policy is not None and self.codecs is not None:
             policy.codec_policy.link_estimates = copy.deepcopy(self.codecs)
 
 
-def load_guard_snapshot(folder: Path) -> GuardSnapshot:
+def load_guard_state(folder: Path) -> GuardState:
     """Returns the content of `GUARD_FILE`; empty, with a warning, if it cannot be read."""
     try:
-        return decode_state((folder / GUARD_FILE).read_bytes(), GuardSnapshot)
+        return decode_state((folder / GUARD_FILE).read_bytes(), GuardState)
     except FileNotFoundError:
-        return GuardSnapshot()
+        return GuardState()
     except (OSError, JournalError) as error:
         log.warning("%s cannot be read, all devices of the run are asked again: %s", folder / GUARD_FILE, error)
-        return GuardSnapshot()
+        return GuardState()
 
 
 def create_run_snapshot(
@@ -112,9 +92,9 @@ def create_run_snapshot(
 ) -> RunSnapshot:
     codecs = policy.codec_policy
     return RunSnapshot(
-        course=loop_state,
+        loop_state=loop_state,
         fleet=fleet,
-        guard=GuardSnapshot.from_guard(policy.guard),
+        guard=policy.guard.state,
         codecs=None if codecs is None else codecs.link_estimates,
         opened_s=dict(opened_s),
     )
@@ -205,9 +185,9 @@ class Checkpointer:
         self._history.on_checkpoint()
         self._saved_s = self._clock()
 
-    def save_guard(self, guard: GuardSnapshot) -> None:
+    def save_guard(self, guard: GuardState) -> None:
         """Saves the run's guard beside the next checkpoint, which has no snapshot with it."""
-        content = encode_state(guard)
+        content = encode_state(replace(guard, held={}))
         if content != self._saved_guard:
             write_atomic(self._folder.parent / GUARD_FILE, content)
             self._saved_guard = content

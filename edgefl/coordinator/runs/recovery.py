@@ -17,9 +17,8 @@ from edgefl.coordinator.execution.replay import JournalReplay, ReplayError, can_
 from edgefl.coordinator.runs.checkpointing import (
     INCARNATIONS_FILE,
     NEW_INCARNATION_FILE,
-    GuardSnapshot,
     RunSnapshot,
-    load_guard_snapshot,
+    load_guard_state,
 )
 from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
 from edgefl.core.errors import JournalError, UsageError
@@ -43,12 +42,12 @@ from edgefl.storage.rollback import (
     RollbackPoint,
     count_versions_per_round,
     delete_events,
-    get_incarnations_by_time,
     get_progress,
     list_unused_updates,
     roll_back_history,
 )
 from edgefl.storage.store import Store
+from edgefl.strategies.update_guard import GuardState
 from edgefl.system.atomic_files import write_atomic
 
 if TYPE_CHECKING:
@@ -66,16 +65,16 @@ class RunStart:
     """State that a run starts or resumes from, with its incarnations and earlier progress.
 
     `is_resumed` is False for a new run; `previous_devices` took part in the newest round, and are given a moment to
-    come back; `guard_snapshot` is the run's guard, for a run that goes on in another incarnation. With a `snapshot`
+    come back; `guard_state` is the run's guard, for a run that goes on in another incarnation. With a `snapshot`
     it goes on exactly where it was, and `replay` has what happened after that.
     """
 
     state: Any
     incarnations: RunIncarnations
-    earlier_progress: PriorProgress = field(default_factory=PriorProgress)
+    prior_progress: PriorProgress = field(default_factory=PriorProgress)
     unused_updates: tuple[UpdateRow, ...] = ()
     previous_devices: tuple[str, ...] = ()
-    guard_snapshot: GuardSnapshot = field(default_factory=GuardSnapshot)
+    guard_state: GuardState = field(default_factory=GuardState)
     is_resumed: bool = False
     snapshot: RunSnapshot | None = None
     replay: JournalReplay = field(default_factory=JournalReplay)
@@ -121,7 +120,7 @@ def restore_from_checkpoint(
     """
     run_id, strategy = record.run_id, components.strategy
     initial_state, checkpoint = strategy.init(components.model), find_newest_checkpoint(directory, record.run_id)
-    is_autonomous = strategy.goes_on_alone and not record.resumes
+    is_autonomous = strategy.is_autonomous and not record.resumes
     if not record.resumes and not (is_autonomous and checkpoint is not None):
         return RunStart(state=initial_state, incarnations=RunIncarnations(run_id))
     state = (
@@ -134,15 +133,15 @@ def restore_from_checkpoint(
         return RunStart(
             state=state,
             incarnations=RunIncarnations(run_id),
-            earlier_progress=_create_earlier_progress(get_progress(store, run_id)),
-            guard_snapshot=load_guard_snapshot(directory.runs / run_id),
+            prior_progress=_create_prior_progress(get_progress(store, run_id)),
+            guard_state=load_guard_state(directory.runs / run_id),
             is_resumed=True,
         )
     _restore_round_size(components.rounds, state, store, run_id)
     rollback_point = _create_rollback_point(components.rounds, strategy.version(state))
     entries = [] if checkpoint is None else _list_entries_after(wal, checkpoint)
     snapshot, since, marker = None, None, directory.runs / run_id / NEW_INCARNATION_FILE
-    if checkpoint is not None and checkpoint.standing:
+    if checkpoint is not None and checkpoint.snapshot_sha256:
         with contextlib.suppress(ReplayError):
             snapshot = _load_snapshot(_checkpoint_folder(directory, run_id), checkpoint)
         # The journal may lack quarantined entries: the rows have their own times.
@@ -152,7 +151,7 @@ def restore_from_checkpoint(
     restored = roll_back_history(
         store, run_id, rollback_point, entries, now=time.time(), since=since, should_reset=checkpoint is None
     )
-    has_snapshot = checkpoint is not None and bool(checkpoint.standing)
+    has_snapshot = checkpoint is not None and bool(checkpoint.snapshot_sha256)
     incarnations = _get_saved_incarnations(snapshot) if has_snapshot else _load_final_incarnations(record, directory)
     log.info(
         "run %s goes on behind version %d, round %d", run_id, rollback_point.version, rollback_point.num_closed_rounds
@@ -162,12 +161,12 @@ def restore_from_checkpoint(
         incarnations=RunIncarnations(
             run_id, record.resumes, dict(restored.incarnations) if incarnations is None else incarnations
         ),
-        earlier_progress=_create_earlier_progress(restored),
+        prior_progress=_create_prior_progress(restored),
         unused_updates=restored.unused_updates,
         previous_devices=restored.participants,
-        guard_snapshot=GuardSnapshot()
+        guard_state=GuardState()
         if checkpoint is None
-        else _get_guard_snapshot(directory.runs / run_id, snapshot, checkpoint),
+        else _get_guard_state(directory.runs / run_id, snapshot, checkpoint),
         is_resumed=checkpoint is not None,
     )
 
@@ -212,7 +211,7 @@ def _restore_with_replay(
     select_entries: Callable[[Sequence[JournalEntry]], Sequence[JournalEntry]],
 ) -> RunStart | None:
     run_id, strategy = record.run_id, components.strategy
-    if strategy.goes_on_alone:
+    if strategy.is_autonomous:
         return None
     initial_state, checkpoint, snapshot = (
         strategy.init(components.model),
@@ -223,7 +222,7 @@ def _restore_with_replay(
     if checkpoint is None and record.resumes:
         return None
     if checkpoint is not None:
-        if not checkpoint.standing:
+        if not checkpoint.snapshot_sha256:
             return None
         state = load_state(_checkpoint_folder(directory, run_id), type(initial_state), checkpoint)
         snapshot = _load_snapshot(_checkpoint_folder(directory, run_id), checkpoint)
@@ -234,7 +233,7 @@ def _restore_with_replay(
     log.info("run %s goes on where it was, behind version %d", run_id, strategy.version(state))
     return RunStart(
         state=state,
-        incarnations=_restore_incarnations(record, snapshot, replayed, store),
+        incarnations=_restore_incarnations(run_id, snapshot, replayed),
         unused_updates=list_unused_updates(store, run_id, _list_used_ids(replayed)),
         previous_devices=_list_trainers(snapshot, replayed),
         is_resumed=True,
@@ -244,19 +243,15 @@ def _restore_with_replay(
 
 
 def _restore_incarnations(
-    record: RunRecord, snapshot: RunSnapshot | None, entries: Sequence[JournalEntry], store: Store
+    run_id: str, snapshot: RunSnapshot | None, entries: Sequence[JournalEntry]
 ) -> RunIncarnations:
-    """Returns the incarnations of all assignments, for a run that goes on where it was, in its present one.
-
-    From checkpoint and journal. Rows and their times decide only for assignments of an edgefl that recorded neither.
-    """
-    incarnation = FIRST_INCARNATION if snapshot is None else snapshot.fleet.life
-    recorded, is_known = _get_saved_incarnations(snapshot) or {}, incarnation is not None
+    """Returns the incarnations of all assignments by checkpoint and journal, for a run that goes on where it was."""
+    incarnation = FIRST_INCARNATION if snapshot is None else snapshot.fleet.incarnation
+    recorded = _get_saved_incarnations(snapshot) or {}
     for entry in entries:
         if isinstance(entry, TurnStarted):
             incarnation = entry.incarnation
-            is_known = is_known and incarnation is not None
-        elif isinstance(entry, Decision) and incarnation is not None:
+        elif isinstance(entry, Decision):
             assignment_ids = [
                 instruction.assignment_id
                 for instruction in entry.orders
@@ -265,19 +260,16 @@ def _restore_incarnations(
             for name in assignment_ids:
                 recorded.pop(name, None)
                 recorded[name] = incarnation
-    by_time = {} if is_known or not record.resumes else get_incarnations_by_time(store, record.run_id)
-    return RunIncarnations(
-        record.run_id, record.resumes if incarnation is None else incarnation, {**by_time, **recorded}
-    )
+    return RunIncarnations(run_id, incarnation, recorded)
 
 
 def _get_saved_incarnations(snapshot: RunSnapshot | None) -> dict[str, int] | None:
-    """Returns the incarnations by assignment in a snapshot; None if it does not record them."""
-    if snapshot is None or snapshot.fleet.life is None:
+    """Returns the incarnations by assignment in a snapshot; None without one."""
+    if snapshot is None:
         return None
     return {
         assignment_id: incarnation
-        for incarnation, assignment_ids in snapshot.fleet.lives.items()
+        for incarnation, assignment_ids in snapshot.fleet.past_incarnations.items()
         for assignment_id in assignment_ids
     }
 
@@ -321,7 +313,7 @@ def can_resume_exactly(run_id: str, directory: CoordinatorDirectory) -> bool:
         log.error("run %s: %s", run_id, error)  # noqa: TRY400 a line for the operator, no bug of ours
         return False
     if checkpoint is not None:
-        return bool(checkpoint.standing)
+        return bool(checkpoint.snapshot_sha256)
     try:
         entries = load_journal_entries(directory.runs / run_id / "journal")
         return isinstance(next((entry for _, entry in entries), None), TurnStarted)
@@ -361,7 +353,7 @@ def can_auto_finish(record: RunRecord, directory: CoordinatorDirectory) -> bool:
         checkpoint = find_newest_checkpoint(directory, record.run_id)
     except JournalError:  # `can_resume_exactly` has logged it
         return False
-    return checkpoint is not None and not checkpoint.standing and not _has_crashed_too_often(record, directory)
+    return checkpoint is not None and not checkpoint.snapshot_sha256 and not _has_crashed_too_often(record, directory)
 
 
 def remove_crash_count(run_id: str, directory: CoordinatorDirectory) -> None:
@@ -391,11 +383,11 @@ def _crash_count_path(run_id: str, directory: CoordinatorDirectory) -> Path:
     return directory.runs / run_id / "restarts.json"
 
 
-def _get_guard_snapshot(folder: Path, snapshot: RunSnapshot | None, checkpoint: Checkpoint) -> GuardSnapshot:
+def _get_guard_state(folder: Path, snapshot: RunSnapshot | None, checkpoint: Checkpoint) -> GuardState:
     """Returns the guard at a checkpoint."""
-    if checkpoint.standing:
-        return GuardSnapshot() if snapshot is None else snapshot.guard
-    return load_guard_snapshot(folder)
+    if checkpoint.snapshot_sha256:
+        return GuardState() if snapshot is None else snapshot.guard
+    return load_guard_state(folder)
 
 
 def _load_snapshot(folder: Path, checkpoint: Checkpoint) -> RunSnapshot:
@@ -436,7 +428,7 @@ def _list_trainers(snapshot: RunSnapshot | None, entries: Sequence[JournalEntry]
     return tuple(sorted(name for name, info in devices.items() if info is not None and info.role == Role.TRAINER))
 
 
-def _create_earlier_progress(restored: ProgressAtRollback) -> PriorProgress:
+def _create_prior_progress(restored: ProgressAtRollback) -> PriorProgress:
     return PriorProgress(updates=restored.num_updates, bytes=restored.num_bytes, seconds=restored.elapsed_s)
 
 

@@ -33,9 +33,10 @@ from edgefl.engine.round_loop import LoopState, run_rounds
 from edgefl.storage.journal.record_encoding import TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
 from edgefl.storage.state_serialisation import decode_state, decode_tensors, encode_state
-from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.update_guard import UpdateGuard
 
 NEEDED: dict[str, dict[str, Any]] = {"fedbuff": {"buffer_size": 4}, "gradient-tracking": {"exchanges_per_round": 4}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
@@ -206,7 +207,7 @@ def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn_from_its_start_
 )
 def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Path, name: str, rounds: int) -> None:
     played = play(tmp_path, name, 4, rounds=rounds, faults={**FAULTS, "h": "diverges"}, every=4)
-    assert played.gate.guard.blocked_devices == {"h"}
+    assert played.gate.blocked_devices == {"h"}
     strikes = set()
     for number, whole in [(0, None), *list(played.wholes.items())[:4]]:
         entries = entries_after(tmp_path, played.records[number])
@@ -311,12 +312,12 @@ def test_a_journal_of_another_strategy_or_without_what_the_loop_saw_is_found_out
 def test_a_standing_comes_back_as_it_was_saved() -> None:
     order = TrainInstruction(assignment_id="a", device_id=NAMES[0], base_version=1, plan=built("fedavg", 1).plan)
     fleet = FleetSnapshot(
-        now_s=3.5, at=1e9, out={"a": DispatchedInstruction(order=order, dispatched_s=3.0)},
+        now_s=3.5, at=1e9, in_flight={"a": DispatchedInstruction(order=order, dispatched_s=3.0)},
         devices={NAMES[0]: DeviceInfo(device_id=NAMES[0], tasks=(TASK,), capabilities={"x": [1]})},
-        vitals={NAMES[0]: HealthMetrics(temperature_c=61.0), NAMES[1]: None},
+        health={NAMES[0]: HealthMetrics(temperature_c=61.0), NAMES[1]: None},
     )  # fmt: skip
     standing = create_run_snapshot(LoopState(), fleet, made := gate(is_auto=True))
-    made.guard.rejection_counts["b"] = 2
-    made.guard.blocked_devices.add("c")
+    made.guard.state.refusals["b"] = 2
+    made.guard.state.quarantined.add("c")
     made.codec_policy.adapt_instruction(replace(order, codec=CODECS[0]))  # type: ignore[union-attr] # it has one
     assert decode_state(encode_state(standing), RunSnapshot) == standing

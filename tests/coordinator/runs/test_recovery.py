@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.recording_fleet import FleetSnapshot
-from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, RunSnapshot, create_run_snapshot
+from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, create_run_snapshot
 from edgefl.coordinator.runs.recovery import (
     RunStart,
     can_resume_exactly,
@@ -38,11 +36,10 @@ from edgefl.engine.round_loop import LoopState
 from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal
-from edgefl.storage.repositories.records import AssignmentRow, RunRecord, RunStatus, UpdateRow
-from edgefl.storage.rollback import RUN_RESUMED
-from edgefl.storage.state_serialisation import decode_state, encode_state
+from edgefl.storage.repositories.records import RunRecord, RunStatus, UpdateRow
 from edgefl.storage.store import Store
-from edgefl.strategies.participation import RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.strategies.update_guard import GuardState, UpdateGuard
 
 NAMES = ("pi-1", "pi-2")
 
@@ -196,7 +193,7 @@ def test_a_run_that_begins_has_its_first_state_and_plain_ids(store: Store, direc
     with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
         first = restore_from_checkpoint(run, begun, directory, store, wal)
     assert (begun.strategy.version(first.state), first.incarnations.assign_wire_id("a")) == (0, f"{run.run_id}/a")
-    assert (first.unused_updates, first.earlier_progress.updates) == ((), 0)
+    assert (first.unused_updates, first.prior_progress.updates) == ((), 0)
 
 
 def test_to_ask_whether_a_run_can_go_on_leaves_its_journal_to_whoever_writes_it(
@@ -227,7 +224,7 @@ def test_a_run_whose_devices_went_on_counts_on_from_what_it_had(
     with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
         resumed = restore_from_checkpoint(run, made("ad-psgd", carrier="peer"), directory, store, wal)
     assert resumed.is_resumed
-    assert (resumed.earlier_progress.updates, resumed.earlier_progress.bytes, resumed.earlier_progress.seconds) == (
+    assert (resumed.prior_progress.updates, resumed.prior_progress.bytes, resumed.prior_progress.seconds) == (
         1,
         42,
         8.0,
@@ -243,7 +240,7 @@ def exact_checkpoint(directory: CoordinatorDirectory, run: RunRecord, made_run: 
     with WalJournal(folder / "journal", lambda _: {}) as wal:
         wal.record_turn(TurnStarted(now_s=5.0 + rounds, at=100.0))
         standing = create_run_snapshot(
-            course, fleet, RunParticipationPolicy(guard=UpdateGuard(rejection_counts={"pi-2": 1}))
+            course, fleet, RunParticipationPolicy(guard=UpdateGuard(state=GuardState(refusals={"pi-2": 1})))
         )
         saved = save_state(folder / "checkpoints", state, wal.last_record, standing)
         wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
@@ -266,41 +263,12 @@ def test_a_run_goes_on_exactly_where_its_checkpoint_and_the_journal_end(
     resumed = gone_on(run, store, directory, again)
     assert resumed is not None
     assert resumed.snapshot is not None
-    assert (again.strategy.version(resumed.state), resumed.snapshot.course.tally.updates) == (3, 6)
+    assert (again.strategy.version(resumed.state), resumed.snapshot.loop_state.progress.updates) == (3, 6)
     assert (resumed.previous_devices, resumed.is_exact, resumed.replay.is_exhausted) == (NAMES, True, True)
     assert resumed.snapshot.guard.strikes == {"pi-2": 1}
     assert resumed.incarnations.get_wire_id("a") == f"{run.run_id}/a", (
         "boards are asked for what they have, under the same ids"
     )
-
-
-def test_a_run_of_before_lives_were_written_down_has_them_by_its_rows(
-    store: Store, directory: CoordinatorDirectory
-) -> None:
-    run = record(store, RunStatus.RUNNING, resumes=1)
-    exact_checkpoint(directory, run, made(), 3)
-    store.record_event(RUN_RESUMED, "", at=50.0, run_id=run.run_id)
-    rows = [
-        AssignmentRow(assignment_id=name, device_id="pi-1", round=1, base_version=0, dispatched_at=at)
-        for name, at in (("a", 40.0), ("b", 60.0), ("c", 70.0))
-    ]
-    store.record_assignments(run.run_id, rows)
-    resumed = gone_on(run, store, directory, made())
-    assert resumed is not None
-    assert [resumed.incarnations.get_wire_id(name) for name in "abc"] == [
-        f"{run.run_id}/{name}" for name in ("a", "1/b", "1/c")
-    ]
-    assert resumed.incarnations.assign_wire_id("d") == f"{run.run_id}/1/d"
-
-
-def test_a_standing_of_before_lives_were_written_down_is_read() -> None:
-    content = encode_state(create_run_snapshot(LoopState(), FleetSnapshot(now_s=5.0), RunParticipationPolicy()))
-    length = 8 + int.from_bytes(content[:8], "little")
-    text = json.loads(json.loads(content[8:length])["__metadata__"]["edgefl"])
-    for name in ("life", "lives"):
-        del text["state"]["fields"]["fleet"]["fields"][name]
-    old = decode_state(save({}, metadata={"edgefl": json.dumps(text)}), RunSnapshot)
-    assert (old.fleet.now_s, old.fleet.life, old.fleet.lives) == (5.0, None, {})
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(

@@ -6,7 +6,8 @@ from paced_fleet import Board, PacedFleet, run, trained
 
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import TrainInstruction
-from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy, UpdateGuard
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
+from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.tasks.datasets.partitioning import list_duplicate_holders, list_subset_holders
@@ -87,9 +88,9 @@ def test_with_a_barrier_a_block_that_nobody_has_ends_the_run_after_twice_the_lim
     fleet = fleet_of(list_duplicate_holders(4, 2))
     fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
     with pytest.raises(
-        StrategyError, match=r"round 3 waited 20 s for block 0 of d0 or d1: barrier_s = 10 passed twice"
+        StrategyError, match=r"round 3 waited 20 s for block 0 of d0 or d1: round_timeout_s = 10 passed twice"
     ):
-        run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=5)
+        run(fleet, redundant({"round_timeout_s": 10.0, "on_timeout": "none"}), rounds=5)
     assert fleet.now_s == pytest.approx(22.0)
 
 
@@ -97,7 +98,7 @@ def test_with_a_barrier_a_holder_that_comes_back_in_time_is_asked_again():
     fleet = fleet_of(list_duplicate_holders(4, 2))
     fleet.at(2.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
     fleet.at(9.0, lambda: fleet.join("d1"))
-    state = run(fleet, redundant({"barrier_s": 10.0, "rescue": "none"}), rounds=4)
+    state = run(fleet, redundant({"round_timeout_s": 10.0, "on_timeout": "none"}), rounds=4)
     assert blocks_used(fleet) == [[0, 1]] * 4
     assert state.model["w"].tobytes() == by_hand(2, 4)
 
@@ -107,7 +108,7 @@ def test_asking_again_asks_a_holder_that_came_while_the_others_hang():
     fleet.leave("d1")
     fleet.boards["d0"].answers = False
     fleet.at(4.0, lambda: fleet.join("d1"))
-    run(fleet, redundant({"barrier_s": 5.0, "rescue": "ask-again"}), rounds=1)
+    run(fleet, redundant({"round_timeout_s": 5.0, "on_timeout": "reassign"}), rounds=1)
     assert fleet.journal.aggregates == [("v0-a2-d1-b0",)]
     assert fleet.arrived[0][0] == 6.0
 
@@ -160,7 +161,7 @@ class Distrust(UpdateGuard):
     def rejection_reason(self, update):
         if update.device_id != "d0":
             return None
-        self.blocked_devices.add("d0")
+        self.state.quarantined.add("d0")
         return "no update of d0 is let in"
 
 

@@ -1,0 +1,175 @@
+"""A simulated fleet in which some devices are rogue: they train as they should, and send something else."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.config import parse_run
+from edgefl.core.types import Array, DeviceInfo, InstructionFailed, Role, derive_rng
+from edgefl.engine.build import build_run
+from edgefl.engine.round_loop import run_rounds
+from edgefl.engine.run_log import RunLog, RunSubscriber
+from edgefl.simulation.backends.in_process import InProcessBackend
+from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
+from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
+from edgefl.simulation.fleet import SimulatedFleet
+from edgefl.simulation.network import SimulatedDownlink
+from edgefl.simulation.setup import make_device_names, make_devices, make_settings
+
+Attack = Callable[[dict[str, Array], int], Mapping[str, Array]]
+"""(honest displacement, version) -> what the rogue sends."""
+
+
+def scaled(factor: float) -> Attack:
+    return lambda tensors, _version: {name: tensor * np.float32(factor) for name, tensor in tensors.items()}
+
+
+def noise(tensors: dict[str, Array], version: int) -> Mapping[str, Array]:
+    """Gaussian noise, ten times as long as the honest update."""
+    norm = np.sqrt(sum(float(np.vdot(tensor, tensor)) for tensor in tensors.values()))
+    size = sum(tensor.size for tensor in tensors.values())
+    rng = derive_rng("noise", version)
+    scale = 10 * norm / np.sqrt(size)
+    return {
+        name: (scale * rng.standard_normal(tensor.shape)).astype(tensor.dtype) for name, tensor in tensors.items()
+    }
+
+
+def one_coordinate(tensors: dict[str, Array], _version: int) -> Mapping[str, Array]:
+    """The honest update, but for one entry of each tensor."""
+    changed = {name: np.array(tensor) for name, tensor in tensors.items()}
+    for tensor in changed.values():
+        tensor.reshape(-1)[0] = 100.0
+    return changed
+
+
+def slow_creep(tensors: dict[str, Array], version: int) -> Mapping[str, Array]:
+    """The honest update and a push in a fixed direction, longer by 5 % of the honest norm each round."""
+    norm = np.sqrt(sum(float(np.vdot(tensor, tensor)) for tensor in tensors.values()))
+    rng = derive_rng("creep")
+    push = {name: rng.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in tensors.items()}
+    length = np.sqrt(sum(float(np.vdot(tensor, tensor)) for tensor in push.values()))
+    factor = np.float32(0.05 * (version + 1) * norm / length)
+    return {name: tensor + factor * push[name] for name, tensor in tensors.items()}
+
+
+class RogueBackend(InProcessBackend):
+    """Trains in this process; the updates of some devices are replaced."""
+
+    def __init__(self, trainer, model_spec, rogues: Sequence[str], attack: Attack | None) -> None:
+        super().__init__(trainer, model_spec)
+        self._rogues, self._attack = rogues, attack
+
+    def get_result(self, job):
+        result = super().get_result(job)
+        if self._attack is None or job.instruction.device_id not in self._rogues or not result.tensors:
+            return result
+        honest = {
+            name: tensor.dense() if hasattr(tensor, "dense") else np.array(tensor)
+            for name, tensor in result.tensors.items()
+        }
+        with np.errstate(over="ignore", invalid="ignore"):
+            return replace(result, tensors=self._attack(honest, job.instruction.base_version))
+
+
+@dataclass
+class Outcome(RunSubscriber):
+    """What came of a run: accuracies by version, refused and clipped updates, quarantined devices."""
+
+    accuracies: list[float] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+    clipped: list[tuple[str, str]] = field(default_factory=list)
+    quarantined: set[str] = field(default_factory=set)
+    policy: object = None
+    state: object = None
+
+    def on_events(self, events) -> None:
+        self.refused += [
+            (event.device_id, event.reason)
+            for event in events
+            if isinstance(event, InstructionFailed) and event.is_strike
+        ]
+
+    def on_clipped(self, clipped) -> None:
+        self.clipped.append((clipped.device_id, clipped.reason))
+
+    @property
+    def accuracy(self) -> float:
+        """Mean over the last evaluations, which differ by chance."""
+        return float(np.mean(self.accuracies[-3:]))
+
+
+def load_fleet(
+    task: str, scheme: str, num_devices: int, *, data: Path | None = None, seed: int = 1, examples: int | None = None
+) -> FleetData:
+    """Returns shards of a data set, of `examples` in all."""
+    fleet = partition_in_memory(task, scheme, num_devices, data=data, seed=seed, test_fraction=0.0)
+    if examples is None:
+        return fleet
+    share = examples / sum(len(shard.train) for shard in fleet.shards)
+    rng, test = derive_rng("part", seed), fleet.test
+    shards = tuple(
+        replace(shard, train=np.sort(rng.permutation(shard.train)[: max(8, round(share * len(shard.train)))]))
+        for shard in fleet.shards
+    )
+    return replace(fleet, shards=shards, test=test.take(np.arange(min(len(test), 2000))))
+
+
+def flip_labels(fleet: FleetData, rogues: Sequence[int], num_labels: int = 10) -> FleetData:
+    """Returns the same fleet, but the rogues' examples of label k say k + 1."""
+    labels = np.array(fleet.pool.labels)
+    for index in rogues:
+        rows = fleet.shards[index].train
+        labels[rows] = (labels[rows] + 1) % num_labels
+    return replace(fleet, pool=replace(fleet.pool, labels=labels))
+
+
+def play(
+    tables: Mapping[str, Mapping[str, object]],
+    data: FleetData,
+    *,
+    attack: Attack | None = None,
+    num_rogues: int = 1,
+    without_rogues: bool = False,
+) -> Outcome:
+    """Returns the outcome of a run whose last devices are rogue, or absent."""
+    names = make_device_names(len(data.shards))
+    rogues = names[len(names) - num_rogues :] if num_rogues else []
+    present = [name for name in names if not (without_rogues and name in rogues)]
+    config = parse_run(
+        {**tables, "simulation": {"devices": len(names)}, "devices": {"names": present, "min": len(present)}}
+    )
+    made = build_run(config, "attacked")
+    shapes = made.shapes
+    trainer = SimulatedTrainer(
+        TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed),
+        data,
+        {name: index for index, name in enumerate(names)},
+    )
+    fleet = SimulatedFleet(
+        make_devices(config, names, (), data.shards, shapes),
+        backend=RogueBackend(trainer, shapes, rogues, attack),
+        downlink=SimulatedDownlink(made.encode, made.encode_changes),
+        settings=make_settings(config),
+        evaluators=[
+            DeviceInfo(device_id="coordinator", role=Role.EVALUATOR, tasks=(config.run.task,), source="coordinator")
+        ],
+    )
+    outcome = Outcome(policy=made.policy)
+    log = RunLog(None, [outcome])
+    outcome.state, _ = run_rounds(
+        made.strategy,
+        made.strategy.init(made.model),
+        fleet=fleet,
+        journal=log,
+        goal=made.goal,
+        evaluate=made.evaluate,
+        rounds=made.rounds,
+        policy=made.policy,
+        on_score=lambda score: outcome.accuracies.append(score.accuracy),
+        on_clipped=log.record_clipped,
+    )
+    outcome.quarantined = set(made.policy.blocked_devices)
+    return outcome

@@ -1,0 +1,230 @@
+"""The guard: what is refused, clipped and let in, and that neither order nor a restart changes it."""
+
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.core.types import SparseTensor, TensorSpec, Update, UpdateMetrics
+from edgefl.storage.state_serialisation import decode_state, encode_state
+from edgefl.strategies.update_guard import (
+    MAX_RECORDS,
+    MIN_AGREEMENTS,
+    SKETCH_SIZE,
+    GuardState,
+    UpdateGuard,
+    compute_low_medians,
+    measure_update,
+)
+
+SHAPES = (TensorSpec(name="w", shape=(3,)), TensorSpec(name="n", shape=(), dtype="int64"))
+DIRECTION = np.array([3.0, 4.0, 0.0])
+EMPTY_VIEW = SimpleNamespace(busy={}, idle=[])
+
+
+def update(values, *, device="pi-1", name="w", version=0):
+    tensors = {name: np.asarray(values, np.float32), "n": np.array(1)}
+    return Update(
+        assignment_id=f"v{version}-{device}",
+        device_id=device,
+        base_version=version,
+        tensors=tensors,
+        metrics=UpdateMetrics(num_examples=1),
+    )
+
+
+def make_guard(**settings):
+    return UpdateGuard(shapes=SHAPES, **{"norm_ratio": 4.0, "min_cosine": -0.3, **settings})
+
+
+def play_version(guard, version, vectors):
+    """Sends one update of each device; returns what came through, by device."""
+    received = []
+    for device, values in vectors.items():
+        sent = update(values, device=device, version=version)
+        if guard.rejection_reason(sent) is None:
+            received += guard.admit(sent)
+    received += guard.release(EMPTY_VIEW)
+    guard.record_version(version + 1)
+    return {each.device_id: np.array(each.tensors["w"]) for each in received}
+
+
+def honest(num_devices=5, *, version=0):
+    rng = np.random.default_rng(version)
+    return {f"pi-{i}": DIRECTION + 0.5 * rng.standard_normal(3) for i in range(1, num_devices + 1)}
+
+
+def test_a_healthy_update_is_let_in_dense_or_sparse():
+    guard = UpdateGuard(shapes=SHAPES, max_norm=10.0)
+    assert guard.rejection_reason(update([1, 2, 3])) is None
+    tensors = {"w": SparseTensor(indices=np.array([1]), values=np.array([2.0]), shape=(3,)), "n": np.array(1)}
+    assert guard.rejection_reason(replace(update([0, 0, 0]), tensors=tensors)) is None
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (update([1, np.nan, 0]), "a NaN or an infinity"),
+        (update([1, np.inf, 0]), "a NaN or an infinity"),
+        (update([3e38, 3e38, 3e38]), "norm is inf|a NaN or an infinity"),  # its square is beyond a float: no warning
+        (update([1, 2]), r"tensor 'w' has shape \(2,\), the model's is \(3,\)"),
+        (update([1, 2, 3], name="v"), "no tensor 'w'"),
+        (update([0, 0, 11]), "norm is 11, at most 10"),
+    ],
+)
+def test_an_update_that_would_spoil_the_model_is_refused_with_what_is_wrong(bad, reason):
+    refusal = UpdateGuard(shapes=SHAPES, max_norm=10.0).rejection_reason(bad)
+    assert refusal is not None
+    assert re.search(reason, refusal)
+
+
+@pytest.mark.parametrize("factor", [10.0, 1e6, 1e12])
+def test_a_first_update_that_is_far_too_long_is_clipped_to_a_few_times_the_others(factor):
+    guard, vectors = make_guard(), honest()
+    vectors["pi-3"] = DIRECTION * factor
+    received = play_version(guard, 0, vectors)
+    assert np.linalg.norm(received["pi-3"]) <= 4.001 * max(np.linalg.norm(vectors[f"pi-{i}"]) for i in (1, 2, 4, 5))
+    assert np.array_equal(received["pi-1"], np.float32(vectors["pi-1"]))
+    (clipped,) = guard.pop_clipped()
+    assert (clipped.device_id, "times the usual" in clipped.reason) == ("pi-3", True)
+    assert not guard.pop_clipped()
+
+
+def test_the_result_does_not_depend_on_who_answers_first():
+    results = []
+    for order in itertools.permutations(range(1, 6), 5):
+        guard = make_guard()
+        for version, factor in enumerate([50.0, 1.0, 9.0]):
+            vectors = honest(version=version)
+            vectors["pi-2"] = vectors["pi-2"] * factor
+            received = play_version(guard, version, {f"pi-{i}": vectors[f"pi-{i}"] for i in order})
+        results.append({name: received[name].tobytes() for name in sorted(received)})
+    assert all(result == results[0] for result in results)
+
+
+def test_a_device_that_grows_by_a_tenth_each_version_does_not_move_its_own_bound():
+    guard = make_guard()
+    for version in range(60):
+        vectors = honest(version=version)
+        vectors["pi-5"] = vectors["pi-5"] * 1.1**version
+        received = play_version(guard, version, vectors)
+        assert np.linalg.norm(received["pi-5"]) < 4.001 * 7
+    assert np.linalg.norm(received["pi-5"]) < 7  # far above the peers version by version: down to their median
+
+
+def test_all_devices_together_may_grow():
+    guard = make_guard()
+    for version in range(8):
+        vectors = {name: values * 3.0**version for name, values in honest(version=version).items()}
+        received = play_version(guard, version, vectors)
+    assert np.allclose(received["pi-1"], vectors["pi-1"])
+
+
+def test_a_changed_sign_is_refused_after_some_versions_and_then_the_device_is_quarantined():
+    guard, reasons = make_guard(), []
+    for version in range(MIN_AGREEMENTS + 3):
+        vectors = honest(version=version)
+        vectors["pi-5"] = -vectors["pi-5"]
+        play_version(
+            guard, version, {name: vectors[name] for name in vectors if name != "pi-5"} | {"pi-5": vectors["pi-5"]}
+        )
+        reasons.append(guard.state.refusals.get("pi-5", 0))
+    assert reasons == [0] * MIN_AGREEMENTS + [1, 2, 3]
+    assert guard.state.quarantined == {"pi-5"}
+
+
+def test_devices_that_pull_in_all_directions_are_not_refused():
+    guard = make_guard()
+    for version in range(30):
+        rng = np.random.default_rng(version)
+        vectors = {f"pi-{i}": np.roll([1.0, -0.5, -0.5], i) + 0.3 * rng.standard_normal(3) for i in range(6)}
+        assert len(play_version(guard, version, vectors)) == 6
+
+
+def test_one_entry_is_clipped_and_the_rest_of_the_update_stays():
+    shapes = (TensorSpec(name="w", shape=(100,)),)
+    guard = UpdateGuard(shapes=shapes, norm_ratio=4.0)
+    sent = []
+    for i in range(5):
+        values = np.ones(100, np.float32)
+        values[7] = 1e6 if i == 4 else 1.0
+        each = replace(update([0]), tensors={"w": values}, device_id=f"pi-{i}", assignment_id=f"a{i}")
+        assert guard.rejection_reason(each) is None
+        sent += guard.admit(each)
+    received = guard.release(EMPTY_VIEW)
+    assert received[4].tensors["w"][7] == 10.0  # 4 x 2.5 times the largest entry of the others
+    assert np.all(np.delete(received[4].tensors["w"], 7) == 1.0)
+
+
+def test_first_updates_are_held_until_all_that_are_asked_have_answered():
+    guard = make_guard(hold_updates=None)
+    busy = SimpleNamespace(busy={"pi-2": ("v0-pi-2",)}, idle=[])
+    first = update([1, 2, 3])
+    assert guard.rejection_reason(first) is None
+    assert guard.admit(first) == ()
+    assert (guard.release(busy), guard.list_held()) == ((), {"pi-1": ["v0-pi-1"]})
+    guard.release_next()
+    assert [each.device_id for each in guard.release(busy)] == ["pi-1"]
+    assert [each.device_id for each in guard.admit(update([1, 2, 3], device="pi-2"))] == ["pi-2"]
+
+
+def test_a_state_that_was_saved_decides_as_the_one_that_went_on():
+    guard = make_guard()
+    for version in range(3):
+        play_version(guard, version, honest(version=version))
+    assert not guard.admit(update([1, 2, 3], device="pi-9", version=3)) == ()
+    other = make_guard()
+    other.restore(decode_state(encode_state(guard.state), GuardState), keeps_held=True)
+    vectors = honest(version=3) | {"pi-2": DIRECTION * 100}
+    results = [play_version(each, 3, vectors) for each in (guard, other)]
+    assert {name: values.tobytes() for name, values in results[0].items()} == {
+        name: values.tobytes() for name, values in results[1].items()
+    }
+
+
+def test_held_updates_are_in_a_saved_state_and_are_asked_for_again_in_another_life():
+    guard = make_guard()
+    guard.admit(update([1, 2, 3]))
+    saved = decode_state(encode_state(guard.state), GuardState)
+    other = make_guard()
+    other.restore(saved, keeps_held=True)
+    assert np.array_equal(other.release(EMPTY_VIEW)[0].tensors["w"], [1, 2, 3])
+    other.restore(saved)
+    assert not other.list_held()
+
+
+def test_memory_does_not_grow_with_the_number_of_devices():
+    guard = make_guard(hold_updates=4)
+    for version in range(3):
+        play_version(guard, version, honest(3 * MAX_RECORDS, version=version))
+    assert len(guard.state.records) == len(guard.state.trust) == MAX_RECORDS
+    assert not guard.state.incoming
+
+
+def test_low_medians_ignore_zeros_and_are_unknown_without_a_majority():
+    values = np.array([[0.0, 1.0], [2.0, 1e12], [4.0, 0.0], [0.0, 0.0]])
+    assert compute_low_medians(values).tolist() == [2.0, 1.0]
+    assert compute_low_medians(np.array([[1.0], [0.0], [0.0]])).tolist() == [np.inf]
+
+
+def test_a_sketch_keeps_cosines_dense_or_sparse():
+    spec, rng = TensorSpec(name="w", shape=(20, 1000)), np.random.default_rng(1)
+    first, second = rng.standard_normal((2, 20, 1000)).astype(np.float32)
+    mixed = first + second
+    records = [
+        measure_update(replace(update([0]), tensors={"w": tensor}), (spec,))
+        for tensor in (
+            first,
+            second,
+            mixed,
+            SparseTensor(indices=np.arange(20000), values=mixed.ravel(), shape=(20, 1000)),
+        )
+    ]
+    assert all(record.sketch.shape == (SKETCH_SIZE,) for record in records)
+    assert abs(records[0].sketch @ records[1].sketch) < 0.1
+    assert abs(records[0].sketch @ records[2].sketch - 0.707) < 0.1
+    assert np.allclose(records[2].sketch, records[3].sketch, atol=1e-5)
+    assert records[2].norm == pytest.approx(float(np.linalg.norm(mixed)), rel=1e-5)
