@@ -33,7 +33,7 @@ def test_a_board_is_updated_trains_on_and_rolls_a_broken_release_back_by_itself(
     assert "manual is left out: this edgefl is not installed in slots" in output
     updated.tools.eventually(lambda: updated.device()["version"] == NEXT)
     assert updated.device()["capabilities"]["installs"]["slot"] == "b"
-    assert updated.events() == ["update-requested", "updated"]
+    assert updated.events() == ["installation-requested", "installation-running"]
 
     config = parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}, "devices": {"min": 2}})
     run = updated.fleet.submit(config)
@@ -48,7 +48,7 @@ def test_a_board_is_updated_trains_on_and_rolls_a_broken_release_back_by_itself(
     updated.tools.eventually(lambda: updated.fleet.get_presence()["board"] == "online")
     updated.tools.eventually(lambda: updated.device()["version"] == NEXT)
     assert (updated.root / "current").readlink() == Path("b")
-    assert updated.events()[-2:] == ["update-requested", "update-rolled-back"]
+    assert updated.events()[-2:] == ["installation-requested", "installation-rolled-back"]
     table = updated.fleet.run_command("devices", "updates")
     assert "done" in table
     assert "failed" in table

@@ -212,7 +212,7 @@ def test_who_was_refused_and_how_often_comes_back_from_the_journal(tmp_path: Pat
     for number, whole in [(0, None), *list(played.wholes.items())[:4]]:
         entries = entries_after(tmp_path, played.records[number])
         assert replay(entries, name, 4, whole, rounds=rounds) == played.digests[number:]
-        strikes.add(decode_state(whole[1], RunSnapshot).guard.strikes.get("h", 0) if whole else 0)
+        strikes.add(decode_state(whole[1], RunSnapshot).guard.refusals.get("h", 0) if whole else 0)
     assert len(strikes) > 1, "some of the refusals lie behind a checkpoint, some before it"
 
 

@@ -147,10 +147,10 @@ def test_every_board_that_can_be_updated_is_told_and_what_it_says_is_kept(fleet:
     eventually(lambda: fleet.status(made) == "done")
     assert fleet.stages(made) == {"pi-1": "running", "pi-2": "rolled-back"}
     assert sorted(fleet.events()) == [
-        ("update-requested", "pi-1"),
-        ("update-requested", "pi-2"),
-        ("update-rolled-back", "pi-2"),
-        ("updated", "pi-1"),
+        ("installation-requested", "pi-1"),
+        ("installation-requested", "pi-2"),
+        ("installation-rolled-back", "pi-2"),
+        ("installation-running", "pi-1"),
     ]
     row = fleet.store.installations.list_devices(made)[1]
     assert row.reason == "its agent did not come up"

@@ -265,7 +265,7 @@ def test_a_run_goes_on_exactly_where_its_checkpoint_and_the_journal_end(
     assert resumed.snapshot is not None
     assert (again.strategy.version(resumed.state), resumed.snapshot.loop_state.progress.updates) == (3, 6)
     assert (resumed.previous_devices, resumed.is_exact, resumed.replay.is_exhausted) == (NAMES, True, True)
-    assert resumed.snapshot.guard.strikes == {"pi-2": 1}
+    assert resumed.snapshot.guard.refusals == {"pi-2": 1}
     assert resumed.incarnations.get_wire_id("a") == f"{run.run_id}/a", (
         "boards are asked for what they have, under the same ids"
     )
