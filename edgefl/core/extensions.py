@@ -87,8 +87,7 @@ def check_allowed(name: str, noun: str, error: type[EdgeflError]) -> None:
     module, _, attribute = name.partition(":")
     if not is_module_name(module) or not attribute.isidentifier() or len(name) > MAX_NAME_CHARS:
         raise error(f"{noun} {format_name(name)} cannot be loaded: it must be module:Class, such as my_fleet:Mine")
-    if _is_standard(module):
-        raise error(f"{noun} {name!r} is refused: {module} is of Python's own library, and holds no {noun}")
+    _reject_standard(module, name, noun, error)
     if module not in list_allowed_modules():
         raise error(
             f"{noun} {name!r} is refused: the module {module} is not allowed here. Where you trust it, add "
@@ -150,6 +149,13 @@ def format_name(name: str) -> str:
     return repr(name if len(name) <= MAX_NAME_CHARS else f"{name[:MAX_NAME_CHARS]}…")
 
 
+def _reject_standard(module: str, name: str, noun: str, error: type[EdgeflError]) -> None:
+    if _is_standard(module):
+        raise error(
+            f"{noun} {format_name(name)} is refused: {module} is of Python's own library, and holds no {noun}"
+        )
+
+
 def _is_standard(module: str) -> bool:
     return _get_package(module) in sys.stdlib_module_names
 
@@ -160,6 +166,7 @@ def _split_target(point: EntryPoint) -> tuple[str, str]:
 
 
 def _load_class(kind: ExtensionKind, name: str, module: str, attribute: str) -> type[Any]:
+    _reject_standard(module, name, kind.noun, kind.error)
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # importing another author's code may raise anything

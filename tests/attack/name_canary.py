@@ -14,6 +14,7 @@ REGISTRIES = (
     "core/extensions.py", "strategies/registry.py", "tasks/registry.py", "tasks/local_algorithms/registry.py",
     "compression/registry.py", "flower/strategy_options.py", "tasks/learners/torch_learner.py", "engine/build.py",
 )  # fmt: skip
+IMPORTERS = ("importlib/__init__.py", "importlib._bootstrap>", "importlib._bootstrap_external>")
 MARK = "canary-7f3a"
 
 
@@ -23,10 +24,15 @@ def write(line):
     os.close(descriptor)
 
 
-def is_registry(frame):
-    return (
-        frame is not None and frame.f_code.co_filename.endswith(REGISTRIES) and "edgefl" in frame.f_code.co_filename
-    )
+def is_registry(code):
+    return code is not None and code.co_filename.endswith(REGISTRIES) and "edgefl" in code.co_filename
+
+
+def find_importer(frame):
+    """Returns the code that asked for an import; importlib.metadata imports what it needs itself."""
+    while frame is not None and frame.f_code.co_filename.endswith(IMPORTERS):
+        frame = frame.f_back
+    return None if frame is None else frame.f_code
 
 
 def find_codes(names):
@@ -44,18 +50,19 @@ def find_codes(names):
 def watch():
     with open(NAMES) as file:  # noqa: PTH123 pathlib is among the names that are watched
         names = file.read().split()
-    modules, codes = {name.partition(":")[0] for name in names}, {}
+    modules, codes, known = {name.partition(":")[0] for name in names}, {}, {}
 
     def on_event(event, arguments):
-        if event == "import" and arguments[0] in modules:
-            frame = sys._getframe().f_back
-            while frame is not None and "importlib" in frame.f_code.co_filename:
-                frame = frame.f_back
-            if is_registry(frame):
-                write(f"import {arguments[0]}")
+        if event == "import" and arguments[0] in modules and is_registry(find_importer(sys._getframe().f_back)):
+            write(f"import {arguments[0]}")
 
     def on_call(frame, event, argument):
-        if event == "call" and is_registry(frame.f_back):
+        if event != "call" or frame.f_back is None:
+            return
+        caller = frame.f_back.f_code
+        if caller not in known:
+            known[caller] = is_registry(caller)
+        if known[caller]:
             if not codes:
                 codes.update(find_codes(names))
             if frame.f_code in codes and any(MARK in str(value) for value in frame.f_locals.values()):

@@ -42,7 +42,8 @@ def simulate(tmp_path):
     def run(folder="run", *, devices=2, scheme="iid", bookkeeping_only=False, requires=None, **sections):
         config = run_file(devices=requires or {}, **sections)
         options = {"scheme": None if bookkeeping_only else scheme, "bookkeeping_only": bookkeeping_only}
-        return edgefl.simulate(config, devices=devices, root=tmp_path / folder, **options)
+        modules = ["apart_strategy"]
+        return edgefl.simulate(config, devices=devices, root=tmp_path / folder, allow_modules=modules, **options)
 
     return run
 
