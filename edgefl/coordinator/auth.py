@@ -6,9 +6,9 @@ Operators may do everything, viewers may read. Both send a bearer token; only ha
 - Rate limit: an address may fail ten times at once and regains one try every six seconds. All addresses together may
   fail two hundred times; beyond that each address has one try, so that a device with a valid token and its own
   address is accepted whatever others do. Successful tries are not counted.
-- Audit log: events of the kind `refused`, aggregated to bound their number. The first rejection is written at once.
-  Further ones of the same kind from the same address or device are counted, and written as one row a minute. At most
-  `MAX_SOURCES` are distinguished at a time; the others share a row.
+- Audit log: events of the kind `request-rejected`, aggregated to bound their number. The first rejection is written at
+  once. Further ones of the same kind from the same address or device are counted, and written as one row a minute. At
+  most `MAX_SOURCES` are distinguished at a time; the others share a row.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ STATUS_BY_ERROR: Mapping[type[EdgeflError], int] = {
 }
 MAX_TOKEN_CHARS = 200
 MAX_PATH_CHARS = 100
+ACTOR_HASH_CHARS = 8
 
 
 def ignore_rejection(_kind: str, _source: str, _detail: str) -> None:
@@ -280,6 +281,14 @@ class TokenAuth:
         """Returns whether a request may read, and whether it may act; rejects none."""
         digest = _token_digest(request)
         return self._is_open or _is_any_of(digest, self._viewers), _is_any_of(digest, self._operators)
+
+    def find_actor(self, request: Request) -> str | None:
+        """Returns who acts: the role, and the beginning of its token's hash; None for a token that does not count."""
+        digest = _token_digest(request)
+        if not _is_any_of(digest, self._viewers):
+            return None
+        role = "operator" if _is_any_of(digest, self._operators) else "viewer"
+        return f"{role} {str(digest)[:ACTOR_HASH_CHARS]}"
 
     def _check(self, request: Request, accepted: Sequence[str], required_token: str) -> None:
         digest = _token_digest(request)
