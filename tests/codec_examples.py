@@ -1,11 +1,13 @@
 """One line or more for every stage of the registry, and a small task: what the contract of all codecs is run on.
 
-A new stage gets a line in EXAMPLES, and a golden file by `write_golden_file`; every test of the contract takes it up.
+A new stage is taken up by itself, with the examples by which the registry describes it. This writes its golden files:
+
+    PYTHONPATH=tests python tests/codec_examples.py
 """
 
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from edgefl.compression.per_layer import PerLayerStage
 from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8
 from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
+from edgefl.compression.registry import STAGE_DESCRIPTIONS, STAGES
 from edgefl.compression.stages import ValueStage
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, TensorSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 
-EXAMPLES = (
+_CHOSEN = (
     "dense",
     "dense|fp16",
     "dense|bf16",
@@ -55,6 +58,22 @@ EXAMPLES = (
     "ef|topk:1|bf16|shuffle",
     "topk:0.2|int8; w* = fp16",
 )
+
+
+def stages_of(spec: str) -> set[str]:
+    """The names of the stages in a line, those of its layers included."""
+    lines = [line.rpartition("=")[2] for line in spec.split(";")]
+    return {part.strip().partition(":")[0] for line in lines for part in line.split("|")}
+
+
+def _described() -> Iterator[str]:
+    """The registry's own examples of the stages that no line above uses."""
+    used = {name for spec in _CHOSEN for name in stages_of(spec)}
+    for name in STAGES.keys() - used:
+        yield from STAGE_DESCRIPTIONS[name].example_specs if name in STAGE_DESCRIPTIONS else ()
+
+
+EXAMPLES = (*_CHOSEN, *sorted(_described()))
 """Every tensor that tests encode with them has a name that begins with w, or one does at least."""
 
 BYTES_MAY_DIFFER = ("atomo", "powersgd", "lss", "natural", "qsgd", "terngrad", "randk", "zstd", "shuffle")
@@ -136,8 +155,13 @@ def part_for(codec: Codec, name: str) -> Codec:
 def error_bound(stage: ValueStage, values: Array) -> Array:
     """The largest error that each decoded value may have, in the shape of `values`."""
     sizes: Array = np.abs(values, dtype=np.float64)
-    bound: Array = np.broadcast_to(ERROR_BOUNDS[type(stage)](stage, sizes, values), values.shape)
+    bound: Array = np.broadcast_to(ERROR_BOUNDS.get(type(stage), _largest_bound)(stage, sizes, values), values.shape)
     return bound
+
+
+def _largest_bound(_stage: Any, sizes: Array, _values: Array) -> Array:
+    """No value becomes larger than the largest, or more wrong than that."""
+    return np.asarray(sizes.max(initial=0) * (1 + 2.0**-20) + 2.0**-149)
 
 
 def _int8_bound(stage: Any, sizes: Array, values: Array) -> Array:
@@ -186,7 +210,7 @@ ERROR_BOUNDS: dict[type, Callable[[Any, Array, Array], Array]] = {
     TernGrad: _terngrad_bound,
     NaturalCompression: lambda _stage, sizes, _values: sizes,
 }
-"""By value stage, from the stage, the magnitudes and the values; a new stage gets a line."""
+"""By value stage, from the stage, the magnitudes and the values; one without a line is held to the loosest."""
 
 
 def arrays(decoded: dict[str, Tensor]) -> dict[str, Array]:
@@ -234,3 +258,8 @@ def assert_well_formed(tensor: SparseTensor) -> None:
     assert tensor.indices.shape == tensor.values.shape
     assert np.all(np.diff(tensor.indices) > 0)
     assert np.all((tensor.indices >= 0) & (tensor.indices < np.prod(tensor.shape)))
+
+
+if __name__ == "__main__":
+    for example in EXAMPLES:
+        write_golden_file(example)

@@ -35,6 +35,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "run file": setting_pages.run_file,
     "coordinator settings": setting_pages.coordinator_settings,
     "strategy settings": setting_pages.strategy_settings,
+    "codec stages": setting_pages.codec_stages,
     "errors": error_pages.errors,
     "python api": api_pages.python_api,
 }
