@@ -658,7 +658,7 @@ class ParticipationPolicy(Protocol):
     def observe_decision(self, decision: Decision) -> Decision:
         """Returns the strategy's decision without what concerns held updates, which it then receives at once."""
 
-    def record_version(self, version: int) -> None:
+    def record_version(self) -> None:
         """Records that a version was aggregated; later updates are judged against the ones before it."""
 
     def pop_clipped(self) -> Sequence[ClippedUpdate]:

@@ -24,7 +24,12 @@ from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule,
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
-from edgefl.strategies.update_guard import MIN_DIRECTION_PEERS, UpdateGuard
+from edgefl.strategies.update_guard import (
+    MIN_DIRECTION_PEERS,
+    MIN_OPPOSITION,
+    MIN_STALE_OPPOSITION,
+    UpdateGuard,
+)
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
 from edgefl.tasks.backends import is_torch_task
 from edgefl.tasks.registry import make_task
@@ -233,8 +238,9 @@ def _make_policy(
 ) -> RunParticipationPolicy:
     devices, guard = config.devices, config.guard
     inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
-    # In rounds the first one is judged when it is complete, otherwise as soon as there is a majority to judge by.
-    hold_updates = config.run.min_updates if isinstance(inner, SynchronousStrategy) else MIN_DIRECTION_PEERS + 1
+    has_rounds = isinstance(inner, SynchronousStrategy)
+    # In rounds the first one is judged when it is complete, otherwise as soon as there are enough to judge by.
+    hold_updates = config.run.min_updates if has_rounds else MIN_DIRECTION_PEERS + 1
     return RunParticipationPolicy(
         selection=DeviceSelection(
             min_memory_bytes=devices.min_memory_bytes,
@@ -249,6 +255,7 @@ def _make_policy(
             max_norm=guard.max_norm,
             norm_ratio=guard.norm_ratio if guard.enabled else None,
             min_cosine=guard.min_cosine if guard.enabled else None,
+            min_opposition=MIN_OPPOSITION if has_rounds else MIN_STALE_OPPOSITION,
             refusals_before_quarantine=guard.refusals_before_quarantine,
             hold_updates=hold_updates,
         ),

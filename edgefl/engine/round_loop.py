@@ -173,7 +173,7 @@ class AcceptAllPolicy:
     def observe_decision(self, decision: Decision) -> Decision:
         return decision
 
-    def record_version(self, version: int) -> None: ...
+    def record_version(self) -> None: ...
 
     def pop_clipped(self) -> Sequence[ClippedUpdate]:
         return ()
@@ -363,7 +363,7 @@ def _aggregate_ready(
             dispatch(*orders)
             orders = ()
         _aggregate_once(provider, journal, progress)
-        policy.record_version(progress.version)
+        policy.record_version()
         if progress.rounds.is_round_end(progress.version):
             orders = evaluate(
                 progress.version,

@@ -15,8 +15,8 @@ run have none before them; they are held in the journal until all are there, and
 A device whose updates are refused several times in a row is quarantined. The memory is bounded: `MAX_RECORDS`
 records of two numbers per tensor and one sketch, and some numbers per device. The held updates stay in the journal.
 
-Sources: the sketch is a count sketch with one hash per block (Charikar, Chen, Farach-Colton, Finding Frequent Items in
-Data Streams, 2002); clipping of norms as in Sun et al., Can You Really Backdoor Federated Learning?, 2019; the
+Sources: the sketch is a count sketch with one hash per block (Charikar, Chen, Farach-Colton, Finding Frequent Items
+in Data Streams, 2002); clipping of norms as in Sun et al., Can You Really Backdoor Federated Learning?, 2019; the
 median and its absolute deviation as robust scale: Hampel, 1974.
 """
 
@@ -58,9 +58,10 @@ NUM_LONG_VERSIONS = 3
 """Versions in a row with a norm far above the peers', after which clipping goes down to the median."""
 NUM_AGREEMENTS, MIN_AGREEMENTS = 8, 5
 """Newest cosines of a device that are averaged, and how many it needs to be refused for them."""
-MIN_UNITY, MIN_OPPOSITION = 0.25, 0.75
+MIN_UNITY, MIN_OPPOSITION, MIN_STALE_OPPOSITION = 0.25, 0.75, 1.0
 """How much the others must agree with each other, and more than the device does with them: where shards differ much,
-honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.69."""
+honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.69. It has to
+be larger where updates of different versions are compared, as in asynchronous runs."""
 DRIFT_RATIO, DRIFT_DECAY, MIN_DRIFT_VERSIONS = 3.0, 0.98, 10
 _DEVIATIONS = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
@@ -127,6 +128,7 @@ class UpdateGuard:
         max_norm: most norm of an update, None for no bound.
         norm_ratio: most ratio of it to the median of other devices, None for no bound.
         min_cosine: least mean cosine with the other devices' updates, None for no bound.
+        min_opposition: least difference of that to the others' cosine with each other, for a refusal.
         refusals_before_quarantine: number in a row; an accepted update clears them.
         hold_updates: number of first updates that are judged together, None for all that were asked for.
     """
@@ -136,6 +138,7 @@ class UpdateGuard:
     max_norm: float | None = None
     norm_ratio: float | None = None
     min_cosine: float | None = None
+    min_opposition: float = MIN_OPPOSITION
     refusals_before_quarantine: int = 3
     hold_updates: int | None = None
     state: GuardState = field(default_factory=GuardState)
@@ -201,7 +204,7 @@ class UpdateGuard:
         if self.min_cosine is None or trust is None or len(trust.agreements) < MIN_AGREEMENTS:
             return None
         mean, unity = float(np.mean(trust.agreements)), float(np.mean(trust.unities))
-        if mean >= self.min_cosine or unity < MIN_UNITY or unity - mean < MIN_OPPOSITION:
+        if mean >= self.min_cosine or unity < MIN_UNITY or unity - mean < self.min_opposition:
             return None
         return (
             f"its last {len(trust.agreements)} updates are opposed to those of the others: their mean cosine is "
@@ -253,7 +256,7 @@ class UpdateGuard:
             held.setdefault(update.device_id, []).append(update.assignment_id)
         return held
 
-    def record_version(self, version: int) -> None:
+    def record_version(self) -> None:
         """Makes the updates that arrived before a new version those that later ones are judged against."""
         state = self.state
         if not state.incoming:
@@ -318,18 +321,19 @@ class UpdateGuard:
         usual_norms = compute_low_medians(np.array([peer.norms for peer in peers]))
         peak_limits = usual_peaks * self.norm_ratio * PEAK_RATIO_FACTOR
         norm_limits = usual_norms * self.norm_ratio * TENSOR_RATIO_FACTOR
-        peaks = {spec.name: float(limit) for spec, limit, peak in zip(specs, peak_limits, record.peaks, strict=True)
-                 if peak > limit}  # fmt: skip
+        rows = list(zip(specs, peak_limits, record.peaks, norm_limits, record.norms, strict=True))
+        peaks = {spec.name: float(limit) for spec, limit, peak, _, _ in rows if peak > limit}
         if peaks:
-            name = next(iter(peaks))
-            reasons.append(f"entries of {name!r} are more than {self.norm_ratio * PEAK_RATIO_FACTOR:g} times usual")
-        scales = {spec.name: float(limit / norm) for spec, limit, norm in zip(specs, norm_limits, record.norms, strict=True)
-                  if norm > limit and spec.name not in peaks}  # fmt: skip
+            times = self.norm_ratio * PEAK_RATIO_FACTOR
+            reasons.append(f"entries of {next(iter(peaks))!r} are more than {times:g} times the usual")
+        scales = {
+            spec.name: float(limit / norm)
+            for spec, _, _, limit, norm in rows
+            if norm > limit and spec.name not in peaks
+        }
         if scales:
-            name = next(iter(scales))
-            reasons.append(
-                f"the norm of {name!r} is {1 / scales[name] * self.norm_ratio * TENSOR_RATIO_FACTOR:.3g} times usual"
-            )
+            times = self.norm_ratio * TENSOR_RATIO_FACTOR / next(iter(scales.values()))
+            reasons.append(f"the norm of {next(iter(scales))!r} is {times:.3g} times the usual")
         norms = np.array([peer.norm for peer in peers])
         usual = float(compute_low_medians(norms[:, None])[0])
         limit = usual * self._compute_ratio(norms)
@@ -338,14 +342,9 @@ class UpdateGuard:
         if trust.damping < 1.0:
             limit = min(limit, usual * trust.damping)
         if record.norm > limit:
-            why = (
-                ", and what it adds beside the others' direction grows far faster than theirs"
-                if trust.damping < 1.0
-                else ""
-            )
-            reasons.append(
-                f"its norm {record.norm:.3g} is {record.norm / usual:.3g} times the usual {usual:.3g}{why}"
-            )
+            reasons.append(f"its norm {record.norm:.3g} is {record.norm / usual:.3g} times the usual {usual:.3g}")
+        if record.norm > limit and trust.damping < 1.0:
+            reasons.append("what it adds beside the others' direction grows far faster than theirs")
         if not reasons:
             return None
         return TensorClip(peaks=peaks, scales=scales, norm=limit, specs=specs, reason="; ".join(reasons))

@@ -325,7 +325,7 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason_and_not_behin
         book.flagged |= {"b"} if version else set()
         book.receive(*(gone(f"v{version}-{name}", name, UpdateStatus.REJECTED, f"norm {version}") for name in "ab"))
     events = book.rows("events", "kind", "device_id", "message")
-    assert [event for event in events if event[0] == "device-blocked"] == [("device-blocked", "b", "norm 1")]
+    assert [event for event in events if event[0] == "device-quarantined"] == [("device-quarantined", "b", "norm 1")]
     assert len(events) == 6 + 1
     book.recorder.resume([], 0, {})
     book.order(3, "b")
