@@ -159,7 +159,7 @@ class ClaimLimits:
         elif plan.seconds is not None:
             least, most = 0, _count_possible_iterations(plan.seconds, speeds)
         else:
-            most = plan.count_iterations(examples) or 0
+            most = plan.count_iterations(self._limit_passes(examples)) or 0
             # Fewer than ordered would make a normalised update count for more; only a recall makes a device stop.
             least = 0 if is_finishing_early else most
         iterations = self._bound(device_id, "iterations", metrics.iterations, most, least)
@@ -177,7 +177,7 @@ class ClaimLimits:
     def bound_progress(self, report: Progress, plan: TrainConfig, *, elapsed_s: float) -> Progress:
         """Returns a progress report that fits the order and the coordinator's clock."""
         device_id, elapsed_s = report.device_id, max(0.0, elapsed_s)
-        most = plan.count_iterations(self.examples.get(device_id, MAX_EXAMPLES))
+        most = plan.count_iterations(self._limit_passes(self.examples.get(device_id, MAX_EXAMPLES)))
         iteration = int(max(0, self._bound(device_id, "iterations", report.iteration, most)))
         seconds = self._bound(device_id, "seconds", report.seconds_per_iteration, elapsed_s / max(1, iteration), 0.0)
         age_s = self._bound(device_id, "seconds", report.age_s, elapsed_s, 0.0)
@@ -206,6 +206,13 @@ class ClaimLimits:
         if not node.limit:
             most = node.until + _count_possible_iterations(elapsed_s, speeds)
         return {**extra, **bounded, TOTAL_ITERATIONS: self._bound(order.device_id, "iterations", total, most, 0.0)}
+
+    def _limit_passes(self, examples: int) -> int:
+        """Returns of how many examples an epoch is credible: twice what a device may weigh as.
+
+        An honest device may have more than it weighs, but the number that it joined with is a claim as well.
+        """
+        return int(min(examples, 2 * self._get_weight_limit(), MAX_EXAMPLES))
 
     def _get_weight_limit(self) -> float:
         if self._weight_limit is None:

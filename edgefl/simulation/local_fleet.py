@@ -21,6 +21,7 @@ from typing import Self
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import NetworkError, RunFailedError
+from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
 from edgefl.core.types import Json
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
 from edgefl.system.processes import exit_with_parent
@@ -227,10 +228,11 @@ class LocalFleet:
         return text
 
     def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
-        if not devices:
-            return
-        token = self.make_client().post("/edgefl/v1/tokens", {"uses": len(devices)})["token"]
-        processes = [(device, self._start_join(device, token)) for device in devices]
+        client, tokens = self.make_client(), dict[str, str]()
+        for role in {device.role for device in devices}:
+            uses = sum(device.role == role for device in devices)
+            tokens[role] = client.post("/edgefl/v1/tokens", {"uses": uses, "role": role})["token"]
+        processes = [(device, self._start_join(device, tokens[device.role])) for device in devices]
         failures = []
         for device, process in processes:
             output, _ = process.communicate(timeout=START_TIMEOUT_S)
@@ -240,12 +242,13 @@ class LocalFleet:
             raise RunFailedError(failures[0])
 
     def _start_join(self, device: LocalDeviceSpec, token: str) -> subprocess.Popen[bytes]:
-        return self.start_command(self._make_join_arguments(device, token), device.program)
+        arguments = self._make_join_arguments(device)
+        return self.start_command(arguments, device.program, variables={JOIN_TOKEN_VARIABLE: token})
 
-    def _make_join_arguments(self, device: LocalDeviceSpec, token: str) -> list[str]:
+    def _make_join_arguments(self, device: LocalDeviceSpec) -> list[str]:
         shards = [word for task, path in device.shards.items() for word in ("--shard", f"{task}={path}")]
         return [
-            "device", "join", f"{device.host or [*self.hosts, LOOPBACK][0]}:{self.port}", "--token", token,
+            "device", "join", f"{device.host or [*self.hosts, LOOPBACK][0]}:{self.port}",
             "--name", device.name, "--role", device.role, "--state", str(self.root / device.name),
             "--threads", "1", *shards,
         ]  # fmt: skip
@@ -261,6 +264,7 @@ class LocalFleet:
         *,
         stdout: int = subprocess.PIPE,
         stderr: int = subprocess.STDOUT,
+        variables: Mapping[str, str] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts an `edgefl` command as this fleet's operator."""
         overrides = {
@@ -273,7 +277,7 @@ class LocalFleet:
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env={**os.environ, **overrides, **self.environment},
+            env={**os.environ, **overrides, **self.environment, **(variables or {})},
             preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
         )
 

@@ -103,7 +103,7 @@ class QuickFleet(LocalFleet):
     def _join_devices(self, devices: Sequence[LocalDeviceSpec]) -> None:
         for device in devices:
             token = self.make_client().post("/edgefl/v1/tokens", {"role": device.role})["token"]
-            ended = typed(*self._make_join_arguments(device, token))
+            ended = typed(*self._make_join_arguments(device), EDGEFL_JOIN_TOKEN=token)
             assert ended.code == 0, ended.err
 
 

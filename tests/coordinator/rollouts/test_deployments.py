@@ -202,16 +202,17 @@ def test_a_device_is_told_when_its_subscriptions_stand_and_again_unless_it_is_at
 
 
 def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -> None:
-    for name in "abc":
+    for name in "abcd":
         fleet.add(name)
     record = fleet.start().submit(wish(canary=2))[0]
+    assert record.canary == 3, "two would not pass a model on"
     name = record.deployment_id
-    eventually(lambda: len(fleet.commands) == 2)
+    eventually(lambda: len(fleet.commands) == 3)
     fleet.say("a", "running", name, name)
     fleet.say("b", "failed", name, None, reason="no room")
     eventually(lambda: fleet.heard("a", "rollback"))
     assert fleet.store.deployments.get(name).reason == "canary b: no room"
-    assert fleet.stages(name) == {"a": "reverting", "b": "failed", "c": "superseded"}
+    assert fleet.stages(name) == {"a": "reverting", "b": "failed", "c": "reverting", "d": "superseded"}
     with pytest.raises(NotFoundError):
         fleet.running[0].make_offer(name, "a")
     fleet.say("a", "reverted", name, None)
@@ -324,22 +325,30 @@ def test_a_model_is_found_by_whatever_shows_it(fleet: Fleet) -> None:
         assert deployments.submit(wish(model=model))[0].model == MODEL
 
 
-def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:
+def test_with_fewer_than_three_devices_canaries_are_refused_and_what_is_missing_is_said(fleet: Fleet) -> None:
     fleet.add("a")
+    with pytest.raises(UsageError, match="when there are 3 or more, there are 1 devices: leave canary out"):
+        fleet.start().submit(wish(canary=1))
+
+
+def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -> None:
+    for name in "abc":
+        fleet.add(name)
     deployments = fleet.start()
     deploy_finished_run(deployments, fleet.store, "r1", parse_run({"run": {"task": "digits"}}))
     assert fleet.store.deployments.list_newest() == []
     asking = {"run": {"task": "digits"}, "models": {"auto_deploy": True, "canary": 1}}
     deploy_finished_run(deployments, fleet.store, "r1", parse_run(asking))
     (record,) = fleet.store.deployments.list_newest()
-    assert (record.run_id, record.canary) == ("r1", 1)
+    assert (record.run_id, record.canary) == ("r1", 3)
     deploy_finished_run(
         deployments, fleet.store, "gone", parse_run(asking)
     )  # what hinders it is an event, and the run has finished all the same
 
 
 def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
-    fleet.add("a")
+    for name in "abc":
+        fleet.add(name)
     record = fleet.start().submit(wish(canary=1))[0]
     eventually(lambda: fleet.heard("a"))
     fleet.registry.remove("a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,3 +160,35 @@ def test_a_failed_deployment_leaves_those_alone_that_never_had_it() -> None:
 @pytest.mark.parametrize("status", ["preparing", "done", "failed", "superseded"])
 def test_what_is_over_or_not_begun_takes_no_step(status: str) -> None:
     assert advance_rollout(deployment(status), rows("running", "pending"), 1000.0) is None
+
+
+def judged(*accuracies: float | None, former: float | None = 0.9) -> list[DeploymentDeviceRecord]:
+    found = rows(" ".join(["running"] * len(accuracies)), "pending")
+    scores = [*accuracies, None]
+    return [
+        replace(row, accuracy=score, former_accuracy=former if score is not None else None)
+        for row, score in zip(found, scores, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "status", "reason"),
+    [
+        ((0.91, 0.9, 0.89), "rolling", None),
+        ((0.2, 0.3, 1.0), "failed", "the canaries' median accuracy is 0.300, with the model before 0.900"),
+        ((None, None, 1.0), "failed", "1 of 3 canaries reported an accuracy, 3 are needed"),
+    ],
+)
+def test_a_model_is_passed_on_by_the_median_of_its_canaries(
+    accuracies: tuple[float | None, ...], status: str, reason: str | None
+) -> None:
+    step = advance_rollout(deployment("canary", canary=3), judged(*accuracies), 100.0)
+    assert step is not None
+    assert (str(step.values["status"]), step.values.get("reason")) == (status, reason)
+
+
+def test_with_fewer_than_three_canaries_there_it_says_who_is() -> None:
+    step = start_rollout(
+        deployment("preparing", canary=3), rows(rest="pending pending"), [board("r1"), board("r2")], 1.0
+    )
+    assert step.values["reason"] == "3 canaries are needed to pass a model on, only r1, r2 online"
