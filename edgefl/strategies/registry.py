@@ -23,6 +23,7 @@ BUILT_IN_STRATEGIES = {
     "admm-isvr": "edgefl.strategies.decentralised.config:AdmmIsvrConfig",
     "asgd": "edgefl.strategies.asynchronous.asgd:ASGDConfig",
     "bounded": "edgefl.strategies.asynchronous.asgd:SSPConfig",
+    "coordinate-median": "edgefl.strategies.robust.order_statistics:CoordinateMedianConfig",
     "d2": "edgefl.strategies.decentralised.config:D2Config",
     "dc-asgd": "edgefl.strategies.asynchronous.asgd:DCASGDConfig",
     "dsgd": "edgefl.strategies.decentralised.config:DsgdConfig",
@@ -34,12 +35,15 @@ BUILT_IN_STRATEGIES = {
     "fedprox": "edgefl.strategies.synchronous.fedavg:FedProxConfig",
     "gradient-tracking": "edgefl.strategies.decentralised.config:GradientTrackingConfig",
     "k-gt": "edgefl.strategies.decentralised.config:KGradientTrackingConfig",
+    "krum": "edgefl.strategies.robust.krum:KrumConfig",
     "local": "edgefl.strategies.synchronous.fedavg:SingleDeviceConfig",
+    "multi-krum": "edgefl.strategies.robust.krum:MultiKrumConfig",
     "pdmm-isvr": "edgefl.strategies.decentralised.config:PdmmIsvrConfig",
     "redundant": "edgefl.strategies.synchronous.redundant_shards:RedundantShardsConfig",
     "scaffold": "edgefl.strategies.synchronous.scaffold:ScaffoldConfig",
     "signsgd": "edgefl.strategies.synchronous.signsgd:SignSGDConfig",
     "ssgd": "edgefl.strategies.synchronous.fedavg:SSGDConfig",
+    "trimmed-mean": "edgefl.strategies.robust.order_statistics:TrimmedMeanConfig",
 }
 _FLOWER_MODULE = "flwr.serverapp.strategy"
 

@@ -17,7 +17,7 @@ DATA = Path(os.environ.get("EDGEFL_DATA", "nowhere")) / "fashion-mnist"
 TASK = "fashion-mnist" if DATA.is_dir() else "digits"
 SCHEMES = ("iid", "dirichlet:0.3")
 NUM_DEVICES, NUM_EXAMPLES, NUM_SEEDS = 5, 4000, 20
-STRATEGIES = {"fedavg": 15, "fedprox": 15, "fedbuff": 8}
+STRATEGIES = {"fedavg": 15, "fedprox": 15, "fedbuff": 25}
 """Name and rounds."""
 ATTACKS = {
     "update x -1": scaled(-1),
