@@ -2,7 +2,8 @@
 
 Planted as `sitecustomize.py` on the PYTHONPATH. `CANARY_NAMES` is a file with lines `module:Name`, `CANARY_LOG`
 the one that is written. A line is `import MODULE`, where a registry of edgefl imports a named module, or
-`call NAME`, where such a file calls one of the named callables that are written in Python.
+`call NAME`, where such a file calls one of the named callables that are written in Python. Calls are counted only
+with `CANARY_CALLS`: it makes a process slow.
 """
 
 import os
@@ -69,8 +70,9 @@ def watch():
                 write(f"call {codes[frame.f_code]}")
 
     sys.addaudithook(on_event)
-    threading.setprofile(on_call)
-    sys.setprofile(on_call)
+    if os.environ.get("CANARY_CALLS"):
+        threading.setprofile(on_call)
+        sys.setprofile(on_call)
 
 
 if NAMES and LOG:

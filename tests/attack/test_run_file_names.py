@@ -201,7 +201,9 @@ def test_no_name_of_foreign_code_is_imported_or_constructed_over_https(site: Sit
     log = (site.fleet.root / f"{COORDINATOR}.log").read_text()
     assert "Traceback" not in log
     attack_table.add(
-        f"{len(site.names)} names in run files over HTTPS, {sent} requests", BAR, "0 imported or called, all 4xx"
+        f"{len(site.names)} names in run files over HTTPS, {sent} requests",
+        BAR,
+        "0 imported, no hostile class called, all 4xx",
     )
 
 
@@ -229,7 +231,7 @@ def test_no_name_of_foreign_code_is_imported_or_constructed_by_a_simulation(site
             path.parent.mkdir(exist_ok=True)
             path.write_text(format_toml(config))
             files[str(path)] = name
-    environment = {**os.environ, **site.fleet.environment, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **site.fleet.environment, "OMP_NUM_THREADS": "1", "CANARY_CALLS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SIMULATE, str(site.folder / "history")],
         input="\n".join(files), cwd=site.folder, env=environment, capture_output=True, text=True, check=False,
