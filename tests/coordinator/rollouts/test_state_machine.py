@@ -81,14 +81,14 @@ def test_the_canaries_time_begins_when_the_last_of_them_comes_to_it() -> None:
 
 
 def test_without_canaries_everybody_is_told_at_once() -> None:
-    step = start_rollout(deployment("preparing", canary=0), rows(rest="held held"), [], 100.0)
+    step = start_rollout(deployment("preparing", canary=0), rows(rest="pending pending"), [], 100.0)
     assert states(step) == {"r1": "notified", "r2": "notified"}
     assert step.values == {"status": "rolling"}
 
 
 def test_with_canaries_only_those_that_are_there_are_told() -> None:
     step = start_rollout(
-        deployment("preparing"), rows(rest="held held held"), [board("r2"), board("r3"), board("x")], 100.0
+        deployment("preparing"), rows(rest="pending pending pending"), [board("r2"), board("r3"), board("x")], 100.0
     )
     assert states(step) == {"r2": "notified", "r3": "notified"}
     assert step.values == {"status": "canary", "canary_until": 160.0}
@@ -102,11 +102,11 @@ def test_without_anybody_there_a_canary_fails() -> None:
 
 @pytest.mark.parametrize(("canaries", "now"), [("running notified", 100.0), ("notified notified", 159.9)])
 def test_the_rest_waits_while_a_canary_has_time(canaries: str, now: float) -> None:
-    assert advance_rollout(deployment("canary"), rows(canaries, "held held"), now) is None
+    assert advance_rollout(deployment("canary"), rows(canaries, "pending pending"), now) is None
 
 
 def test_the_rest_is_told_when_every_canary_runs_it() -> None:
-    step = advance_rollout(deployment("canary"), rows("running running", "held held"), 100.0)
+    step = advance_rollout(deployment("canary"), rows("running running", "pending pending"), 100.0)
     assert states(step) == {"r1": "notified", "r2": "notified"}
     assert step is not None
     assert step.values == {"status": "rolling"}
@@ -140,8 +140,8 @@ def test_a_newer_deployment_of_a_canary_ends_this_one_and_takes_nothing_back() -
     ("rest", "expected"),
     [
         ("running notified", None),
-        ("running refused", "done"),
-        ("refused failed", "failed"),
+        ("running rejected", "done"),
+        ("rejected failed", "failed"),
         ("superseded", "superseded"),
     ],
 )
@@ -154,7 +154,7 @@ def test_it_is_over_when_everybody_has_answered(rest: str, expected: str | None)
 
 
 def test_a_failed_deployment_leaves_those_alone_that_never_had_it() -> None:
-    assert states(fail_rollout(deployment("rolling"), rows("refused reverted", "superseded"), "x", 1.0)) == {}
+    assert states(fail_rollout(deployment("rolling"), rows("rejected reverted", "superseded"), "x", 1.0)) == {}
 
 
 @pytest.mark.parametrize("status", ["preparing", "done", "failed", "superseded"])
