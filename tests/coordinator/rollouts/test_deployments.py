@@ -217,7 +217,7 @@ def test_a_failed_canary_sends_the_others_back_until_they_say_so(fleet: Fleet) -
         fleet.running[0].make_offer(name, "a")
     fleet.say("a", "reverted", name, None)
     eventually(lambda: fleet.stages(name)["a"] == "reverted")
-    assert fleet.heard("c") == 0
+    assert fleet.heard("d") == 0
 
 
 @pytest.mark.parametrize("stage", ["preparing", "notified", "reverting"])
