@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from edgefl.core.errors import RunFailedError, StoreError
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.journal.file_format import HEADER_BYTES
 
@@ -47,6 +48,38 @@ def _goes_on_after_damage(fleet: LocalFleet, tools: Any, run: str, at: float) ->
     assert sum(counts) <= 2 * ROUNDS + 2, "what came after the goal was reached is a round of its own"
     assert len(used) == len(set(used)) == sum(counts)
     return damaged
+
+
+def test_a_lost_write_ahead_log_is_said_and_the_newest_run_goes_on_from_its_journal(
+    fleet: LocalFleet, tools: Any
+) -> None:
+    fleet.terminate("coordinator")
+    fleet.start_coordinator()  # so that the database itself has all that came before
+    run = fleet.submit(tools.gated_run(rounds=ROUNDS, min=2, iterations=2, pace_s=PACE_S))
+    tools.eventually(lambda: len(tools.used(fleet, run)) >= 12)
+    fleet.kill("coordinator")
+    for end in ("-wal", "-shm"):
+        fleet.database.with_name(f"{fleet.database.name}{end}").unlink()
+    fleet.start_coordinator()
+    (told,) = tools.events(fleet, "lineage-began")
+    assert "its write-ahead log (-wal) was removed or cut" in told["message"]
+    assert f"but for {run}, from the journal" in told["message"]
+    tools.eventually(lambda: tools.status(fleet, run) == "finished", what="it goes on by itself")
+    assert _has_the_model_of_an_undisturbed_run(fleet, tools, run)
+
+
+def test_a_damaged_database_ends_the_start_at_once(fleet: LocalFleet) -> None:
+    fleet.terminate("coordinator")
+    content = fleet.database.read_bytes()
+    damaged = bytearray(content)
+    middle = len(damaged) // 2
+    damaged[middle : middle + len(damaged) // 4] = bytes(len(damaged) // 4)
+    fleet.database.write_bytes(damaged)
+    with pytest.raises(RunFailedError, match="is damaged; restore a backup"):
+        fleet.start_coordinator()
+    assert fleet.processes["coordinator"].wait(10) == StoreError.exit_code
+    fleet.database.write_bytes(content)
+    fleet.start_coordinator()
 
 
 def _has_the_model_of_an_undisturbed_run(fleet: LocalFleet, tools: Any, run: str) -> bool:

@@ -22,7 +22,18 @@ SIZE = "16m"
 
 @contextmanager
 def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
-    place = root / "small"
+    with (
+        _mounted(root, "coordinator"),
+        _mounted(root, "device-01"),
+        tools.fleet(root, tools.devices(2, "digits", tools.gated)) as running,
+    ):
+        yield running
+
+
+@contextmanager
+def _mounted(root: Path, name: str) -> Iterator[None]:
+    """A small file system at this name."""
+    place = root / f"small-{name}"
     place.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(place)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -30,16 +41,15 @@ def make_fleet(tools: Any, root: Path) -> Iterator[LocalFleet]:
         pytest.skip(
             f"a small file system cannot be mounted here, {done.stderr.strip()}: run it outside of a container"
         )
-    (root / "coordinator").symlink_to(place)
+    (root / name).symlink_to(place)
     try:
-        with tools.fleet(root, tools.devices(2, "digits", tools.gated)) as running:
-            yield running
+        yield
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
-def _fill(fleet: LocalFleet) -> Path:
-    filler = fleet.directory / "filler"
+def _fill(fleet: LocalFleet, name: str = "coordinator") -> Path:
+    filler = fleet.root / name / "filler"
     with filler.open("wb", buffering=0) as file:
         for size in (4096, 512, 1):
             try:
@@ -112,6 +122,26 @@ def test_a_coordinator_that_is_stopped_while_its_run_is_paused_starts_on_no_full
     before = len(tools.used(fleet, run))
     tools.eventually(lambda: len(tools.used(fleet, run)) > before + 2, what="it goes on")
     tools.stop(fleet, run)
+
+
+def test_a_device_on_a_full_card_works_on_and_says_once_what_it_cannot_keep(fleet: LocalFleet, tools: Any) -> None:
+    log = fleet.root / "device-01.log"
+    run = fleet.submit(tools.gated_run(rounds=10, min=2, pace_s=0.2, compression={"up": "topk:0.1"}))
+    tools.eventually(lambda: len(tools.used(fleet, run)) >= 2)  # a device without room is not admitted
+    filler, seen = _fill(fleet, "device-01"), len(log.read_text())
+    assert fleet.wait_for_run(run)["status"] == "finished"
+    assert len(tools.used(fleet, run, "device-01")) == 10
+    told = log.read_text()[seen:]
+    assert told.count("the log of this device cannot be written: No space left on device") <= 1
+    assert not [word for word in ("Traceback", "Logging error") if word in told]
+
+    assert fleet.terminate("device-01") == 0
+    fleet.start_device("device-01")
+    assert fleet.processes["device-01"].wait(30) == StoreFullError.exit_code
+    filler.unlink()
+    fleet.start_device("device-01")
+    fleet.wait_for_devices(2)
+    assert not [word for word in ("Traceback", "Logging error") if word in log.read_text()[seen:]]
 
 
 def test_a_store_that_another_program_holds_ends_nothing(fleet: LocalFleet, tools: Any) -> None:
