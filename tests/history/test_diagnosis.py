@@ -68,7 +68,7 @@ SENT = {"send_s": 41.2}
         (44.2, {"asked_s": 41.0}, "dispatched-late", "was asked only 41 s after"),
         (30.0, LOST, "lost", "waited 27 s for pi-07, which was lost: gone."),
         (30.0, {"outcome": UpdateStatus.REJECTED, "reason": "a NaN in w"}, "rejected",
-         "which was refused: a NaN in w."),
+         "which was rejected: a NaN in w."),
     ],
 )  # fmt: skip
 def test_a_synchronous_round_names_whom_it_waited_for_and_why(told, end_s, changes, cause, words):

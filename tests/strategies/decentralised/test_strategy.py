@@ -359,7 +359,7 @@ def test_the_mail_of_work_that_was_lost_is_sent_again() -> None:
     assert [message.edge for message in first.plan.messages] == [("b", "a")]
     fleet.lose("a")
     (again,) = [order for order in fleet.ask() if order.device_id == "a"]
-    assert again.plan.messages == first.plan.inbox
+    assert again.plan.messages == first.plan.messages
 
 
 def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it() -> None:
