@@ -4,6 +4,7 @@ The contracts in pyproject.toml say who may import whom, third parties included.
 """
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -167,3 +168,14 @@ def test_the_command_line_starts_without_anything_heavy():
     heavy = "torch sqlalchemy alembic sklearn scipy flwr onnxruntime fastapi matplotlib"
     assert not loaded & set(heavy.split())
     assert not modules_after("import edgefl.cli.run") & {"rich", "sqlalchemy", "numpy", "flwr"}
+
+
+def test_the_page_of_the_architecture_names_files_that_are_there():
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", page)
+    assert len(named) > 60
+    assert not [name for name in named if not (ROOT / name).exists() and not (PACKAGE / name).exists()]
+    way = page.partition("## The way of one update")[2].partition("That is")[0]
+    files = re.findall(r"`([\w/]+\.py)`", way)
+    assert len(files) == len(set(files))
+    assert f"That is {len(files)} files" in page
