@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from edgefl.cli.output import FullHelpGroup, echo
-from edgefl.cli.sources import allow_module_option, state_option
+from edgefl.cli.sources import allow_module_option, state_option, warn_visible_secret
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
 from edgefl.core.safe_parsing import parse_json
@@ -65,7 +65,13 @@ def _validate_accelerator(_context: click.Context, _option: click.Parameter, val
 
 @click.command()
 @click.argument("address", required=False, metavar="[HOST:PORT]")
-@click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="What `edgefl coordinator token` printed.")
+@click.option(
+    "--token",
+    "text",
+    envvar="EDGEFL_JOIN_TOKEN",
+    callback=warn_visible_secret,
+    help="What `edgefl coordinator token` printed; better in the variable or in a file.",
+)
 @click.option("--token-file", type=click.File(), help="A file with the token in it; - is the standard input.")
 @click.option("--file", "join_file", metavar="FILE", help="A join file, which says it all; - is the standard input.")
 @click.option("--delete-file", is_flag=True, help="Overwrite and remove the join file after the join.")
@@ -125,7 +131,9 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
         if token_file is not None:
             text = token_file.read(MAX_TOKEN_CHARS)
         if text is None:
-            raise UsageError("a join needs --token TOKEN or --token-file FILE; `edgefl coordinator token` makes one")
+            raise UsageError(
+                "a join needs a token: --token-file FILE or EDGEFL_JOIN_TOKEN; `edgefl coordinator token` makes one"
+            )
         JoinToken.parse(text)
         request = JoinFile(
             token=text,

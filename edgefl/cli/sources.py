@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from edgefl.storage.queries.columns import HistoryFilters
     from edgefl.storage.store import Store
     from edgefl.system.api_client import CoordinatorClient
+
+log = logging.getLogger(__name__)
 
 EVALUATOR_FOLDER = "evaluator"
 _HISTORY_PATH = "/edgefl/v1/history"
@@ -51,6 +54,21 @@ allow_module_option = click.option(
     callback=_allow_modules,
     help="Let tasks and strategies be classes of this module; may be repeated.",
 )
+
+
+def warn_visible_secret(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
+    """Callback of options that take a secret: warns when it stood on the command line."""
+    from click.core import ParameterSource  # noqa: PLC0415 fast start
+
+    if value is not None and context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE:
+        log.warning(
+            "every user of this machine sees %s in the list of processes; better: %s",
+            option.opts[0],
+            "a file or standard input, or the variable " + str(option.envvar),
+        )
+    return value
+
+
 url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
 
 

@@ -19,6 +19,7 @@ from edgefl.coordinator.fleet.membership import Membership
 from edgefl.core.errors import EdgeflError, JoinError, StoreError
 from edgefl.core.protocol import EVALUATOR_NAME, JoinToken
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import write_atomic
 from edgefl.system.processes import exit_with_parent
 from edgefl.system.retries import Backoff
 
@@ -185,11 +186,17 @@ class EvaluatorSupervisor:
             commands = [["device", "shard", "add", *shard.split("=", 1), "--state", state] for shard in shards]
         else:
             shard_options = [word for shard in shards for word in ("--shard", shard)]
-            join = ["device", "join", self._address, "--token", token, "--name", EVALUATOR_NAME]
+            # In a file of this user's alone: arguments are visible to every user of the machine.
+            token_file = self._state_dir.with_name(f"{self._state_dir.name}.token")
+            write_atomic(token_file, token.encode())
+            join = ["device", "join", self._address, "--token-file", str(token_file), "--name", EVALUATOR_NAME]
             commands = [[*join, "--role", "evaluator", "--threads", "1", "--state", state, *shard_options]]
-        for command in commands:
-            if (code := self._spawn(command, output).wait()) != 0:
-                raise JoinError(f"`edgefl {' '.join(command[:2])}` ended with code {code}")
+        try:
+            for command in commands:
+                if (code := self._spawn(command, output).wait()) != 0:
+                    raise JoinError(f"`edgefl {' '.join(command[:2])}` ended with code {code}")
+        finally:
+            self._state_dir.with_name(f"{self._state_dir.name}.token").unlink(missing_ok=True)
 
 
 def _spawn_process(arguments: list[str], output: BinaryIO) -> subprocess.Popen[bytes]:

@@ -358,6 +358,8 @@ class CommandReply(_Message):
     error: str | None = None
 
 
+JOIN_TOKEN_VARIABLE = "EDGEFL_JOIN_TOKEN"  # noqa: S105 its name, no secret
+"""Environment variable of a join token: other users of a machine do not see it, unlike arguments."""
 TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
 MAX_TOKEN_CHARS = 4096
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")

@@ -111,7 +111,7 @@ class DeviceStateDir:
             value = parse_json(path.read_text())
         except FileNotFoundError:
             raise NotJoinedError(
-                f"{root} belongs to no fleet yet; run: edgefl device join HOST:PORT --token T"
+                f"{root} belongs to no fleet yet; run: edgefl device join HOST:PORT --token-file FILE"
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None

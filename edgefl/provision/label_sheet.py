@@ -11,7 +11,7 @@ from html import escape
 import segno
 
 from edgefl.core.errors import UsageError
-from edgefl.core.protocol import JoinToken, validate_slug
+from edgefl.core.protocol import JOIN_TOKEN_VARIABLE, JoinToken, validate_slug
 from edgefl.provision import provisioning_files
 
 MAX_NAMES = 10_000
@@ -77,7 +77,7 @@ def render_sheet(labels: Sequence[DeviceLabel], *, has_tokens: bool) -> str:
 def _render_label(label: DeviceLabel, *, has_tokens: bool) -> str:
     if has_tokens:
         text, caption = (
-            f"edgefl device join {label.join_address} --token {label.token.text()} --name {label.name}",
+            f"{JOIN_TOKEN_VARIABLE}={label.token.text()} edgefl device join {label.join_address} --name {label.name}",
             "joins by hand",
         )
     else:

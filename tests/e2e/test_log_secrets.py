@@ -52,6 +52,8 @@ def test_the_scan_finds_a_key_that_was_written(tmp_path: Path) -> None:
 
 def _join(fleet: Any, token: str, name: str) -> str:
     state = str(fleet.root / name.replace(" ", "-"))
-    process = fleet.start_command(["device", "join", "--token", token, "--name", name, "--state", state], LOUD)
+    process = fleet.start_command(
+        ["device", "join", "--name", name, "--state", state], LOUD, variables={"EDGEFL_JOIN_TOKEN": token}
+    )
     output, _ = process.communicate(timeout=60)
     return str(output.decode())

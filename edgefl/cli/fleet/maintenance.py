@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, url_option
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, url_option, warn_visible_secret
 from edgefl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -69,7 +69,11 @@ store_option = click.option(
 def alert_options(function: Function) -> Function:
     """Adds the options of alerts; omitted ones are taken from `settings.toml`."""
     key = click.option(
-        "--alert-secret", "secret", envvar="EDGEFL_ALERT_SECRET", help="Key that signs them; better in the variable."
+        "--alert-secret",
+        "secret",
+        envvar="EDGEFL_ALERT_SECRET",
+        callback=warn_visible_secret,
+        help="Key that signs them; better in the variable.",
     )
     url = click.option(
         "--alert-webhook", "webhook", metavar="URL", envvar="EDGEFL_ALERT_WEBHOOK", help="Told of alerts."

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
-from edgefl.cli.provision.options import PLACEHOLDER_TOKEN, ProvisionOptions, board_options, read_text
+from edgefl.cli.provision.options import PLACEHOLDER_TOKEN, ProvisionOptions, board_options, read_text, read_token
 from edgefl.cli.provision.raspberry_pi import command as raspberry_pi
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, warn_visible_secret
 from edgefl.core.errors import JoinError, UsageError
 from edgefl.core.protocol import JoinToken
 from edgefl.provision import systemd_units as units
@@ -133,7 +133,16 @@ def _parse_shard(text: str) -> tuple[str, str]:
     required=True,
     help="One board a line: [user@]host name=NAME TASK=PATH.",
 )
-@click.option("--token", "text", envvar="EDGEFL_JOIN_TOKEN", help="A token for all [default: one is made for each].")
+@click.option(
+    "--token",
+    "text",
+    envvar="EDGEFL_JOIN_TOKEN",
+    callback=warn_visible_secret,
+    help="A token for all; better in the variable or in a file [default: one is made for each].",
+)
+@click.option(
+    "--token-file", type=click.Path(path_type=Path, allow_dash=True), help="A file with it; - is the input."
+)
 @click.option("--url", metavar="URL", help="The coordinator that makes the tokens [default: operator.toml's].")
 @click.option("--wheels", type=FOLDER_TYPE, help="edgefl's wheel, or all wheels.")
 @click.option("--lock", type=EXISTING_FILE_TYPE, help="A hash-pinned requirements file [default: each board's].")
@@ -154,6 +163,7 @@ def ssh(  # noqa: PLR0913 one argument per option
     *,
     hosts_file: Any,
     text: str | None,
+    token_file: Path | None,
     url: str | None,
     wheels: Path | None,
     lock: Path | None,
@@ -170,7 +180,7 @@ def ssh(  # noqa: PLR0913 one argument per option
     Whatever is done already is left alone, so the same command again mends what failed.
     """
     hosts = parse_hosts(read_text(hosts_file, "the hosts file", max_chars=MAX_HOSTS_CHARS))
-    fingerprint, make = _make_token_source(text, url)
+    fingerprint, make = _make_token_source(text if token_file is None else read_token(token_file), url)
     extra, version = load_extras(wheels, lock, signers)
     options = SshProvisionOptions(
         version=version,

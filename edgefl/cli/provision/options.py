@@ -11,7 +11,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, warn_visible_secret
 from edgefl.core.errors import ConfigError, UsageError
 from edgefl.core.protocol import JoinToken, validate_address, validate_slug
 from edgefl.device.enrolment.join_file import JoinFile
@@ -85,7 +85,7 @@ class ProvisionOptions:
         if self.text or self.token_file:
             if count > 1:
                 raise UsageError("several boards get a token each, made for them: leave --token away")
-            text = self.text or _read_token(self.token_file)
+            text = read_token(self.token_file) if self.token_file else self.text or ""
             return [IssuedToken(token=JoinToken.parse(text))]
         return [self._issue_token() for _ in range(count)]
 
@@ -126,6 +126,8 @@ def board_options(command: _Decorated) -> _Decorated:
 
 
 def _save_option(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    if parameter.name == "text":
+        warn_visible_secret(context, parameter, None if value is None else str(value))
     context.meta.setdefault(_META_KEY, {})[parameter.name] = value
 
 
@@ -177,8 +179,8 @@ def read_text(file: IO[str], description: str, *, max_chars: int) -> str:
     return text
 
 
-def _read_token(path: Path | None) -> str:
-    assert path is not None
+def read_token(path: Path) -> str:
+    """Returns the text of a token file; `-` is the standard input. Raises `ConfigError` when it cannot be read."""
     try:
         with click.open_file(str(path)) as file:
             return read_text(file, f"the token file {path}", max_chars=8192)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import UsageError
-from edgefl.core.protocol import JoinToken, validate_slug
+from edgefl.core.protocol import JOIN_TOKEN_VARIABLE, JoinToken, validate_slug
 from edgefl.storage.store import Store
 
 DEFAULT_TTL = "24h"
@@ -72,5 +72,5 @@ def make_token(store: Store, directory: CoordinatorDirectory, spec: JoinTokenSpe
 
 
 def format_join_command(token: JoinToken, *, shard: str = "PATH") -> str:
-    """Returns the command with which a device joins with this token."""
-    return f"edgefl device join {token.addresses[0]} --token {token.text()} --shard {shard}"
+    """Returns the command with which a device joins; the token is in the environment, where `ps` does not show it."""
+    return f"{JOIN_TOKEN_VARIABLE}={token.text()} edgefl device join {token.addresses[0]} --shard {shard}"

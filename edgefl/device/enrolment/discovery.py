@@ -67,7 +67,9 @@ def find_coordinator(
     """
     attempts = [_start_probe(probe, address, ca_fingerprint) for address in dict.fromkeys(addresses)]
     if not attempts:
-        raise NetworkError("no address of the coordinator is known; give one: edgefl device join HOST:PORT --token T")
+        raise NetworkError(
+            "no address of the coordinator is known; give one: edgefl device join HOST:PORT --token-file FILE"
+        )
     until_s: float | None = None
     while True:
         if attempts[0].done() and isinstance(attempts[0].exception(), WrongCaError):

@@ -70,7 +70,9 @@ def enroll_with_retry(
         StoreError: `root` cannot be written.
     """
     if not token.addresses:
-        raise UsageError("no address of the coordinator is known; give one: edgefl device join HOST:PORT --token T")
+        raise UsageError(
+            "no address of the coordinator is known; give one: edgefl device join HOST:PORT --token-file FILE"
+        )
     policy = policy or RetryPolicy()
     backoff = Backoff(initial_s=INITIAL_WAIT_S, max_s=MAX_WAIT_S, rng=policy.rng)
     rate_limited_log = RateLimitedLog(log, clock=policy.clock)
