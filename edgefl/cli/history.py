@@ -51,6 +51,7 @@ _KIND_HELP = {
     "devices": "One row a device: presence, and what it computed and sent.",
     "heartbeats": "What the boards felt like; five-minute rows after a day.",
     "events": "Joins, losses, refusals, restarts.",
+    "audit": "Who changed what, from where, when, and what came of it.",
     "evaluations": "One row an evaluation, by coordinator, evaluator or device; and whose model it is.",
 }
 # A table fits on a screen; json and csv give every column of `COLUMNS`, but those of nodes only where there are any.
@@ -72,6 +73,7 @@ _TABLE_COLUMNS = {
     "heartbeats": ("device_id", "at", "uptime_s", "temperature_c", "throttled", "cpu_fraction", "memory_fraction",
                    "memory_bytes", "disk_free_bytes", "run", "iteration"),
     "events": ("at", "kind", "run_id", "device_id", "message"),
+    "audit": ("at", "actor", "source", "action", "outcome"),
     "evaluations": ("run_id", "round", "version", "device_id", "source", "subject", "loss", "accuracy",
                     "num_examples", "at"),
 }  # fmt: skip

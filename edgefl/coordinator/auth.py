@@ -6,9 +6,9 @@ Operators may do everything, viewers may read. Both send a bearer token; only ha
 - Rate limit: an address may fail ten times at once and regains one try every six seconds. All addresses together may
   fail two hundred times; beyond that each address has one try, so that a device with a valid token and its own
   address is accepted whatever others do. Successful tries are not counted.
-- Audit log: events of the kind `request-rejected`, aggregated to bound their number. The first rejection is written at
-  once. Further ones of the same kind from the same address or device are counted, and written as one row a minute. At
-  most `MAX_SOURCES` are distinguished at a time; the others share a row.
+- Rejections: events of the kind `request-rejected`, aggregated to bound their number. The first rejection is written
+  at once. Further ones of the same kind from the same address or device are counted, and written as one row a minute.
+  At most `MAX_SOURCES` are distinguished at a time; the others share a row. What is accepted is in `audit`.
 """
 
 from __future__ import annotations

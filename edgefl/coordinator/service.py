@@ -24,6 +24,7 @@ from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.feed import Feed
 from edgefl.coordinator.api.feed_state import FeedState
 from edgefl.coordinator.api.server import WebServer, make_app, make_routers, open_listener
+from edgefl.coordinator.audit import record_actions
 from edgefl.coordinator.auth import (
     RejectedRequestLog,
     TokenAuth,
@@ -283,7 +284,8 @@ class Coordinator:
             record_rejection=self._rejections.record,
             is_operator=lambda request: context.get_permissions(request)[1],
         )
-        counted = self._monitoring.metrics.count_responses(app)
+        recorded = record_actions(app, self._store, find_actor=self._auth.find_actor)
+        counted = self._monitoring.metrics.count_responses(recorded)
         self._web = web = WebServer(counted, self._directory, listener, self._limiters[0])
         web.start()
         self._closers.callback(web.stop)
@@ -294,7 +296,7 @@ class Coordinator:
         directory, store = self._directory, self._store
         validator = RunValidator(self._build_run, self._registry, store)
         record_rejection = self._rejections.record
-        auth = TokenAuth(directory, listen_host=self._options.host, record_rejection=record_rejection)
+        self._auth = auth = TokenAuth(directory, listen_host=self._options.host, record_rejection=record_rejection)
         return ApiContext(
             viewer=auth.require_viewer,
             operator=auth.require_operator,

@@ -303,6 +303,20 @@ class EventTable(Base):
     data: Mapped[dict[str, Any]]
 
 
+class AuditTable(Base):
+    """One action of a person: a state-changing API call or command; rows are only ever added."""
+
+    __tablename__ = "audit"
+    __table_args__ = (Index("ix_audit_at", "at"),)
+
+    id: Mapped[int] = mapped_column(RowId, primary_key=True)
+    at: Mapped[float]
+    actor: Mapped[str]
+    source: Mapped[str]
+    action: Mapped[str]
+    outcome: Mapped[str]
+
+
 class SavedModelTable(Base):
     """A saved model: `sha256` names its file in `models/`; it contains the journal up to `last_record`."""
 

@@ -25,6 +25,7 @@ from edgefl.system.api_client import OperatorFile, get_operator_path, load_opera
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
+    from edgefl.storage.store import Store
 
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
 
@@ -250,6 +251,7 @@ def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str, s
     now = time.time()
     with Store.open(directory.store_url) as store:
         join_token = make_token(store, directory, spec, now=now)
+        record_command(store, f"coordinator token {join_token.token_id}")
     if style == "json":
         value = {"v": 1, "token": join_token.text(), "token_id": join_token.token_id, "fleet": join_token.fleet}
         value |= {"expires_at": now + spec.ttl_s, "uses": uses, "groups": list(groups), "role": role}
@@ -299,6 +301,17 @@ def _change_addresses(root: Path, hosts: Sequence[str], port: int | None) -> Coo
     if get_operator_path().exists():
         directory, _ = grant_access(directory)
     return directory
+
+
+def record_command(store: Store, action: str) -> None:
+    """Adds a command of this machine's user to the audit trail."""
+    import getpass  # noqa: PLC0415 fast start
+    from contextlib import suppress  # noqa: PLC0415 likewise
+
+    user = "?"
+    with suppress(KeyError, OSError):  # a user without an entry in the list of users
+        user = getpass.getuser()
+    store.record_audit(actor=f"user {user}", source="local", action=action, outcome="done", at=time.time())
 
 
 def _parse_test_shard(text: str) -> tuple[str, Path]:

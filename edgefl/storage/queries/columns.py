@@ -60,6 +60,7 @@ COLUMNS = MappingProxyType(
         ),
         "heartbeats": _HEARTBEAT_COLUMNS,
         "events": ("at", "kind", "run_id", "device_id", "message", "data"),
+        "audit": ("at", "actor", "source", "action", "outcome"),
         "evaluations": (
             "run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "bytes_up",
             "bytes_down", "at", "metrics", "subject",
@@ -86,7 +87,7 @@ TEXT_COLUMNS = frozenset(
     {
         "run_id", "name", "task", "strategy", "status", "reason", "source", "waited_for", "outcome", "throttled",
         "assignment_id", "device_id", "day", "codec", "role", "presence", "run", "kind",
-        "message", "subject",
+        "message", "subject", "actor", "action",
     }
 )  # fmt: skip
 JSON_COLUMNS = frozenset({"facts", "metrics", "data", "groups", "examples"})

@@ -15,6 +15,7 @@ from edgefl.storage.queries.columns import AGGREGATE_KINDS, COLUMNS, get_columns
 from edgefl.storage.queries.filters import HistoryQuery, apply_query, build_paged_query
 from edgefl.storage.repositories.totals import build_merged_columns, format_day
 from edgefl.storage.tables import (
+    AuditTable,
     Base,
     DayTotalTable,
     DeviceTable,
@@ -127,7 +128,7 @@ def _make_table_builder(orm_class: type[Base], time: str, *, is_by_number: bool 
     order = (rows.id if is_by_number else rows[time], rows.id)
 
     def build_query(_connection: Connection, criteria: HistoryQuery) -> Select[Any]:
-        filters = criteria.build_filters(time=rows[time], run=rows.run_id, device=rows.device_id)
+        filters = criteria.build_filters(time=rows[time], run=rows.get("run_id"), device=rows.get("device_id"))
         return build_paged_query(select(orm_class.__table__).where(*filters), criteria, order, rows)
 
     return build_query
@@ -270,6 +271,7 @@ QUERIES: Mapping[str, QueryBuilder] = MappingProxyType(
         "evaluations": _make_table_builder(EvaluationTable, "at"),
         "heartbeats": _build_heartbeats_query,
         "events": _make_table_builder(EventTable, "at", is_by_number=True),
+        "audit": _make_table_builder(AuditTable, "at", is_by_number=True),
         "devices": _build_devices_query,
         **{kind: _make_aggregate_builder(kind) for kind in AGGREGATE_KINDS},
     }

@@ -18,7 +18,7 @@ from edgefl.storage.repositories.records import (
     TokenRecord,
 )
 from edgefl.storage.repositories.row_writing import to_storable, upsert
-from edgefl.storage.tables import CapabilitiesTable, DeviceTable, EventTable, TokenTable
+from edgefl.storage.tables import AuditTable, CapabilitiesTable, DeviceTable, EventTable, TokenTable
 
 
 class FleetRepository(Repository):
@@ -228,6 +228,20 @@ class FleetRepository(Repository):
         }  # fmt: skip
         with self.database.write() as connection:
             connection.execute(insert(EventTable), row)
+
+    def record_audit(self, *, actor: str, source: str, action: str, outcome: str, at: float) -> None:
+        """Adds an action to the audit trail, durably; nothing changes or deletes its rows.
+
+        Args:
+            actor: who acted.
+            source: an address, or `local` for a command on the coordinator's machine.
+            action: a method and a path of the API, or a command.
+            outcome: `done`, `refused` or `failed` with a status.
+            at: Unix seconds.
+        """
+        row = {"at": at, "actor": actor, "source": source, "action": action, "outcome": outcome}
+        with self.database.write(durable=True) as connection:
+            connection.execute(insert(AuditTable), to_storable(row))
 
     def _update_device(self, device_id: str, values: Mapping[str, Any], *, durable: bool) -> None:
         with self.database.write(durable=durable) as connection:

@@ -45,6 +45,7 @@ def filled(store):
                 for d in ("a", "b")
             ]
         )
+    store.record_audit(actor="operator ab", source="10.0.0.5", action="POST runs", outcome="done", at=1.0)
     return store
 
 

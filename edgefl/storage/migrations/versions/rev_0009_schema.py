@@ -152,6 +152,7 @@ def _create_fleet() -> None:
         run="run_id id",
         device="device_id id",
     )
+    _create_table("audit", "id:key at:float actor:text source:text action:text outcome:text", at="at")
 
 
 def _create_history() -> None:
