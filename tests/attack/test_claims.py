@@ -5,7 +5,7 @@ from rogue_claims import CLAIMS, play
 
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
-pytestmark = [pytest.mark.attack, pytest.mark.slow]
+pytestmark = [pytest.mark.attack, pytest.mark.slow, pytest.mark.timeout(900)]
 
 # Those that learn slowly get more rounds, and the asynchronous ones that take a step a version a larger step.
 ROUNDS = {"adacomp": 150, "signsgd": 150, "ssgd": 150, "esync": 60}

@@ -26,7 +26,9 @@ def test_a_board_that_claims_2_53_examples_and_iterations_counts_as_one_of_them(
             assert weights[rogue.name] <= 0.5 * sum(weights.values())  # 2/n of the weight of four
             assert max(row["iterations"] for row in used) < 1000
             claims = tools.events(fleet, "claim-bounded", run=run_id)
-            assert {row["device_id"] for row in claims} == {rogue.name}
+            # An honest board with much more data than the others weighs less than it has, too.
+            lies = [row for row in claims if not row["message"].startswith("weight: ")]
+            assert {row["device_id"] for row in lies} == {rogue.name}, lies
             assert any(row["message"].startswith("examples: claimed 9.0072e+15, counted as ") for row in claims)
 
 
