@@ -107,7 +107,7 @@ def _measure(
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "EDGEFL_ALLOW_MODULES": NAME.partition(":")[0],
-        },  # fmt: skip
+        },
     ) as fleet:
         _say(f"probing: {PROBE_ROUNDS} rounds")
         probe = _config(NAME, {"name": "ssgd"}, arguments, rounds=PROBE_ROUNDS)

@@ -1,4 +1,4 @@
-"""A store with members in it, and a registry with boards that are there: what most parts of a coordinator stand on."""
+"""A store with members in it, and a registry with boards that are there: most parts of a coordinator need them."""
 
 from __future__ import annotations
 

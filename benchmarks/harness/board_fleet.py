@@ -86,6 +86,6 @@ def board_fleet(root: Path, num_devices: int, *, delay_s: float, broker: str = "
             environment={
                 "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                 "EDGEFL_ALLOW_MODULES": NAME.partition(":")[0],
-            },  # fmt: skip
+            },
         ) as fleet:
             yield BoardFleet(fleet=fleet, network=network, names=[device.name for device in devices])

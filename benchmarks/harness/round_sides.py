@@ -112,7 +112,7 @@ def _edgefl_fleet(plan: Plan, root: Path) -> Iterator[LocalFleet]:
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "EDGEFL_ALLOW_MODULES": LONG_NOOP.partition(":")[0],
-        },  # fmt: skip
+        },
         program=program(root / "requests", "edgefl"),
     )
     with fleet if plan.link is None else linked_fleet(fleet, plan.link) as entered:

@@ -200,7 +200,7 @@ class ServerSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSection:
-    """`[guard]`: which updates are refused or clipped. One with a NaN, an infinity or a wrong shape is always refused.
+    """`[guard]`: which updates are refused or clipped. A NaN, an infinity or a wrong shape is always refused.
 
     Attributes:
         enabled: whether updates are compared with those of other devices, by the next two settings.
@@ -368,7 +368,7 @@ class CertificateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """`[connections]` in the coordinator's `settings.toml`: limits of its HTTPS port and of its embedded broker, each.
+    """`[connections]` in the coordinator's `settings.toml`: limits of its HTTPS port and of its embedded broker.
 
     A connection is pending until it has shown a device's key or an access token.
 

@@ -205,7 +205,7 @@ class GossipConfig:
         learning_rate: that of the run's first iteration, which step sizes of edges follow from.
         period: K, local iterations between two exchanges of an edge.
         codec: of what travels along edges; empty for none.
-        carrier: transport of messages to neighbours: `relay` (assignment and update), `peer` (MQTT) or `direct` (TLS).
+        carrier: transport of messages to neighbours: `relay` (assignment, update), `peer` (MQTT) or `direct` (TLS).
         schedule: when edges fire, where the device itself decides (`peer` and `direct`).
         fires: neighbours whose edges fire after this assignment's iterations, where it does not (`relay`).
         listen: HOST:PORT at which the node listens, for the carrier `direct`.

@@ -227,12 +227,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     progress, policy = loop_state.progress, policy or AcceptAllPolicy()
     progress.scores.trusts_single = goal.trust_single_evaluation
 
-    def receive(updates: Sequence[Update]) -> None:
-        for clipped in policy.pop_clipped():
-            on_clipped(clipped)
-        for update in () if loop_state.is_model_frozen else updates:
-            source.state = strategy.receive(source.state, update)
-
+    receive = partial(_receive, source, policy, loop_state, on_clipped)
     while True:
         on_turn(source.state, loop_state)
         view = fleet.view()
@@ -341,12 +336,25 @@ def _apply_events(
             receive(policy.admit(event))
 
 
+def _receive(
+    source: _StrategyModelProvider[S],
+    policy: ParticipationPolicy,
+    loop_state: LoopState,
+    on_clipped: Callable[[ClippedUpdate], None],
+    updates: Sequence[Update],
+) -> None:
+    for clipped in policy.pop_clipped():
+        on_clipped(clipped)
+    for update in () if loop_state.is_model_frozen else updates:
+        source.state = source.strategy.receive(source.state, update)
+
+
 def _publish_scores(scores: Sequence[VersionAccuracy | DeviceAccuracy], on_score: OnScore) -> None:
     for score in scores:
         on_score(score)
 
 
-def _aggregate_ready(
+def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
     provider: _StrategyModelProvider[S],
     view: FleetView,
     progress: ProgressTracker,

@@ -15,8 +15,8 @@ from typing import Any
 from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.requirements import check_memory_for
-from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core import extensions
+from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME

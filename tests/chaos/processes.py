@@ -145,7 +145,7 @@ class Site:
             environment={
                 "PYTHONPATH": os.pathsep.join(map(str, paths)),
                 "EDGEFL_ALLOW_MODULES": self.task.partition(":")[0],
-            },  # fmt: skip
+            },
             program=self._doctored(COORDINATOR),
         )
         fleet = self.fleet

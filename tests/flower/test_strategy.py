@@ -14,6 +14,7 @@ from flwr.serverapp import strategy as flower
 import edgefl
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.option_types import REQUIRED
 from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics, UpdateStatus
 from edgefl.engine.build import build_run
 from edgefl.flower.isolation import MAX_QUERIES, StubGrid, ensure_identity, seed_global_generators
@@ -22,7 +23,6 @@ from edgefl.flower.strategy_options import get_flower_settings, is_flower_strate
 from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.storage.state_serialisation import encode_state
 from edgefl.strategies.aggregation import ServerOptimizer
-from edgefl.core.option_types import REQUIRED
 from edgefl.strategies.strategy_config import RoundRules
 
 DEVICES = tuple(f"pi-{i}" for i in range(4))

@@ -1,6 +1,5 @@
 """Who is asked, for how much, which updates are let in, and who evaluates."""
 
-import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from edgefl.core.types import (
     GossipConfig,
     HealthMetrics,
     Role,
-    SparseTensor,
     TensorSpec,
     TrainConfig,
     TrainInstruction,

@@ -6,9 +6,9 @@ repeated request, since the answer was lost, gets the same answer; it is then si
 is no longer valid.
 
 `POST /edgefl/v1/re-enroll` re-enrols a device with a certificate not in the store. The store has every certificate
-that it has issued. One with the fleet's signature that is not among them was issued after the backup that the coordinator
-was restored from. Its device is admitted with its present key; of two such certificates of one device, one a renewal
-of the other, the one that ends last is valid.
+that it has issued. One with the fleet's signature that is not among them was issued after the backup that the
+coordinator was restored from. Its device is admitted with its present key; of two such certificates of one
+device, one a renewal of the other, the one that ends last is valid.
 """
 
 from __future__ import annotations

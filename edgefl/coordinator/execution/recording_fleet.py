@@ -100,7 +100,7 @@ class RecordingFleet:
         task: of the run.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 what a run is resumed from
         self,
         fleet: UnderlyingFleet,
         wal: WalJournal,

@@ -62,7 +62,8 @@ def check_judges(canary: int, num_devices: int) -> int:
     if num_devices < MIN_JUDGES:
         raise UsageError(
             f"canaries pass a model on by accuracy when there are {MIN_JUDGES} or more, there are {num_devices} "
-            "devices: leave canary out, and each device decides for itself, or set run.trust_single_evaluation in the run file"
+            "devices: leave canary out, and each device decides for itself, or set run.trust_single_evaluation "
+            "in the run file"
         )
     return canary
 

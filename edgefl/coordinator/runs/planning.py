@@ -277,7 +277,7 @@ def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: i
         return []
     return [
         "accuracy is the only stop rule, and nobody evaluates whose word ends a run: start the coordinator with"
-        + f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
+        f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
     ]
 
 

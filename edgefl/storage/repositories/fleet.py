@@ -95,8 +95,8 @@ class FleetRepository(Repository):
         """Enrols a device with a token in one durable transaction, and returns it.
 
         The same name with the same key again costs no use, whatever the token's state: the first answer was lost.
-        The token's role takes precedence over `role`, which is never the device's own wish; its groups are added to `groups`. `issue_certificate` is called
-        once the device may join and returns its certificate's serial.
+        The token's role takes precedence over `role`, which is never the device's own wish; its groups are added to
+        `groups`. `issue_certificate` is called once the device may join and returns its certificate's serial.
 
         Raises:
             TokenInvalidError: no such token, or a wrong secret.

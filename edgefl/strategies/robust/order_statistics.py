@@ -60,4 +60,4 @@ class TrimmedMeanConfig(RoundStrategy):
 
 def _stack(updates: Sequence[Update], name: str) -> Array:
     stacked: Any = np.stack([np.asarray(update.tensors[name]) for update in updates])
-    return stacked.astype(np.float32) if stacked.dtype == np.float16 else stacked
+    return np.asarray(stacked, np.float32 if stacked.dtype == np.float16 else stacked.dtype)

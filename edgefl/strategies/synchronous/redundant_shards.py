@@ -5,7 +5,7 @@ block's random streams follow from the block, so that every holder's copy is the
 nothing, not a bit of the model. Cut shards with the scheme `redundant:R` or `duplicate:R`; a device whose shard has
 no blocks takes part with all of it.
 
-A device has at most two assignments; holders begin with different blocks, and a redundant copy finishes early. When all
+A device has at most two assignments; holders begin with different blocks, a redundant copy finishes early. When all
 holders of a block are gone, the round continues without it, after the round time-out if there is one.
 """
 

@@ -98,8 +98,8 @@ class RoundState:
         moments: of the server optimiser.
         used: assignments whose updates went into the newest version.
         silent: devices asked in the last closed round without an update.
-        used_assignments: device -> its used assignments and the version that they went into: the newest two, and older
-            ones until the device is notified.
+        used_assignments: device -> its used assignments and the version that they went into: the newest two, and
+            older ones until the device is notified.
         is_over: nothing more will be assigned.
     """
 

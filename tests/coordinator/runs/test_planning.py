@@ -1,4 +1,4 @@
-"""What a run would do, told without doing it: over a real store and registry, with the parts that a run file makes."""
+"""What a run would do, without doing it: over a real store and registry, with the parts that a run file makes."""
 
 from __future__ import annotations
 

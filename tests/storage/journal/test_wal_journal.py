@@ -54,9 +54,7 @@ from edgefl.storage.journal.record_encoding import (
     HealthObserved,
     TurnStarted,
     decode_record,
-    encode_decision,
     encode_event,
-    encode_turn,
 )
 from edgefl.storage.journal.wal_journal import MAX_CACHE_BYTES, WalJournal, load_journal_entries
 from edgefl.storage.state_serialisation import decode_tensors

@@ -7,9 +7,9 @@ from paced_fleet import Board, PacedFleet, run, trained
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import TrainInstruction
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
-from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.tasks.datasets.partitioning import list_duplicate_holders, list_subset_holders
 
 TASK = "digits"
