@@ -176,7 +176,7 @@ def test_an_agent_that_was_refused_stays_away_until_its_board_is_switched_off_an
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"reason": 1}', b"\xff"])
 def test_a_damaged_note_holds_until_it_is_deleted(tmp_path, kernel_boot, content):
     (tmp_path / "lockout.json").write_bytes(content)
-    with pytest.raises(ClonedError, match=r"delete .*refused\.json"):
+    with pytest.raises(ClonedError, match=r"delete .*lockout\.json"):
         check_not_locked_out(tmp_path, kernel_boot_id=kernel_boot)
     (tmp_path / "lockout.json").unlink()
     check_not_locked_out(tmp_path, kernel_boot_id=kernel_boot)

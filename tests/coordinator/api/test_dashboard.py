@@ -191,7 +191,7 @@ def test_a_token_made_here_is_good_and_its_qr_code_says_how_to_join(site: Site) 
 
 def test_without_a_body_a_token_is_for_one_board_and_a_day(site: Site) -> None:
     status, made = site.act("tokens")
-    assert (status, made["uses"], made["role"]) == (200, 1, None)
+    assert (status, made["uses"], made["role"]) == (200, 1, "trainer")
 
 
 @pytest.mark.parametrize(

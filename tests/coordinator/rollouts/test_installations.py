@@ -113,7 +113,7 @@ class Fleet:
         return [
             (row["kind"], row["device_id"])
             for row in list_events_after(self.store, 0, limit=100)
-            if row["kind"].startswith("update")
+            if row["kind"].startswith("installation")
         ]
 
     def close(self) -> None:
