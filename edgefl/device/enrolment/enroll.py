@@ -27,7 +27,7 @@ from edgefl.device.enrolment.certificates import (
     parse_certificate,
 )
 from edgefl.device.enrolment.discovery import DiscoveredCoordinator, find_coordinator
-from edgefl.device.hardware.requirements import get_training_facts, select_role
+from edgefl.device.hardware.requirements import find_unsupported_backends, get_training_facts
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
     DeviceSettings,
@@ -81,7 +81,7 @@ def enroll(
         VersionError: the coordinator has another version.
     """
     validate_slug(options.name)
-    options = _apply_requirements(options)
+    options = _add_training_facts(options)
     if (root / "device.json").exists() and not _is_clone(root, options.name):
         state = _update_enrolment(DeviceStateDir.load(root), token, options)
         coordinator = find_removing_coordinator(state, [*addresses, *token.addresses])
@@ -128,14 +128,14 @@ def _complete_enrolment(
         return save_enrolment(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=coordinator.ca_pem)
 
 
-def _apply_requirements(options: EnrolmentOptions) -> EnrolmentOptions:
-    """Returns options that this board supports; a 32-bit one only evaluates and sends heartbeats."""
-    role, reason = select_role(options.role, options.facts)
-    if reason:
-        log.warning("this board joins as %s: %s", role, reason)
-        facts = {**options.facts, **get_training_facts(role, options.shards, options.facts)}
-        return replace(options, role=role, facts=facts)
-    return options
+def _add_training_facts(options: EnrolmentOptions) -> EnrolmentOptions:
+    """Returns options whose facts say why a 32-bit board trains nothing; the token decides its role."""
+    reason = find_unsupported_backends(options.facts).get("numpy", "")
+    if not reason:
+        return options
+    log.warning("this board trains nothing, whatever its token: %s", reason)
+    facts = {**options.facts, **get_training_facts(options.role, options.shards, options.facts)}
+    return replace(options, facts=facts)
 
 
 def get_host_slug() -> str:

@@ -61,14 +61,6 @@ def format_numpy_models(name: str) -> str:
     return f"model {', '.join(models[:-1])} or {models[-1]}" if models else ""
 
 
-def select_role(role: str, facts: Json) -> tuple[str, str]:
-    """Returns the supported role, and why it is not the requested one; empty when it is."""
-    reason = find_unsupported_backends(facts).get("numpy", "")
-    if role == Role.TRAINER and reason:
-        return str(Role.EVALUATOR), reason
-    return role, ""
-
-
 def make_measurable_task(name: str) -> Task:
     """Returns the task of TASK or TASK/MODEL."""
     task, _, model = name.partition("/")

@@ -59,13 +59,17 @@ def test_a_join_leaves_all_that_the_agent_needs_to_its_owner_alone_and_the_coord
     assert record.public_key.startswith(b"-----BEGIN PUBLIC KEY-----\n")
 
 
-def test_a_32_bit_board_joins_as_evaluator_and_the_coordinator_is_told_why(front_door, tmp_path):
+@pytest.mark.parametrize("role", ["trainer", "evaluator"])
+def test_a_32_bit_board_gets_its_tokens_role_and_the_coordinator_is_told_why_it_trains_nothing(
+    front_door, tmp_path, role
+):
     wishes = replace(PI, facts={"userland_bits": 32, "architecture": "armv7l"})
-    state = enroll(front_door.token(), wishes, root=tmp_path / "d")
-    assert state.settings.role == "evaluator"
+    state = enroll(front_door.token(role=role), wishes, root=tmp_path / "d")
+    assert state.settings.role == role
     facts = front_door.store.get_all_capabilities()["pi-1"].facts
     assert (facts["trains"], facts["backends"]) == (False, [])
     assert "there are no wheels of numpy" in facts["backend_reasons"]["numpy"]
+    assert facts["trains_reason"] == facts["backend_reasons"]["numpy"]
     again = enroll(front_door.token(), wishes, root=tmp_path / "d")
     assert again.settings == state.settings, "the same again is no quarrel"
 

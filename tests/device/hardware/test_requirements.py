@@ -20,7 +20,6 @@ from edgefl.device.hardware.requirements import (
     check_requirements,
     find_unsupported_backends,
     get_training_facts,
-    select_role,
     select_training_paths,
 )
 from edgefl.device.training.readiness import ReadinessHandler
@@ -130,15 +129,12 @@ def test_the_question_before_a_run_is_answered_with_what_would_fit(zero, tmp_pat
     assert (told["ready"], told["reason"].count("its 437 MB of memory are too few for torch")) == (False, 1)
 
 
-def test_a_32_bit_board_evaluates_and_beats_only_whatever_it_wished():
-    role, reason = select_role("trainer", OLD_PI)
-    assert role == "evaluator"
-    assert "its userland has 32 bits (armv7l)" in reason
-    assert select_role("evaluator", OLD_PI) == ("evaluator", "")
-    assert select_role("trainer", {"userland_bits": 64, "memory_bytes": 400_000_000}) == ("trainer", "")
+def test_a_32_bit_board_trains_nothing_and_says_why():
     told = get_training_facts("trainer", ["digits"], OLD_PI)
     assert (told["backends"], told["trains"], told["paths"]) == ([], False, {"digits": "none"})
-    assert told["trains_reason"] == reason
+    assert "its userland has 32 bits (armv7l)" in told["trains_reason"]
+    assert get_training_facts("evaluator", ["digits"], OLD_PI)["trains"] is False
+    assert get_training_facts("trainer", [], {"userland_bits": 64, "memory_bytes": 400_000_000})["trains"] is True
 
 
 def test_the_doctor_says_how_a_small_board_trains_and_what_holds_it_back(zero, tmp_path):
