@@ -34,7 +34,7 @@ def written(tmp_path):
 
 
 def test_a_file_says_it_all_and_is_gone_after_the_join(run, front_door, written, shard, tmp_path):
-    token = replace(front_door.token(), addresses=("127.0.0.1:1",))  # the file's come first
+    token = replace(front_door.token(role="evaluator"), addresses=("127.0.0.1:1",))  # the file's come first
     file = written(token, role="evaluator", shards={"digits": str(shard)}, addresses=(front_door.address,))
     ran = run("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
     assert ran.code == 0, ran.err
