@@ -23,7 +23,14 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.registry import KIND as CODECS
-from edgefl.core.config import AlertSettings, CertificateSettings, RunConfig, from_mapping, parse_run
+from edgefl.core.config import (
+    AlertSettings,
+    CertificateSettings,
+    ConnectionSettings,
+    RunConfig,
+    from_mapping,
+    parse_run,
+)
 from edgefl.core.errors import CodecError
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
 from edgefl.engine.build import build_run
@@ -39,6 +46,15 @@ from edgefl.tasks.local_algorithms.registry import make_local_algorithm
 from edgefl.tasks.registry import make_task
 
 by_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path, monkeypatch):
+    """Examples keep their history in a home of their own, never in that of whoever runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("CONFIG", "DATA"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
+
 
 # Links
 
@@ -127,7 +143,7 @@ def test_every_make_target_and_extra_exists():
 # Settings
 
 SECTIONS = {section.name: section.type for section in fields(RunConfig)}
-SETTINGS = {"alerts": AlertSettings, "certificates": CertificateSettings}
+SETTINGS = {"alerts": AlertSettings, "certificates": CertificateSettings, "connections": ConnectionSettings}
 
 
 def toml_blocks():
