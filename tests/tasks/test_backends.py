@@ -21,7 +21,8 @@ from edgefl.tasks.registry import make_task
         ("noop", {}, False),
     ],
 )
-def test_a_task_needs_torch_by_its_model(name, options, expected):
+def test_a_task_needs_torch_by_its_model(monkeypatch, name, options, expected):
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "torchvision.models")
     assert is_torch_task(make_task(name, options)) is expected
 
 
