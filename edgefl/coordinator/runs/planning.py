@@ -276,8 +276,10 @@ def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: i
     if has_coordinator or (num_others >= MIN_EVALUATORS and section.evaluate_on in {"auto", "evaluator", "devices"}):
         return []
     return [
-        "accuracy is the only stop rule, and nobody evaluates whose word ends a run: start the coordinator with"
-        f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
+        (
+            "accuracy is the only stop rule, and nobody evaluates whose word ends a run: start the coordinator with"
+            f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
+        )
     ]
 
 
