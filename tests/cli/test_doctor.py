@@ -19,7 +19,7 @@ from edgefl.coordinator.service import Coordinator
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
-from edgefl.storage.checkpoints import save_model, save_state
+from edgefl.storage.checkpoints import FORMAT_VERSION, save_model, save_state
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.store import Store
@@ -167,7 +167,7 @@ def test_damage_in_a_coordinator_s_directory_is_found_piece_by_piece(doctor, dir
     body[200] ^= 255
     wal_file.write_bytes(body)
     assert any("is damaged at byte" in text for text in doctor("--dir", directory.root).problems)
-    (checkpoints / f"{9:020d}.checkpoint.json").write_text('{"v": 2}')
+    (checkpoints / f"{9:020d}.checkpoint.json").write_text(f'{{"v": {FORMAT_VERSION + 1}}}')
     assert "start a newer edgefl" in [
         row["remedy"] for row in doctor("--dir", directory.root).of("journals", "problem")
     ]

@@ -15,7 +15,7 @@ from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, RunSnaps
 from edgefl.coordinator.runs.executor import quarantine_damage
 from edgefl.core.errors import JournalError, StoreTooNewError
 from edgefl.core.types import Update, UpdateMetrics
-from edgefl.storage.checkpoints import list_checkpoints, save_state
+from edgefl.storage.checkpoints import FORMAT_VERSION, list_checkpoints, save_state
 from edgefl.storage.journal.file_format import HEADER_BYTES, list_journal_files
 from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal, load_journal_entries
@@ -171,11 +171,11 @@ def newer(run: Run, what: str) -> None:
     """As a newer edgefl leaves it: whole, and of a later format."""
     if what == "a checkpoint's note":
         [note] = (run.folder / "checkpoints").glob("*.json")
-        note.write_text(note.read_text().replace('"v": 1', '"v": 2'))
+        note.write_text(note.read_text().replace(f'"v": {FORMAT_VERSION}', f'"v": {FORMAT_VERSION + 1}'))
         return
     path = list_journal_files(run.journal)[0 if what == "the oldest file" else -1]
     content = bytearray(path.read_bytes())
-    content[8] = 2
+    content[8] += 1
     content[HEADER_BYTES - 4 : HEADER_BYTES] = zlib.crc32(content[: HEADER_BYTES - 4]).to_bytes(4, "little")
     path.write_bytes(content)
 
@@ -189,7 +189,9 @@ def test_what_a_newer_edgefl_wrote_is_not_damage_and_nothing_is_touched(run: Run
     list_journal_files(run.journal)[-2].unlink()  # damage, which it would be set aside for
     newer(run, what)
     before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
-    with pytest.raises(StoreTooNewError, match="has format 2, this program knows 1"):
+    with pytest.raises(
+        StoreTooNewError, match=f"has format {FORMAT_VERSION + 1}, this program reads {FORMAT_VERSION}"
+    ):
         quarantine_damage("r", run.directory)
     assert {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()} == before
 
