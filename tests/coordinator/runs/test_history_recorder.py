@@ -242,7 +242,8 @@ def test_what_brought_no_update_is_written_with_the_reason_and_when_it_was_given
     assert (row["outcome"], row["reason"], row["round"]) == (str(outcome), "it fell into a pond", 1)
     assert (row["dispatched_at"], row["received_at"], row["ended_at"]) == (1000.0, None, 1030.0)
     book.receive(gone("e1-judge", "judge"))
-    assert book.rows("events", "kind", "device_id") == [("assignment-failed", "b"), ("assignment-failed", "judge")]
+    kind = "update-rejected" if outcome is UpdateStatus.REJECTED else "assignment-failed"
+    assert book.rows("events", "kind", "device_id") == [(kind, "b"), ("assignment-failed", "judge")]
     assert len(book.rows("updates")) == 2, "an evaluation is no update"
 
 
@@ -330,7 +331,7 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason_and_not_behin
     book.recorder.resume([], 0, {})
     book.order(3, "b")
     book.receive(gone("v3-b", "b", UpdateStatus.REJECTED, "norm 3", is_strike=True))
-    assert book.rows("events", "kind")[7:] == [("assignment-failed",)]
+    assert book.rows("events", "kind")[7:] == [("update-rejected",)]
 
 
 def test_an_update_that_never_came_cannot_be_used(book):
