@@ -12,6 +12,8 @@ from fuzz.reader import Reader, Seed
 from edgefl.coordinator.brokers.embedded_broker import ClientConnection
 from edgefl.coordinator.brokers.packets import PacketReader, PublishPacket, _encode_length
 from edgefl.coordinator.brokers.topic_router import TopicRouter
+from edgefl.coordinator.connections import ConnectionLimiter
+from edgefl.core.config import ConnectionSettings
 from edgefl.core.errors import NetworkError
 
 ROOT = b"edgefl/v1/lab/pi-1/"
@@ -82,13 +84,15 @@ def _read(pieces: list[bytes]) -> tuple[list[object], str | None]:
 def connections(_folder: Path) -> Reader:
     """A connection of `pi-1`, to its end. Whatever it sends, the coordinator's session gets what is pi-1's alone."""
     router = TopicRouter("lab")
-    coordinator = _Coordinator()
+    coordinator, limiter = _Coordinator(), ConnectionLimiter("mqtt", ConnectionSettings(new_per_s=1e9), 10)
     router.connect(coordinator)
     router.subscribe(coordinator, "edgefl/v1/lab/#", 1)
 
     async def converse(data: bytes) -> None:
         opened, transport = set[ClientConnection](), _Transport()
-        connection = ClientConnection(router, opened, 10.0)
+        slot = limiter.admit("192.0.2.1")
+        assert slot is not None
+        connection = ClientConnection(router, opened, slot)
         connection.connection_made(transport)  # type: ignore[arg-type] # it has what is used
         middle = len(data) // 2
         for piece in (data[:middle], data[middle:]):
@@ -97,6 +101,7 @@ def connections(_folder: Path) -> Reader:
         connection.abort()
         connection.connection_lost(None)
         assert not opened
+        assert limiter.num_pending == limiter.num_owned == 0
         assert all(topic.startswith(ROOT.decode()) for topic in coordinator.topics), coordinator.topics
         coordinator.topics.clear()
         router.revoke({"pi-1"}, ())

@@ -76,8 +76,8 @@ class Fleet:
             Installations(bundle_store=BundleStore(folder / "bundles"), **parts), **common
         )
         self.diary = TelemetryWriter(
-            store=self.store, registry=self.registry, clock=lambda: 1e9 + self.now_s, on_progress=self.progress.append,
-            on_heartbeat=self._beat,
+            store=self.store, registry=self.registry, clock=lambda: 1e9 + self.now_s,
+            on_progress=self.progress.append, on_heartbeat=self._beat,
         )  # fmt: skip
         self.store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
         self.join("pi")

@@ -9,7 +9,7 @@ import struct
 import tarfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from fuzz.reader import MIB, Form, Reader, Seed
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.backup import _check_manifest, _extract_archive
+from edgefl.coordinator.lineage import _parse_run_record
 from edgefl.core.types import (
     Array,
     Decision,
@@ -48,6 +49,7 @@ from edgefl.storage.journal.file_format import (
 )
 from edgefl.storage.journal.record_encoding import decode_record, encode_decision, encode_event
 from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.state_serialisation import (
     decode_model,
     decode_state,
@@ -69,8 +71,8 @@ def events() -> tuple[Update | EvaluateResult | InstructionFailed | StopRequeste
     metrics = UpdateMetrics(iterations=5, num_examples=9, loss=0.5, extra={"a": 1.0})
     message = PeerMessage(edge=("a", "b"), step=1, body=b"mail")
     update = Update(
-        assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY, messages=(message,),
-        received_s=2.5,
+        assignment_id="a1", device_id="pi", base_version=3, tensors={}, metrics=metrics, body=BODY,
+        messages=(message,), received_s=2.5,
     )  # fmt: skip
     plain = Update(
         assignment_id="a2", device_id="pi", base_version=3, metrics=metrics, body=None,
@@ -230,6 +232,24 @@ def checkpoint_notes(folder: Path) -> Reader:
             prune_checkpoints(place)
 
     return Reader(feed=feed, seeds=(Seed(content=content, form=Form.JSON),))
+
+
+def run_rows(folder: Path) -> Reader:
+    """A run's row beside its journal; one that is damaged is left out, with a warning."""
+    path = folder / "run.json"
+    record = RunRecord(
+        run_id="r", name="n", task="digits", strategy="fedavg", config={"run": {}}, status=RunStatus.RUNNING,
+        reason=None, submitted_at=1.0, started_at=2.0, finished_at=None, rounds=3, version=3, accuracy=0.5, seed=7,
+    )  # fmt: skip
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        _parse_run_record("r", path)
+
+    content = json.dumps(asdict(record)).encode()
+    return Reader(
+        feed=feed, seeds=(Seed(content=content, form=Form.JSON),), refuses=(ValueError, TypeError, KeyError)
+    )
 
 
 def backups(folder: Path) -> Reader:

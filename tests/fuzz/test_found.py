@@ -57,7 +57,7 @@ def motion(**changes: Any) -> bytes:
 
 
 def checkpoint_note(**changes: Any) -> bytes:
-    return json.dumps({"v": 1, "sha256": "ab" * 32, "last_record": 7, "bytes_file": 1, **changes}).encode()
+    return json.dumps({"v": 2, "sha256": "ab" * 32, "last_record": 7, "bytes_file": 1, **changes}).encode()
 
 
 def archive_of(name: str) -> bytes:
@@ -82,7 +82,9 @@ MERGES = b"u#cloud-config\nm0: &m0 {a: 1, b: 2}\n" + b"".join(
     b"m%d: &m%d {<<: [*m%d, *m%d]}\n" % (n, n, n - 1, n - 1) for n in range(1, 60)
 )
 """Tables that each have what the one before has, twice."""
-NO_WHOLE_LENGTH = b'{"device_id":"a","base_version":0,"received_s":0,"metrics":{},"format":"codec","length":0.0}'
+NO_WHOLE_LENGTH = (
+    b'{"device_id":"a","base_version":0,"received_s":0,"metrics":{},"format":"codec","length":0.0,"messages":[]}'
+)
 INFINITIES = base64.b64decode(
     "ZUUxAQEAAAACAAAAAQAAAAEAAAABAAAAAXYAAAB5RUZMQwECIAAAAAAAAgAAAFYAAADmk9lOAQACAC4uBU//PxTaH///LwACAHIA"
     "AAAAAAAAAADbNQCeg8l//yTjAQAMAACkAAAAf8cv/Q4AAAEAnfUyALkANUTUapXJ19sFT/8/FNofL8p7AgCAADUAAACRns4AAA=="
@@ -142,7 +144,7 @@ FOUND = [
     ("disk-notes", b's{"trial":{"step":"trial","id":{}}}', None),
     ("disk-notes", b'l{"packs":{},"serials":{"a":1e999}}', "is damaged"),
     ("disk-logbook", b'{"n":1,"at":"x"}', None),
-    ("disk-checkpoints", b'{"v":1,"sha256":"\\u0000","last_record":7,"bytes_file":1}', "no checkpoint"),
+    ("disk-checkpoints", b'{"v":2,"sha256":"\\u0000","last_record":7,"bytes_file":1}', "no checkpoint"),
     ("history-places", b"[" + b"1" * 350 + b",2]", "a place in the history is"),
     ("history-places", b"[1,18446744073709551616]", "a place in the history is"),
     ("report-archive", b"\x1f\x8b\x08", "no field report"),
@@ -150,7 +152,7 @@ FOUND = [
     ("disk-backup", archive_of("a\0b"), "no whole backup"),
     ("disk-checkpoints", checkpoint_note(standing={}), "no checkpoint"),
     ("disk-checkpoints", checkpoint_note(standing=False), "no checkpoint"),
-    ("disk-checkpoints", b'{"v":1,"sha256":[],"last_record":7,"bytes_file":1}', "no checkpoint"),
+    ("disk-checkpoints", b'{"v":2,"sha256":[],"last_record":7,"bytes_file":1}', "no checkpoint"),
     ("infer-requests", b"POST /predict HTTP/1.1\r\nContent-Length: 6\r\n\r\n[4e51]", None),
     ("operator-api", b'POST /edgefl/v1/run-files\n{"toml":Infinity}', "Infinity is no number"),
     ("operator-api", b'POST /edgefl/v1/run-files\n{"toml":1e999}', "1e999 is no number"),
