@@ -478,6 +478,8 @@ def test_path_characters_in_a_run_s_name_are_refused(scene: Scene) -> None:
 
 
 def test_what_was_refused_is_in_the_history_that_operators_read(scene: Scene) -> None:
-    told = scene.tools.as_operator(scene.fleet, "history", "events", "--format", "json", "--where", "kind=refused")
+    told = scene.tools.as_operator(
+        scene.fleet, "history", "events", "--format", "json", "--where", "kind=request-rejected"
+    )
     assert len(told.rows) == len(scene.refused())
     assert scene.fleet.make_client().token not in told.out
