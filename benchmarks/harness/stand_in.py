@@ -174,7 +174,7 @@ class StandIn:
         self._node.close()
 
     def _trained(self, header: Json, body: bytes) -> ReplyContent:
-        reply: Json = {"v": 2, "run": header["run"], "assignment": header["assignment"]}
+        reply = _create_reply(header)
         if "phase" in header:
             self._prepare(header, body)
             return {**reply, "ready": True}, b""
@@ -206,7 +206,7 @@ class StandIn:
 
     def _evaluated(self, header: Json, body: bytes) -> ReplyContent:
         decode_body(body, self._tally.shapes)
-        reply: Json = {"v": 2, "run": header["run"], "assignment": header["assignment"]}
+        reply = _create_reply(header)
         return {**reply, "metrics": {"num_examples": NUM_EXAMPLES, "loss": 0.0, "accuracy": 0.0}}, b""
 
     # MQTT.
@@ -273,3 +273,8 @@ class StandIn:
         self.session, self.is_up = session, True
         self.beat()
         self._incoming.notify_connection(is_connected=True)
+
+
+def _create_reply(header: Json) -> Json:
+    repeated = {key: header[key] for key in ("lineage", "model_sha256", "newest_record") if key in header}
+    return {"v": 2, "run": header["run"], "assignment": header["assignment"], **repeated}

@@ -126,7 +126,7 @@ def test_every_device_refuses_a_model_that_was_made_worse_and_keeps_its_own(sett
     assert (ended.code, told in ended.out + ended.err) == (41, True)
     settled.ids.append(typed("model", "deployments", "--format", "json").rows[-1]["deployment_id"])
     table = typed("model", "deployments", settled.ids[-1]).out
-    assert re.search(r"device-01\s+rest\s+refused", table)
+    assert re.search(r"device-01\s+rest\s+rejected", table)
 
 
 def test_a_canary_that_refuses_ends_it_and_nobody_keeps_the_model(settled: Models) -> None:
