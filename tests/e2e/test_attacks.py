@@ -422,6 +422,11 @@ class Rogue:
 METRICS = {"iterations": 1, "num_examples": 8, "loss": 1.0, "compute_s": 0.1}
 
 
+def store_of(work: Any) -> dict[str, Any]:
+    """What every answer repeats of its instruction."""
+    return {key: work.header[key] for key in ("lineage", "model_sha256", "newest_record") if key in work.header}
+
+
 def bomb() -> bytes:
     frame = zstandard.ZstdCompressor().compress(bytes(400_000_000))
     return write_frame([1, 12], 4, [np.frombuffer(frame, dtype=np.uint8)])
@@ -438,7 +443,7 @@ def test_a_zip_bomb_is_refused_in_little_memory(scene: Scene, rogue: Rogue) -> N
     run_id = rogue.run_of_two()
     work = rogue.first_work()
     before = scene.rss_bytes()
-    told = {"v": 2, "assignment": work.header["assignment"], "metrics": METRICS}
+    told = {**store_of(work), "v": 2, "assignment": work.header["assignment"], "metrics": METRICS}
     rogue.node.push(rogue.node.create_reply(work, (told, bomb())))
     scene.is_recorded("unusable reply", "unpacks to over", device="device-02")
     assert scene.rss_bytes() - before < 64 << 20
@@ -452,7 +457,7 @@ def test_an_update_for_another_device_s_assignment_is_refused(scene: Scene, rogu
     rows = scene.tools.eventually(lambda: scene.fleet.list_history("updates", run=run_id, device="device-01"))
     name = rows[0]["assignment_id"]
     foreign = name if "/" in name else f"{run_id}/{name}"
-    told = {"v": 2, "assignment": foreign, "metrics": METRICS}
+    told = {**store_of(work), "v": 2, "assignment": foreign, "metrics": METRICS}
     # As a reply to its own instruction that names the other's work ...
     rogue.node.push(rogue.node.create_reply(work, (told, b"")))
     scene.is_recorded("unusable reply", "it names", device="device-02")
