@@ -11,6 +11,7 @@ from typing import Any
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.live_fleet import LINEAGE_BEGAN
+from edgefl.core.errors import StoreError, StoreFullError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.storage.lineage import Lineage
 from edgefl.storage.repositories.records import RunRecord, RunStatus
@@ -66,7 +67,9 @@ def _restore_lost_runs(folder: Path, store: Store) -> list[str]:
             continue
         try:
             store.restore_run(_parse_run_record(run_id, path))
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except StoreFullError:
+            raise
+        except (StoreError, OSError, ValueError, TypeError, KeyError) as error:
             log.warning("run %s cannot be restored from %s: %s", run_id, path, error)
             continue
         restored_ids.append(run_id)
