@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gc
+import os
 import socket
 import sqlite3
 import sys
@@ -18,6 +19,7 @@ import pytest
 import uvicorn
 from fastapi import Depends, FastAPI, Request
 from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
+from requirements import FOLDERS
 from sqlalchemy import Connection, inspect
 
 from edgefl.coordinator.auth import TokenAuth, register_error_handler, require_device
@@ -29,6 +31,11 @@ from edgefl.core.extensions import ALLOW_VARIABLE
 from edgefl.core.protocol import JoinToken
 from edgefl.storage import database
 from edgefl.storage.store import Store
+
+
+def pytest_configure() -> None:
+    """Lets tests start what `requirements` finds in folders to which only root's PATH leads."""
+    os.environ["PATH"] = os.pathsep.join(FOLDERS)
 
 
 def pytest_collection_finish() -> None:

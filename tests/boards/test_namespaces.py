@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,7 +61,10 @@ def test_boards_on_slow_and_lossy_wires_join_and_train(fleet: LocalFleet, networ
     for board in network.boards:
         told = sum(row["bytes_up"] for row in updates if row["device_id"] == board)
         assert 0 < told < network.num_bytes_sent(board) - before[board]
-    assert network.num_lost("far") > 0
+    deadline_s = time.monotonic() + 60
+    while network.num_lost("far") == 0:  # each packet by chance; the run may have been lucky
+        assert time.monotonic() < deadline_s
+        network.seconds_to_send("far", 100_000)
 
 
 @pytest.mark.slow
