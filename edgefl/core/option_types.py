@@ -29,8 +29,15 @@ class OptionType(NamedTuple):
 
 
 def list_options(target: Callable[..., Any]) -> dict[str, OptionType]:
-    """Returns the keyword parameters of a class or a function, in their order; `*args` and `**kwargs` are none."""
-    parameters = inspect.signature(target).parameters.values()
+    """Returns the keyword parameters of a class or a function, in their order; `*args` and `**kwargs` are none.
+
+    Raises:
+        ConfigError: another author's class does not say what it takes.
+    """
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{getattr(target, '__qualname__', target)} does not say what it takes: {error}") from None
     hints = _get_hints(target)
     return {
         p.name: OptionType(hints.get(p.name, p.annotation), p.default)
@@ -124,7 +131,8 @@ def _get_hints(target: Callable[..., Any]) -> dict[str, Any]:
     """Returns the evaluated annotations; none where one cannot be evaluated, such as a type checker's name."""
     owner: Any = target if not isinstance(target, type) or is_dataclass(target) else target.__init__  # type: ignore[misc]
     try:
-        return get_type_hints(owner)
+        # Unwrapped first: a function that wraps itself would be followed for ever.
+        return get_type_hints(inspect.unwrap(owner))
     except Exception:  # noqa: BLE001 annotations of another author may raise anything; their text is looked at then
         return {}
 

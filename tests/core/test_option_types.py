@@ -85,3 +85,12 @@ def test_what_does_not_fit_is_named_with_what_would_be_right(target, options, me
     with pytest.raises(ConfigError, match=message) as caught:
         check(target, options)
     assert len(str(caught.value)) < 400
+
+
+def test_a_class_that_wraps_itself_is_refused_and_not_followed_for_ever():
+    class Circular:
+        def __init__(self, size: int) -> None: ...
+
+    Circular.__init__.__wrapped__ = Circular.__init__
+    with pytest.raises(ConfigError, match="does not say what it takes"):
+        list_options(Circular)

@@ -345,7 +345,8 @@ def _is_module_factory(found: Any) -> bool:
     return_type: Any = found
     if inspect.isfunction(found):
         try:
-            return_type = typing.get_type_hints(found).get("return")
+            # Unwrapped first: a function that wraps itself would be followed for ever.
+            return_type = typing.get_type_hints(inspect.unwrap(found)).get("return")
         except Exception:  # noqa: BLE001 a user's annotation may raise anything: then it counts as absent
             return False
     return inspect.isclass(return_type) and issubclass(return_type, module_class)
