@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from http.client import HTTPSConnection
 from pathlib import Path
@@ -159,6 +160,9 @@ class Operator:
         trust = create_pinned_context((fleet.directory / "ca.pem").read_bytes())
         self._connection = HTTPSConnection("127.0.0.1", fleet.port, context=trust, timeout=60)
 
+    def close(self) -> None:
+        self._connection.close()
+
     def post(self, route: str, body: Mapping[str, Any]) -> tuple[int, str]:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._token}"}
         self._connection.request("POST", f"/edgefl/v1/{route}", json.dumps({"v": 1, **body}), headers)
@@ -191,10 +195,11 @@ def send(operator: Operator, name: str, faults: list[str], turn: int) -> int:
 
 def test_no_name_of_foreign_code_is_imported_or_constructed_over_https(site: Site, attack_table: Any) -> None:
     assert len(site.names) >= NUM_NAMES
-    operator, faults = Operator(site.fleet), list[str]()
+    faults = list[str]()
     hostile = (f"hostile_module:{name}" for name in HOSTILE_NAMES)
     names = (*site.names, "unlisted_module:Mine", *ENTRY_POINTS, *hostile)
-    sent = sum(send(operator, name, faults, turn) for turn, name in enumerate(names))
+    with closing(Operator(site.fleet)) as operator:
+        sent = sum(send(operator, name, faults, turn) for turn, name in enumerate(names))
     assert not faults, f"{len(faults)} of {sent}: {faults[:5]}"
     assert site.marks() == ""
     assert site.fleet.make_client().get("/edgefl/v1/runs")["rows"] == []
