@@ -15,7 +15,7 @@ from codec_examples import EXAMPLES, SHAPES, assert_declared, rng, sealed, small
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.entropy.indices import read_indices, write_indices
-from edgefl.compression.registry import LAYERS, STAGES
+from edgefl.compression.registry import LAYERS_ID, STAGES
 from edgefl.compression.stages import select_shared_tensors
 from edgefl.compression.wire import CodecFrame, PayloadReader, encode_varint, read_frame, write_frame
 from edgefl.core.errors import CodecError
@@ -66,7 +66,7 @@ def opened(body: bytes, shared: ModelSpec) -> Iterator[tuple[bytes, Close]]:
     if frame.stages[-1] in PACKED:
         content = zstandard.ZstdDecompressor().decompress(frame.payload)
         yield content, lambda content: framed(frame, [zstandard.ZstdCompressor(level=1).compress(content)])
-    if frame.stages == (STAGES[LAYERS][0],):
+    if frame.stages == (LAYERS_ID,):
         yield from _opened_layers(frame, shared)
 
 

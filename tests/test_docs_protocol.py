@@ -20,7 +20,7 @@ from markdown_pages import code, page, part, rows, tables
 
 from edgefl import __version__
 from edgefl.compression import wire
-from edgefl.compression.registry import STAGES
+from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES
 from edgefl.coordinator import auth
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.server import make_routers
@@ -224,7 +224,7 @@ def test_the_page_describes_the_header_and_the_stages_of_a_codec_body():
             header.append((int(row[0]), int(row[1])))
     assert [offset for offset, _ in header] == [sum(size for _, size in header[:n]) for n in range(len(header))]
     assert sum(size for _, size in header) == wire._FIXED_HEADER.size
-    assert stages == {name: number for name, (number, _) in STAGES.items()}
+    assert stages == {LAYERS: LAYERS_ID, **{name: number for name, (number, _) in STAGES.items()}}
     assert f"`{wire.MAGIC.decode()}`" in PROTOCOL
 
 

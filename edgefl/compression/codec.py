@@ -1,18 +1,28 @@
-"""Codecs by their line, such as `topk:0.01|int8`, built and checked; and decoding of any body by its header."""
+"""Codecs by their line, such as `topk:0.01|int8`, built and checked; and decoding of any body by its header.
+
+Tensors whose names match a pattern may have a codec of their own. Large matrices dominate the size; a bias or a
+normalisation's scale is small, and rounding it costs accuracy. So `topk:0.01|int8; *.bias = dense; 0.* = fp16`
+separates them: the first pattern that matches a tensor's name counts, with the wildcards of file names, and tensors
+without a match go through the first codec. Source: Parallel-SGD's codecs for each variable.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Self
 
+import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.per_layer import PerLayerStage, assign_codecs
+from edgefl.compression.entropy.indices import read_indices, write_indices
 from edgefl.compression.quantisation.rounding import Float32
 from edgefl.compression.registry import (
     DELTA_PREFIX,
     FEEDBACK_PREFIX,
     LAYERS,
+    LAYERS_ID,
     RICE,
     STAGES,
     CodecSpec,
@@ -30,9 +40,19 @@ from edgefl.compression.stages import (
     is_stateful_stage,
     select_shared_tensors,
 )
-from edgefl.compression.wire import MAX_PAYLOAD_BYTES, CodecFrame, PayloadReader, StageId, read_frame, write_frame
+from edgefl.compression.wire import (
+    MAX_PAYLOAD_BYTES,
+    CodecFrame,
+    PayloadReader,
+    StageId,
+    encode_varint,
+    read_frame,
+    write_frame,
+)
 from edgefl.core.errors import CodecError
-from edgefl.core.types import Array, ModelSpec, Tensor, Tensors
+from edgefl.core.types import Array, ModelSpec, Tensor, Tensors, TensorSpec
+
+_MAX_LISTED_NAMES = 24
 
 
 def decode_body(body: bytes | memoryview, shapes: ModelSpec, *, epoch: int = 0) -> dict[str, Tensor]:
@@ -58,7 +78,7 @@ def decode_frame(frame: CodecFrame, shapes: ModelSpec, *, epoch: int = 0) -> dic
     if frame.epoch != epoch:
         raise CodecError(f"body is of epoch {frame.epoch}, expected {epoch}")
     tensor_stage, value_stage, lossless_stage = sort_stages(
-        [find_stage_by_id(stage) for stage in frame.stages], "body"
+        [PerLayerStage if stage == LAYERS_ID else find_stage_by_id(stage) for stage in frame.stages], "body"
     )
     payload = frame.payload
     if lossless_stage is not None:
@@ -67,18 +87,6 @@ def decode_frame(frame: CodecFrame, shapes: ModelSpec, *, epoch: int = 0) -> dic
     decoded = tensor_stage.decode(reader, shared, value_stage)
     reader.require_end()
     return decoded
-
-
-def decode_layer_group(body: memoryview, shapes: ModelSpec) -> dict[str, Tensor]:
-    """Returns the tensors of one group of `PerLayerStage`; its body must not contain layers.
-
-    Raises:
-        CodecError: as `decode_body`.
-    """
-    frame = read_frame(body)
-    if is_delta_frame(frame) or STAGES[LAYERS][0] in frame.stages:
-        raise CodecError("payload holds layers or a delta within a layer, expected whole tensors")
-    return decode_frame(frame, shapes)
 
 
 def is_delta_frame(frame: CodecFrame) -> bool:
@@ -142,9 +150,8 @@ class Codec:
     def _encode_tensors(
         self, tensors: Tensors, shared: ModelSpec, rng: Generator, memory: MutableMapping[str, Array] | None
     ) -> Iterable[Array]:
-        if is_stateful_stage(self.tensor_stage):
-            return self.tensor_stage.encode(tensors, shared, self.value_stage, rng, memory=memory)
-        return self.tensor_stage.encode(tensors, shared, self.value_stage, rng)
+        extra: dict[str, Any] = {"memory": memory} if is_stateful_stage(self.tensor_stage) else {}
+        return self.tensor_stage.encode(tensors, shared, self.value_stage, rng, **extra)
 
     @staticmethod
     def _compress_payload(stage: LosslessStage, parts: Sequence[Array], shared: ModelSpec) -> Sequence[Array] | None:
@@ -153,6 +160,71 @@ class Codec:
         length = sum(part.nbytes for part in parts)
         smaller = sum(part.nbytes for part in packed) < length
         return packed if smaller and length <= compute_max_payload_bytes(shared) else None
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerStage:
+    """Codecs of groups of tensors, which contain every shared tensor exactly once.
+
+    Written are the number of groups, then of each its tensors as a set of indices in the task's order, the length of
+    a body, and that body, written by any codec without layers.
+    """
+
+    kind: ClassVar[StageKind] = StageKind.TENSORS
+    remembers: ClassVar[bool] = True
+
+    groups: tuple[Codec, ...]
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        raise CodecError(
+            f"codec stage 'layers' is not typed, got layers:{argument}: write CODEC; PATTERN = CODEC, or use"
+            " [compression.layers]"
+        )
+
+    @property
+    def is_unbiased(self) -> bool:
+        return all(codec.is_unbiased for codec in self.groups)
+
+    @property
+    def is_contraction(self) -> bool:
+        return all(codec.is_contraction for codec in self.groups)
+
+    def encode(
+        self,
+        tensors: Tensors,
+        shapes: ModelSpec,
+        values: ValueStage,  # noqa: ARG002 each group has its own
+        rng: Generator,
+        *,
+        memory: MutableMapping[str, Array] | None = None,
+    ) -> Iterator[Array]:
+        positions = {spec.name: position for position, spec in enumerate(shapes)}
+        yield encode_varint(len(self.groups))
+        for codec in self.groups:
+            body = codec.encode({spec.name: tensors[spec.name] for spec in codec.shapes}, rng, memory=memory)
+            yield from write_indices(np.array([positions[spec.name] for spec in codec.shapes]), len(shapes))
+            yield encode_varint(len(body))
+            yield np.frombuffer(body, dtype=np.uint8)
+
+    @staticmethod
+    def decode(reader: PayloadReader, shapes: ModelSpec, values: type[ValueStage]) -> dict[str, Tensor]:  # noqa: ARG004 likewise
+        decoded: dict[str, Tensor] = {}
+        for _ in range(reader.read_varint(len(shapes))):
+            group = tuple(shapes[position] for position in read_indices(reader, len(shapes)))
+            repeated = [spec.name for spec in group if spec.name in decoded]
+            if repeated or not group:
+                raise CodecError(
+                    f"payload holds {_format_names(repeated)} twice" if group else "payload holds an empty group"
+                )
+            frame = read_frame(reader.read_bytes(reader.read_varint(MAX_PAYLOAD_BYTES)))
+            if is_delta_frame(frame) or LAYERS_ID in frame.stages:
+                raise CodecError("payload holds layers or a delta within a layer, expected whole tensors")
+            decoded |= decode_frame(frame, group)
+        missing = [spec.name for spec in shapes if spec.name not in decoded]
+        if missing:
+            raise CodecError(f"payload holds no group with {_format_names(missing)}")
+        return {spec.name: decoded[spec.name] for spec in shapes}
 
 
 def make_codec(spec: str, shapes: ModelSpec) -> Codec:
@@ -190,7 +262,7 @@ def build_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
     _check_prefixes(codec_spec)
     typed_stages = codec_spec.stages or (("dense", ""),)
     found = [
-        (*find_stage_by_name(name, codec_spec.text), argument) for name, argument in typed_stages if name != RICE
+        (*_find_typed_stage(name, codec_spec.text), argument) for name, argument in typed_stages if name != RICE
     ]
     stages = [stage for _, stage, _ in found]
     _check_rice(codec_spec, stages)
@@ -241,7 +313,7 @@ def _build_per_layer_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
     return Codec(
         spec=codec_spec.text,
         shapes=shapes,
-        stage_ids=(STAGES[LAYERS][0],),
+        stage_ids=(LAYERS_ID,),
         tensor_stage=PerLayerStage(tuple(build_codec(lines[line], specs) for line, specs in groups.items())),
         value_stage=Float32(),
     )
@@ -250,6 +322,10 @@ def _build_per_layer_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
 def list_layer_codecs(codec: Codec) -> Sequence[Codec]:
     """Returns the codecs that encode numbers: the codec itself, or those of its groups."""
     return codec.tensor_stage.groups if isinstance(codec.tensor_stage, PerLayerStage) else (codec,)
+
+
+def _find_typed_stage(name: str, line: str) -> tuple[StageId, StageClass]:
+    return (LAYERS_ID, PerLayerStage) if name == LAYERS else find_stage_by_name(name, line)
 
 
 def _check_prefixes(codec_spec: CodecSpec) -> None:
@@ -279,3 +355,42 @@ def _check_tensor_names(tensors: Tensors, shapes: ModelSpec, shared: ModelSpec) 
     unknown = set(tensors) - {spec.name for spec in shapes}
     if unknown:
         raise CodecError(f"tensors to encode hold {', '.join(map(repr, sorted(unknown)))}, unknown to the task")
+
+
+def assign_codecs(
+    shared: ModelSpec, default_line: str, layers: Sequence[tuple[str, str]]
+) -> Mapping[str, tuple[TensorSpec, ...]]:
+    """Returns the tensors of each codec, by its line; tensors with the same line are one group.
+
+    Args:
+        shared: the shared tensors.
+        default_line: the line for tensors without a match.
+        layers: patterns and lines, the first match counts.
+
+    Raises:
+        CodecError: a pattern without any tensor left; not raised for a task without tensors.
+    """
+    specs_by_pattern: dict[str, list[TensorSpec]] = {pattern: [] for pattern, _ in layers}
+    unmatched: list[TensorSpec] = []
+    for spec in shared:
+        matching = (pattern for pattern in specs_by_pattern if fnmatchcase(spec.name, pattern))
+        specs_by_pattern.get(next(matching, ""), unmatched).append(spec)
+    for pattern in [pattern for pattern in specs_by_pattern if shared and not specs_by_pattern[pattern]]:
+        raise CodecError(_describe_unmatched(pattern, shared))
+    by_line: dict[str, set[str]] = {}
+    for line, specs in [(default_line, unmatched), *((line, specs_by_pattern[pattern]) for pattern, line in layers)]:
+        by_line.setdefault(line, set()).update(spec.name for spec in specs)
+    return {line: tuple(spec for spec in shared if spec.name in names) for line, names in by_line.items() if names}
+
+
+def _describe_unmatched(pattern: str, shared: ModelSpec) -> str:
+    names = [spec.name for spec in shared]
+    if any(fnmatchcase(name, pattern) for name in names):
+        return f"all tensors that the pattern {pattern!r} matches have a codec by one before it: put it first"
+    return f"no tensor of the task matches the pattern {pattern!r}; known: {_format_names(names)}"
+
+
+def _format_names(names: Sequence[str]) -> str:
+    """Returns names for a message, shortened for models with hundreds."""
+    more = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(map(repr, names[:_MAX_LISTED_NAMES])) + more

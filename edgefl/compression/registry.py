@@ -3,7 +3,7 @@
 topk:0.01|int8|rice               stages joined by bars, each with an argument behind its colon
 ef|topk:0.01|int8                 the device keeps its codec's residual and adds it to the next update
 delta|fp16                        the model as entries changed since the device's version
-ef|topk:0.01; *.bias = dense      some tensors by a codec of their own, see `per_layer.py`; `ef` covers them, too
+ef|topk:0.01; *.bias = dense      some tensors by a codec of their own, see `codec.py`; `ef` covers them, too
 
 A number is never reused for another stage; stages of other packages (entry point
 `edgefl.codecs`) travel by name.
@@ -20,7 +20,6 @@ from typing import NamedTuple
 from edgefl.compression.entropy.zstd import ByteShuffle, Zstd
 from edgefl.compression.lowrank.atomo_svd import AtomoSvd
 from edgefl.compression.lowrank.powersgd import PowerSgd
-from edgefl.compression.per_layer import PerLayerStage
 from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8
 from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
@@ -128,11 +127,11 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
         "natural": (17, NaturalCompression),
         "onebit": (18, OneBitSgd),
         "lss": (19, Lss),
-        "layers": (20, PerLayerStage),
     }
 )
 """Built-in stages: name, number on the wire, class."""
-LAYERS = "layers"
+LAYERS, LAYERS_ID = "layers", 20
+"""The stage of `codec.py` that holds other codecs: only lines with patterns have it, so none is found by name."""
 AUTO = "auto"
 RICE = "rice"
 """May be typed behind a stage that codes indices; it is always used where it is smallest, so it has no number."""
@@ -140,7 +139,7 @@ RICE = "rice"
 
 def list_stage_names() -> list[str]:
     """Returns the names of all stages, those of installed packages included."""
-    return sorted({*STAGES, FEEDBACK_PREFIX, RICE, *list_entry_points(KIND)})
+    return sorted({*STAGES, FEEDBACK_PREFIX, LAYERS, RICE, *list_entry_points(KIND)})
 
 
 def find_stage(name: str) -> StageClass:
@@ -304,9 +303,8 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
 
 def list_stages() -> list[StageListing]:
     """Returns a row for all known stages, those of installed packages last."""
-    own_names = [name for name in STAGE_DESCRIPTIONS if name in {FEEDBACK_PREFIX, RICE} or name in STAGES]
     other_names = [name for name in list_stage_names() if name not in STAGE_DESCRIPTIONS]
-    return [_make_listing(name) for name in [*own_names, *other_names]]
+    return [_make_listing(name) for name in [*STAGE_DESCRIPTIONS, *other_names]]
 
 
 def _make_listing(name: str) -> StageListing:

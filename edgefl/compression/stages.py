@@ -7,11 +7,11 @@ name; a package adds one by the entry point `edgefl.codecs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from enum import StrEnum
-from typing import ClassVar, Protocol, Self, TypeGuard
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -66,6 +66,12 @@ class TensorStage(Protocol):
 
     `is_unbiased`: the mean of many decodings is the tensor itself, given an unbiased value stage;
     `is_contraction` as for a value stage.
+
+    A stage with `remembers = True` encodes better with memory of the last update: its `encode` takes a keyword
+    `memory` as well, a dict of one device in one run, None where it is not kept (a codec without `ef`). Keys are the
+    stage's own and start with its name, as codecs change within a run. Existing entries may be of another argument or
+    another task: those that do not fit count as absent. Arrays are replaced and never written to, since after an
+    error the old ones stay. The decoder does not use it.
     """
 
     kind: ClassVar[StageKind]
@@ -86,28 +92,6 @@ class TensorStage(Protocol):
         """Returns the tensors, dense or sparse; bytes that are no such tensors are a CodecError."""
 
 
-class StatefulTensorStage(TensorStage, Protocol):
-    """A tensor stage with `remembers = True`, whose encoder improves with memory of the last update.
-
-    `memory` is one device's in one run, None where it is not kept (a codec without `ef`). Keys are the stage's own
-    and start with its name, as codecs change within a run. Existing entries may be of another argument or another
-    task: those that do not fit count as absent. Arrays are replaced and never written to, since after an error the
-    old ones stay. The decoder does not use it.
-    """
-
-    remembers: ClassVar[bool]
-
-    def encode(
-        self,
-        tensors: Tensors,
-        shapes: ModelSpec,
-        values: ValueStage,
-        rng: Generator,
-        *,
-        memory: MutableMapping[str, Array] | None = None,
-    ) -> Iterable[Array]: ...
-
-
 class LosslessStage(Protocol):
     """Packs a payload as a whole. Where that saves nothing the payload travels without this stage."""
 
@@ -125,7 +109,7 @@ class LosslessStage(Protocol):
         """Returns the payload; one over `max_bytes` is a CodecError before it is unpacked."""
 
 
-def is_stateful_stage(stage: TensorStage) -> TypeGuard[StatefulTensorStage]:
+def is_stateful_stage(stage: TensorStage) -> bool:
     """Returns whether a tensor stage keeps state between updates."""
     return bool(getattr(stage, "remembers", False))
 

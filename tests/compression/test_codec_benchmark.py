@@ -140,7 +140,7 @@ def test_usual_lines_work_and_show_every_stage():
     for line in lines:
         assert measure_codec(line, UPDATE, UPDATE_SHAPES, clock=iter(range(100)).__next__, repeats=1).num_bytes
     shown = {name for line in lines for name, _ in parse_spec(line).stages}
-    assert shown >= set(STAGES) - {"delta", "layers"}
+    assert shown >= set(STAGES) - {"delta"}
 
 
 def test_the_usual_threshold_lets_one_entry_in_a_hundred_through():

@@ -34,7 +34,7 @@ from codec_examples import (
 
 from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.lowrank.atomo_svd import AtomoSvd
-from edgefl.compression.registry import STAGES, list_stage_names, list_stages
+from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES, list_stage_names, list_stages
 from edgefl.compression.sparsification.atomo import Atomo
 from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Threshold, TopK
 from edgefl.compression.wire import NAMED_STAGE_ID, encode_varint, read_frame, write_frame
@@ -66,7 +66,7 @@ def test_the_specs_under_contract_use_every_stage_of_our_own() -> None:
     used = {name for spec in EXAMPLES for name in stages_of(spec)}
     assert any(";" in spec for spec in EXAMPLES)
     # A delta is made of a model and not of an update: tests/compression/test_delta.py.
-    assert used - {"ef", "rice"} | {"delta", "layers"} == set(STAGES), "describe the stage with an example"
+    assert used - {"ef", "rice"} | {"delta"} == set(STAGES), "describe the stage with an example"
 
 
 def stages_in_name(file: Path) -> list[str]:
@@ -82,7 +82,7 @@ def test_numbers_once_given_are_never_given_again() -> None:
     for file in GOLDEN.glob("*.bin"):
         # A stage that packs is left out where it saves nothing.
         frozen |= set(zip(read_frame(memoryview(file.read_bytes())).stages, stages_in_name(file), strict=False))
-    assert frozen == {(number, name) for name, (number, _) in STAGES.items()}
+    assert frozen == {(LAYERS_ID, LAYERS), *((number, name) for name, (number, _) in STAGES.items())}
     assert all(0 < number < NAMED_STAGE_ID for number, _ in frozen)
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from edgefl.compression.codec import Codec, decode_body, make_codec
+from edgefl.compression.codec import Codec, PerLayerStage, assign_codecs, decode_body, make_codec
 from edgefl.compression.entropy.indices import write_indices
 from edgefl.compression.error_feedback import ErrorFeedback
-from edgefl.compression.per_layer import PerLayerStage, assign_codecs
-from edgefl.compression.registry import LAYERS, STAGES, format_with_layers, parse_spec
+from edgefl.compression.registry import LAYERS_ID, STAGES, format_with_layers, parse_spec
 from edgefl.compression.wire import encode_varint, write_frame
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import CodecError
@@ -163,13 +162,13 @@ FIRST = [0], dense_body(W0)
 def test_groups_that_do_not_have_every_tensor_once_are_refused(
     parts: Callable[[], list[Array]], message: str
 ) -> None:
-    assert decode_body(write_frame((STAGES[LAYERS][0],), 5, payload(FIRST, REST)), SHAPES)
+    assert decode_body(write_frame((LAYERS_ID,), 5, payload(FIRST, REST)), SHAPES)
     with pytest.raises(CodecError, match=message):
-        decode_body(write_frame((STAGES[LAYERS][0],), 5, parts()), SHAPES)
+        decode_body(write_frame((LAYERS_ID,), 5, parts()), SHAPES)
 
 
 def test_layers_deltas_and_epochs_inside_layers_are_refused() -> None:
-    inner = write_frame((STAGES[LAYERS][0],), 1, [encode_varint(1), encode_varint(1), encode_varint(len(FIRST[1])),
+    inner = write_frame((LAYERS_ID,), 1, [encode_varint(1), encode_varint(1), encode_varint(len(FIRST[1])),
                                                   *payload()[:0],
                                                   np.frombuffer(FIRST[1], dtype=np.uint8)])  # fmt: skip
     assert decode_body(inner, (W0,))
@@ -177,7 +176,7 @@ def test_layers_deltas_and_epochs_inside_layers_are_refused() -> None:
     of_an_epoch = make_codec("dense", (W0,)).encode({"0.weight": update()["0.weight"]}, rng(), epoch=2)
     for body, message in ((inner, "holds layers or a delta"), (delta, "a delta within"), (of_an_epoch, "epoch 2")):
         with pytest.raises(CodecError, match=message):
-            decode_body(write_frame((STAGES[LAYERS][0],), 5, payload(([0], body), REST)), SHAPES)
+            decode_body(write_frame((LAYERS_ID,), 5, payload(([0], body), REST)), SHAPES)
 
 
 def run_file(**compression: object) -> RunConfig:
