@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow flaky chaos chaos-short attack soak board-test wheel-check locks fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -36,6 +36,7 @@ help:
 	@echo "make board-test   boot emulated boards from blank cards, print their time lines (root, Debian; minutes)"
 	@echo "make wheel-check  import every wheel of a board under the processors of old ones (root, Debian; minutes)"
 	@echo "make locks        pin what boards install anew, from pyproject.toml and constraints.txt"
+	@echo "make sbom         write what boards install, with licences, as CycloneDX in build/sbom"
 	@echo "make fuzz         feed a million damaged inputs to each reader of bytes from outside (hours; a tally goes on)"
 	@echo "make mutants      change the source a bit at a time and count the changes that tests notice (minutes to hours)"
 	@echo "make check        format, lint, types, imports, dead code; insecure code, vulnerable packages, secrets in logs"
@@ -89,6 +90,9 @@ wheel-check: $(VENV)/.installed-dev
 locks: $(VENV)/.installed-dev
 	$(BIN)/python provisioning/locks/make_locks.py $(ARGS)
 
+sbom: $(VENV)/.installed-dev
+	$(BIN)/python tests/checks/make_sboms.py $(ARGS)
+
 fuzz: $(VENV)/.installed-dev
 	$(BIN)/python tests/fuzz/feed_readers.py $(ARGS)
 
@@ -105,6 +109,7 @@ check: $(VENV)/.installed-dev
 	$(BIN)/vulture
 	$(BIN)/bandit --quiet --configfile pyproject.toml --recursive edgefl
 	$(BIN)/python tests/checks/audit_packages.py
+	$(BIN)/python tests/checks/make_sboms.py
 	$(BIN)/python -m pytest -n 0 tests/e2e/test_log_secrets.py
 
 docs: $(VENV)/.installed-dev
