@@ -81,7 +81,7 @@ class LiveFaultyFleet:
                 self.book.record_progress(event)
             elif isinstance(event, Update | EvaluateResult | InstructionFailed):
                 if (given := self.book.in_flight.get(event.assignment_id)) is not None:
-                    self.book.complete(given.order)
+                    self.book.complete(given.instruction)
                 if isinstance(event, Update):
                     self.book.record_speed(event.device_id, event.metrics)
         return events

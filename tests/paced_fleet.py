@@ -59,7 +59,7 @@ class Journal:
         return events
 
     def record_decision(self, decision):
-        self.orders += decision.orders
+        self.orders += decision.instructions
 
     def record_aggregation(self, version, assignment_ids, state):
         self.aggregates.append(tuple(assignment_ids))

@@ -30,7 +30,7 @@ def begun(strategy, model, names="abc"):
     """The state after these devices were asked, and their orders."""
     start = {name: np.asarray(tensor) for name, tensor in model.items()}
     state, decision = strategy.assign(strategy.init(start), view_of(*names))
-    return state, {order.device_id: order for order in decision.orders}
+    return state, {order.device_id: order for order in decision.instructions}
 
 
 def moved(strategy, state, order, tensors, **metrics):

@@ -126,7 +126,7 @@ class Fleet:
             now_s=0.0, devices=devices, idle=idle, busy=self.busy, speeds={}, progress={}, health={}
         )
         self.state, decision = self._clocked("assign", self.made.strategy.assign, self.state, view)
-        for order in decision.orders:
+        for order in decision.instructions:
             self.out[order.device_id] = order
             self.busy[order.device_id] = (order.assignment_id,)
 

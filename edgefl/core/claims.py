@@ -134,7 +134,7 @@ class ClaimLimits:
     def bound_metrics(
         self,
         metrics: UpdateMetrics,
-        order: TrainInstruction,
+        instruction: TrainInstruction,
         *,
         elapsed_s: float,
         is_finishing_early: bool,
@@ -144,16 +144,16 @@ class ClaimLimits:
 
         Args:
             metrics: as the device claims.
-            order: that it followed.
+            instruction: that it followed.
             elapsed_s: from dispatch to arrival, by the coordinator's clock.
             is_finishing_early: it was asked to send what it had.
             speeds: measured speeds of the run's devices.
         """
-        device_id, plan = order.device_id, order.plan
+        device_id, plan = instruction.device_id, instruction.plan
         known = self.examples.get(device_id)
         examples = int(self._bound(device_id, "examples", metrics.num_examples, known, 0.0))
         compute_s = self._bound(device_id, "seconds", metrics.compute_s, max(0.0, elapsed_s))
-        extra = self._bound_extra(metrics.extra, order, elapsed_s, speeds)
+        extra = self._bound_extra(metrics.extra, instruction, elapsed_s, speeds)
         if plan.node is not None and plan.node.carrier != "relay":
             least, most = 0, int(extra.get(TOTAL_ITERATIONS, 0))
         elif plan.seconds is not None:
@@ -175,7 +175,7 @@ class ClaimLimits:
         )
 
     def bound_progress(self, report: Progress, plan: TrainConfig, *, elapsed_s: float) -> Progress:
-        """Returns a progress report that fits the order and the coordinator's clock."""
+        """Returns a progress report that fits the instruction and the coordinator's clock."""
         device_id, elapsed_s = report.device_id, max(0.0, elapsed_s)
         most = plan.count_iterations(self._limit_passes(self.examples.get(device_id, MAX_EXAMPLES)))
         iteration = int(max(0, self._bound(device_id, "iterations", report.iteration, most)))
@@ -192,20 +192,24 @@ class ClaimLimits:
     def _bound_extra(
         self,
         extra: Mapping[str, float],
-        order: TrainInstruction,
+        instruction: TrainInstruction,
         elapsed_s: float,
         speeds: Mapping[str, DeviceThroughput],
     ) -> Mapping[str, float]:
         bounded = {name: min(max(0.0, extra[name]), _MAX_COUNTER) for name in _COUNTERS if name in extra}
-        node, total = order.plan.node, extra.get(TOTAL_ITERATIONS)
+        node, total = instruction.plan.node, extra.get(TOTAL_ITERATIONS)
         if total is None:
             return {**extra, **bounded} if bounded else extra
-        if node is None or node.carrier == "relay":  # its orders count its iterations
+        if node is None or node.carrier == "relay":  # its instructions count its iterations
             return {name: value for name, value in {**extra, **bounded}.items() if name != TOTAL_ITERATIONS}
         most = max(node.limit, node.until) or math.inf
         if not node.limit:
             most = node.until + _count_possible_iterations(elapsed_s, speeds)
-        return {**extra, **bounded, TOTAL_ITERATIONS: self._bound(order.device_id, "iterations", total, most, 0.0)}
+        return {
+            **extra,
+            **bounded,
+            TOTAL_ITERATIONS: self._bound(instruction.device_id, "iterations", total, most, 0.0),
+        }
 
     def _limit_passes(self, examples: int) -> int:
         """Returns of how many examples an epoch is credible: twice what a device may weigh as.

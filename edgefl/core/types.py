@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.settings import check_settings
 
 Array = NDArray[Any]
 Json = dict[str, Any]
@@ -244,7 +247,7 @@ def _known(cls: type[Any], value: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Local training for one assignment; data, not code.
+    """Local training for one assignment; data, not code. Its fields are the only defaults and bounds of them.
 
     Exactly one of `iterations`, `epochs` and `seconds` is set: the budget. `algorithm` names a built-in
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
@@ -254,13 +257,13 @@ class TrainConfig:
     """
 
     algorithm: str = Algorithm.SGD
-    iterations: int | None = None
-    epochs: float | None = None
-    seconds: float | None = None
-    batch_size: int = 32
-    learning_rate: float = 0.05
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    iterations: int | None = field(default=None, metadata={"at_least": 1})
+    epochs: float | None = field(default=None, metadata={"above": 0})
+    seconds: float | None = field(default=None, metadata={"above": 0})
+    batch_size: int = field(default=32, metadata={"at_least": 1})
+    learning_rate: float = field(default=0.05, metadata={"at_least": 0})
+    momentum: float = field(default=0.0, metadata={"at_least": 0})
+    weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -272,6 +275,25 @@ class TrainConfig:
         if self.epochs is not None:
             return max(1, round(self.epochs * math.ceil(num_examples / self.batch_size)))
         return self.iterations
+
+    def check(self, table: str = "plan") -> None:
+        """Checks that a device can follow this; `table` is in front of a name in messages.
+
+        Raises:
+            ConfigError: no budget, two of them, or a number out of range.
+        """
+        budgets = {"iterations": self.iterations, "epochs": self.epochs, "seconds": self.seconds}
+        given = [name for name, value in budgets.items() if value is not None]
+        if len(given) != 1:
+            found = " and ".join(f"{table}.{name}" for name in given) or "none"
+            raise ConfigError(f"{table} needs one of the budgets iterations, epochs and seconds, got {found}")
+        check_settings(self, table)
+
+    def to_json(self) -> Json:
+        """Returns the config as JSON values: without messages, whose bodies travel apart, and what is None."""
+        values = {name: value for name, value in asdict(self).items() if value is not None}
+        del values["messages"]
+        return values
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], messages: tuple[PeerMessage, ...] = ()) -> Self:
@@ -330,7 +352,7 @@ Instruction = TrainInstruction | EvaluateInstruction | FinishEarlyInstruction
 class Decision:
     """A strategy's decision; the next is due after every wake-up, at the latest after `next_wake_s`."""
 
-    orders: tuple[Instruction, ...] = ()
+    instructions: tuple[Instruction, ...] = ()
     next_wake_s: float = 60.0
 
 
@@ -634,7 +656,7 @@ class ParticipationPolicy(Protocol):
     def eligible_view(self, view: FleetView) -> FleetView:
         """Returns the strategy's view of the fleet: `idle` without devices in back-off."""
 
-    def adapt_instruction(self, order: TrainInstruction, view: FleetView) -> TrainInstruction:
+    def adapt_instruction(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:
         """Returns the instruction adapted to its device: smaller when unhealthy, in a suitable codec."""
 
     def rejection_reason(self, update: Update) -> str | None:
@@ -681,7 +703,7 @@ class Fleet(Protocol):
     """Devices that execute instructions: the live fleet (Flower and MQTT) or the simulated one (an event heap)."""
 
     def view(self) -> FleetView: ...
-    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None: ...
+    def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None: ...
     def wait(self, until_s: float) -> Sequence[Event]: ...
 
 

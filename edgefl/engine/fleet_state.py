@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from edgefl.core.claims import ClaimLimits
 from edgefl.core.types import (
@@ -38,7 +38,7 @@ class DispatchedInstruction:
     `paused_s` are seconds since then in which that clock stood still, as the coordinator was away.
     """
 
-    order: TrainInstruction | EvaluateInstruction
+    instruction: TrainInstruction | EvaluateInstruction = field(metadata={"stored_as": "order"})
     dispatched_s: float
     paused_s: float = 0.0
 
@@ -146,7 +146,7 @@ class FleetState:
     def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         """Adds an instruction that is dispatched in this turn."""
         self._in_flight[instruction.assignment_id] = DispatchedInstruction(
-            order=instruction, dispatched_s=self._now_s
+            instruction=instruction, dispatched_s=self._now_s
         )
         if not isinstance(instruction, TrainInstruction):
             return
@@ -180,30 +180,32 @@ class FleetState:
     def bound_progress(self, report: Progress, *, elapsed_s: float) -> Progress:
         """Returns the report with its claims bounded; `elapsed_s` are since its instruction was dispatched."""
         dispatched = self._in_flight.get(report.assignment_id)
-        if dispatched is None or not isinstance(dispatched.order, TrainInstruction):
+        if dispatched is None or not isinstance(dispatched.instruction, TrainInstruction):
             return report
-        return self._limits.bound_progress(report, dispatched.order.plan, elapsed_s=elapsed_s)
+        return self._limits.bound_progress(report, dispatched.instruction.plan, elapsed_s=elapsed_s)
 
     def bound_evaluation(self, result: EvaluateResult) -> EvaluateResult:
         """Returns the evaluation with its claims bounded."""
         return self._limits.bound_evaluation(result, self._devices.by_id.get(result.device_id))
 
-    def accept_metrics(self, order: TrainInstruction, metrics: UpdateMetrics, *, elapsed_s: float) -> UpdateMetrics:
+    def accept_metrics(
+        self, instruction: TrainInstruction, metrics: UpdateMetrics, *, elapsed_s: float
+    ) -> UpdateMetrics:
         """Returns an update's metrics with their claims bounded, and updates its device's speed from them.
 
         Args:
-            order: in flight, that the update followed.
+            instruction: in flight, that the update followed.
             metrics: as the device claims.
             elapsed_s: from dispatch to arrival.
         """
         metrics = self._limits.bound_metrics(
             metrics,
-            order,
+            instruction,
             elapsed_s=elapsed_s,
-            is_finishing_early=order.assignment_id in self._finishing_early,
+            is_finishing_early=instruction.assignment_id in self._finishing_early,
             speeds=self._speeds,
         )
-        self.record_speed(order.device_id, metrics)
+        self.record_speed(instruction.device_id, metrics)
         return metrics
 
     def record_speed(self, device_id: str, metrics: UpdateMetrics) -> None:
@@ -231,7 +233,7 @@ class FleetState:
     ) -> None:
         """Restores work and measurements from a snapshot, in a state without work."""
         for dispatched in in_flight.values():
-            self.assign(dispatched.order)
+            self.assign(dispatched.instruction)
         self._in_flight, self._finishing_early = dict(in_flight), set(finishing_early)
         self._speeds, self._progress = dict(speeds), dict(progress)
 

@@ -139,9 +139,9 @@ class EvaluationTracker(_PendingEvaluations):
     requested_version: int = -1
 
     def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
-        orders = [order for order in instructions if isinstance(order, EvaluateInstruction) and not order.subject]
-        self._add(orders)
-        self.requested_version = max([self.requested_version, *(order.version for order in orders)])
+        evaluations = [i for i in instructions if isinstance(i, EvaluateInstruction) and not i.subject]
+        self._add(evaluations)
+        self.requested_version = max([self.requested_version, *(evaluation.version for evaluation in evaluations)])
 
     def record_event(self, event: EvaluateResult | InstructionFailed) -> VersionAccuracy | None:
         """Returns the accuracy of a version with its last pending evaluation."""
@@ -181,7 +181,7 @@ class DeviceEvaluationTracker(_PendingEvaluations):
     """Tracks evaluations of devices' own models."""
 
     def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
-        self._add(order for order in instructions if isinstance(order, EvaluateInstruction) and order.subject)
+        self._add(i for i in instructions if isinstance(i, EvaluateInstruction) and i.subject)
 
     def record_event(self, event: EvaluateResult | InstructionFailed) -> DeviceAccuracy | None:
         """Returns the accuracy after a round with its last pending evaluation, if any returned."""

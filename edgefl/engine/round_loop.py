@@ -125,7 +125,7 @@ class DrainPhase:
                 for assignment_id in outstanding
             )
         until_s = self.scored_until_s if self._is_drained(view) else self.drain_until_s
-        return Decision(orders=cancellations, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
+        return Decision(instructions=cancellations, next_wake_s=max(0.0, min(5.0, until_s - view.now_s)))
 
     def _is_drained(self, view: FleetView) -> bool:
         return not view.busy or view.now_s >= self.drain_until_s
@@ -151,8 +151,8 @@ class AcceptAllPolicy:
     def eligible_view(self, view: FleetView) -> FleetView:
         return view
 
-    def adapt_instruction(self, order: TrainInstruction, view: FleetView) -> TrainInstruction:  # noqa: ARG002 nobody is spared
-        return order
+    def adapt_instruction(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:  # noqa: ARG002 nobody is spared
+        return instruction
 
     def rejection_reason(self, update: Update) -> str | None:  # noqa: ARG002 every update is let in
         return None
@@ -234,19 +234,19 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         receive(policy.release(view))
         view = policy.hold_view(view)
 
-        def dispatch(*orders: Instruction, now_s: float = view.now_s) -> None:
-            journal.record_decision(Decision(orders=orders))
+        def dispatch(*instructions: Instruction, now_s: float = view.now_s) -> None:
+            journal.record_decision(Decision(instructions=instructions))
             journal.commit()
-            progress.record_dispatch(orders, now_s)
-            fleet.dispatch(orders, source)
+            progress.record_dispatch(instructions, now_s)
+            fleet.dispatch(instructions, source)
 
         aggregate_ready = partial(
             _aggregate_ready, source, view, progress, evaluate, journal=journal, policy=policy, dispatch=dispatch
         )
-        orders: list[EvaluateInstruction] = []
+        instructions: list[EvaluateInstruction] = []
         if not loop_state.is_model_frozen:
-            orders += aggregate_ready()
-        progress.scores.record_dispatch(orders)
+            instructions += aggregate_ready()
+        progress.scores.record_dispatch(instructions)
         if loop_state.drain is None and (reason := progress.find_stop_reason(goal, view.now_s)) is not None:
             until_s = view.now_s + DRAIN_TIMEOUT_S
             # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
@@ -255,20 +255,20 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
                 reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good
             )
             if not is_good:
-                dispatch(*orders)  # with the present model
+                dispatch(*instructions)  # with the present model
                 source.state = strategy.finish(source.state)
-                orders = [*aggregate_ready()]
-                progress.scores.record_dispatch(orders)
+                instructions = [*aggregate_ready()]
+                progress.scores.record_dispatch(instructions)
         if loop_state.drain is None:
             decision = _schedule(source, view, progress, policy)
         else:
-            orders += loop_state.drain.schedule_evaluations(source, progress, view, evaluate)
-            if not orders and loop_state.drain.is_over(progress, view):
+            instructions += loop_state.drain.schedule_evaluations(source, progress, view, evaluate)
+            if not instructions and loop_state.drain.is_over(progress, view):
                 journal.commit()
                 _publish_scores(progress.nodes.complete_pending(), on_score)
                 return source.state, loop_state.drain.reason
             decision = loop_state.drain.make_finish_early_decision(view)
-        dispatch(*orders, *decision.orders)
+        dispatch(*instructions, *decision.instructions)
         until_s = progress.compute_wake_s(
             goal, view.now_s + decision.next_wake_s, is_over=loop_state.drain is not None
         )
@@ -296,11 +296,11 @@ def _schedule(
     progress.check_progress_possible(view, policy.blocked_devices)
     provider.state, decision = provider.strategy.assign(provider.state, policy.eligible_view(view))
     decision = policy.observe_decision(decision)
-    orders = tuple(
-        policy.adapt_instruction(order, view) if isinstance(order, TrainInstruction) else order
-        for order in decision.orders
+    instructions = tuple(
+        policy.adapt_instruction(instruction, view) if isinstance(instruction, TrainInstruction) else instruction
+        for instruction in decision.instructions
     )
-    return replace(decision, orders=orders)
+    return replace(decision, instructions=instructions)
 
 
 def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
@@ -365,22 +365,22 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
     dispatch: Callable[..., None],
 ) -> Sequence[EvaluateInstruction]:
     """Aggregates while the strategy is ready; returns the evaluations of the newest model."""
-    orders: Sequence[EvaluateInstruction] = ()
+    instructions: Sequence[EvaluateInstruction] = ()
     while provider.strategy.ready(provider.state, view):
-        if orders:  # the fleet sends the newest model: dispatch evaluations of this one first
-            dispatch(*orders)
-            orders = ()
+        if instructions:  # the fleet sends the newest model: dispatch evaluations of this one first
+            dispatch(*instructions)
+            instructions = ()
         _aggregate_once(provider, journal, progress)
         policy.record_version()
         if progress.rounds.is_round_end(progress.version):
-            orders = evaluate(
+            instructions = evaluate(
                 progress.version,
                 progress.rounds.get_round(progress.version),
                 view,
                 False,
                 provider.list_model_owners(),
             )
-    return orders
+    return instructions
 
 
 def _aggregate_once(provider: _StrategyModelProvider[S], journal: Journal, progress: ProgressTracker) -> None:

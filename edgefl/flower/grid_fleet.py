@@ -116,37 +116,37 @@ class GridFleet:
     def view(self) -> GridFleetView:
         return self._view
 
-    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None:
+    def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
         """Sends all instructions in one request; every model is encoded once.
 
         Raises:
             ConfigError: the strategy sends messages beside the model.
         """
-        if any(isinstance(order, TrainInstruction) and (order.plan.node or order.plan.messages) for order in orders):
+        if any(isinstance(i, TrainInstruction) and (i.plan.node or i.plan.messages) for i in instructions):
             raise ConfigError(
                 "this strategy sends messages beside the model, which a plain Flower app does not carry; run it with "
                 "edgefl coordinator start, or edgefl simulate"
             )
-        instructions = [order for order in orders if not isinstance(order, FinishEarlyInstruction)]
-        if not instructions:
+        requests = [i for i in instructions if not isinstance(i, FinishEarlyInstruction)]
+        if not requests:
             return
         node_ids = {device_id: node_id for node_id, device_id in self._device_ids.items()}
         messages, pending, now_s = [], [], self._clock()
-        for order in instructions:
-            node_id = node_ids.get(order.device_id)
+        for instruction in requests:
+            node_id = node_ids.get(instruction.device_id)
             if node_id is None:
-                self._failures.append(_make_failure(order, UpdateStatus.LOST, "the node is gone"))
+                self._failures.append(_make_failure(instruction, UpdateStatus.LOST, "the node is gone"))
                 continue
             body, num_bytes = self._encode_model(
-                order.subject if isinstance(order, EvaluateInstruction) else "", source
+                instruction.subject if isinstance(instruction, EvaluateInstruction) else "", source
             )
-            kind = MessageType.TRAIN if isinstance(order, TrainInstruction) else MessageType.EVALUATE
-            messages.append(Message(encode_content(self._make_header(order), body), node_id, kind))
-            limit_s = order.deadline_s if isinstance(order, TrainInstruction) else EVALUATION_TIMEOUT_S
+            kind = MessageType.TRAIN if isinstance(instruction, TrainInstruction) else MessageType.EVALUATE
+            messages.append(Message(encode_content(self._make_header(instruction), body), node_id, kind))
+            limit_s = instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_TIMEOUT_S
             until_s = math.inf if limit_s is None else now_s + limit_s
             pending.append(
                 _PendingMessage(
-                    node_id=node_id, instruction=order, sent_s=now_s, until_s=until_s, num_bytes=num_bytes
+                    node_id=node_id, instruction=instruction, sent_s=now_s, until_s=until_s, num_bytes=num_bytes
                 )
             )
         self._send_messages(messages, pending)

@@ -222,19 +222,19 @@ class SimulatedFleet:
         self._state.start_turn(self.now_s)
         return self._state
 
-    def dispatch(self, orders: Sequence[Instruction], source: ModelProvider) -> None:
+    def dispatch(self, instructions: Sequence[Instruction], source: ModelProvider) -> None:
         """Dispatches instructions now; one that cannot be dispatched comes back as `InstructionFailed`."""
-        for order in orders:
-            match order:
+        for instruction in instructions:
+            match instruction:
                 case TrainInstruction():
-                    self._assign(order, source)
+                    self._assign(instruction, source)
                 case EvaluateInstruction():
                     at_s = self.now_s + self._settings.evaluation_duration_s
                     self._event_queue.schedule(
-                        at_s, self._evaluate, (order, self._downlink.get_model(order.subject, source))
+                        at_s, self._evaluate, (instruction, self._downlink.get_model(instruction.subject, source))
                     )
                 case FinishEarlyInstruction():
-                    self._lifecycle.finish_early(order.assignment_id)
+                    self._lifecycle.finish_early(instruction.assignment_id)
 
     def wait(self, until_s: float) -> Sequence[Event]:
         """Returns all events of the next instant that has any, up to `until_s`.
@@ -287,28 +287,28 @@ class SimulatedFleet:
         self._publish(make_failure(instruction, UpdateStatus.FAILED, f"{instruction.device_id} is not there"))
 
     def _evaluate(self, request: tuple[EvaluateInstruction, EncodedModel]) -> None:
-        order, encoded = request
-        info = self._state.devices.get(order.device_id)
+        instruction, encoded = request
+        info = self._state.devices.get(instruction.device_id)
         if info is None:
-            self._reject(order)
+            self._reject(instruction)
             return
         is_board = info.role == Role.TRAINER
         try:
-            scores = self._backend.evaluate(order.device_id if is_board else None, encoded)
+            scores = self._backend.evaluate(instruction.device_id if is_board else None, encoded)
         except TrainingFailedError as error:
-            self._publish(make_failure(order, UpdateStatus.FAILED, str(error)))
+            self._publish(make_failure(instruction, UpdateStatus.FAILED, str(error)))
             return
         result = EvaluateResult(
-            assignment_id=order.assignment_id,
-            device_id=order.device_id,
-            version=order.version,
-            round=order.round,
+            assignment_id=instruction.assignment_id,
+            device_id=instruction.device_id,
+            version=instruction.version,
+            round=instruction.round,
             source=info.source,
             num_examples=scores.num_examples,
             loss=scores.loss,
             accuracy=scores.accuracy,
             bytes_down=len(encoded.body) if is_board else 0,
-            subject=order.subject,
+            subject=instruction.subject,
         )
         self._publish(self._state.bound_evaluation(result))
 

@@ -135,8 +135,8 @@ def _find_later_assignments(later_entries: Iterable[JournalEntry]) -> tuple[set[
     applied_ids: set[str] = set()
     for entry in later_entries:
         if isinstance(entry, Decision):
-            orders = (order for order in entry.orders if isinstance(order, TrainInstruction | EvaluateInstruction))
-            dispatched_ids.update(order.assignment_id for order in orders)
+            dispatched = (i for i in entry.instructions if isinstance(i, TrainInstruction | EvaluateInstruction))
+            dispatched_ids.update(instruction.assignment_id for instruction in dispatched)
         elif isinstance(entry, Aggregation):
             applied_ids.update(entry.assignment_ids)
     return dispatched_ids, applied_ids

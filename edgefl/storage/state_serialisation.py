@@ -12,7 +12,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Any, TypeVar, cast, get_args, get_type_hints
@@ -256,7 +256,9 @@ class _StateEncoder:
             and is_dataclass(value)
             and all(item.init for item in fields(value))
         ):
-            entries = {f.name: self.encode(getattr(value, f.name), f"{path}.{f.name}") for f in fields(value)}
+            entries = {
+                _get_stored_name(f): self.encode(getattr(value, f.name), f"{path}.{f.name}") for f in fields(value)
+            }
             return {"class": name, "fields": entries}
         raise _unsupported_error(value, path)
 
@@ -271,6 +273,11 @@ class _StateEncoder:
         self.arrays[name] = _make_contiguous(array)
         self._names[id(array)] = name, array
         return name
+
+
+def _get_stored_name(item: Field[Any]) -> str:
+    """Returns a field's name in files: its own, unless it was renamed and says `stored_as`."""
+    return str(item.metadata.get("stored_as", item.name))
 
 
 def _unsupported_error(value: object, path: str) -> NotKeptError:
@@ -319,7 +326,9 @@ class _StateDecoder:
         return readers[name](content)
 
     def _make_dataclass(self, name: str, packed: Mapping[str, Any]) -> Any:
-        return self._classes[name](**{key: self.decode(entry) for key, entry in packed.items()})
+        cls = self._classes[name]
+        names = {_get_stored_name(item): item.name for item in fields(cls)}
+        return cls(**{names.get(key, key): self.decode(entry) for key, entry in packed.items()})
 
     def _make_sparse(self, content: Any) -> SparseTensor:
         indices, values, shape = content

@@ -180,17 +180,17 @@ class RunParticipationPolicy:
         idle = [device_id for device_id in view.idle if not is_excluded(device_id)]
         return FilteredFleetView(view, idle, is_excluded, blocked)
 
-    def adapt_instruction(self, order: TrainInstruction, view: FleetView) -> TrainInstruction:
+    def adapt_instruction(self, instruction: TrainInstruction, view: FleetView) -> TrainInstruction:
         if self.codec_policy is not None:
-            order = self.codec_policy.adapt_instruction(order)
+            instruction = self.codec_policy.adapt_instruction(instruction)
         # A reduced block would differ from its other copies, and a node's exchange has no budget to reduce.
-        if order.block is not None or order.plan.node is not None:
-            return order
+        if instruction.block is not None or instruction.plan.node is not None:
+            return instruction
         if self.selection.unhealthy_policy != "smaller" or not self.selection.is_unhealthy(
-            view.health.get(order.device_id)
+            view.health.get(instruction.device_id)
         ):
-            return order
-        return self.selection.reduce_budget(order)
+            return instruction
+        return self.selection.reduce_budget(instruction)
 
     def rejection_reason(self, update: Update) -> str | None:
         return self.guard.rejection_reason(update)
@@ -214,16 +214,18 @@ class RunParticipationPolicy:
 
     def observe_decision(self, decision: Decision) -> Decision:
         held = self.guard.list_held()
-        if not any(order.device_id in held for order in decision.orders):
+        if not any(instruction.device_id in held for instruction in decision.instructions):
             return decision
         # The strategy has stopped waiting for the others: it recalls, or asks once more.
         self.guard.release_next()
-        orders = tuple(
-            order
-            for order in decision.orders
-            if not (isinstance(order, FinishEarlyInstruction) and order.assignment_id in self.guard.state.held)
+        instructions = tuple(
+            instruction
+            for instruction in decision.instructions
+            if not (
+                isinstance(instruction, FinishEarlyInstruction) and instruction.assignment_id in self.guard.state.held
+            )
         )
-        return replace(decision, orders=orders, next_wake_s=0.0)
+        return replace(decision, instructions=instructions, next_wake_s=0.0)
 
     def record_version(self) -> None:
         self.guard.record_version()

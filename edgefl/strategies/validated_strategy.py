@@ -164,12 +164,14 @@ class ValidatedStrategy(Strategy[Any]):
         self._require(is_pair, "assign", result, "a pair of state and Decision")
         state, decision = result
         self._require(isinstance(decision, Decision), "assign", decision, "a Decision after the state")
-        self._require(isinstance(decision.orders, Sequence), "assign", decision.orders, "a tuple of orders")
+        self._require(
+            isinstance(decision.instructions, Sequence), "assign", decision.instructions, "a tuple of instructions"
+        )
         self._check_wake_time(decision.next_wake_s)
         if isinstance(decision.next_wake_s, np.generic):  # a float32 would round the run's time as well
             decision = replace(decision, next_wake_s=float(decision.next_wake_s))
-        if decision.orders:
-            decision = replace(decision, orders=self._validate_instructions(decision.orders, view))
+        if decision.instructions:
+            decision = replace(decision, instructions=self._validate_instructions(decision.instructions, view))
         return self._validate_state("assign", state), decision
 
     def receive(self, state: Any, update: Update) -> Any:
@@ -327,9 +329,7 @@ class ValidatedStrategy(Strategy[Any]):
         plain_instructions = []
         for instruction in instructions:
             is_instruction = isinstance(instruction, TrainInstruction | EvaluateInstruction | FinishEarlyInstruction)
-            self._require(
-                is_instruction, "assign", instruction, "Train-, Evaluate- or FinishEarlyInstructions as orders"
-            )
+            self._require(is_instruction, "assign", instruction, "Train-, Evaluate- or FinishEarlyInstructions")
             instruction = self._to_plain(instruction, plans)  # noqa: PLW2901 the same instruction, in serialisable numbers
             plain_instructions.append(instruction)
             if isinstance(instruction, FinishEarlyInstruction):

@@ -208,7 +208,9 @@ def _digest(body: bytes) -> Any:
 def _entry(found: object) -> Noted | None:
     match found:
         case Decision():
-            return Given(assignments=tuple(o.assignment_id for o in found.orders if isinstance(o, TrainInstruction)))
+            return Given(
+                assignments=tuple(o.assignment_id for o in found.instructions if isinstance(o, TrainInstruction))
+            )
         case Update():
             sha256 = str(found.tensors["sha256"])
             return Received(device=found.device_id, assignment=found.assignment_id, sha256=sha256)

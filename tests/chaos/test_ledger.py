@@ -144,7 +144,7 @@ def test_journals_and_notes_are_read_as_they_were_written(tmp_path: Path) -> Non
     with WalJournal(there, lambda _: {}, max_file_bytes=0) as journal:
         plan = TrainConfig(iterations=1)
         orders = [TrainInstruction(assignment_id="a1-d1", device_id="d1", base_version=0, plan=plan)]
-        journal.record_decision(Decision(orders=orders))
+        journal.record_decision(Decision(instructions=orders))
         journal.record_events([update])
         journal.record_aggregation(1, ["a1-d1"])
         journal.record_events(

@@ -54,7 +54,7 @@ class Journal:
         return [replace(e, metrics=replace(e.metrics, extra={"kept": 1})) if is_update(e) else e for e in events]
 
     def record_decision(self, decision):
-        self._write(*(("decided", order) for order in decision.orders))
+        self._write(*(("decided", order) for order in decision.instructions))
 
     def record_aggregation(self, version, assignment_ids, state):
         self._write(("aggregated", (version, tuple(assignment_ids))))
@@ -403,7 +403,7 @@ class EveryUpdateIsAVersion(Strategy):
         base = {"base_version": state.version, "plan": TrainConfig()}
         names = [(f"{name}-{state.version}", name) for name in view.idle]
         return state, Decision(
-            orders=tuple(TrainInstruction(assignment_id=key, device_id=name, **base) for key, name in names)
+            instructions=tuple(TrainInstruction(assignment_id=key, device_id=name, **base) for key, name in names)
         )
 
     def receive(self, state, update):

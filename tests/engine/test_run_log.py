@@ -58,7 +58,7 @@ class Listener(RunSubscriber):
 
 def drive(log: RunLog) -> Sequence[Event]:
     events = log.record_events([STOP])
-    log.record_decision(Decision(orders=()))
+    log.record_decision(Decision(instructions=()))
     log.record_aggregation(1, ["a"], None)
     log.record_score(VersionAccuracy(version=1, accuracy=0.5, is_newest=True))  # which it need not care about
     log.finish()

@@ -14,11 +14,19 @@ from flwr.serverapp import strategy as flower
 import edgefl
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, StrategyError
-from edgefl.core.option_types import REQUIRED
+from edgefl.core.settings import REQUIRED
 from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics, UpdateStatus
 from edgefl.engine.build import build_run
-from edgefl.flower.isolation import MAX_QUERIES, StubGrid, ensure_identity, seed_global_generators
-from edgefl.flower.strategy import FlowerState, compute_node_id, export_attributes, make_flower_strategy
+from edgefl.flower.strategy import (
+    MAX_QUERIES,
+    FlowerState,
+    StubGrid,
+    compute_node_id,
+    ensure_identity,
+    export_attributes,
+    make_flower_strategy,
+    seed_global_generators,
+)
 from edgefl.flower.strategy_options import get_flower_settings, is_flower_strategy, list_flower_strategies
 from edgefl.storage.checkpoints import load_state, save_state
 from edgefl.storage.state_serialisation import encode_state
@@ -72,10 +80,10 @@ def update_for(order, number=0, **tensors):
 def play(strategy, state, number, idle=DEVICES):
     """One round in which everybody answers, the last one first."""
     state, decision = strategy.assign(state, view_of(idle))
-    for order in reversed(decision.orders):
+    for order in reversed(decision.instructions):
         state = strategy.receive(state, update_for(order, number))
     assert strategy.ready(state, view_of(idle))
-    return strategy.aggregate(state), decision.orders
+    return strategy.aggregate(state), decision.instructions
 
 
 def by_hand(name, options, num_rounds):
@@ -121,12 +129,12 @@ def test_a_saved_state_goes_on_as_if_it_had_never_left(name, tmp_path):
     strategy, state = made(name), None
     state, _ = play(strategy, strategy.init(first_model()), 0)
     state, decision = strategy.assign(state, view_of())
-    state = strategy.receive(state, update_for(decision.orders[0], 1))
+    state = strategy.receive(state, update_for(decision.instructions[0], 1))
     save_state(tmp_path, state, 0)
     finished = []
     for then, state in ((made(name), load_state(tmp_path, FlowerState)), (strategy, state)):  # noqa: B020 one after the other
         now = state
-        for order in decision.orders[1:]:
+        for order in decision.instructions[1:]:
             now = then.receive(now, update_for(order, 1))
         now, orders = play(then, then.aggregate(now), 2)
         finished.append((then.model(now), orders))
@@ -139,7 +147,7 @@ def test_a_saved_state_goes_on_as_if_it_had_never_left(name, tmp_path):
 def test_an_outlier_does_not_count(name):
     strategy = made(name, {"beta": 0.25} if name == "flwr:FedTrimmedAvg" else {})
     state, decision = strategy.assign(strategy.init({"w": np.zeros(2, np.float32)}), view_of())
-    for order in decision.orders:
+    for order in decision.instructions:
         value = 100.0 if order.device_id == "pi-2" else 1.0
         tensors = {"w": np.full(2, value, np.float32)}
         state = strategy.receive(state, update_for(order, **tensors))
@@ -150,7 +158,7 @@ def test_sparse_updates_are_whole_models_for_flower():
     strategy = made("flwr:FedAvg")
     state, decision = strategy.assign(strategy.init({"w": np.ones((2, 2), np.float32)}), view_of(idle=DEVICES[:1]))
     sparse = SparseTensor(indices=np.array([3]), values=np.array([2.0], np.float32), shape=(2, 2))
-    state = strategy.receive(state, update_for(decision.orders[0], w=sparse))
+    state = strategy.receive(state, update_for(decision.instructions[0], w=sparse))
     assert strategy.model(strategy.aggregate(state))["w"].tolist() == [[1, 1], [1, 3]]
 
 
@@ -167,7 +175,7 @@ def test_the_tensors_of_callers_are_left_as_they_were_and_bulyan_leaves_the_mode
 def test_a_round_closes_without_a_device_that_is_lost():
     strategy = made("flwr:FedAvg")
     state, decision = strategy.assign(strategy.init(first_model()), view_of())
-    lost, *others = decision.orders
+    lost, *others = decision.instructions
     for order in others:
         state = strategy.receive(state, update_for(order))
         assert not strategy.ready(state, view_of(idle=(), busy={lost.device_id: (lost.assignment_id,)}))
@@ -214,7 +222,7 @@ def test_seeded_generators_are_put_back_when_the_block_fails():
 def test_a_strategy_that_wants_more_nodes_than_are_idle_is_asked_again_and_does_not_sleep():
     strategy = made("flwr:FedAvg", {"min_train_nodes": 3, "min_available_nodes": 3})
     state, decision = strategy.assign(strategy.init(first_model()), view_of(idle=DEVICES[:2]))
-    assert decision.orders == ()
+    assert decision.instructions == ()
     assert not strategy.ready(state, view_of(idle=DEVICES[:2]))
     state, orders = play(strategy, state, 0)
     assert len(orders) == 4
@@ -224,7 +232,7 @@ def test_a_strategy_that_wants_more_nodes_than_are_idle_is_asked_again_and_does_
 def test_min_devices_of_the_run_file_replaces_flowers_own_minimum_of_two_and_can_be_met():
     strategy = made("flwr:FedAvg")
     _, decision = strategy.assign(strategy.init(first_model()), view_of(idle=DEVICES[:1]))
-    assert len(decision.orders) == 1
+    assert len(decision.instructions) == 1
     with pytest.raises(ConfigError, match=r"strategy\.min_train_nodes must be at most devices.count = 2, got 3"):
         made("flwr:FedAvg", {"min_train_nodes": 3}, max_devices=2)
 
@@ -387,7 +395,7 @@ def test_devices_that_are_asked_later_in_a_round_get_its_configuration(own):
     state, _ = play(strategy, strategy.init(first_model()), 0)
     state, first = strategy.assign(state, view_of())
     state, again = strategy.assign(state, view_of())  # all of them were lost
-    assert [decision.orders[0].plan.learning_rate for decision in (first, again)] == [0.4, 0.4]
+    assert [decision.instructions[0].plan.learning_rate for decision in (first, again)] == [0.4, 0.4]
 
 
 @pytest.mark.timeout(20)
@@ -395,7 +403,7 @@ def test_a_users_strategy_that_waits_for_nodes_is_stopped_and_asked_again(own):
     strategy = made(f"{own}:Waiting", {})
     for _ in range(3):
         _, decision = strategy.assign(strategy.init(first_model()), view_of())
-        assert decision.orders == ()
+        assert decision.instructions == ()
     assert MAX_QUERIES < 10
 
 

@@ -101,7 +101,8 @@ def decision() -> Decision:
     ]
     evaluation = EvaluateInstruction(assignment_id="e1", device_id="pi", version=0, round=0)
     return Decision(
-        orders=(*orders, evaluation, FinishEarlyInstruction(assignment_id="a0", device_id="pi")), next_wake_s=5.0
+        instructions=(*orders, evaluation, FinishEarlyInstruction(assignment_id="a0", device_id="pi")),
+        next_wake_s=5.0,
     )
 
 

@@ -42,7 +42,7 @@ def played(store: Store, book_config: RunConfig, told: list[Json] | None = None)
     book = SimulationHistory(store, book_config, DEVICES, clock=lambda: now[0], on_change=on_change)
     log = book.create_log(RoundCounter(), RunParticipationPolicy())
     order = TrainInstruction(assignment_id="a", device_id="device-01", base_version=0, plan=TrainConfig(iterations=1))
-    log.record_decision(Decision(orders=(order,)))
+    log.record_decision(Decision(instructions=(order,)))
     now[0] = 10.0
     update = Update(
         assignment_id="a", device_id="device-01", base_version=0, tensors={}, received_s=10.0,

@@ -77,7 +77,9 @@ def score(version: int) -> EvaluationRow:
 def given(*ids: str) -> Decision:
     plan = TrainConfig(iterations=1)
     orders = [TrainInstruction(assignment_id=name, device_id="pi-1", base_version=2, plan=plan) for name in ids]
-    return Decision(orders=(*orders, EvaluateInstruction(assignment_id="e3", device_id="eval", version=3, round=3)))
+    return Decision(
+        instructions=(*orders, EvaluateInstruction(assignment_id="e3", device_id="eval", version=3, round=3))
+    )
 
 
 def filled(store: Store) -> None:

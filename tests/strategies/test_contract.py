@@ -76,7 +76,7 @@ def update_for(order, seed):
 
 def asked(strategy, state, view):
     state, decision = strategy.assign(state, view)
-    return state, [order for order in decision.orders if isinstance(order, TrainInstruction)]
+    return state, [order for order in decision.instructions if isinstance(order, TrainInstruction)]
 
 
 def busy_with(orders):
@@ -178,7 +178,7 @@ def test_it_waits_without_devices_and_begins_when_enough_are_there(case):
     state = strategy.init(first_model())
     for devices in ((), DEVICES[:2], ()):
         state, decision = strategy.assign(state, view_over(devices=devices))
-        assert decision.orders == ()
+        assert decision.instructions == ()
         assert decision.next_wake_s > 0
     state, orders = asked(strategy, state, view_over(devices=DEVICES[:3]))
     assert orders

@@ -52,7 +52,7 @@ def answered(strategy, moves, *, tensors_of=dict):
     """A round whose devices send so much for every tensor, in any order of arrival."""
     state = strategy.init(model())
     state, decision = strategy.assign(state, PacedFleet({name: Board(1.0) for name in moves}).view())
-    for order in reversed(decision.orders):
+    for order in reversed(decision.instructions):
         value = moves[order.device_id]
         tensors = {
             "w": SparseTensor(indices=np.array([1]), values=np.array([value], np.float32), shape=(2,)),

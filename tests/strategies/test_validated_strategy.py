@@ -58,7 +58,7 @@ class Mean:
             return state, Decision()
         state.asked = tuple(f"v{state.version}-{name}" for name in view.idle)
         orders = [assignment(key, name, state.version) for key, name in zip(state.asked, view.idle, strict=True)]
-        return state, Decision(orders=tuple(orders), next_wake_s=1)
+        return state, Decision(instructions=tuple(orders), next_wake_s=1)
 
     def receive(self, state, update):
         state.got.append(update)
@@ -220,10 +220,14 @@ def test_a_journal_that_cannot_be_read_is_no_fault_of_the_strategy(error):
         ("assign", None, "assign returned None, it must return a pair of state and Decision"),
         ("assign", (State(), [assignment()]), "assign returned a list, it must return a Decision after the state"),
         ("assign", (None, Decision()), "assign returned None, it must return the state, a State"),
-        ("assign", (State(), Decision(orders=None)), "assign returned None, it must return a tuple of orders"),
         (
             "assign",
-            (State(), Decision(orders=("go",))),
+            (State(), Decision(instructions=None)),
+            "assign returned None, it must return a tuple of instructions",
+        ),
+        (
+            "assign",
+            (State(), Decision(instructions=("go",))),
             "assign returned 'go', it must return Train-, Evaluate- or FinishEarlyInstructions",
         ),
         ("assign", (State(), Decision(next_wake_s="soon")), "next_wake_s = 'soon', it must be seconds"),
@@ -285,7 +289,7 @@ def test_a_wrong_answer_of_a_method_that_may_be_left_out_is_told(method, answer,
 
 
 def assigns(*orders):
-    return lambda state, _view: (state, Decision(orders=orders))
+    return lambda state, _view: (state, Decision(instructions=orders))
 
 
 @pytest.mark.parametrize(
@@ -325,9 +329,9 @@ def test_an_order_that_nobody_can_follow_is_refused(orders, told):
 def test_a_number_of_numpys_in_an_order_is_the_same_number_of_pythons(plan, right):
     checked = ValidatedStrategy(strategy=Mean(), name=NAME)
     order = replace(assignment(plan=TrainConfig(**plan)), base_version=np.int64(0), deadline_s=np.float32(2))
-    checked.strategy.assign = lambda state, _: (state, Decision(orders=[order], next_wake_s=np.float32(3)))
+    checked.strategy.assign = lambda state, _: (state, Decision(instructions=[order], next_wake_s=np.float32(3)))
     _, decision = checked.assign(checked.init(MODEL), Devices("pi-1").view())
-    assert decision == Decision(orders=(replace(assignment(plan=right), deadline_s=2.0),), next_wake_s=3)
+    assert decision == Decision(instructions=(replace(assignment(plan=right), deadline_s=2.0),), next_wake_s=3)
     assert encode_decision(decision) == encode_decision(replace(decision, next_wake_s=3.0))
 
 
@@ -335,10 +339,10 @@ def test_an_assignment_id_of_an_earlier_round_is_refused_and_a_device_that_left_
     checked = ValidatedStrategy(strategy=Mean(), name=NAME)
     view, state = Devices("pi-1").view(), checked.init(MODEL)
     checked.strategy.assign = assigns(FinishEarlyInstruction(assignment_id="a", device_id="gone"))
-    assert checked.assign(state, view)[1].orders
+    assert checked.assign(state, view)[1].instructions
     order = assignment("same")
     checked.strategy.assign = assigns(order)
-    assert checked.assign(state, view)[1].orders[0] is order
+    assert checked.assign(state, view)[1].instructions[0] is order
     with pytest.raises(StrategyError, match="assign used assignment id 'same' a second time"):
         checked.assign(state, view)
 

@@ -223,16 +223,20 @@ class LiveFleet:
         self._distributor.update_source(source)
         now_s, no_body = self.clock(), prepare_body(b"")
         for dispatched in in_flight:
-            unsent = ModelPayload(body=no_body, header=self._distributor.name_newest(dispatched.order, REPLY_ONLY))
-            pending = self._make_pending(dispatched.order, unsent, dispatched.dispatched_s)
+            unsent = ModelPayload(
+                body=no_body, header=self._distributor.name_newest(dispatched.instruction, REPLY_ONLY)
+            )
+            pending = self._make_pending(dispatched.instruction, unsent, dispatched.dispatched_s)
             pending.paused_s = dispatched.paused_s
             self._in_flight.add(pending)
-            if isinstance(dispatched.order, EvaluateInstruction):
+            if isinstance(dispatched.instruction, EvaluateInstruction):
                 self._resend_evaluation(pending, source)
         self._resumed_until_s = now_s + REJOIN_TIMEOUT_S
-        for device_id in dict.fromkeys(dispatched.order.device_id for dispatched in in_flight):
+        for device_id in dict.fromkeys(dispatched.instruction.device_id for dispatched in in_flight):
             self._in_flight.request_heartbeat(device_id)
-        log.info("%d orders were out when the coordinator ended; their devices are asked for them", len(in_flight))
+        log.info(
+            "%d instructions were out when the coordinator ended; their devices are asked for them", len(in_flight)
+        )
 
     def _resend_evaluation(self, pending: PendingInstruction, source: ModelProvider) -> None:
         instruction = pending.instruction

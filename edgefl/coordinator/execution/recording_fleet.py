@@ -180,10 +180,10 @@ class RecordingFleet:
         return self._wal.record_events(events) if self._is_live else events
 
     def record_decision(self, decision: Decision) -> None:
-        if not decision.orders:
+        if not decision.instructions:
             return
         if not self._is_live and not self._replay.is_exhausted:
-            self._replay.check_decision(decision.orders)
+            self._replay.check_decision(decision.instructions)
             return
         self._start_live()
         self._record_health()
@@ -253,7 +253,7 @@ class RecordingFleet:
         dispatched = self._replayed_state.in_flight.get(event.assignment_id)
         if dispatched is None:
             return
-        self._replayed_state.complete(dispatched.order)
+        self._replayed_state.complete(dispatched.instruction)
         if isinstance(event, Update):
             self._replayed_state.record_speed(event.device_id, event.metrics)
 
@@ -287,9 +287,9 @@ class RecordingFleet:
             # The request to finish early may be lost with the coordinator, and a device that was switched off does
             # not keep it.
             finishing_early = [
-                dispatched.order
+                dispatched.instruction
                 for dispatched in remaining
-                if dispatched.order.assignment_id in self._replayed_state.finishing_early
+                if dispatched.instruction.assignment_id in self._replayed_state.finishing_early
             ]
             cancellations = [
                 FinishEarlyInstruction(assignment_id=instruction.assignment_id, device_id=instruction.device_id)

@@ -91,7 +91,7 @@ class JournalReplay:
     def check_decision(self, instructions: Sequence[Instruction]) -> None:
         """Checks a replayed decision against the journal."""
         recorded = self._turn_entries.popleft() if self._turn_entries else None
-        if not isinstance(recorded, Decision) or [_get_comparable_fields(o) for o in recorded.orders] != [
+        if not isinstance(recorded, Decision) or [_get_comparable_fields(o) for o in recorded.instructions] != [
             _get_comparable_fields(o) for o in instructions
         ]:
             raise ReplayError(
@@ -192,7 +192,7 @@ def _format_entry(entry: JournalEntry | None) -> str:
     if entry is None:
         return "nothing"
     text = (
-        str([_get_comparable_fields(instruction) for instruction in entry.orders])
+        str([_get_comparable_fields(instruction) for instruction in entry.instructions])
         if isinstance(entry, Decision)
         else str(entry)
     )

@@ -207,7 +207,7 @@ class RunExecutor:
         if start.snapshot is not None:
             start.snapshot.restore(components.policy)
             loop_state = start.snapshot.restore_loop_state(components.rounds)
-            in_flight = (dispatched.order for dispatched in start.snapshot.fleet.in_flight.values())
+            in_flight = (dispatched.instruction for dispatched in start.snapshot.fleet.in_flight.values())
             assignments = [instruction for instruction in in_flight if isinstance(instruction, TrainInstruction)]
             self._recorder.resume(assignments, loop_state.progress.version, start.snapshot.opened_s, start.state)
         elif start.is_resumed and not start.is_exact:

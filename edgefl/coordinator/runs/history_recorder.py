@@ -151,7 +151,9 @@ class HistoryRecorder(RunSubscriber):
                     self._record_failure(event)
 
     def on_decision(self, decision: Decision) -> None:
-        assignments = [instruction for instruction in decision.orders if isinstance(instruction, TrainInstruction)]
+        assignments = [
+            instruction for instruction in decision.instructions if isinstance(instruction, TrainInstruction)
+        ]
         if not assignments:
             return
         self._rounds.start(len({instruction.device_id for instruction in assignments}))

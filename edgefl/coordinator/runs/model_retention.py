@@ -319,7 +319,7 @@ class EvaluatedModelSaver(RunSubscriber):
         self._version, self._state = version, state
 
     def on_decision(self, decision: Decision) -> None:
-        for instruction in decision.orders:
+        for instruction in decision.instructions:
             if not isinstance(instruction, EvaluateInstruction) or instruction.subject:
                 continue
             if instruction.version == self._version != self._added_version:

@@ -254,7 +254,7 @@ def _restore_incarnations(
         elif isinstance(entry, Decision):
             assignment_ids = [
                 instruction.assignment_id
-                for instruction in entry.orders
+                for instruction in entry.instructions
                 if not isinstance(instruction, FinishEarlyInstruction)
             ]
             for name in assignment_ids:

@@ -21,7 +21,6 @@ from edgefl.core.types import (
     EvaluateResult,
     Event,
     FinishEarlyInstruction,
-    GossipConfig,
     HealthMetrics,
     Instruction,
     InstructionFailed,
@@ -127,7 +126,7 @@ def encode_event(event: Event) -> EncodedRecord | None:
 
 def encode_decision(decision: Decision) -> EncodedRecord:
     blob: list[bytes] = []
-    instructions = [_instruction_to_json(instruction, blob) for instruction in decision.orders]
+    instructions = [_instruction_to_json(instruction, blob) for instruction in decision.instructions]
     return _encode_record(
         RecordKind.DECISION, "", {"orders": instructions, "next_wake_s": decision.next_wake_s}, blob
     )
@@ -241,7 +240,7 @@ def _decode_update(
 
 def _decode_decision(meta: Json, blob: bytes) -> Decision:
     instructions = tuple(_instruction_from_json(instruction, blob) for instruction in meta["orders"])
-    return Decision(orders=instructions, next_wake_s=meta["next_wake_s"])
+    return Decision(instructions=instructions, next_wake_s=meta["next_wake_s"])
 
 
 def _decode_turn(meta: Json, _blob: bytes) -> TurnStarted:
@@ -302,8 +301,7 @@ def _instruction_from_json(value: Json, blob: bytes) -> Instruction:
     if kind is TrainInstruction:
         plan = values["plan"]
         messages = tuple(_message_from_json(message, blob) for message in plan["messages"])
-        node = None if plan["node"] is None else GossipConfig.from_json(plan["node"])
-        values["plan"] = TrainConfig(**{**plan, "messages": messages, "node": node})
+        values["plan"] = TrainConfig.from_json(plan, messages)
         values["used_assignments"] = tuple(values["used_assignments"])
     return kind(**values)
 

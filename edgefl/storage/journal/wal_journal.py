@@ -108,7 +108,7 @@ class WalJournal:
 
     def record_decision(self, decision: Decision) -> None:
         """Appends a decision that has instructions."""
-        if decision.orders:
+        if decision.instructions:
             with self._atomic_append():
                 self._append_record(encode_decision(decision))
 

@@ -230,7 +230,9 @@ class AsynchronousStrategy(Strategy[A]):
         )
         state.round_size = state.round_size or self.rules.updates_per_round or len(instructions)
         state.num_left = len(view.idle) - len(instructions)
-        return state, Decision(orders=instructions, next_wake_s=state.slots.compute_wake_s(view.now_s, MAX_WAIT_S))
+        return state, Decision(
+            instructions=instructions, next_wake_s=state.slots.compute_wake_s(view.now_s, MAX_WAIT_S)
+        )
 
     def _make_plan(self, state: A) -> TrainConfig:
         factor = self.lr_schedule(state.version // ((self.versions_per_round or state.round_size) or 1))

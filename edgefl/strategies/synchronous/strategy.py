@@ -167,7 +167,7 @@ class SynchronousStrategy(Strategy[R]):
                 break
             state.open.append(OpenRound(since_s=None if state.open else view.now_s))
             instructions += self.open_round(state, selected, view)
-        return state, Decision(orders=instructions, next_wake_s=self._compute_wake_s(state, view))
+        return state, Decision(instructions=instructions, next_wake_s=self._compute_wake_s(state, view))
 
     def receive(self, state: R, update: Update) -> R:
         """Adds an expected update; an unknown, late or repeated one changes nothing."""

@@ -649,7 +649,7 @@ def adopt(site, *orders):
         book.assign(order)
     site.fleet.view().restore_from(book)
     site.fleet.resume_in_flight(
-        [DispatchedInstruction(order=order, dispatched_s=site.clock()) for order in orders], site.source
+        [DispatchedInstruction(instruction=order, dispatched_s=site.clock()) for order in orders], site.source
     )
     site.give()
 

@@ -255,7 +255,7 @@ class Noting(LiveFaultyFleet):
         self.told: list[Instruction] = []
 
     def resume_in_flight(self, out: Sequence[DispatchedInstruction], source: object) -> None:
-        self.adopted += [given.order.assignment_id for given in out]
+        self.adopted += [given.instruction.assignment_id for given in out]
 
     def dispatch(self, orders: Sequence[Instruction], source: object) -> None:
         self.told += orders
@@ -279,9 +279,9 @@ def test_what_was_recalled_before_the_coordinator_ended_is_recalled_again(
     devices = {name: DeviceInfo(device_id=name) for name in "ab"}
     script = [
         TurnStarted(now_s=1.0, at=100.0, devices=devices),
-        Decision(orders=tuple(given)),
+        Decision(instructions=tuple(given)),
         TurnStarted(now_s=2.0, at=101.0),
-        Decision(orders=tuple(recalls)),
+        Decision(instructions=tuple(recalls)),
     ]
     source: Any = object()
     with WalJournal(tmp_path, decode_tensors) as wal:
@@ -289,7 +289,7 @@ def test_what_was_recalled_before_the_coordinator_ended_is_recalled_again(
         fleet = RecordingFleet(boards, wal, JournalReplay(script), RunClock())  # type: ignore[arg-type] # a view of its own
         for orders in (given, recalls):
             fleet.view()
-            fleet.record_decision(Decision(orders=tuple(orders)))
+            fleet.record_decision(Decision(instructions=tuple(orders)))
             fleet.dispatch(orders, source)
             if is_checkpointed and orders is recalls:
                 boards, standing = Noting(), decode_state(encode_state(fleet.create_snapshot()), FleetSnapshot)
@@ -312,7 +312,7 @@ def test_a_journal_of_another_strategy_or_without_what_the_loop_saw_is_found_out
 def test_a_standing_comes_back_as_it_was_saved() -> None:
     order = TrainInstruction(assignment_id="a", device_id=NAMES[0], base_version=1, plan=built("fedavg", 1).plan)
     fleet = FleetSnapshot(
-        now_s=3.5, at=1e9, in_flight={"a": DispatchedInstruction(order=order, dispatched_s=3.0)},
+        now_s=3.5, at=1e9, in_flight={"a": DispatchedInstruction(instruction=order, dispatched_s=3.0)},
         devices={NAMES[0]: DeviceInfo(device_id=NAMES[0], tasks=(TASK,), capabilities={"x": [1]})},
         health={NAMES[0]: HealthMetrics(temperature_c=61.0), NAMES[1]: None},
     )  # fmt: skip
@@ -321,3 +321,11 @@ def test_a_standing_comes_back_as_it_was_saved() -> None:
     made.guard.state.quarantined.add("c")
     made.codec_policy.adapt_instruction(replace(order, codec=CODECS[0]))  # type: ignore[union-attr] # it has one
     assert decode_state(encode_state(standing), RunSnapshot) == standing
+
+
+def test_a_snapshot_names_an_instruction_in_flight_as_files_of_before_do():
+    order = TrainInstruction(assignment_id="a", device_id="pi", base_version=0, plan=TrainConfig(iterations=1))
+    dispatched = DispatchedInstruction(instruction=order, dispatched_s=3.0)
+    content = encode_state(dispatched)
+    assert b'"fields": {"order"' in content.replace(b'\\"', b'"')
+    assert decode_state(content, DispatchedInstruction) == dispatched

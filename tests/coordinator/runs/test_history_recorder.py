@@ -59,7 +59,7 @@ class Book:
         self.log, self.progress = RunLog(self.wal, [self.recorder]), ProgressTracker()
 
     def decide(self, *orders):
-        self.log.record_decision(Decision(orders=orders))
+        self.log.record_decision(Decision(instructions=orders))
         self.log.commit()
         self.progress.record_dispatch(orders, self.now_s)
         return orders

@@ -397,7 +397,7 @@ class Noted:
         return [*events, "from the journal"]
 
     def record_decision(self, decision: Decision) -> None:
-        self.told.append(("decided", len(decision.orders)))
+        self.told.append(("decided", len(decision.instructions)))
 
     def record_aggregation(self, version: int, ids: Any) -> None:
         self.told.append(("aggregated", version, ids))
@@ -428,7 +428,7 @@ class ScoredLog(RunLog):
 
     def record_decision(self, decision: Decision) -> None:
         super().record_decision(decision)
-        self.progress.record_dispatch(decision.orders, 0.0)
+        self.progress.record_dispatch(decision.instructions, 0.0)
 
     def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
         journaled = super().record_events(events)
@@ -444,7 +444,7 @@ def journal(noted: Noted) -> ScoredLog:
 
 def asks(version: int, *devices: str, subject: str = "") -> Decision:
     return Decision(
-        orders=tuple(
+        instructions=tuple(
             EvaluateInstruction(
                 assignment_id=f"{d}{version}{subject}", device_id=d, version=version, round=9, subject=subject
             )
@@ -515,6 +515,6 @@ def test_models_of_single_devices_other_orders_and_older_versions_are_not_taken(
     journal.record_decision(asks(3, "one", subject="pi-1"))
     journal.record_decision(asks(2, "one"))
     order = TrainInstruction(assignment_id="a", device_id="one", base_version=3, plan=TrainConfig(iterations=1))
-    journal.record_decision(Decision(orders=(order,)))
+    journal.record_decision(Decision(instructions=(order,)))
     journal.record_events([answer(3, "stranger", 0.5)])
     assert not [entry for entry in noted.told if entry[0] in {"take", "score"}]

@@ -85,7 +85,7 @@ def advanced(run: RunComponents, rounds: int) -> Any:
     strategy, state = run.strategy, run.strategy.init(run.model)
     for number in range(rounds + 1):
         state, decision = strategy.assign(state, View())
-        for order in decision.orders:
+        for order in decision.instructions:
             if number == rounds and order.device_id == "pi-2":
                 break
             state = strategy.receive(state, update(order, run))
@@ -171,8 +171,8 @@ def test_a_strategy_goes_on_from_its_version_and_asks_everybody_again(
         resumed = restore_from_checkpoint(run, again, directory, store, wal)
     assert again.strategy.version(resumed.state) == version >= 1
     _, decision = again.strategy.assign(resumed.state, View())
-    assert {order.device_id for order in decision.orders} == set(NAMES)
-    assert {order.base_version for order in decision.orders} == {version}  # type: ignore[union-attr]
+    assert {order.device_id for order in decision.instructions} == set(NAMES)
+    assert {order.base_version for order in decision.instructions} == {version}  # type: ignore[union-attr]
     assert resumed.incarnations.assign_wire_id("a") == f"{run.run_id}/1/a"
 
 
@@ -185,7 +185,7 @@ def test_a_synchronous_round_that_was_open_is_asked_for_under_the_ids_that_it_ha
     with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
         resumed = restore_from_checkpoint(run, again, directory, store, wal)
     _, decision = again.strategy.assign(resumed.state, View())
-    assert [order.assignment_id for order in decision.orders] == ["v3-a1-pi-1", "v3-a1-pi-2"]  # type: ignore[union-attr]
+    assert [order.assignment_id for order in decision.instructions] == ["v3-a1-pi-1", "v3-a1-pi-2"]  # type: ignore[union-attr]
 
 
 def test_a_run_that_begins_has_its_first_state_and_plain_ids(store: Store, directory: CoordinatorDirectory) -> None:

@@ -314,7 +314,7 @@ def first_orders(run_id: str) -> Decision:
     for device_id, info in TURN.devices.items():
         book.update_device(device_id, info)
     _, decision = made.strategy.assign(made.strategy.init(made.model), book)
-    assert decision.orders
+    assert decision.instructions
     return decision
 
 
@@ -335,7 +335,7 @@ def test_a_run_that_its_journal_does_not_lead_back_goes_on_from_its_checkpoint_i
         elif how == "an unreadable update":
             decision = first_orders(run_id)
             wal.record_decision(decision)
-            (order,) = decision.orders
+            (order,) = decision.instructions
             wal.record_events([Update(
                 assignment_id=order.assignment_id, device_id="pi-1", base_version=0, tensors={},
                 metrics=UpdateMetrics(iterations=1, num_examples=1), body=b"no codec's",

@@ -124,7 +124,7 @@ def all_kinds():
         device_id="pi-3", assignment_id="a3", outcome=UpdateStatus.REJECTED, reason="its norm", is_strike=True
     )
     own = replace(evaluated, assignment_id="e2", subject="pi-1")
-    return Decision(orders=orders, next_wake_s=2.5), [evaluated, own, lost, StopRequested(reason="enough")]
+    return Decision(instructions=orders, next_wake_s=2.5), [evaluated, own, lost, StopRequested(reason="enough")]
 
 
 def test_everything_that_happened_comes_back_equal_and_in_order(tmp_path):
@@ -535,13 +535,13 @@ def test_what_nodes_are_told_and_what_they_send_comes_back_exactly(
     directory, tensors = tmp_path_factory.mktemp("j"), {"w": np.arange(3, dtype=np.uint8)}
     order = TrainInstruction(assignment_id="a1", device_id="d", base_version=1, plan=plan, sends_model=sends_model)
     with open_journal(directory) as journal:
-        journal.record_decision(Decision(orders=(order,)))
+        journal.record_decision(Decision(instructions=(order,)))
         decoded = tensors if body is None else decode(body)
         (kept,) = journal.record_events([update(body=body, tensors=decoded, messages=messages)])
         expected = decoded["w"].tobytes()
         assert (kept.messages, body_of(kept)) == (messages, expected)
     (_, decision), (_, again) = entries(directory)
-    assert decision.orders == (order,)
+    assert decision.instructions == (order,)
     assert (again.messages, body_of(again)) == (messages, expected)
 
 

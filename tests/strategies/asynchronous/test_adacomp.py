@@ -23,7 +23,7 @@ class Play:
         """Gives work to one device that is idle."""
         busy = {other: [order.assignment_id] for other, order in self.out.items()}
         self.state, decision = self.strategy.assign(self.state, view_of(name, busy=busy, devices=self.names))
-        (self.out[name],) = decision.orders
+        (self.out[name],) = decision.instructions
 
     def push(self, name, *, again=True, **tensors):
         order = self.out.pop(name)

@@ -86,7 +86,7 @@ def test_the_mean_square_is_kept_by_device():
     assert state.mean_squares["a"]["w"][0] == pytest.approx(0.5)
     assert state.mean_squares["b"]["w"][0] == pytest.approx(2.0)
     _, decision = strategy.assign(state, view_of("a", busy={"b": ["x"], "c": [orders["c"].assignment_id]}))
-    state = stepped(strategy, state, decision.orders[0], [-0.3])
+    state = stepped(strategy, state, decision.instructions[0], [-0.3])
     assert state.mean_squares["a"]["w"][0] == pytest.approx(0.5 * 0.5 + 0.5 * 9)
 
 
@@ -122,7 +122,7 @@ def in_turn(settings, start, displacements):
         state = stepped(strategy, state, orders[name], displacement)
         busy = {other: [orders[other].assignment_id] for other in ABC if other != name}
         state, decision = strategy.assign(state, view_of(name, busy=busy))
-        (orders[name],) = decision.orders
+        (orders[name],) = decision.instructions
     return state
 
 
@@ -222,8 +222,8 @@ def test_a_board_that_rests_holds_nobody_up_when_the_slowest_has_died():
         for order in [order for order in fleet.out.values() if order.device_id in lost]:
             del fleet.out[order.assignment_id]
         state, decision = strategy.assign(state, fleet.view())
-        fleet.out |= {order.assignment_id: order for order in decision.orders}
-        return [order.device_id for order in decision.orders]
+        fleet.out |= {order.assignment_id: order for order in decision.instructions}
+        return [order.device_id for order in decision.instructions]
 
     def answer(name):
         nonlocal state
@@ -245,10 +245,10 @@ def test_one_that_was_lost_and_answers_late_does_not_stop_the_clocks_when_all_le
     strategy, names = SSPConfig(staleness=1).build(RoundRules()), [f"pi-{number:02}" for number in range(12)]
     fleet = FaultyFleet(faults={}, names=names)
     state, decision = strategy.assign(strategy.init(first_model()), fleet.view())
-    late = decision.orders[-1]
+    late = decision.instructions[-1]
     fleet.present.discard(late.device_id)
     for _ in range(3):
-        fleet.out = {order.assignment_id: order for order in decision.orders if order is not late}
+        fleet.out = {order.assignment_id: order for order in decision.instructions if order is not late}
         for order in fleet.out.values():
             state = strategy.aggregate(strategy.receive(state, fleet.update(order, 1, 0.1)))
         fleet.out.clear()
@@ -257,10 +257,10 @@ def test_one_that_was_lost_and_answers_late_does_not_stop_the_clocks_when_all_le
     state = strategy.receive(state, fleet.update(late, 1, 0.1))  # so late that the slowest is ahead of it
     fleet.present.clear()
     state, decision = strategy.assign(state, fleet.view())
-    assert decision.orders == ()
+    assert decision.instructions == ()
     fleet.present.add(late.device_id)
     state, decision = strategy.assign(state, fleet.view())
-    assert [order.device_id for order in decision.orders] == [late.device_id]
+    assert [order.device_id for order in decision.instructions] == [late.device_id]
 
 
 def test_one_that_rests_is_not_asked_in_place_of_one_that_has_joined():
@@ -271,15 +271,15 @@ def test_one_that_rests_is_not_asked_in_place_of_one_that_has_joined():
     )
     fleet.present.discard("c")
     state, decision = strategy.assign(strategy.init(first_model()), gate.eligible_view(fleet.view()))
-    fleet.out = {order.assignment_id: order for order in decision.orders}
-    (order,) = [order for order in decision.orders if order.device_id == "a"]
+    fleet.out = {order.assignment_id: order for order in decision.instructions}
+    (order,) = [order for order in decision.instructions if order.device_id == "a"]
     del fleet.out[order.assignment_id]
     state = strategy.aggregate(strategy.receive(state, fleet.update(order, 1, 0.1)))
     fleet.present.add("c")
     view = fleet.view()
     view.health = {"a": HealthMetrics(is_throttled=True)}
     state, decision = strategy.assign(state, gate.eligible_view(view))
-    assert "a" not in [order.device_id for order in decision.orders]
+    assert "a" not in [order.device_id for order in decision.instructions]
 
 
 def test_a_board_alone_that_was_lost_twice_is_asked_again_when_its_rest_is_over():
@@ -287,5 +287,5 @@ def test_a_board_alone_that_was_lost_twice_is_asked_again_when_its_rest_is_over(
     state, given = strategy.init(first_model()), []
     for now_s in (0.0, 10.0, 20.0, 20.5, 80.0):  # whatever it is given is lost at once
         state, decision = strategy.assign(state, view_of("a", now_s=now_s))
-        given.append(len(decision.orders))
+        given.append(len(decision.instructions))
     assert given == [1, 1, 0, 0, 1]

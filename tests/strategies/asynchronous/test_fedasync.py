@@ -109,7 +109,7 @@ def test_a_device_works_on_while_its_update_waits_in_the_buffer():
     strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=3)
     state = received(strategy, state, orders["a"], w=[1.0])
     state, decision = strategy.assign(state, view_of("a", busy={name: [orders[name].assignment_id] for name in "bc"}))
-    (again,) = decision.orders
+    (again,) = decision.instructions
     # What is in the buffer will be used for certain, and the device may forget it.
     assert (again.device_id, again.base_version, again.used_assignments) == ("a", 0, (orders["a"].assignment_id,))
     state = received(strategy, state, again, w=[1.0])

@@ -16,7 +16,7 @@ ABC = ("a", "b", "c")
 
 def asked(strategy, state, *, busy=None, devices=ABC, now_s=0.0):
     state, decision = strategy.assign(state, view_of(*devices, busy=busy, devices=devices, now_s=now_s))
-    return {order.device_id: order for order in decision.orders}
+    return {order.device_id: order for order in decision.instructions}
 
 
 def apply(strategy, state, order, tensors):
@@ -87,8 +87,8 @@ def test_a_device_that_fails_again_and_again_rests_longer_each_time_and_others_d
     times, now_s = [], 0.0
     while len(times) < 10:
         state, decision = strategy.assign(state, view_of("a", now_s=now_s))
-        times += [now_s] * len(decision.orders)
-        now_s += decision.next_wake_s if not decision.orders else 0.001
+        times += [now_s] * len(decision.instructions)
+        now_s += decision.next_wake_s if not decision.instructions else 0.001
     pauses = np.diff(times)
     assert pauses[0] < 0.01  # one loss may be a device that left and came back
     assert pauses[1:].tolist() == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60], abs=0.01)

@@ -50,7 +50,7 @@ class Fleet:
 
     def ask(self) -> list[TrainInstruction]:
         self.state, decision = self.strategy.assign(self.state, self.view)
-        orders = [order for order in decision.orders if isinstance(order, TrainInstruction)]
+        orders = [order for order in decision.instructions if isinstance(order, TrainInstruction)]
         for order in orders:
             assert order.device_id in self.view.idle
             self.out[order.device_id] = order
@@ -343,7 +343,7 @@ def test_a_board_that_rests_keeps_nobody_waiting(exchange: str) -> None:
         fleet.close()
         rests = FilteredFleetView(fleet.view, [name for name in fleet.view.idle if name != "c"])
         fleet.state, decision = fleet.strategy.assign(fleet.state, rests)
-        for order in decision.orders:
+        for order in decision.instructions:
             assert isinstance(order, TrainInstruction)
             fleet.out[order.device_id] = order
             fleet.view.busy[order.device_id] = [order.assignment_id]
@@ -368,7 +368,7 @@ def test_when_the_graph_changes_those_that_go_on_alone_are_called_to_hear_of_it(
     fleet.lose("c")
     del fleet.view.devices["c"]
     fleet.state, decision = fleet.strategy.assign(fleet.state, fleet.view)
-    assert {order.device_id for order in decision.orders if isinstance(order, FinishEarlyInstruction)} == {
+    assert {order.device_id for order in decision.instructions if isinstance(order, FinishEarlyInstruction)} == {
         "a",
         "b",
         "d",

@@ -191,7 +191,7 @@ def two_devices(aggregation, moves, *, global_learning_rate=1.0, num_examples=(1
     strategy = esync(aggregation=aggregation, global_learning_rate=global_learning_rate)
     state = strategy.init({"w": np.array([1.0])})
     state, decision = strategy.assign(state, fleet_of({"a": 1.0, "b": 1.0}).view())
-    for place, order in enumerate(decision.orders):
+    for place, order in enumerate(decision.instructions):
         metrics = UpdateMetrics(num_examples=num_examples[place], iterations=iterations[place], compute_s=1.0)
         update = Update(
             assignment_id=order.assignment_id, device_id=order.device_id, base_version=0,

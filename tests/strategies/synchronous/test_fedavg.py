@@ -51,7 +51,7 @@ def test_iterations_replace_epochs_and_every_option_reaches_the_plan():
 def test_orders_carry_codec_deadline_and_base_version():
     strategy = make_strategy("fedavg", {}, RoundRules(codec="dense|fp16", deadline_s=9.0))
     _, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of("a"))
-    (order,) = decision.orders
+    (order,) = decision.instructions
     assert (order.codec, order.deadline_s, order.base_version, order.device_id) == ("dense|fp16", 9.0, 0, "a")
 
 
@@ -100,7 +100,7 @@ def test_rounds_that_are_complete_at_once_still_begin_at_the_model_of_their_turn
     for turn in range(6):
         state, decision = strategy.assign(state, fleet.view())
         assert (decision.next_wake_s == 0.0) == (turn > 0)  # what is complete is closed without another event
-        for order in decision.orders:
+        for order in decision.instructions:
             starts.append(strategy.version(state))
             fleet.dispatch([order], _Source(strategy.model(state)))
             waiting.append(fleet.queues["a"].pop())
@@ -188,12 +188,12 @@ def test_double_buffering_sleeps_while_a_finished_round_waits_for_somebody_to_as
     strategy = make_strategy("ssgd", {"double_buffering": True}, RoundRules(max_devices=1, min_updates=2))
     state = strategy.init({"w": np.zeros(1)})
     state, first = strategy.assign(state, view_of("a"))
-    order = first.orders[0]
+    order = first.instructions[0]
     state.open = state.open[:1]  # nobody had room for a second one
     state = strategy.receive(state, update_of(order, {"w": [1.0]}, num_examples=1, iterations=1))
     state, decision = strategy.assign(state, view_of())  # and now it is gone
     assert not strategy.ready(state, view_of())
-    assert (decision.orders, decision.next_wake_s) == ((), 60.0)
+    assert (decision.instructions, decision.next_wake_s) == ((), 60.0)
 
 
 def test_a_board_that_is_to_rest_gets_no_more_work_though_it_is_never_idle():

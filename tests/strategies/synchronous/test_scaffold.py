@@ -56,7 +56,7 @@ class Fleet:
         present = names or self.names
         view = view_of(*present, devices=NAMES)
         self.state, decision = self.strategy.assign(self.state, view)
-        for order in decision.orders:
+        for order in decision.instructions:
             assert isinstance(order, TrainInstruction)
             update = self.update(order, (iterations or {}).get(order.device_id))
             if order.device_id not in lost:

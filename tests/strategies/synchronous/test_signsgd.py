@@ -23,7 +23,7 @@ def played(strategy, ballots, state=None, *, examples=10):
     view = view_of(*NAMES[: len(ballots)])
     state, decision = strategy.assign(state or strategy.init(START), view)
     # The last one first: they wait in the state for those that were asked before them.
-    for order, ballot in reversed(list(zip(decision.orders, ballots, strict=True))):
+    for order, ballot in reversed(list(zip(decision.instructions, ballots, strict=True))):
         tensors = {"mean": np.zeros(2, np.float32), "count": np.array(0), **ballot}
         state = strategy.receive(state, update_of(order, tensors, num_examples=examples))
     assert strategy.ready(state, view)

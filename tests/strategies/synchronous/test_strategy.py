@@ -60,9 +60,9 @@ def test_two_copies_of_one_piece_of_work_count_once():
     strategy = fedavg(round_timeout_s=5.0, on_timeout="reassign")
     state = strategy.init({"w": np.zeros(1)})
     state, decision = strategy.assign(state, view_of("a"))
-    first = decision.orders[0]
+    first = decision.instructions[0]
     state, decision = strategy.assign(state, view_of(now_s=5.0, busy={"a": [first.assignment_id]}))
-    second = decision.orders[0]
+    second = decision.instructions[0]
     for order, value in ((second, 4.0), (first, 100.0)):
         state = strategy.receive(state, update_of(order, {"w": [value]}, num_examples=5))
     assert strategy.ready(state, view_of("a", now_s=6.0))
@@ -95,7 +95,7 @@ def test_a_barrier_does_not_count_while_nobody_is_there():
 def test_the_barrier_counts_anew_after_a_restart_whose_clock_begins_at_zero():
     strategy = fedavg(round_timeout_s=5.0, on_timeout="none")
     state, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of("a", now_s=1e6))
-    busy = {"a": [order.assignment_id for order in decision.orders]}
+    busy = {"a": [order.assignment_id for order in decision.instructions]}
     for now_s in (3.0, 7.9, 12.9):
         state, decision = strategy.assign(state, view_of(now_s=now_s, busy=busy))
         assert 0 < decision.next_wake_s <= 5.0
@@ -131,8 +131,10 @@ def test_a_fraction_of_the_idle_is_asked_rounded_up():
     for fraction, expected in ((0.07, 7), (0.071, 8), (1.0, 100), (0.001, 1)):
         strategy = fedavg(fraction=fraction)
         _, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of(*names))
-        assert len(decision.orders) == expected
-        assert [order.device_id for order in decision.orders] == sorted(order.device_id for order in decision.orders)
+        assert len(decision.instructions) == expected
+        assert [order.device_id for order in decision.instructions] == sorted(
+            order.device_id for order in decision.instructions
+        )
 
 
 def test_the_server_optimizer_takes_the_step_and_remembers_over_rounds():
