@@ -13,7 +13,8 @@ from peer_boards import eventually
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.factory import find_mosquitto, make_broker
+from edgefl.coordinator.brokers.mosquitto import find_mosquitto
+from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity, create_tls_context
 from edgefl.device.state_dir import TlsFiles

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from edgefl.coordinator.flower.asgi import FLEET_PREFIX
+from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
 from edgefl.system.https_client import create_pinned_context
 
 FLEET_METHODS = ("activate-node", "pull-messages", "push-messages", "pull-object", "push-object", "unknown")

@@ -18,7 +18,7 @@ from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
-from edgefl.coordinator.monitoring.monitoring import Monitoring
+from edgefl.coordinator.monitoring.metrics import Monitoring
 from edgefl.core.errors import TooManyTriesError
 from edgefl.core.protocol import Capabilities, Heartbeat, StatusMessage, Topic
 from edgefl.storage.queries.dashboard import get_last_seen_times

@@ -1,4 +1,4 @@
-"""Access to the HTTPS API: tokens of operators and viewers, a rate limit of failures, and an audit log of rejections.
+"""Access to the HTTPS API: tokens of operators and viewers, a rate limit of failures, and the audit trail.
 
 Operators may do everything, viewers may read. Both send a bearer token; only hashes are stored. Errors are
 `{"v": 1, "error": CODE, "message": LINE}` with a 4xx or 5xx status, so that the client raises the same error.
@@ -8,7 +8,8 @@ Operators may do everything, viewers may read. Both send a bearer token; only ha
   address is accepted whatever others do. Successful tries are not counted.
 - Rejections: events of the kind `request-rejected`, aggregated to bound their number. The first rejection is written
   at once. Further ones of the same kind from the same address or device are counted, and written as one row a minute.
-  At most `MAX_SOURCES` are distinguished at a time; the others share a row. What is accepted is in `audit`.
+  At most `MAX_SOURCES` are distinguished at a time; the others share a row.
+- Actions: every request with a valid token that changes something, by whom, from where, and what came of it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import (
@@ -39,6 +42,7 @@ from edgefl.core.errors import (
 )
 from edgefl.core.protocol import PROTOCOL_VERSION, error_code
 from edgefl.core.safe_parsing import sanitise_line, sanitise_text
+from edgefl.core.safe_text import escape_text
 from edgefl.storage.store import REJECTED_EVENT_KIND, Store
 
 log = logging.getLogger(__name__)
@@ -70,6 +74,10 @@ STATUS_BY_ERROR: Mapping[type[EdgeflError], int] = {
 MAX_TOKEN_CHARS = 200
 MAX_PATH_CHARS = 100
 ACTOR_HASH_CHARS = 8
+
+
+_READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+API_PREFIX = "/edgefl/v1/"
 
 
 def ignore_rejection(_kind: str, _source: str, _detail: str) -> None:
@@ -337,6 +345,45 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def record_actions(
+    app: ASGIApp, store: Store, *, find_actor: Callable[[Request], str | None], clock: Callable[[], float] = time.time
+) -> ASGIApp:
+    """Returns the application, which records actions in the store before the caller has their answer.
+
+    `find_actor` returns the name behind a request's token, None for a token that does not count.
+    """
+
+    async def record(scope: Scope, receive: Receive, send: Send) -> None:
+        is_action = (
+            scope["type"] == "http"
+            and scope["method"] not in _READ_METHODS
+            and str(scope["path"]).startswith(API_PREFIX)
+        )
+        actor = await to_thread.run_sync(find_actor, Request(scope)) if is_action else None
+        if actor is None:
+            await app(scope, receive, send)
+            return
+
+        async def send_recorded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await to_thread.run_sync(write, int(message["status"]))
+            await send(message)
+
+        def write(status: int) -> None:
+            path = escape_text(str(scope["path"]).removeprefix(API_PREFIX))[:MAX_PATH_CHARS]
+            action, source = f"{scope['method']} {path}", get_request_source(Request(scope))
+            outcome = "done" if status < 400 else f"refused ({status})" if status < 500 else f"failed ({status})"
+            try:
+                store.record_audit(actor=actor, source=source, action=action, outcome=outcome, at=clock())
+            except StoreError as error:
+                # The log keeps what a full disk does not.
+                log.warning("%s from %s: %s, %s; not in the store: %s", actor, source, action, outcome, error)
+
+        await app(scope, receive, send_recorded)
+
+    return record
 
 
 def register_error_handler(app: FastAPI) -> None:

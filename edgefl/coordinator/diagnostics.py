@@ -11,7 +11,7 @@ from pathlib import Path
 from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls, issue_temporary_identity
-from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.core.errors import EdgeflError, JournalError, StoreError, StoreTooNewError, VersionError
 from edgefl.core.protocol import check_version

@@ -24,11 +24,11 @@ from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.feed import Feed
 from edgefl.coordinator.api.feed_state import FeedState
 from edgefl.coordinator.api.server import WebServer, make_app, make_routers, open_listener
-from edgefl.coordinator.audit import record_actions
 from edgefl.coordinator.auth import (
     RejectedRequestLog,
     TokenAuth,
     get_request_source,
+    record_actions,
     require_device,
 )
 from edgefl.coordinator.brokers.broker import get_connect_host
@@ -47,7 +47,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.lineage import open_lineage
-from edgefl.coordinator.monitoring.monitoring import Monitoring
+from edgefl.coordinator.monitoring.metrics import Monitoring
 from edgefl.coordinator.rollouts.deployments import ExportModel
 from edgefl.coordinator.runs.model_retention import remove_orphans
 from edgefl.coordinator.runs.planning import BuildRun, RunValidator

@@ -29,7 +29,7 @@ from boards.namespaces import BoardNetwork
 from chaos.doctored import Control
 from chaos.wire import EVERYBODY, Proxy, Weather
 
-from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import Json
 from edgefl.simulation.faults import Fault

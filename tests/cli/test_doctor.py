@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.directory import StartOptions, load_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.device.state_dir import DeviceStateDir

@@ -20,7 +20,7 @@ from requirements import require
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, make_client_context
-from edgefl.coordinator.brokers.factory import make_broker
+from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.simulation import local_fleet
 
 FLEET = "lab"

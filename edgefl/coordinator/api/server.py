@@ -21,11 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgefl import __version__
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.dashboard import dashboard_router, page_router
-from edgefl.coordinator.api.devices import devices_router
-from edgefl.coordinator.api.history import history_router
+from edgefl.coordinator.api.devices import bundle_router, devices_router, rollout_router
 from edgefl.coordinator.api.http_connection import HttpConnection
-from edgefl.coordinator.api.rollouts import bundle_router, rollout_router
-from edgefl.coordinator.api.runs import runs_router
+from edgefl.coordinator.api.runs import history_router, runs_router
 from edgefl.coordinator.auth import (
     MAX_PATH_CHARS,
     RecordRejection,
@@ -38,7 +36,7 @@ from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, fi
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
 from edgefl.coordinator.enrolment.renewal import reenrolment_router, renewal_router
-from edgefl.coordinator.flower.asgi import (
+from edgefl.coordinator.flower.fleet_api import (
     FLEET_PREFIX,
     encode_error,
     read_chunks,

@@ -1,15 +1,22 @@
-"""Common parts of all MQTT brokers: the Protocol, TLS files, and access rules.
+"""Common parts of all MQTT brokers: the Protocol, TLS files, access rules, and revocation.
 
 The access rules are defined here once (`can_publish`, `can_subscribe`); mosquitto gets them as an ACL file, the
 embedded broker calls the functions. A client's identity is the common name of its certificate, never a name it sends.
+
+Certificates of removed devices are still valid by themselves, so a broker needs the list. A broker without a
+command to disconnect a client is connected to under its name, which ends the client's own session; only the CA can
+issue a certificate with that name, valid for a short time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import ssl
+import struct
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +25,11 @@ from typing import Protocol
 from edgefl.coordinator import pki
 from edgefl.core.errors import BrokerError, PortInUseError
 from edgefl.core.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
+from edgefl.storage.repositories.certificates import list_revoked_serials
+from edgefl.storage.store import Store
 from edgefl.system.https_client import ClosingSocket
+
+log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Maximum MQTT packet of our brokers: room for an edge variable of a large model, never a flood."""
@@ -35,6 +46,10 @@ DEVICE_PUBLISH_TOPICS = (*(f"%u/{kind}" for kind in FROM_DEVICE), f"%u/{PEER}/+"
 DEVICE_SUBSCRIBE_TOPICS = (*(f"%u/{kind}" for kind in (*TO_DEVICE, Topic.STATUS)), f"+/{PEER}/%u")
 UNTRUSTED_CERTIFICATE = "a connection with a certificate that does not count"
 MISSING_CERTIFICATE = "a connection without a certificate"
+RENEWED_INTERVAL_S = 120.0
+"""Removed devices are revoked at once; replaced certificates together, at most this often."""
+TAKEOVER_TIMEOUT_S = 2.0
+DISCONNECT = b"\xe0\x00"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +102,69 @@ class Broker(Protocol):
 
     def reload(self) -> None:
         """Loads the server's certificate from its files again; open connections stay."""
+
+
+class RevocationSync:
+    """Keeps the revocations of a broker equal to those of the store.
+
+    `get_own_serial` returns the serial of the coordinator's own.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        store: Store,
+        *,
+        get_own_serial: Callable[[], str | None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._broker, self._store, self._get_own_serial, self._clock = broker, store, get_own_serial, clock
+        self._applied: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        self._checked_at: float | None = None
+
+    def update(self) -> None:
+        """Updates the broker's revocations if devices were removed or joined again, or certificates are due.
+
+        Raises:
+            StoreError: the store cannot be read; the broker keeps its last revocations.
+        """
+        removed, now = self._store.list_removed_device_ids(), self._clock()
+        is_due = self._checked_at is None or abs(now - self._checked_at) >= RENEWED_INTERVAL_S
+        if removed == self._applied[0] and not is_due:
+            return
+        revocations = removed, list_revoked_serials(self._store, now=now, own_serial=self._get_own_serial())
+        if revocations != self._applied:
+            self._broker.revoke(*revocations)
+            self._applied = revocations
+        self._checked_at = now
+
+
+def disconnect_client(host: str, port: int, name: str, *, authority: pki.KeyPair, ca: Path) -> bool:
+    """Disconnects the client `name`; returns whether that succeeded. It may reconnect unless revoked."""
+    try:
+        with issue_temporary_identity(authority, name, ca=ca) as tls:
+            context = make_client_context(tls)
+        context.check_hostname = False  # this machine's own broker; the CA vouches for it
+        with (
+            socket.create_connection((host, port), timeout=TAKEOVER_TIMEOUT_S) as raw_socket,
+            context.wrap_socket(raw_socket) as tls_socket,
+        ):
+            tls_socket.sendall(_encode_connect(name))
+            is_accepted = bool(tls_socket.recv(4))
+            tls_socket.sendall(DISCONNECT)
+    except (OSError, BrokerError) as error:
+        log.warning("%s may still be connected to the broker, where it is not heard: %s", name, error)
+        return False
+    if not is_accepted:
+        log.warning("%s may still be connected to the broker, which hung up on who spoke under that name", name)
+    return is_accepted
+
+
+def _encode_connect(name: str) -> bytes:
+    """Returns the first packet of MQTT 3.1.1, with a clean session and without a will."""
+    text = name.encode()
+    body = struct.pack("!H4sBBHH", 4, b"MQTT", 4, 0x02, 10, len(text)) + text
+    return bytes([0x10, len(body)]) + body
 
 
 def can_publish(fleet: str, identity: str, name: str) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -32,11 +33,11 @@ from edgefl.coordinator.brokers.broker import (
     BrokerTls,
     OnDenied,
     check_port_is_free,
+    disconnect_client,
     get_connect_host,
     ignore_denied,
     render_acl_file,
 )
-from edgefl.coordinator.brokers.revocation import disconnect_client
 from edgefl.core.errors import BrokerError, EdgeflError, StoreError, StoreFullError
 from edgefl.system.atomic_files import make_private_directory, write_atomic
 
@@ -71,6 +72,11 @@ _DENIED_LINE = re.compile(_STAMP + rb"Denied (\w+) from (\S+) \([^']*'(.*)', ")
 _UNTRUSTED_LINE = re.compile(rb"certificate verify failed")
 _NO_CERTIFICATE_LINE = re.compile(rb"did not return a certificate")
 _TRACE_LINE = re.compile(_STAMP + rb"(?:Received |Sending |Denied |No will message|Will message|\t)")
+
+
+def find_mosquitto() -> str | None:
+    """Returns the mosquitto program, also from the folders of root's PATH."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
 
 
 class Mosquitto:

@@ -59,8 +59,8 @@ from flwr.superlink.servicer.fleet import fleet_handlers
 from google.protobuf.message import DecodeError
 from starlette.requests import Request
 
-from edgefl.coordinator.flower.asgi import FLEET_PREFIX, encode_error
 from edgefl.coordinator.flower.fleet_api import (
+    FLEET_PREFIX,
     MAX_OBJECT_BYTES,
     PULL_MESSAGES,
     PULL_OBJECT,
@@ -70,6 +70,7 @@ from edgefl.coordinator.flower.fleet_api import (
     FleetResponse,
     OnRejected,
     RequestObserver,
+    encode_error,
 )
 from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembler, SpooledBytes, spool_to_disk
 from edgefl.core.errors import NetworkError

@@ -1,1 +1,1 @@
-"""Monitoring: metrics for Prometheus, alerts, and their webhook. Begin with `monitoring`."""
+"""Monitoring: metrics for Prometheus, alerts, and their webhook. Begin with `metrics`."""

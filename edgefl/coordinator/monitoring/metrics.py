@@ -9,6 +9,7 @@ import collections
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -21,15 +22,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from edgefl import __version__
 from edgefl.coordinator.connections import REFUSAL_REASONS, ConnectionLimiter
+from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.enrolment.certificates import list_own_expiries
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.flower.asgi import FLEET_PREFIX
+from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
+from edgefl.coordinator.monitoring.alerts import AlertMonitor
 from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.core.config import AlertSettings
 from edgefl.core.errors import StoreError
 from edgefl.core.protocol import Heartbeat
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
+from edgefl.storage.database import get_sqlite_path
 from edgefl.storage.repositories.records import RunStatus
+from edgefl.storage.store import Store
 
 NEVER_SEEN = "never-seen"
 PRESENCE_LABELS = (*(str(state) for state in DevicePresence), NEVER_SEEN)
@@ -86,6 +93,71 @@ class Metrics:
             await app(scope, receive, send_counted)
 
         return count
+
+
+class Monitoring:
+    """Metrics of coordinator and runs, and the alerts.
+
+    Args:
+        directory: of the coordinator.
+        store: counts the queued runs.
+        registry: of the devices.
+        is_broker_connected: whether the MQTT client is connected.
+        num_dropped: malformed MQTT messages so far.
+        max_devices: a larger fleet gets no series per device.
+        limiters: of the coordinator's listeners.
+
+    Attributes:
+        run_metrics: to be updated with the events of runs.
+        metrics: for `/metrics`.
+    """
+
+    def __init__(  # noqa: PLR0913 one keyword per neighbour
+        self,
+        *,
+        directory: CoordinatorDirectory,
+        store: Store,
+        registry: DeviceRegistry,
+        is_broker_connected: Callable[[], bool],
+        num_dropped: Callable[[], int],
+        max_devices: int,
+        limiters: Sequence[ConnectionLimiter] = (),
+    ) -> None:
+        self._directory, self._store, self._registry = directory, store, registry
+        self._is_broker_connected = is_broker_connected
+        self.metrics = Metrics()
+        self.metrics.registry.register(ConnectionCollector(limiters))
+        self.run_metrics = RunMetrics(self.metrics.registry)
+        collector = FleetCollector(
+            registry=registry,
+            run_metrics=self.run_metrics,
+            directory=directory.root,
+            store_file=get_sqlite_path(directory.store_url),
+            num_queued=lambda: store.count_runs(RunStatus.QUEUED),
+            is_broker_connected=is_broker_connected,
+            num_dropped=num_dropped,
+            expiries=list_own_expiries(directory),
+            max_devices=max_devices,
+        )
+        self.metrics.register(
+            collector, lambda: render_device_series(registry, max_devices=max_devices, now=time.time())
+        )
+
+    def make_alert_monitor(self, settings: AlertSettings) -> AlertMonitor | None:
+        """Returns the alert monitor, not yet started; None without a webhook."""
+        if settings.webhook is None:
+            return None
+        records = self._store.list_devices()
+        return AlertMonitor(
+            settings,
+            fleet=self._directory.fleet,
+            registry=self._registry,
+            run_metrics=self.run_metrics,
+            directory=self._directory.root,
+            is_broker_connected=self._is_broker_connected,
+            expiries=list_own_expiries(self._directory),
+            expected=[record.device_id for record in records if record.presence not in {None, "offline"}],
+        )
 
 
 def load_grafana_dashboard() -> Json:

@@ -15,7 +15,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request
 
 from edgefl.coordinator.api.context import ApiContext
-from edgefl.coordinator.api.history import CHUNK_BYTES, MAX_ROWS, history_router
+from edgefl.coordinator.api.runs import CHUNK_BYTES, MAX_ROWS, history_router
 from edgefl.coordinator.auth import AccessCheck, TokenAuth, register_error_handler
 from edgefl.coordinator.directory import add_access_tokens, init_directory
 from edgefl.coordinator.runs.model_retention import ModelRetention

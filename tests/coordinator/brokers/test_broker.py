@@ -17,8 +17,8 @@ from edgefl.coordinator.brokers.broker import (
     make_client_context,
     render_acl_file,
 )
-from edgefl.coordinator.brokers.factory import make_broker
 from edgefl.coordinator.brokers.mosquitto import Mosquitto
+from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.core.errors import BrokerError, ConfigError, PortInUseError
 from edgefl.core.protocol import MAX_PEER_BYTES, peer_topic
 

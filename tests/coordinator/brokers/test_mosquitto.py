@@ -16,8 +16,13 @@ from requirements import needs
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mosquitto as mosquitto_module
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.factory import find_mosquitto
-from edgefl.coordinator.brokers.mosquitto import HEALTHY_AFTER_S, Mosquitto, compute_restart_delay_s, count_failures
+from edgefl.coordinator.brokers.mosquitto import (
+    HEALTHY_AFTER_S,
+    Mosquitto,
+    compute_restart_delay_s,
+    count_failures,
+    find_mosquitto,
+)
 from edgefl.core.errors import StoreFullError
 
 pytestmark = [pytest.mark.timeout(60), needs("mosquitto")]
@@ -26,7 +31,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from edgefl.coordinator.brokers.broker import BrokerTls
-from edgefl.coordinator.brokers.factory import make_broker
+from edgefl.coordinator.brokers.mqtt_service import make_broker
 directory, ca, cert, key, port = sys.argv[1:]
 broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
     tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))

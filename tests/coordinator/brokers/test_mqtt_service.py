@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,10 +24,10 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mqtt_service
 from edgefl.coordinator.brokers import mqtt_service as standalone_broker
 from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls
-from edgefl.coordinator.brokers.mqtt_service import run_broker
+from edgefl.coordinator.brokers.mqtt_service import parse_external_broker, run_broker
 from edgefl.coordinator.directory import StartOptions, init_directory
 from edgefl.coordinator.service import Coordinator
-from edgefl.core.errors import StoreError
+from edgefl.core.errors import ConfigError, StoreError
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store
@@ -250,3 +251,36 @@ def test_a_coordinator_beside_it_needs_no_files_and_none_of_its_own_and_sends_bo
     elsewhere = "mqtts://no-such-host.invalid:1883"
     with Coordinator(directory, _options(directory, broker=elsewhere), build_run):
         assert _hello(directory)["broker"] == {"port": 1883, "host": "no-such-host.invalid"}
+
+
+def test_an_external_address_carries_its_own_files():
+    address = parse_external_broker("mqtts://mq.example:1234?ca=/a/ca.pem&cert=/a/c.pem&key=/a/k.pem").address
+    assert (address.host, address.port) == ("mq.example", 1234)
+    assert address.tls == BrokerTls(ca=Path("/a/ca.pem"), cert=Path("/a/c.pem"), key=Path("/a/k.pem"))
+
+
+def test_an_external_address_has_the_usual_port():
+    assert parse_external_broker("mqtts://mq.example").address.port == 8883
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "mqtts://",
+        "mqtts://host:no",
+        "mqtts://host/path",
+        "mqtts://me:secret@host",
+        "mqtts://host?ca=x",
+        "mqtts://h?a=b",
+    ],
+)
+def test_an_external_address_that_makes_no_sense_is_refused(spec):
+    with pytest.raises(ConfigError, match="broker address"):
+        parse_external_broker(spec)
+
+
+def test_an_external_broker_that_is_down_does_not_stop_the_start(free_port, caplog):
+    broker = parse_external_broker(f"mqtts://127.0.0.1:{free_port}")
+    assert broker.start().port == free_port
+    assert "cannot be reached" in caplog.text
+    assert not broker.is_alive()

@@ -16,8 +16,7 @@ from cryptography import x509
 from small_fleet import enroll
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers import revocation
-from edgefl.coordinator.brokers.revocation import RENEWED_INTERVAL_S, RevocationSync, disconnect_client
+from edgefl.coordinator.brokers.broker import RENEWED_INTERVAL_S, RevocationSync, _encode_connect, disconnect_client
 from edgefl.core.errors import StoreFullError
 from edgefl.storage.repositories.certificates import record_issued_certificate, renew_certificate
 from edgefl.storage.store import Store
@@ -183,7 +182,7 @@ def test_it_connects_as_the_client_and_leaves_at_once(tmp_path: Path, authority:
 
 
 def test_the_longest_name_still_fits_one_length_byte() -> None:
-    packet = revocation._encode_connect("x" * 63)
+    packet = _encode_connect("x" * 63)
     assert (packet[0], packet[1], len(packet)) == (0x10, len(packet) - 2, 77)
 
 

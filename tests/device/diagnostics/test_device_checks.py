@@ -7,7 +7,7 @@ from peer_boards import eventually
 from requirements import needs
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.factory import find_mosquitto
+from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.core.errors import BrokerError
 from edgefl.device.diagnostics.device_checks import BrokerAccessRules, check_broker_tls, probe_access_rules
 from edgefl.simulation.local_fleet import find_free_port
