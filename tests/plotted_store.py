@@ -6,9 +6,12 @@ Imported by tests of several rooms: pytest's importlib mode lets them take nothi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
-from edgefl.core.types import UpdateStatus
+from edgefl.core.types import Json, UpdateStatus
 from edgefl.history.series import RunInfo
+from edgefl.storage.queries.columns import HistoryFilters
+from edgefl.storage.queries.history import find_run_id, read_history
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RunStatus, UpdateRow
 from edgefl.storage.store import Store
 
@@ -20,6 +23,20 @@ BETWEEN_S = 1.0
 BYTES_UP, BYTES_DOWN = 100, 300
 ITERATIONS = 20
 BEGIN = 1000.0
+
+
+class StoreReader:
+    """The history reader of an open store; all runs have one batch size."""
+
+    def __init__(self, store: Store, batch_size: int | None = None) -> None:
+        self._store, self._batch_size = store, batch_size
+
+    def find_run(self, text: str) -> RunInfo:
+        run = self._store.get_run(find_run_id(self._store, text))
+        return RunInfo(run_id=run.run_id, name=run.name, strategy=run.strategy, batch_size=self._batch_size)
+
+    def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
+        return read_history(self._store, kind, **filters)
 
 
 def add_run(store: Store, name: str, *, strategy: str = "fedavg", run_id: str = "") -> str:

@@ -24,7 +24,7 @@ from edgefl.cli.sources import Source, source_options
 from edgefl.core.errors import UsageError
 from edgefl.core.types import Json
 from edgefl.engine.run_summary import select_device_metrics
-from edgefl.history.plot_options import AXES, FILE_SUFFIXES, PLOT_KINDS, check_matplotlib
+from edgefl.history import AXES, FILE_SUFFIXES, PLOT_KINDS, check_matplotlib
 from edgefl.storage.queries.columns import (
     AGGREGATE_KINDS,
     COLUMNS,
@@ -163,24 +163,18 @@ def plot(  # noqa: PLR0913 the options of one command
     if not out.parent.is_dir():
         raise UsageError(f"--out lies in {out.parent}, which is no directory; make it first")
     check_matplotlib()
-    from edgefl.history.figures import PlotRequest, render_figure  # noqa: PLC0415 matplotlib is slow to load
+    from edgefl.history.figures import render_figure  # noqa: PLC0415 matplotlib is slow to load
     from edgefl.history.plot_style import encode_figure  # noqa: PLC0415 likewise
     from edgefl.history.series import parse_round_range  # noqa: PLC0415 numpy is slow to load
 
-    request = PlotRequest(
-        kind=kind,
-        runs=tuple(runs) or ("latest",),
-        rounds=None if rounds is None else parse_round_range(rounds),
-        axis=axis,
-        title=title,
-    )
-    with source.open_reader() as reader:
-        content = encode_figure(render_figure(reader, request), ending)
+    round_range = None if rounds is None else parse_round_range(rounds)
+    chosen = runs or ("latest",)
+    content = encode_figure(render_figure(source, kind, chosen, rounds=round_range, axis=axis, title=title), ending)
     try:
         out.write_bytes(content)
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None
-    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(request.runs)}: {out}")
+    click.echo(f"{kind or 'accuracy and loss'} of {', '.join(chosen)}: {out}")
 
 
 def parse_time(text: str, *, now: float) -> float:

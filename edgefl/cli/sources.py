@@ -18,7 +18,7 @@ from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, NotFoundE
 if TYPE_CHECKING:
     from edgefl.core.types import Array, Json
     from edgefl.device.state_dir import DeviceStateDir
-    from edgefl.history.series import HistoryReader, RunInfo
+    from edgefl.history.series import RunInfo
     from edgefl.storage.queries.columns import HistoryFilters
     from edgefl.storage.store import Store
     from edgefl.system.api_client import CoordinatorClient
@@ -161,11 +161,6 @@ class ApiSource:
         """Returns the diagnosis of a round's duration; of the longest round without a number."""
         return self._get_history("why", {"run": run, "round": round_number})
 
-    @contextlib.contextmanager
-    def open_reader(self) -> Iterator[HistoryReader]:
-        """Opens the history for figures."""
-        yield self
-
     def find_run(self, text: str) -> RunInfo:
         """Returns a run for figures; its batch size by this installation's defaults."""
         from edgefl.history.series import RunInfo  # noqa: PLC0415 numpy is slow to load
@@ -239,14 +234,17 @@ class DirectorySource:
         with self._open_store() as store:
             return {"v": 1, **diagnose_round(get_round_details(store, run, round_number))}
 
-    @contextlib.contextmanager
-    def open_reader(self) -> Iterator[HistoryReader]:
-        from edgefl.history.store_reader import StoreHistoryReader  # noqa: PLC0415 SQLAlchemy is slow to load
+    def find_run(self, text: str) -> RunInfo:
+        from edgefl.history.series import RunInfo  # noqa: PLC0415 numpy is slow to load
+        from edgefl.storage.queries.history import find_run_id  # noqa: PLC0415 SQLAlchemy is slow to load
 
         with self._open_store() as store:
-            yield StoreHistoryReader(
-                store, lambda record: find_batch_size(record.task, record.strategy, record.config)
-            )
+            run = store.get_run(find_run_id(store, text))
+        batch_size = find_batch_size(run.task, run.strategy, run.config)
+        return RunInfo(run_id=run.run_id, name=run.name, strategy=run.strategy, batch_size=batch_size)
+
+    def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
+        return self.read_newest(kind, filters)
 
     def list_models(self, run: str | None) -> list[Json]:
         from edgefl.storage.repositories.saved_models import list_models  # noqa: PLC0415 SQLAlchemy is slow to load

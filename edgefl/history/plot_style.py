@@ -18,7 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from edgefl.core.errors import UsageError
 from edgefl.core.safe_text import escape_text
-from edgefl.history.plot_options import FILE_SUFFIXES
+from edgefl.history import FILE_SUFFIXES
 
 # Okabe and Ito's colours suit the colour-blind; marks, lines and hatches distinguish them in print.
 # Yellow is omitted: its thin lines are invisible on paper.

@@ -19,7 +19,7 @@ from edgefl.cli.output import format_bytes, format_value, print_pages, print_row
 from edgefl.cli.sources import ApiSource, find_batch_size
 from edgefl.core.errors import NetworkError, UsageError
 from edgefl.core.types import UpdateStatus
-from edgefl.history.plot_options import PLOT_KINDS
+from edgefl.history import PLOT_KINDS
 from edgefl.simulation.simulated_run import simulate
 from edgefl.storage.queries import history
 from edgefl.storage.queries.columns import COLUMNS, DEVICE_MODEL_COLUMNS, get_columns

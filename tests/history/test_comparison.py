@@ -3,10 +3,8 @@ import plotted_store as made
 import pytest
 
 from edgefl.core.errors import NotFoundError
-from edgefl.history import comparison, plot_style
-from edgefl.history.plot_options import AXES
+from edgefl.history import AXES, comparison, plot_style
 from edgefl.history.series import read_rounds
-from edgefl.history.store_reader import StoreHistoryReader
 from edgefl.storage.store import Store
 
 
@@ -18,7 +16,7 @@ def series(tmp_path):
         def write(name, nodes=(), **options):
             run = made.add_synchronous(store, name, **options)
             made.add_nodes(store, run, nodes)
-            return read_rounds(StoreHistoryReader(store), made.head(run))
+            return read_rounds(made.StoreReader(store), made.head(run))
 
         yield write
 

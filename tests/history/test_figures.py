@@ -4,11 +4,9 @@ import plotted_store as made
 import pytest
 
 from edgefl.core.errors import NotFoundError, UsageError
-from edgefl.history import figures
-from edgefl.history.figures import PlotRequest, render_figure
-from edgefl.history.plot_options import PLOT_KINDS
+from edgefl.history import PLOT_KINDS, figures
+from edgefl.history.figures import render_figure
 from edgefl.history.series import RoundRange
-from edgefl.history.store_reader import StoreHistoryReader
 from edgefl.storage.store import Store
 
 FIRST = RoundRange(1, 1)
@@ -37,9 +35,7 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sheet(store):
     def make(kind, *runs, batch_size=None, **wish):
-        return render_figure(
-            StoreHistoryReader(store, lambda _: batch_size), PlotRequest(kind=kind, runs=runs or ("sync",), **wish)
-        )
+        return render_figure(made.StoreReader(store, batch_size), kind, runs or ("sync",), **wish)
 
     return make
 

@@ -3,8 +3,7 @@ import re
 import pytest
 
 from edgefl.core.errors import UsageError
-from edgefl.history import plot_style
-from edgefl.history.plot_options import FILE_SUFFIXES
+from edgefl.history import FILE_SUFFIXES, plot_style
 
 
 def sheet(title="a $sheet$"):

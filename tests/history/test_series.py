@@ -12,11 +12,10 @@ from edgefl.history.series import (
     read_assignments_between,
     read_rounds,
 )
-from edgefl.history.store_reader import StoreHistoryReader
 
 
 def read_series(store, run, **options):
-    return read_rounds(StoreHistoryReader(store), made.head(run), **options)
+    return read_rounds(made.StoreReader(store), made.head(run), **options)
 
 
 def test_time_and_bytes_count_from_the_first_round_in_a_range_too(store):
@@ -65,14 +64,14 @@ def test_what_is_no_range_is_refused_with_what_was_found(text):
 def test_runs_are_called_by_name_and_those_of_one_name_by_id_too(store):
     for run_id, name in (("r1", "same"), ("r2", "same"), ("r3", "other")):
         made.add_run(store, name, run_id=run_id)
-    source = StoreHistoryReader(store)
+    source = made.StoreReader(store)
     assert list(find_runs(source, ["r1", "r2", "other", "r1"])) == ["same r1", "same r2", "other"]
     assert list(find_runs(source, ["r2", "latest"])) == ["same", "other"]
     with pytest.raises(NotFoundError, match="no run 'none'"):
         find_runs(source, ["none"])
 
 
-class Listening(StoreHistoryReader):
+class Listening(made.StoreReader):
     """A real source that remembers how many rows it gave."""
 
     def __init__(self, store):
@@ -92,7 +91,7 @@ def read(source, run, *within):
 def test_every_assignment_is_read_with_its_times(store):
     run = made.add_synchronous(store, "a")
     made.add_lost(store, run, 2, "pi-3", at=1006.0)
-    work = read(StoreHistoryReader(store), run)
+    work = read(made.StoreReader(store), run)
     assert len(work) == 7
     own = work.select(work.device == "pi-2")
     assert own.compute_s.tolist() == [3.0] * 3
@@ -101,7 +100,7 @@ def test_every_assignment_is_read_with_its_times(store):
 
 
 def test_a_stale_update_belongs_to_the_round_that_applied_it(store):
-    work = read(StoreHistoryReader(store), made.add_asynchronous(store, "a", [0, 1, 2, 3]), RoundRange(4, 4))
+    work = read(made.StoreReader(store), made.add_asynchronous(store, "a", [0, 1, 2, 3]), RoundRange(4, 4))
     assert (work.staleness.tolist(), work.dispatched_at.tolist()) == ([3], [made.BEGIN])
 
 

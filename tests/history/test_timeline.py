@@ -6,19 +6,18 @@ import plotted_store as made
 import pytest
 
 from edgefl.core.errors import NotFoundError, UsageError
-from edgefl.history import timeline
+from edgefl.history import figures
 from edgefl.history.series import RoundRange, read_assignments, read_rounds
-from edgefl.history.store_reader import StoreHistoryReader
 
 
 def read(store, run):
-    source = StoreHistoryReader(store)
+    source = made.StoreReader(store)
     series = read_rounds(source, made.head(run))
     return series, read_assignments(source, series)
 
 
 def drawn(store, **options):
-    return timeline.render_timeline(*read(store, made.add_synchronous(store, "a", **options)))
+    return figures.render_timeline(*read(store, made.add_synchronous(store, "a", **options)))
 
 
 def bars(figure):
@@ -56,7 +55,7 @@ def test_each_device_has_bars_for_computing_sending_and_waiting(store):
 
 def test_a_range_is_cut_at_its_ends_and_what_began_before_is_seen(store):
     series, work = read(store, made.add_asynchronous(store, "a", [0, 1, 2, 3]))
-    figure = timeline.render_timeline(series.select_rounds(RoundRange(4, 4)), work)
+    figure = figures.render_timeline(series.select_rounds(RoundRange(4, 4)), work)
     # Given at 0 and received at 3.9: what lies before the round's begin at 3 is not on the sheet.
     spans = [span for name, found in bars(figure).items() if name.startswith("pi-3") for span in found]
     assert min(begin for begin, _ in spans) == 0.0
@@ -70,23 +69,23 @@ def test_a_device_does_one_thing_at_a_time(store):
     # Asked again before it has answered, as with double buffering, and still waiting for its round when asked again.
     own = replace(own, dispatched_at=own.received_at - 10.0, wait_s=np.full(3, 60.0))
     spans = sorted(
-        span for found in timeline.compute_device_spans(own).values() for span in found if span[1] > span[0]
+        span for found in figures.compute_device_spans(own).values() for span in found if span[1] > span[0]
     )
     assert all(before[1] <= after[0] + 1e-9 for before, after in pairwise(spans))
-    assert sum(end - begin for begin, end in timeline.compute_device_spans(own)["computing"]) == pytest.approx(9.0)
+    assert sum(end - begin for begin, end in figures.compute_device_spans(own)["computing"]) == pytest.approx(9.0)
 
 
 def test_an_assignment_that_brought_nothing_is_a_cross_unless_it_was_lost_before_the_range(store):
     run = made.add_synchronous(store, "a", rounds=2)
     made.add_lost(store, run, 2, "pi-9", at=1007.0)
     series, work = read(store, run)
-    figure = timeline.render_timeline(series, work)
+    figure = figures.render_timeline(series, work)
     (cross,) = [line for line in figure.axes[0].lines if line.get_marker() == "x"]
     assert cross.get_xydata().tolist() == [[7.0, 2.0]]
     assert "brought no update" in legend(figure)
     made.add_round(store, run, 3, 1012.0, made.PACES_S)
     series, work = read(store, run)
-    later = timeline.render_timeline(series.select_rounds(RoundRange(3, 3)), work)
+    later = figures.render_timeline(series.select_rounds(RoundRange(3, 3)), work)
     assert (legend(later), devices(later)) == (["computing", "sending", "waiting"], ["pi-1", "pi-2"])
 
 
@@ -96,7 +95,7 @@ def test_the_ends_of_rounds_are_marked_with_their_numbers_which_do_not_touch(sto
     assert [label.get_text() for label in top.get_xticklabels()] == ["1", "2", "3"]
     run = made.add_synchronous(store, "b", rounds=30)
     made.add_round(store, run, 31, 3000.0, made.PACES_S)
-    figure = timeline.render_timeline(*read(store, run))
+    figure = figures.render_timeline(*read(store, run))
     figure.draw_without_rendering()
     (top,) = figure.axes[0].child_axes
     boxes = [label.get_window_extent() for label in top.get_xticklabels()]
@@ -121,9 +120,9 @@ def test_a_time_in_which_nobody_answered_and_more_bars_than_can_be_told_apart_ar
     made.add_lost(store, run, 1, "pi-1", at=1001.0)
     store.close_round(run, 1, version=1, closed_at=1005.0)
     with pytest.raises(NotFoundError, match="run a has no update in round 1"):
-        timeline.render_timeline(*read(store, run))
-    monkeypatch.setattr(timeline, "MAX_ASSIGNMENTS", 8)
+        figures.render_timeline(*read(store, run))
+    monkeypatch.setattr(figures, "MAX_ASSIGNMENTS", 8)
     series, work = read(store, made.add_synchronous(store, "b", rounds=10))
     with pytest.raises(UsageError, match=r"rounds 1 to 10 hold 20 assignments.*--rounds 7:10"):
-        timeline.render_timeline(series, work)
-    assert timeline.render_timeline(series.select_rounds(RoundRange(7, 10)), work)
+        figures.render_timeline(series, work)
+    assert figures.render_timeline(series.select_rounds(RoundRange(7, 10)), work)
