@@ -133,7 +133,7 @@ def test_the_page_lists_every_route_and_who_may_call_it():
     room = Path(fleet_api.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "dashboard", "devices", "enrolment_service", "history", "renewal", "rollouts", "runs", "server",
+        "dashboard", "devices", "enrolment_service", "renewal", "runs", "server",
     }  # fmt: skip
 
 

@@ -39,7 +39,7 @@ from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
+from edgefl.coordinator.enrolment.renewal import RenewalService
 from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import PresenceTracker
@@ -317,9 +317,12 @@ class Coordinator:
                 broker_host=self._mqtt.get_advertised_host(),
                 evaluator_token=lambda: self._evaluator.token_id,
             ),
-            renewal=RenewalService(directory=directory, store=store, on_renewed=self._on_renewed, clock=time.time),
-            reenrolment=ReenrolmentService(
-                directory=directory, store=store, on_reenrolled=self._members.update_key, clock=time.time
+            renewal=RenewalService(
+                directory=directory,
+                store=store,
+                on_renewed=self._on_renewed,
+                on_reenrolled=self._members.update_key,
+                clock=time.time,
             ),
             rotation=self._rotation,
             remove_device=self._remove,

@@ -24,7 +24,7 @@ from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
+from edgefl.coordinator.enrolment.renewal import RenewalService
 from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
 from edgefl.core.protocol import JoinToken, certificate_fingerprint
 from edgefl.device.enrolment.certificates import (
@@ -116,7 +116,9 @@ def renewals(folder: Path) -> Reader:
         now[0] += 700.0
         return now[0]
 
-    service = RenewalService(directory=directory, store=store, on_renewed=lambda *_: None, clock=clock)
+    service = RenewalService(
+        directory=directory, store=store, on_renewed=lambda *_: None, on_reenrolled=lambda *_: None, clock=clock
+    )
 
     def feed(data: bytes) -> None:
         service.renew("pi-1", data)
@@ -129,6 +131,10 @@ def renewals(folder: Path) -> Reader:
     return Reader(feed=feed, seeds=seeds, close=store.close)
 
 
+def _ignore(_device_id: str, _public_key: bytes) -> None:
+    """Ignores a new key."""
+
+
 def reenrolments(folder: Path) -> Reader:
     """`POST /edgefl/v1/re-enroll`, of anybody: a certificate of the fleet, and a request by the same key."""
     directory = init_directory(folder / "c", hosts=["pi.local"], fleet="lab")
@@ -136,7 +142,9 @@ def reenrolments(folder: Path) -> Reader:
     store.add_token(token_id="t", secret_sha256="ab" * 32, expires_at=2e9, uses=100, groups=())
     store.enroll_device(token_id="t", secret_sha256="ab" * 32, now=1e9, device_id="pi-1", public_key=b"before")
     client = pki.issue_client_certificate(directory.load_authority(), "pi-1")
-    service = ReenrolmentService(directory=directory, store=store, on_reenrolled=lambda *_: None, clock=lambda: 1e9)
+    service = RenewalService(
+        directory=directory, store=store, on_renewed=lambda *_: None, on_reenrolled=lambda *_: None, clock=lambda: 1e9
+    )
     csr, shown = create_signing_request(client.key_pem, "pi-1").decode(), client.cert_pem.decode()
 
     def feed(data: bytes) -> None:

@@ -104,7 +104,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "join-renew": _entry(join_readers.renewals, "coordinator/enrolment/renewal.py:RenewalService.renew"),
         "join-reenroll": _entry(
             join_readers.reenrolments,
-            "coordinator/enrolment/renewal.py:ReenrolmentService.reenroll",
+            "coordinator/enrolment/renewal.py:RenewalService.reenroll",
             "coordinator/enrolment/renewal.py:_parse_certificate",
         ),
         "join-certificates": _entry(
@@ -154,7 +154,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "file-profiles": _entry(
             file_readers.profiles, "simulation/profiles.py:load_catalogue", "simulation/profiles.py:_load_table"
         ),
-        "file-graph": _entry(file_readers.graphs, "strategies/peer_algorithms/topology_files.py:_read_json"),
+        "file-graph": _entry(file_readers.graphs, "strategies/peer_algorithms/topology.py:_read_json"),
         "file-node-hosts": _entry(file_readers.node_hosts),
         "file-ssh-hosts": _entry(file_readers.ssh_hosts, "provision/ssh_host.py:parse_hosts"),
         "file-join": _entry(file_readers.join_files, "device/enrolment/join_file.py:JoinFile.parse"),

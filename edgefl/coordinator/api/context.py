@@ -13,7 +13,7 @@ from edgefl.coordinator.device_clients import DeviceClients
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.certificates import CertificateRotation
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import ReenrolmentService, RenewalService
+from edgefl.coordinator.enrolment.renewal import RenewalService
 from edgefl.coordinator.fleet.membership import DrainController
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.config import RunConfig
@@ -47,7 +47,6 @@ class ApiContext:
     drain_controller: DrainController
     enrolment: EnrolmentService
     renewal: RenewalService
-    reenrolment: ReenrolmentService
     rotation: CertificateRotation
     feed: Feed
     remove_device: Callable[[str], None]

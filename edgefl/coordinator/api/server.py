@@ -35,7 +35,7 @@ from edgefl.coordinator.auth import (
 from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, find_pending_slot, make_limiters
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
-from edgefl.coordinator.enrolment.renewal import reenrolment_router, renewal_router
+from edgefl.coordinator.enrolment.renewal import renewal_router
 from edgefl.coordinator.flower.fleet_api import (
     FLEET_PREFIX,
     encode_error,
@@ -109,8 +109,7 @@ def make_routers(context: ApiContext) -> list[APIRouter]:
     return [
         status_router(context),
         enrolment_router(context.enrolment, record_rejection=context.record_rejection),
-        renewal_router(context.renewal, device_check=device),
-        reenrolment_router(context.reenrolment, record_rejection=context.record_rejection),
+        renewal_router(context.renewal, device_check=device, record_rejection=context.record_rejection),
         devices_router(context),
         runs_router(context),
         history_router(context),

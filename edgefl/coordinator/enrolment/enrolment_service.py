@@ -61,8 +61,8 @@ MAX_PEM_CHARS = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _IssuedCertificate:
-    """Certificate of an enrolled device, and when it was issued."""
+class IssuedCertificate:
+    """Certificate of a device, and when it was issued, in Unix seconds."""
 
     public_key: bytes
     certificate: bytes
@@ -114,7 +114,7 @@ class EnrolmentService:
         self._evaluator_token = evaluator_token
         self._clock = clock
         self._version = version
-        self._issued: OrderedDict[str, _IssuedCertificate] = OrderedDict()
+        self._issued: OrderedDict[str, IssuedCertificate] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -165,7 +165,7 @@ class EnrolmentService:
             )
             with self._lock:
                 self._issued.pop(request.name, None)  # the newest are last
-                self._issued[request.name] = _IssuedCertificate(
+                self._issued[request.name] = IssuedCertificate(
                     public_key=request.public_key, certificate=cert_pem, issued_at=now
                 )
         record_capabilities(self._store, request.name, request.facts, request.shards, at=now)

@@ -32,6 +32,7 @@ from edgefl.coordinator.auth import AccessCheck, RateLimiter, RecordRejection, i
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import (
     REISSUE_WINDOW_S,
+    IssuedCertificate,
     encode_public_key,
     handle_unauthenticated,
     parse_pem,
@@ -49,25 +50,20 @@ MAX_RENEWALS = 5
 """Maximum number within `REISSUE_WINDOW_S`: every certificate is stored until it expires."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RenewedCertificate:
-    public_key: bytes
-    certificate: bytes
-    renewed_at: tuple[float, ...]
-
-
 @dataclass(slots=True, kw_only=True)
 class RenewalService:
-    """Signs new certificates for devices of the fleet. Thread-safe.
+    """Signs new certificates for devices of the fleet, and records those issued after a backup. Thread-safe.
 
-    `on_renewed(device_id, public_key)` is called when the store has the new key, and before the device is answered.
+    `on_renewed(device_id, public_key)` and `on_reenrolled`, likewise, are called when the store has the new key, and
+    before the device is answered.
     """
 
     directory: CoordinatorDirectory
     store: Store
     on_renewed: Callable[[str, bytes], None]
+    on_reenrolled: Callable[[str, bytes], None]
     clock: Callable[[], float]
-    _renewed: dict[str, _RenewedCertificate] = field(default_factory=dict)
+    _recent: dict[str, list[IssuedCertificate]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def renew(self, device_id: str, body: bytes) -> Json:
@@ -83,22 +79,17 @@ class RenewalService:
         key = encode_public_key(pki.verify_request(csr))
         with self._lock:
             since = self.clock() - REISSUE_WINDOW_S
-            self._renewed = {
-                name: certificate for name, certificate in self._renewed.items() if certificate.renewed_at[-1] > since
-            }
-            renewed = self._renewed.get(device_id)
-            if renewed is None or renewed.public_key != key:
-                renewed = self._renew(device_id, csr, key, renewed)
-        return {"v": PROTOCOL_VERSION, "device_id": device_id, "certificate": renewed.certificate.decode()}
+            self._recent = {name: kept for name, kept in self._recent.items() if kept[-1].issued_at > since}
+            recent = self._recent.get(device_id)
+            issued = recent[-1] if recent and recent[-1].public_key == key else self._renew(device_id, csr, key)
+        return {"v": PROTOCOL_VERSION, "device_id": device_id, "certificate": issued.certificate.decode()}
 
-    def _renew(
-        self, device_id: str, csr: bytes, key: bytes, previous: _RenewedCertificate | None
-    ) -> _RenewedCertificate:
+    def _renew(self, device_id: str, csr: bytes, key: bytes) -> IssuedCertificate:
         now = self.clock()
-        recent_renewals = tuple(at for at in (previous.renewed_at if previous else ()) if at > now - REISSUE_WINDOW_S)
-        if len(recent_renewals) >= MAX_RENEWALS:
+        recent = [one for one in self._recent.get(device_id, ()) if one.issued_at > now - REISSUE_WINDOW_S]
+        if len(recent) >= MAX_RENEWALS:
             raise TooManyTriesError(
-                f"{device_id} has renewed its certificate {len(recent_renewals)} times "
+                f"{device_id} has renewed its certificate {len(recent)} times "
                 f"in {REISSUE_WINDOW_S / 60:g} minutes; try again later"
             )
         days = self.directory.certificates.client_days
@@ -109,44 +100,9 @@ class RenewalService:
         )  # fmt: skip
         self.on_renewed(device_id, key)
         log.info("%s has a new certificate, for %g days", device_id, days)
-        self._renewed[device_id] = _RenewedCertificate(
-            public_key=key, certificate=certificate, renewed_at=(*recent_renewals, now)
-        )
-        return self._renewed[device_id]
-
-
-def renewal_router(service: RenewalService, *, device_check: AccessCheck) -> APIRouter:
-    """Returns the route; `device_check` admits requests signed by a device of the fleet."""
-    router = APIRouter(prefix="/edgefl/v1")
-
-    @router.post("/renew", dependencies=[Depends(device_check)])
-    async def renew(request: Request) -> Json:
-        body = await read_limited_body(request)
-        return await run_in_threadpool(service.renew, request.state.device_id, body)
-
-    return router
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PresentedCertificate:
-    device_id: str
-    public_key: bytes
-    serial: str
-    ends_at: float
-
-
-@dataclass(slots=True, kw_only=True)
-class ReenrolmentService:
-    """Records certificates issued after the backup. Thread-safe.
-
-    `on_reenrolled(device_id, public_key)` is called when the store has the key, and before the device is answered.
-    """
-
-    directory: CoordinatorDirectory
-    store: Store
-    on_reenrolled: Callable[[str, bytes], None]
-    clock: Callable[[], float]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+        issued = IssuedCertificate(public_key=key, certificate=certificate, issued_at=now)
+        self._recent[device_id] = [*recent, issued]
+        return issued
 
     def reenroll(self, body: bytes) -> Json:
         """Re-enrols a device and returns the answer for it.
@@ -158,38 +114,40 @@ class ReenrolmentService:
             NotFoundError: no such device is in the fleet.
             NameTakenError: another device has its key.
         """
-        certificate = _parse_certificate(load_json(body), self.directory.load_authority().cert_pem)
-        if certificate.ends_at <= self.clock():
-            raise NotAllowedError(
-                f"the certificate of {certificate.device_id} has ended; join again with a new token"
-            )
+        device_id, key, certificate = _parse_certificate(load_json(body), self.directory.load_authority().cert_pem)
+        serial, ends_at = f"{certificate.serial_number:x}", certificate.not_valid_after_utc.timestamp()
+        if ends_at <= self.clock():
+            raise NotAllowedError(f"the certificate of {device_id} has ended; join again with a new token")
         with self._lock:
-            if is_known_certificate(
-                self.store, certificate.device_id, serial=certificate.serial, expires_at=certificate.ends_at
-            ):
-                raise NotAllowedError(
-                    f"this certificate of {certificate.device_id} counts no more, or its key is known"
-                )
+            if is_known_certificate(self.store, device_id, serial=serial, expires_at=ends_at):
+                raise NotAllowedError(f"this certificate of {device_id} counts no more, or its key is known")
             renew_certificate(
-                self.store, certificate.device_id, public_key=certificate.public_key, serial=certificate.serial,
-                expires_at=certificate.ends_at, at=self.clock(), kind=CERTIFICATE_REENROLLED,
+                self.store, device_id, public_key=key, serial=serial, expires_at=ends_at, at=self.clock(),
+                kind=CERTIFICATE_REENROLLED,
             )  # fmt: skip
-            self.on_reenrolled(certificate.device_id, certificate.public_key)
-        log.info("%s is re-enrolled: its certificate was issued after the backup", certificate.device_id)
-        return {"v": PROTOCOL_VERSION, "device_id": certificate.device_id}
+            self.on_reenrolled(device_id, key)
+        log.info("%s is re-enrolled: its certificate was issued after the backup", device_id)
+        return {"v": PROTOCOL_VERSION, "device_id": device_id}
 
 
-def reenrolment_router(
-    service: ReenrolmentService,
+def renewal_router(
+    service: RenewalService,
     *,
+    device_check: AccessCheck,
     rate_limiter: RateLimiter | None = None,
     record_rejection: RecordRejection = ignore_rejection,
 ) -> APIRouter:
-    """Returns the route, which needs no known signature.
+    """Returns the routes of a renewal, which needs a known signature, and of a re-enrolment, which needs none.
 
-    Failed tries are counted by address, and `record_rejection` is called with them.
+    `device_check` admits requests signed by a device of the fleet. Failed re-enrolments are counted by address, and
+    `record_rejection` is called with them.
     """
     router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
+
+    @router.post("/renew", dependencies=[Depends(device_check)])
+    async def renew(request: Request) -> Json:
+        body = await read_limited_body(request)
+        return await run_in_threadpool(service.renew, request.state.device_id, body)
 
     @router.post("/re-enroll")
     async def reenroll(request: Request) -> JSONResponse:
@@ -209,8 +167,8 @@ def _is_bad_attempt(error: EdgeflError) -> bool:
     return isinstance(error, JoinError | NetworkError | NotAllowedError)
 
 
-def _parse_certificate(value: Json, ca_pem: bytes) -> _PresentedCertificate:
-    """Returns the presented certificate; the certificate request proves possession of its key."""
+def _parse_certificate(value: Json, ca_pem: bytes) -> tuple[str, bytes, x509.Certificate]:
+    """Returns device id, public key and the presented certificate, whose key the certificate request proves."""
     csr, certificate_pem = parse_pem(value, "csr"), parse_pem(value, "certificate")
     authority = x509.load_pem_x509_certificate(ca_pem)
     try:
@@ -224,9 +182,4 @@ def _parse_certificate(value: Json, ca_pem: bytes) -> _PresentedCertificate:
     request_key = encode_public_key(pki.verify_request(csr))
     if request_key != key or ExtendedKeyUsageOID.CLIENT_AUTH not in usage:
         raise JoinError("the certificate is not that of the device which shows it")
-    return _PresentedCertificate(
-        device_id=str(name.value),
-        public_key=key,
-        serial=f"{certificate.serial_number:x}",
-        ends_at=certificate.not_valid_after_utc.timestamp(),
-    )
+    return str(name.value), key, certificate

@@ -13,7 +13,7 @@ from joining_members import AT, Members
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment.enrolment_service import MAX_PEM_CHARS
-from edgefl.coordinator.enrolment.renewal import MAX_RENEWALS, REISSUE_WINDOW_S, ReenrolmentService, RenewalService
+from edgefl.coordinator.enrolment.renewal import MAX_RENEWALS, REISSUE_WINDOW_S, RenewalService
 from edgefl.core.errors import (
     EdgeflError,
     JoinError,
@@ -41,6 +41,7 @@ class Desk(Members):
             directory=self.directory,
             store=self.store,
             on_renewed=lambda name, key: self.renewed.append((name, key)),
+            on_reenrolled=lambda *_: None,
             clock=lambda: self.now,
         )
 
@@ -108,9 +109,10 @@ class ReenrolmentDesk(Members):
         super().__init__(root)
         self.now, self.reenrolled = AT, list[tuple[str, bytes]]()
         self.first = {name: self.join(name) for name in ("pi-1", "pi-2")}
-        self.service = ReenrolmentService(
+        self.service = RenewalService(
             directory=self.directory,
             store=self.store,
+            on_renewed=lambda *_: None,
             on_reenrolled=lambda name, key: self.reenrolled.append((name, key)),
             clock=lambda: self.now,
         )
@@ -164,7 +166,8 @@ def test_a_certificate_that_was_replaced_before_the_backup_is_not_taken(reenrolm
     renewal = RenewalService(
         directory=reenrolment_desk.directory,
         store=reenrolment_desk.store,
-        on_renewed=lambda _name, _key: None,
+        on_renewed=lambda *_: None,
+        on_reenrolled=lambda *_: None,
         clock=lambda: AT,
     )
     reenrolment_desk.show(old, old_key)  # so it is known, and ends later than what comes
