@@ -436,4 +436,4 @@ def _num_bytes(item: bytes | _Delivery) -> int:
     """Returns the size of a queued packet."""
     if isinstance(item, bytes):
         return PACKET_OVERHEAD_BYTES + len(item)
-    return PACKET_OVERHEAD_BYTES + len(item.message.topic) + len(item.message.payload)
+    return PACKET_OVERHEAD_BYTES + item.message.num_bytes

@@ -41,6 +41,11 @@ class PublishPacket:
     is_retained: bool = False
     packet_id: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of topic and payload, which counts towards the limits of clients."""
+        return len(self.topic) + len(self.payload)
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectPacket:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from edgefl.coordinator.brokers.broker import MAX_RETAINED_BYTES, OnDenied, can_publish, can_subscribe, ignore_denied
@@ -42,7 +41,8 @@ class TopicRouter:
         self._sessions: dict[str, Subscriber] = {}
         self._filters: dict[Subscriber, set[str]] = {}
         self._subscriptions = _TopicTree[dict[Subscriber, int]]()
-        self._retained = _TopicTree[_RetainedMessage]()
+        # Of each topic the publisher, towards whose limits it counts, and the message.
+        self._retained = _TopicTree[tuple[str, PublishPacket]]()
         self._retained_topics: dict[str, set[str]] = {}
         self._retained_bytes: Counter[str] = Counter()
         self._revoked_names: frozenset[str] = frozenset()
@@ -93,8 +93,8 @@ class TopicRouter:
 
     def replay_retained(self, client: Subscriber, name: str, qos: int) -> None:
         """Delivers the retained messages that match a granted filter."""
-        for retained in self._retained.find_matching_topics(name):
-            client.deliver(retained.message, min(qos, retained.message.qos), is_retained=True)
+        for _, message in self._retained.find_matching_topics(name):
+            client.deliver(message, min(qos, message.qos), is_retained=True)
 
     def unsubscribe(self, client: Subscriber, name: str) -> None:
         qos_by_client = self._subscriptions.get(name) or {}
@@ -120,40 +120,28 @@ class TopicRouter:
 
     def _retain(self, owner: str, message: PublishPacket) -> None:
         """Retains a message in place of the previous one; an empty one clears it [MQTT-3.3.1-5, -10, -11]."""
-        topic, retained = message.topic, _RetainedMessage(owner, message)
-        previous = self._retained.get(topic)
+        topic, previous = message.topic, self._retained.get(message.topic)
         if message.payload:
             topics, num_bytes = self._retained_topics.setdefault(owner, set()), self._retained_bytes[owner]
-            if previous is not None and previous.owner == owner:
-                num_bytes -= previous.num_bytes
+            if previous is not None and previous[0] == owner:
+                num_bytes -= previous[1].num_bytes
             is_full = len(topics) >= MAX_RETAINED_TOPICS and topic not in topics
-            if is_full or num_bytes + retained.num_bytes > MAX_RETAINED_BYTES:
+            if is_full or num_bytes + message.num_bytes > MAX_RETAINED_BYTES:
                 action = f"RETAIN of {len(message.payload)} bytes at {topic!r}"
                 self.on_denied(owner, f"{action}, beside {num_bytes} others in {len(topics)} topics")
                 return
         self._remove_retained(topic)
         if message.payload:
-            self._retained.put(topic, retained)
+            self._retained.put(topic, (owner, message))
             self._retained_topics[owner].add(topic)
-            self._retained_bytes[owner] += retained.num_bytes
+            self._retained_bytes[owner] += message.num_bytes
 
     def _remove_retained(self, topic: str) -> None:
         if (retained := self._retained.get(topic)) is not None:
+            owner, message = retained
             self._retained.remove(topic)
-            self._retained_topics[retained.owner].remove(topic)
-            self._retained_bytes[retained.owner] -= retained.num_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _RetainedMessage:
-    """A retained message, which counts towards the limits of its publisher, the owner."""
-
-    owner: str
-    message: PublishPacket
-
-    @property
-    def num_bytes(self) -> int:
-        return len(self.message.topic) + len(self.message.payload)
+            self._retained_topics[owner].remove(topic)
+            self._retained_bytes[owner] -= message.num_bytes
 
 
 class _TopicTree(Generic[Value]):
