@@ -9,14 +9,13 @@ import numpy as np
 from edgefl.core.config import parse_run
 from edgefl.core.types import Array, DeviceInfo, InstructionFailed, Role, derive_rng
 from edgefl.engine.build import build_run
-from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.run_log import RunLog, RunSubscriber
+from edgefl.engine.round_loop import RunLog, RunSubscriber, run_rounds
 from edgefl.simulation.backends.in_process import InProcessBackend
 from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
 from edgefl.simulation.fleet import SimulatedFleet
 from edgefl.simulation.network import SimulatedDownlink
-from edgefl.simulation.setup import make_device_names, make_devices, make_settings
+from edgefl.simulation.simulated_run import make_device_names, make_devices, make_settings
 
 Attack = Callable[[dict[str, Array], int], Mapping[str, Array]]
 """(honest displacement, version) -> what the rogue sends."""

@@ -30,8 +30,7 @@ from edgefl.core.types import (
     UpdateMetrics,
 )
 from edgefl.engine.progress import StoppingCriteria
-from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.run_log import RunLog
+from edgefl.engine.round_loop import RunLog, run_rounds
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy

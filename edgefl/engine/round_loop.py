@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic
+from typing import Generic, Protocol
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
@@ -143,6 +143,88 @@ class LoopState:
         return self.drain is not None and self.drain.keeps_model
 
 
+class JournalWriter(Protocol):
+    """The write-ahead log of one run."""
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]: ...
+    def record_decision(self, decision: Decision) -> None: ...
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None: ...
+    def commit(self) -> None: ...
+
+
+class RunSubscriber:
+    """Derives something from a run's log; each method is called once its entry is written, durable or not yet."""
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        """Events, before they take effect."""
+
+    def on_decision(self, decision: Decision) -> None:
+        """Instructions, before they are dispatched."""
+
+    def on_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
+        """A new version, from these updates; `state` is the strategy's, and changes in place later."""
+
+    def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
+        """The accuracy of a version, or of the devices' own models after a round."""
+
+    def on_clipped(self, clipped: ClippedUpdate) -> None:
+        """An update is used with a smaller norm."""
+
+    def on_finish(self) -> None:
+        """The run is over; a last commit follows."""
+
+    def on_commit(self) -> None:
+        """Everything before is durable."""
+
+
+class RunLog:
+    """Implements `Journal`; without a write-ahead log, nothing is recovered, and updates stay in memory."""
+
+    def __init__(self, wal: JournalWriter | None, subscribers: Sequence[RunSubscriber]) -> None:
+        self._wal, self._subscribers = wal, subscribers
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
+        journaled = events if self._wal is None else self._wal.record_events(events)
+        for subscriber in self._subscribers:
+            subscriber.on_events(events)
+        return journaled
+
+    def record_decision(self, decision: Decision) -> None:
+        if self._wal is not None:
+            self._wal.record_decision(decision)
+        for subscriber in self._subscribers:
+            subscriber.on_decision(decision)
+
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
+        if self._wal is not None:
+            self._wal.record_aggregation(version, assignment_ids)
+        for subscriber in self._subscribers:
+            subscriber.on_aggregation(version, assignment_ids, state)
+
+    def record_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
+        """Passes on an accuracy, which follows from the events recorded before."""
+        for subscriber in self._subscribers:
+            subscriber.on_score(score)
+
+    def record_clipped(self, clipped: ClippedUpdate) -> None:
+        """Passes on that an update was clipped, which follows from the events recorded before."""
+        for subscriber in self._subscribers:
+            subscriber.on_clipped(clipped)
+
+    def commit(self) -> None:
+        """Makes the write-ahead log durable, then tells the subscribers."""
+        if self._wal is not None:
+            self._wal.commit()
+        for subscriber in self._subscribers:
+            subscriber.on_commit()
+
+    def finish(self) -> None:
+        """Commits what is left of a run that is over."""
+        for subscriber in self._subscribers:
+            subscriber.on_finish()
+        self.commit()
+
+
 class AcceptAllPolicy:
     """Policy that accepts every device and every update."""
 
@@ -243,22 +325,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         aggregate_ready = partial(
             _aggregate_ready, source, view, progress, evaluate, journal=journal, policy=policy, dispatch=dispatch
         )
-        instructions: list[EvaluateInstruction] = []
-        if not loop_state.is_model_frozen:
-            instructions += aggregate_ready()
-        progress.scores.record_dispatch(instructions)
-        if loop_state.drain is None and (reason := progress.find_stop_reason(goal, view.now_s)) is not None:
-            until_s = view.now_s + DRAIN_TIMEOUT_S
-            # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
-            is_good = progress.scores.is_accuracy_reached(goal)
-            loop_state.drain = DrainPhase(
-                reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good
-            )
-            if not is_good:
-                dispatch(*instructions)  # with the present model
-                source.state = strategy.finish(source.state)
-                instructions = [*aggregate_ready()]
-                progress.scores.record_dispatch(instructions)
+        instructions = _close_rounds(source, view, loop_state, goal, aggregate_ready, dispatch)
         if loop_state.drain is None:
             decision = _schedule(source, view, progress, policy)
         else:
@@ -276,6 +343,33 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         while events:  # one by one, so that an update's memory is free before the next is decoded
             journaled = journal.record_events([_validate_event(events.popleft(), policy)])
             _apply_events(journaled, receive, loop_state, policy, on_score)
+
+
+def _close_rounds(  # noqa: PLR0913 the parts of a turn
+    source: _StrategyModelProvider[S],
+    view: FleetView,
+    loop_state: LoopState,
+    goal: StoppingCriteria,
+    aggregate_ready: Callable[[], Sequence[EvaluateInstruction]],
+    dispatch: Callable[..., None],
+) -> list[EvaluateInstruction]:
+    """Closes the complete rounds, and starts the drain once the goal is reached; returns evaluations to dispatch."""
+    progress = loop_state.progress
+    evaluations = [] if loop_state.is_model_frozen else [*aggregate_ready()]
+    progress.scores.record_dispatch(evaluations)
+    if loop_state.drain is not None or (reason := progress.find_stop_reason(goal, view.now_s)) is None:
+        return evaluations
+    until_s = view.now_s + DRAIN_TIMEOUT_S
+    # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
+    is_good = progress.scores.is_accuracy_reached(goal)
+    loop_state.drain = DrainPhase(reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
+    if is_good:
+        return evaluations
+    dispatch(*evaluations)  # with the present model
+    source.state = source.strategy.finish(source.state)
+    evaluations = [*aggregate_ready()]
+    progress.scores.record_dispatch(evaluations)
+    return evaluations
 
 
 def _wait_for_events(

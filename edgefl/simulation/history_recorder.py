@@ -16,7 +16,7 @@ from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.config import RunConfig
 from edgefl.core.types import DeviceInfo, Json, Tensors
 from edgefl.engine.progress import RoundCounter
-from edgefl.engine.run_log import RunLog
+from edgefl.engine.round_loop import RunLog
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import RunStatus, SavedModelRow, SimulatedDeviceRow
 from edgefl.storage.store import Store

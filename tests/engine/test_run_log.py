@@ -9,7 +9,7 @@ import pytest
 
 from edgefl.core.types import Decision, Event, StopRequested
 from edgefl.engine.progress import VersionAccuracy
-from edgefl.engine.run_log import RunLog, RunSubscriber
+from edgefl.engine.round_loop import RunLog, RunSubscriber
 
 STOP = StopRequested(reason="enough")
 

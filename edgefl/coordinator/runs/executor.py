@@ -37,8 +37,7 @@ from edgefl.coordinator.runs.model_retention import EvaluatedModelSaver, ModelRe
 from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, restore_before_damage
 from edgefl.core.errors import JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.core.types import TrainInstruction
-from edgefl.engine.round_loop import LoopState, run_rounds
-from edgefl.engine.run_log import RunLog
+from edgefl.engine.round_loop import LoopState, RunLog, run_rounds
 from edgefl.storage.journal.file_format import (
     RecordKind,
     list_files_after,

@@ -23,7 +23,7 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter, VersionAccuracy
-from edgefl.engine.run_log import RunSubscriber
+from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
 
 ComputeMetrics = Callable[[Any], Mapping[str, float]]

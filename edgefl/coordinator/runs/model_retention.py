@@ -20,7 +20,7 @@ from edgefl.core.config import ModelsSection
 from edgefl.core.errors import EdgeflError, StoreError
 from edgefl.core.types import Array, Decision, EvaluateInstruction, Tensors
 from edgefl.engine.progress import DeviceAccuracy, VersionAccuracy
-from edgefl.engine.run_log import RunSubscriber
+from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.saved_models import find_orphaned_models, save_model_rows

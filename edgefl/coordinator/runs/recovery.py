@@ -129,46 +129,59 @@ def restore_from_checkpoint(
         else _load_checkpoint_state(strategy, directory, run_id, type(initial_state), checkpoint)
     )
     if is_autonomous:
-        log.info("run %s goes on from its last checkpoint", run_id)
-        return RunStart(
-            state=state,
-            incarnations=RunIncarnations(run_id),
-            prior_progress=_create_prior_progress(get_progress(store, run_id)),
-            guard_state=load_guard_state(directory.runs / run_id),
-            is_resumed=True,
-        )
+        return _continue_autonomous(run_id, state, directory, store)
     _restore_round_size(components.rounds, state, store, run_id)
     rollback_point = _create_rollback_point(components.rounds, strategy.version(state))
-    entries = [] if checkpoint is None else _list_entries_after(wal, checkpoint)
-    snapshot, since, marker = None, None, directory.runs / run_id / NEW_INCARNATION_FILE
-    if checkpoint is not None and checkpoint.snapshot_sha256:
-        with contextlib.suppress(ReplayError):
-            snapshot = _load_snapshot(_checkpoint_folder(directory, run_id), checkpoint)
-        # The journal may lack quarantined entries: the rows have their own times.
-        since = (
-            _get_saved_time(_checkpoint_folder(directory, run_id), checkpoint, snapshot) if marker.exists() else None
-        )
+    entries, snapshot, since = [], None, None
+    has_snapshot = checkpoint is not None and bool(checkpoint.snapshot_sha256)
+    if checkpoint is not None:
+        entries = _list_entries_after(wal, checkpoint)
+        snapshot, since = _find_snapshot(run_id, directory, checkpoint) if has_snapshot else (None, None)
     restored = roll_back_history(
         store, run_id, rollback_point, entries, now=time.time(), since=since, should_reset=checkpoint is None
     )
-    has_snapshot = checkpoint is not None and bool(checkpoint.snapshot_sha256)
     incarnations = _get_saved_incarnations(snapshot) if has_snapshot else _load_final_incarnations(record, directory)
+    if incarnations is None:
+        incarnations = dict(restored.incarnations)
     log.info(
         "run %s goes on behind version %d, round %d", run_id, rollback_point.version, rollback_point.num_closed_rounds
     )
+    guard_state = (
+        GuardState() if checkpoint is None else _get_guard_state(directory.runs / run_id, snapshot, checkpoint)
+    )
     return RunStart(
         state=state,
-        incarnations=RunIncarnations(
-            run_id, record.resumes, dict(restored.incarnations) if incarnations is None else incarnations
-        ),
+        incarnations=RunIncarnations(run_id, record.resumes, incarnations),
         prior_progress=_create_prior_progress(restored),
         unused_updates=restored.unused_updates,
         previous_devices=restored.participants,
-        guard_state=GuardState()
-        if checkpoint is None
-        else _get_guard_state(directory.runs / run_id, snapshot, checkpoint),
+        guard_state=guard_state,
         is_resumed=checkpoint is not None,
     )
+
+
+def _continue_autonomous(run_id: str, state: object, directory: CoordinatorDirectory, store: Store) -> RunStart:
+    """Returns the start of a run whose devices went on without the coordinator."""
+    log.info("run %s goes on from its last checkpoint", run_id)
+    return RunStart(
+        state=state,
+        incarnations=RunIncarnations(run_id),
+        prior_progress=_create_prior_progress(get_progress(store, run_id)),
+        guard_state=load_guard_state(directory.runs / run_id),
+        is_resumed=True,
+    )
+
+
+def _find_snapshot(
+    run_id: str, directory: CoordinatorDirectory, checkpoint: Checkpoint
+) -> tuple[RunSnapshot | None, float | None]:
+    """Returns a checkpoint's snapshot, None if it cannot be read; and since when rows are repeated, if by time."""
+    folder, snapshot = _checkpoint_folder(directory, run_id), None
+    with contextlib.suppress(ReplayError):
+        snapshot = _load_snapshot(folder, checkpoint)
+    # The journal may lack quarantined entries: the rows have their own times.
+    is_by_time = (directory.runs / run_id / NEW_INCARNATION_FILE).exists()
+    return snapshot, _get_saved_time(folder, checkpoint, snapshot) if is_by_time else None
 
 
 def restore_exactly(

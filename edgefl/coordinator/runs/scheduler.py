@@ -33,7 +33,7 @@ from edgefl.coordinator.runs.executor import (
 )
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
-from edgefl.coordinator.runs.planning import BuildRun
+from edgefl.coordinator.runs.planning import BuildRun, create_admission_requirements
 from edgefl.coordinator.runs.recovery import (
     MAX_CRASHES,
     RunStart,
@@ -47,7 +47,6 @@ from edgefl.coordinator.runs.recovery import (
     restore_exactly,
     restore_from_checkpoint,
 )
-from edgefl.coordinator.runs.requirements import create_admission_requirements
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.coordinator.runs.stalls import (
     REPORT_AFTER_S,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from edgefl.coordinator.fleet.event_bus import EventBus
+from edgefl.coordinator.fleet.registry import EventBus
 
 
 @pytest.fixture

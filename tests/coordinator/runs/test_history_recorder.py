@@ -23,7 +23,7 @@ from edgefl.core.types import (
     derive_rng,
 )
 from edgefl.engine.progress import ProgressTracker, RoundCounter
-from edgefl.engine.run_log import RunLog
+from edgefl.engine.round_loop import RunLog
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.rollback import get_progress

@@ -38,7 +38,7 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.progress import ProgressTracker
-from edgefl.engine.run_log import RunLog
+from edgefl.engine.round_loop import RunLog
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.saved_models import list_models as rows_of

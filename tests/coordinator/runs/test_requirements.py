@@ -12,7 +12,7 @@ import pytest
 from edgefl.coordinator.execution.eligibility import EligibilityFilter, RunSpec
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.runs.requirements import (
+from edgefl.coordinator.runs.planning import (
     check_message_size,
     check_strategy_memory,
     check_trainers,
