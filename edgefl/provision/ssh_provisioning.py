@@ -11,9 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, JoinError, NetworkError
 from edgefl.core.safe_parsing import parse_json
@@ -153,25 +152,10 @@ def _parse_device(text: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class ProvisionOutcome(StrEnum):
-    """Outcome for a host; `WOULD_` members belong to a dry run."""
-
-    JOINED = "joined"
-    ALREADY_JOINED = "already joined"
-    UPDATED = "updated"
-    WOULD_JOIN = "would join"
-    WOULD_UPDATE = "would update"
-    FAILED = "failed"
-
-
-class ProvisionStep(StrEnum):
-    """Last step reached by a host."""
-
-    REACH = "reach"
-    COPY = "copy"
-    INSTALL = "install"
-    DATA = "data"
-    JOIN = "join"
+ProvisionOutcome = Literal["joined", "already joined", "updated", "would join", "would update", "failed"]
+"""Outcome for a host; those with `would` belong to a dry run."""
+ProvisionStep = Literal["reach", "copy", "install", "data", "join"]
+"""Last step reached by a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,16 +210,17 @@ def provision_hosts(hosts: Sequence[SshHost], options: SshProvisionOptions, *, j
 
 def provision_host(host: SshHost, options: SshProvisionOptions) -> HostResult:
     """Returns the result of one host; never raises for faults of the host."""
+    outcome: ProvisionOutcome
     started_s = options.clock()
     board = _HostProvisioning(host, options)
     try:
         with SshConnection(host, options.ssh_options) as connection:
             outcome, text = board.run(connection)
     except EdgeflError as error:
-        outcome, text = ProvisionOutcome.FAILED, str(error)
+        outcome, text = "failed", str(error)
     except Exception as error:  # the boundary of one host: the others continue
         log.exception("%s", host.label)
-        outcome, text = ProvisionOutcome.FAILED, f"{type(error).__name__}: {error}; the log above says where"
+        outcome, text = "failed", f"{type(error).__name__}: {error}; the log above says where"
     return HostResult(
         host=host, outcome=outcome, step=board.step, seconds=options.clock() - started_s, text=" ".join(text.split())
     )
@@ -248,12 +233,12 @@ class _HostProvisioning:
         self._host, self._options = host, options
         self._become: tuple[str, ...] = ()
         self._skipped_packs = ""
-        self.step = ProvisionStep.REACH
+        self.step: ProvisionStep = "reach"
 
     def run(self, connection: SshConnection) -> tuple[ProvisionOutcome, str]:
         """Returns the outcome, and notes worth knowing."""
         options, host = self._options, self._host
-        self._start_step(ProvisionStep.REACH)
+        self._start_step("reach")
         result = connection.run(
             "sh",
             "-s",
@@ -267,21 +252,19 @@ class _HostProvisioning:
         if is_member and facts.version == options.version:
             if not facts.is_active:
                 raise JoinError("it has joined, but its device does not run: sudo journalctl -u edgefl-device -n 20")
-            return ProvisionOutcome.ALREADY_JOINED, self._format_notes(facts)
+            return "already joined", self._format_notes(facts)
         facts.check(now=options.now(), is_offline=options.is_offline, target=host.target)
         if options.is_dry_run:
-            return (ProvisionOutcome.WOULD_UPDATE if is_member else ProvisionOutcome.WOULD_JOIN), self._format_notes(
-                facts
-            )
+            return ("would update" if is_member else "would join"), self._format_notes(facts)
         self._become = facts.become or ()
         self._install(connection, is_update=is_member)
         if not is_member:
             self._check_data(connection)
-        self._start_step(ProvisionStep.JOIN)
+        self._start_step("join")
         if not is_member:
             self._send_join_file(connection)
         self._wait_until_joined(connection)
-        return (ProvisionOutcome.UPDATED if is_member else ProvisionOutcome.JOINED), self._format_notes(facts)
+        return ("updated" if is_member else "joined"), self._format_notes(facts)
 
     def _start_step(self, step: ProvisionStep) -> None:
         self.step = step
@@ -302,7 +285,7 @@ class _HostProvisioning:
         return True
 
     def _install(self, connection: SshConnection, *, is_update: bool) -> None:
-        self._start_step(ProvisionStep.COPY)
+        self._start_step("copy")
         files = make_payload("", {**self._options.extra_files, **render_shard_drop_ins(self._host.shards)})
         del files["join.json"]
         result = connection.send_files(files, "sh", "-c", _UNPACK_SCRIPT)
@@ -310,7 +293,7 @@ class _HostProvisioning:
         try:
             if result.status or not _REMOTE_FOLDER.match(folder):
                 raise NetworkError(f"the payload cannot be copied: {result.get_last_line()}")
-            self._start_step(ProvisionStep.INSTALL)
+            self._start_step("install")
             start_options = [] if is_update else ["--no-start"]
             result = self._run_as_root(connection, "sh", f"{folder}/install.sh", folder, *start_options)
             if result.status:
@@ -321,7 +304,7 @@ class _HostProvisioning:
                 connection.run("rm", "-rf", folder, timeout_s=120)
 
     def _check_data(self, connection: SshConnection) -> None:
-        self._start_step(ProvisionStep.DATA)
+        self._start_step("data")
         paths = list(self._host.shards.values())
         if not paths:
             return

@@ -9,8 +9,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from edgefl.core.errors import EdgeflError, NotAllowedError, UsageError
 from edgefl.provision import provisioning_files
@@ -22,11 +22,7 @@ UNITS_FOLDER = Path("/etc/systemd/system")
 _INTERPRETER_PATH = re.compile(r"/[\w./+@,=-]+\Z")
 
 
-class MachineKind(StrEnum):
-    """Service of a machine."""
-
-    DEVICE = "device"
-    COORDINATOR = "coordinator"
+MachineKind = Literal["device", "coordinator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +30,14 @@ class SystemdInstallation:
     """Paths of edgefl here, the service to run, and the device's readable paths."""
 
     python: str = DEFAULT_PYTHON
-    kind: MachineKind = MachineKind.DEVICE
+    kind: MachineKind = "device"
     shards: Mapping[str, str] = field(default_factory=dict)
     has_gpu: bool = False
     has_broker: bool = False
 
     @property
     def user(self) -> str:
-        return "edgefl" if self.kind is MachineKind.DEVICE else "edgefl-coordinator"
+        return "edgefl" if self.kind == "device" else "edgefl-coordinator"
 
     @property
     def state_dir(self) -> Path:
@@ -50,7 +46,7 @@ class SystemdInstallation:
     @property
     def enabled_units(self) -> tuple[str, ...]:
         """The units to enable."""
-        if self.kind is MachineKind.DEVICE:
+        if self.kind == "device":
             return "edgefl-join.service", "edgefl-device.service"
         broker = ("edgefl-broker.service",) if self.has_broker else ()
         return (*broker, "edgefl-coordinator.service")
@@ -73,7 +69,7 @@ def render_units(installation: SystemdInstallation) -> dict[str, str]:
         unit: provisioning_files.load_text(f"units/{unit}").replace(DEFAULT_PYTHON, installation.python)
         for unit in installation.enabled_units
     }
-    if installation.kind is MachineKind.DEVICE:
+    if installation.kind == "device":
         drop_ins = render_shard_drop_ins(installation.shards)
         units |= {name.removeprefix("units/"): read_content(content).decode() for name, content in drop_ins.items()}
     if installation.has_gpu:
@@ -96,14 +92,14 @@ def list_commands(installation: SystemdInstallation) -> list[list[str]]:
 
 def get_next_step(installation: SystemdInstallation) -> str:
     """Returns the set-up step of a machine that was not set up yet; empty when it was."""
-    marker = installation.state_dir / ("device.json" if installation.kind is MachineKind.DEVICE else "settings.toml")
+    marker = installation.state_dir / ("device.json" if installation.kind == "device" else "settings.toml")
     try:
         if marker.exists():
             return ""
     except PermissionError:
         return ""
     program = f"{installation.python} -m edgefl"
-    if installation.kind is MachineKind.DEVICE:
+    if installation.kind == "device":
         join = f"{program} device join --state {installation.state_dir}"
         return f"put the join file at /etc/edgefl/join.json (mode 600), or: {join}"
     return f"{program} coordinator init --dir {installation.state_dir} --host NAME"

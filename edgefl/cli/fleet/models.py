@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.fleet.rollouts import deploy, deployments
+from edgefl.cli.fleet.devices import deploy, deployments
 from edgefl.cli.output import (
     SHORT_HASH_DIGITS,
     FullHelpGroup,
@@ -126,8 +125,8 @@ def export(  # noqa: PLR0913 one per option
     row = source.find_model(model or "latest", run)
     echo(_format_title(row))
     if kind == "onnx":
-        data = EvaluationData(shard=shard, part=part, directory=source.directory)
-        _export_onnx(row, load_model(source, row), out, quantise=quantise, data=data)
+        shard = shard or find_coordinator_shard(source.directory, row["task"])
+        _export_onnx(row, load_model(source, row), out, quantise=quantise, shard=shard, part=part)
     elif kind == "torch":
         from edgefl.tasks.export.model_export import export_torch  # noqa: PLC0415 torch is slow to load
 
@@ -162,42 +161,20 @@ def evaluate(  # noqa: PLR0913 one per option
     rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
     if not rows:
         raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
-    data = EvaluationData(shard=shard, part=part, directory=source.directory)
-    scored = _evaluate_models(source, rows, data)
+    scored = _evaluate_models(source, rows, shard, part)
     print_rows(_shorten_hashes(scored, fmt), SCORE_COLUMNS, fmt, kind="evaluations")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationData:
-    """Examples of `shard`, else of the coordinator in `directory` (None: the default one)."""
+def _load_examples(path: Path, part: str | None, task: Task, row: Json) -> Dataset:
+    """Returns the examples of a shard; raises `DataError` where its test part is empty."""
+    from edgefl.tasks.datasets.shards import split_train_test  # noqa: PLC0415 fast start
 
-    shard: Path | None
-    part: str | None
-    directory: Path | None
-
-    def load(self, task: Task, row: Json) -> tuple[Path, Dataset]:
-        """Returns the examples and their shard.
-
-        Raises:
-            DataError: there is no shard, or it holds no such examples.
-        """
-        from edgefl.tasks.datasets.shards import split_train_test  # noqa: PLC0415 fast start
-
-        path = self.shard or find_coordinator_shard(self.directory, row["task"])
-        if path is None:
-            raise DataError(
-                f"no test shard of task {row['task']} in a coordinator's directory on this machine; name it with "
-                "--dir, or give --shard PATH"
-            )
-        data = task.read(str(path))
-        if (self.part or ("all" if _is_test_shard(path) else "test")) == "test":
-            data = split_train_test(data, row["test_fraction"])[1]
-            if not len(data):
-                raise DataError(f"the test part of shard {path} is empty; --part all takes every example of it")
-        return path, data
-
-    def has_shard(self, task: str) -> bool:
-        return bool(self.shard or find_coordinator_shard(self.directory, task))
+    data = task.read(str(path))
+    if (part or ("all" if _is_test_shard(path) else "test")) == "test":
+        data = split_train_test(data, row["test_fraction"])[1]
+        if not len(data):
+            raise DataError(f"the test part of shard {path} is empty; --part all takes every example of it")
+    return data
 
 
 def _is_test_shard(path: Path) -> bool:
@@ -206,11 +183,13 @@ def _is_test_shard(path: Path) -> bool:
     return path.is_file() and get_metadata_path(path).exists() and read_metadata(path).scheme == TEST_SCHEME
 
 
-def _export_onnx(row: Json, tensors: dict[str, Array], out: Path, *, quantise: bool, data: EvaluationData) -> None:
+def _export_onnx(
+    row: Json, tensors: dict[str, Array], out: Path, *, quantise: bool, shard: Path | None, part: str | None
+) -> None:
     from edgefl.tasks.export.model_export import export_onnx  # noqa: PLC0415 onnx and torch are slow to load
 
     task = _make_task(row)
-    shard, samples = data.load(task, row) if data.has_shard(row["task"]) else (None, None)
+    samples = None if shard is None else _load_examples(shard, part, task, row)
     report = export_onnx(
         task,
         tensors,
@@ -260,7 +239,7 @@ def _export_safetensors(source: Source, row: Json, out: Path) -> None:
     click.echo(f"{out}: {format_bytes(row['bytes_file'])}, safetensors, SHA-256 {row['sha256']}")
 
 
-def _evaluate_models(source: Source, rows: list[Json], data: EvaluationData) -> list[Json]:
+def _evaluate_models(source: Source, rows: list[Json], shard: Path | None, part: str | None) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
     loaded: dict[str, tuple[Any, Dataset]] = {}
     scored = []
@@ -268,7 +247,13 @@ def _evaluate_models(source: Source, rows: list[Json], data: EvaluationData) -> 
         key = repr((row["task"], sorted(row["task_options"].items()), row["test_fraction"]))
         if key not in loaded:
             task = _make_task(row)
-            loaded[key] = task.learner(), data.load(task, row)[1]
+            path = shard or find_coordinator_shard(source.directory, row["task"])
+            if path is None:
+                raise DataError(
+                    f"no test shard of task {row['task']} in a coordinator's directory on this machine; name it with "
+                    "--dir, or give --shard PATH"
+                )
+            loaded[key] = task.learner(), _load_examples(path, part, task, row)
         learner, examples = loaded[key]
         learner.load(load_model(source, row))
         loss, accuracy = learner.evaluate(examples)

@@ -20,7 +20,7 @@ from edgefl.core.protocol import JoinToken
 from edgefl.provision import systemd_units as units
 from edgefl.provision.payload import load_extras, make_payload, write_overlay
 from edgefl.provision.ssh_host import parse_hosts
-from edgefl.provision.ssh_provisioning import HostResult, ProvisionOutcome, SshProvisionOptions, provision_hosts
+from edgefl.provision.ssh_provisioning import HostResult, SshProvisionOptions, provision_hosts
 from edgefl.provision.wheels import WHEEL_PLATFORMS, fill_wheelhouse, get_platform, load_lock_text, parse_lock
 from edgefl.system.api_client import CoordinatorClient, find_operator_file
 
@@ -81,7 +81,7 @@ def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None)
 @click.option("--broker", "has_broker", is_flag=True, help="Run the coordinator's broker as a unit of its own.")
 def systemd(  # noqa: PLR0913 one argument per option
     *,
-    kind: str,
+    kind: units.MachineKind,
     out: Path | None,
     installs: bool,
     python: str | None,
@@ -90,13 +90,13 @@ def systemd(  # noqa: PLR0913 one argument per option
     has_broker: bool,
 ) -> None:
     """Print, write or install hardened units for this machine, with the paths of this installation."""
-    if kind == units.MachineKind.COORDINATOR and (has_gpu or shards):
+    if kind == "coordinator" and (has_gpu or shards):
         raise UsageError("--gpu and --shard are for devices; a coordinator's test shard stands in its own options")
-    if kind == units.MachineKind.DEVICE and has_broker:
+    if kind == "device" and has_broker:
         raise UsageError("--broker is for a coordinator: edgefl provision systemd --coordinator --broker")
     installation = units.SystemdInstallation(
         python=python or (units.DEFAULT_PYTHON if Path(units.DEFAULT_PYTHON).exists() else sys.executable),
-        kind=units.MachineKind(kind),
+        kind=kind,
         shards=dict(_parse_shard(text) for text in shards),
         has_gpu=has_gpu,
         has_broker=has_broker,
@@ -198,7 +198,7 @@ def ssh(  # noqa: PLR0913 one argument per option
     )
     results = provision_hosts(hosts, options, jobs=jobs)
     print_rows([_make_row(result) for result in results], COLUMNS, fmt, kind="boards")
-    if failed := [result.host.name for result in results if result.outcome is ProvisionOutcome.FAILED]:
+    if failed := [result.host.name for result in results if result.outcome == "failed"]:
         raise JoinError(f"{len(failed)} of {len(hosts)} boards did not get through: {', '.join(failed)}")
 
 
@@ -206,8 +206,8 @@ def _make_row(result: HostResult) -> dict[str, Any]:
     return {
         "host": result.host.label,
         "name": result.host.name,
-        "result": str(result.outcome),
-        "step": str(result.step),
+        "result": result.outcome,
+        "step": result.step,
         "seconds": round(result.seconds, 1),
         "note": result.text,
     }
