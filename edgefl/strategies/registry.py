@@ -13,37 +13,37 @@ from typing import Any
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_extension
-from edgefl.core.option_types import check_options, list_options
+from edgefl.core.settings import check_options, list_options
 from edgefl.core.types import Scalar, Strategy
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
 BUILT_IN_STRATEGIES = {
-    "ad-psgd": "edgefl.strategies.decentralised.config:AdPsgdConfig",
+    "ad-psgd": "edgefl.strategies.decentralised.strategy:AdPsgdConfig",
     "adacomp": "edgefl.strategies.asynchronous.adacomp:AdaCompConfig",
-    "admm-isvr": "edgefl.strategies.decentralised.config:AdmmIsvrConfig",
+    "admm-isvr": "edgefl.strategies.decentralised.strategy:AdmmIsvrConfig",
     "asgd": "edgefl.strategies.asynchronous.asgd:ASGDConfig",
     "bounded": "edgefl.strategies.asynchronous.asgd:SSPConfig",
-    "coordinate-median": "edgefl.strategies.robust.order_statistics:CoordinateMedianConfig",
-    "d2": "edgefl.strategies.decentralised.config:D2Config",
+    "coordinate-median": "edgefl.strategies.robust:CoordinateMedianConfig",
+    "d2": "edgefl.strategies.decentralised.strategy:D2Config",
     "dc-asgd": "edgefl.strategies.asynchronous.asgd:DCASGDConfig",
-    "dsgd": "edgefl.strategies.decentralised.config:DsgdConfig",
+    "dsgd": "edgefl.strategies.decentralised.strategy:DsgdConfig",
     "esync": "edgefl.strategies.synchronous.esync:ESyncConfig",
     "fedasync": "edgefl.strategies.asynchronous.fedasync:FedAsyncConfig",
     "fedavg": "edgefl.strategies.synchronous.fedavg:FedAvgConfig",
     "fedbuff": "edgefl.strategies.asynchronous.fedasync:FedBuffConfig",
     "fednova": "edgefl.strategies.synchronous.fednova:FedNovaConfig",
     "fedprox": "edgefl.strategies.synchronous.fedavg:FedProxConfig",
-    "gradient-tracking": "edgefl.strategies.decentralised.config:GradientTrackingConfig",
-    "k-gt": "edgefl.strategies.decentralised.config:KGradientTrackingConfig",
-    "krum": "edgefl.strategies.robust.krum:KrumConfig",
+    "gradient-tracking": "edgefl.strategies.decentralised.strategy:GradientTrackingConfig",
+    "k-gt": "edgefl.strategies.decentralised.strategy:KGradientTrackingConfig",
+    "krum": "edgefl.strategies.robust:KrumConfig",
     "local": "edgefl.strategies.synchronous.fedavg:SingleDeviceConfig",
-    "multi-krum": "edgefl.strategies.robust.krum:MultiKrumConfig",
-    "pdmm-isvr": "edgefl.strategies.decentralised.config:PdmmIsvrConfig",
+    "multi-krum": "edgefl.strategies.robust:MultiKrumConfig",
+    "pdmm-isvr": "edgefl.strategies.decentralised.strategy:PdmmIsvrConfig",
     "redundant": "edgefl.strategies.synchronous.redundant_shards:RedundantShardsConfig",
     "scaffold": "edgefl.strategies.synchronous.scaffold:ScaffoldConfig",
     "signsgd": "edgefl.strategies.synchronous.signsgd:SignSGDConfig",
     "ssgd": "edgefl.strategies.synchronous.fedavg:SSGDConfig",
-    "trimmed-mean": "edgefl.strategies.robust.order_statistics:TrimmedMeanConfig",
+    "trimmed-mean": "edgefl.strategies.robust:TrimmedMeanConfig",
 }
 _FLOWER_MODULE = "flwr.serverapp.strategy"
 

@@ -23,7 +23,7 @@ from edgefl.provision.ssh_provisioning import HostFacts
 from edgefl.simulation.faults import apply_faults, load_faults
 from edgefl.simulation.profiles import load_catalogue
 from edgefl.storage.queries.filters import decode_cursor, encode_cursor
-from edgefl.strategies.peer_algorithms.topology_files import read_hosts, read_topology
+from edgefl.strategies.peer_algorithms.topology import read_hosts, read_topology
 from edgefl.system.api_client import OperatorFile, _parse_reply, load_operator_file
 
 RUN = b"""[run]

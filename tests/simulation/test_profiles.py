@@ -27,7 +27,7 @@ from edgefl.simulation.profiles import (
     parse_catalogue,
     value_at,
 )
-from edgefl.simulation.setup import Workload, compute_reference_cost, make_cost_function
+from edgefl.simulation.simulated_run import Workload, compute_reference_cost, make_cost_function
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from edgefl.core.types import Array, PeerMessage
 from edgefl.strategies.peer_algorithms.topology import Edge, Topology, connected_components
@@ -142,3 +146,14 @@ def get_edge_degree(state: DecentralisedState, edge: str, degree: int) -> int:
 def format_edge_key(state: DecentralisedState, one: str, other: str) -> str:
     is_stored_order = (one, other) in state.edges or (one, other) in state.bridges
     return " ".join((one, other) if is_stored_order else (other, one))
+
+
+def compute_disagreement(mean: Mapping[str, Array], models: Sequence[Mapping[str, Array]]) -> float:
+    """Returns the root mean square distance of the models to their mean, relative to the mean's norm."""
+    squared_distance, squared_norm = 0.0, 0.0
+    for name, array in mean.items():
+        if array.dtype.kind == "f":
+            centre = array.astype(np.float64)
+            squared_norm += float(np.sum(centre**2))
+            squared_distance += sum(float(np.sum((model[name] - centre) ** 2)) for model in models) / len(models)
+    return math.sqrt(squared_distance / squared_norm) if squared_norm else 0.0

@@ -7,18 +7,17 @@ report. The mathematics of the methods is in `edgefl.strategies.peer_algorithms`
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.settings import check_settings
 from edgefl.core.types import (
     Algorithm,
-    Array,
     Decision,
     FinishEarlyInstruction,
     FleetView,
@@ -38,6 +37,7 @@ from edgefl.strategies.decentralised.membership import (
     NodeState,
     add_member,
     compute_backoff_s,
+    compute_disagreement,
     format_edge_key,
     format_edges,
     get_edge_degree,
@@ -53,12 +53,15 @@ from edgefl.strategies.peer_algorithms.topology import (
     make_edge_schedule,
     make_topology,
     parse_topology_spec,
+    read_hosts,
+    read_topology,
 )
-from edgefl.strategies.peer_algorithms.topology_files import PeerAddress, read_hosts, read_topology
-from edgefl.strategies.strategy_config import MAX_WAIT_S, RoundRules, StrategyConfig, check_choice
-from edgefl.strategies.strategy_config import LearningRateSchedule as RateSchedule
-
-CARRIERS = ("relay", "peer", "direct")
+from edgefl.strategies.strategy_config import (
+    MAX_WAIT_S,
+    LearningRateSchedule,
+    RoundRules,
+    StrategyConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +82,9 @@ class DecentralisedConfig(StrategyConfig):
 
     iterations: int | None = 8
     graph: str = "ring"
-    exchange: str = EdgeScheduleKind.SYNC
-    exchanges_per_round: int = 10
-    carrier: str = "relay"
+    exchange: Literal["sync", "slots", "poisson"] = "sync"
+    exchanges_per_round: int = field(default=10, metadata={"at_least": 1})
+    carrier: Literal["relay", "peer", "direct"] = "relay"
     hosts: str | None = None
 
     kind: ClassVar[str] = "decentralised"
@@ -104,9 +107,7 @@ class DecentralisedConfig(StrategyConfig):
         )
 
     def _check(self, rules: RoundRules) -> None:
-        check_choice("exchange", self.exchange, EdgeScheduleKind)
-        if self.exchanges_per_round < 1:
-            raise ConfigError(f"strategy.exchanges_per_round must be 1 or more, got {self.exchanges_per_round}")
+        check_settings(self, "strategy")
         if self.iterations is None or self.iterations < 1 or self.seconds is not None:
             raise ConfigError("strategy.iterations of a decentralised run must be 1 or more, and is its only budget")
         if self.optimizer != Algorithm.SGD or self.keep_optimizer:
@@ -115,7 +116,6 @@ class DecentralisedConfig(StrategyConfig):
             raise ConfigError(
                 f"strategy.learning_rate of a decentralised run must be above 0, got {self.learning_rate}"
             )
-        check_choice("carrier", self.carrier, CARRIERS)
         if self.hosts is not None and self.carrier != "direct":
             raise ConfigError(f"strategy.hosts is for strategy.carrier = 'direct', got {self.carrier!r}")
         if rules.server.kind != "none":
@@ -199,9 +199,9 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
     config: DecentralisedConfig
     rules: RoundRules
     plan: TrainConfig
-    lr_schedule: RateSchedule
+    lr_schedule: LearningRateSchedule
     file_graph: Topology | None = None
-    hosts: Mapping[str, PeerAddress] = field(default_factory=dict)
+    hosts: Mapping[str, str] = field(default_factory=dict)
 
     has_nodes: ClassVar[bool] = True
 
@@ -311,7 +311,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             mean = sum(model[name].astype(np.float64) for model in models) / len(models)
             state.model[name] = np.asarray(np.rint(mean) if array.dtype.kind in "iu" else mean, dtype=array.dtype)
         state.figures = {
-            "disagreement": _compute_disagreement(state.model, models),
+            "disagreement": compute_disagreement(state.model, models),
             "nodes": float(len(reporters)),
             "bytes_per_message": state.edge_bytes / max(1, state.num_messages),
             "messages": float(state.num_messages),
@@ -479,9 +479,8 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         """Returns a device's listening address, by the file or its own report; empty when unknown."""
         if self.config.carrier != "direct":
             return ""
-        host = self.hosts.get(name)
-        if host is not None:
-            return f"{host.address}:{host.port}"
+        if name in self.hosts:
+            return self.hosts[name]
         info = view.devices.get(name)
         return "" if info is None or self.hosts else str(info.capabilities.get("peer_address", ""))
 
@@ -498,14 +497,3 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         min_iterations = (state.version + 1) * self._iterations_per_round
         counted = sum(min(node.iterations, 2 * min_iterations) for node in nodes)
         return bool(nodes) and counted >= min_iterations * len(nodes)
-
-
-def _compute_disagreement(mean: Mapping[str, Array], models: Sequence[Mapping[str, Array]]) -> float:
-    """Returns the root mean square distance of the models to their mean, relative to the mean's norm."""
-    squared_distance, squared_norm = 0.0, 0.0
-    for name, array in mean.items():
-        if array.dtype.kind == "f":
-            centre = array.astype(np.float64)
-            squared_norm += float(np.sum(centre**2))
-            squared_distance += sum(float(np.sum((model[name] - centre) ** 2)) for model in models) / len(models)
-    return math.sqrt(squared_distance / squared_norm) if squared_norm else 0.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from edgefl.core.errors import ConfigError
-from edgefl.strategies.peer_algorithms.topology_files import PeerAddress, read_hosts, read_topology
+from edgefl.strategies.peer_algorithms.topology import read_hosts, read_topology
 
 NODES = {
     "north": {"device": "cuda:0", "round": 8, "edges": {"east": 0, "west": 4}},
@@ -69,7 +69,7 @@ def test_a_node_list_that_makes_no_sense_is_refused(content: Any, message: str, 
 
 def test_hosts_are_read_by_name(tmp_path: Path) -> None:
     hosts = read_hosts(file_with(tmp_path, {"hosts": [{"name": "north", "addr": "10.0.0.2", "port": 7001}]}))
-    assert hosts == {"north": PeerAddress(name="north", address="10.0.0.2", port=7001)}
+    assert hosts == {"north": "10.0.0.2:7001"}
 
 
 @pytest.mark.parametrize(

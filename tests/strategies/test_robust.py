@@ -5,8 +5,14 @@ import pytest
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Update, UpdateMetrics
-from edgefl.strategies.robust.krum import KrumConfig, MultiKrumConfig, compute_distances, select_krum
-from edgefl.strategies.robust.order_statistics import CoordinateMedianConfig, TrimmedMeanConfig
+from edgefl.strategies.robust import (
+    CoordinateMedianConfig,
+    KrumConfig,
+    MultiKrumConfig,
+    TrimmedMeanConfig,
+    compute_distances,
+    select_krum,
+)
 from edgefl.strategies.strategy_config import RoundRules
 
 
