@@ -17,7 +17,7 @@ from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state
 from edgefl.core.errors import NetworkError, NotFoundError, WrongCaError
 
 if TYPE_CHECKING:
-    from edgefl.device.inference.model_store import DeployedModel, ModelStore
+    from edgefl.device.inference.deployments import DeployedModel, ModelStore
     from edgefl.device.state_dir import DeviceStateDir
 
 PREDICTION_COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
@@ -86,7 +86,7 @@ def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads
 
 
 def _open_store(root: Path | None) -> ModelStore:
-    from edgefl.device.inference.model_store import ModelStore  # noqa: PLC0415 fast start
+    from edgefl.device.inference.deployments import ModelStore  # noqa: PLC0415 fast start
     from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
     return ModelStore(root or get_default_state_dir())

@@ -96,14 +96,18 @@ def sign(  # noqa: PLR0913 one argument per option
 
     A removal has none: sign --kind removal --name PACK --version VERSION --out FILE.
     """
-    from edgefl.system.bundles.archive import BundleKind  # noqa: PLC0415 likewise
-    from edgefl.system.bundles.wheels import BundleSpec, make_bundle  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.archive import BundleKind, BundleManifest  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.wheels import make_bundle  # noqa: PLC0415 fast start
 
     # Only the signer's clock decides which one is newer; devices compare serials, never times.
-    spec = BundleSpec(
-        kind=BundleKind(kind), version=version, name=name, serial=int(time.time()), allow_downgrade=allow_downgrade
+    draft = BundleManifest(
+        kind=BundleKind(kind),
+        version=version,
+        name=name or "",
+        serial=int(time.time()),
+        allow_downgrade=allow_downgrade,
     )
-    bundle = make_bundle(spec, wheels, _load_private_key(folder or _default_folder()), out)
+    bundle = make_bundle(draft, wheels, _load_private_key(folder or _default_folder()), out)
     click.echo(
         f"{bundle.kind} {bundle.name} {bundle.version}, {len(bundle.wheels)} wheels, signed by {bundle.key}: {out}"
     )
@@ -235,8 +239,7 @@ def apply_update(  # noqa: PLR0913 one argument per option
     is finished first; without anything to do nothing happens.
     """
     from edgefl.device.updates.slots import Slots  # noqa: PLC0415 fast start
-    from edgefl.device.updates.trial import TrialTimeouts  # noqa: PLC0415 likewise
-    from edgefl.device.updates.updater import Updater  # noqa: PLC0415 likewise
+    from edgefl.device.updates.updater import TrialTimeouts, Updater  # noqa: PLC0415 likewise
 
     slots = Slots(root)
     _restart_in_slot(slots)

@@ -29,8 +29,7 @@ from edgefl.device.hardware.health_sampler import HealthSampler
 from edgefl.device.hardware.step_rate import StepRateCache
 from edgefl.device.hardware.thermal_pacing import create_thermal_pacer
 from edgefl.device.inference.deployments import DeployedModels
-from edgefl.device.mqtt.connection import MqttConnection
-from edgefl.device.mqtt.heartbeat import DeviceActivity, HeartbeatPublisher
+from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.device.peers.transports import PeerTransportFactory
 from edgefl.device.rollouts.client import HandlerT, RolloutClient

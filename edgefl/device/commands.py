@@ -18,8 +18,7 @@ from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.requirements import get_training_facts
 from edgefl.device.hardware.step_rate import StepRateCache
 from edgefl.device.inference.deployments import DeployedModels
-from edgefl.device.mqtt.connection import MqttConnection
-from edgefl.device.mqtt.heartbeat import HeartbeatPublisher
+from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection
 from edgefl.device.rollouts.client import RolloutClient
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.trainer import DeviceTrainer

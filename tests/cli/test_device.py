@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 
-from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
+from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.state_dir import DeviceStateDir
 
 

@@ -13,8 +13,7 @@ import uuid
 from pathlib import Path
 
 from edgefl.device.hardware.health import HealthReader
-from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
-from edgefl.device.mqtt.heartbeat import HeartbeatPublisher
+from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection, ReconnectPolicy
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.device.state_dir import TlsFiles
 

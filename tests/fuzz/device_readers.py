@@ -20,7 +20,7 @@ from edgefl.device.diagnostics.diagnostic_report import format_summary, read_rep
 from edgefl.device.diagnostics.json_log import read_page
 from edgefl.device.enrolment.certificates import create_key
 from edgefl.device.hardware.step_rate import _load
-from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
+from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler
 from edgefl.device.rollouts.client import RolloutReport

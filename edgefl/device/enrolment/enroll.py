@@ -2,6 +2,9 @@
 
 Nothing is left behind when the coordinator rejects. When its reply is lost, the key stays in the state directory, and
 the same command again yields the same identity.
+
+All addresses of a token are probed in parallel: a stale one takes ten seconds to time out, and there may be several.
+Only public requests are sent.
 """
 
 from __future__ import annotations
@@ -10,13 +13,16 @@ import contextlib
 import logging
 import re
 import socket
+import ssl
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from edgefl import __version__
-from edgefl.core.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, VersionError
+from edgefl.core.errors import EdgeflError, JoinError, NetworkError, NotAllowedError, VersionError, WrongCaError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_slug
 from edgefl.core.types import Json
 from edgefl.device.enrolment.certificates import (
@@ -26,7 +32,6 @@ from edgefl.device.enrolment.certificates import (
     export_public_key,
     parse_certificate,
 )
-from edgefl.device.enrolment.discovery import DiscoveredCoordinator, find_coordinator
 from edgefl.device.hardware.requirements import find_unsupported_backends, get_training_facts
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
@@ -39,7 +44,13 @@ from edgefl.device.state_dir import (
     save_pending_enrolment,
 )
 from edgefl.system.atomic_files import is_locked
-from edgefl.system.https_client import post_json
+from edgefl.system.https_client import (
+    CoordinatorInfo,
+    create_pinned_context,
+    fetch_ca,
+    fetch_coordinator_info,
+    post_json,
+)
 
 log = logging.getLogger(__name__)
 
@@ -260,3 +271,102 @@ def _is_key_registered(coordinator: DiscoveredCoordinator, key_pem: bytes) -> bo
     except NetworkError as error:
         log.debug("as is meant: %s", error)
     return True
+
+
+GRACE_S = 2.0
+"""How long to wait for better addresses than one that has answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiscoveredCoordinator:
+    """Reachable coordinator whose CA is the token's."""
+
+    address: str
+    ca_pem: bytes
+    tls_context: ssl.SSLContext
+    info: CoordinatorInfo
+
+
+def probe_coordinator(address: str, ca_fingerprint: str) -> DiscoveredCoordinator:
+    """Returns the coordinator at an address.
+
+    Raises:
+        WrongCaError: its CA is another one.
+        NetworkError: no answer, or a malformed one.
+    """
+    ca_pem = fetch_ca(address, ca_fingerprint)
+    context = create_pinned_context(ca_pem)
+    return DiscoveredCoordinator(
+        address=address, ca_pem=ca_pem, tls_context=context, info=fetch_coordinator_info(address, context)
+    )
+
+
+def find_coordinator(
+    addresses: Sequence[str],
+    ca_fingerprint: str,
+    *,
+    probe: Callable[[str, str], DiscoveredCoordinator] = probe_coordinator,
+    grace_s: float = GRACE_S,
+) -> DiscoveredCoordinator:
+    """Returns the first coordinator among `addresses`, best first, that has the right CA and answers in time.
+
+    The first address is the user's choice: another CA there ends the search. The others may belong to other hosts by
+    now and are skipped.
+
+    Args:
+        addresses: HOST:PORT, best first.
+        ca_fingerprint: the CA that the token names.
+        probe: contacts one address; called from threads.
+        grace_s: how long to wait for better addresses after the first answer.
+
+    Raises:
+        WrongCaError: another CA at the first address, or at another one while none succeeds.
+        NetworkError: none answers.
+    """
+    attempts = [_start_probe(probe, address, ca_fingerprint) for address in dict.fromkeys(addresses)]
+    if not attempts:
+        raise NetworkError(
+            "no address of the coordinator is known; give one: edgefl device join HOST:PORT --token-file FILE"
+        )
+    until_s: float | None = None
+    while True:
+        if attempts[0].done() and isinstance(attempts[0].exception(), WrongCaError):
+            return attempts[0].result()  # it raises
+        best = next((attempt for attempt in attempts if attempt.done() and attempt.exception() is None), None)
+        pending = {attempt for attempt in attempts[: attempts.index(best) if best else None] if not attempt.done()}
+        if not pending:
+            return best.result() if best else _raise_failure(attempts)
+        if best is not None and until_s is None:
+            until_s = time.monotonic() + grace_s
+        remaining_s = None if until_s is None else until_s - time.monotonic()
+        if best is not None and remaining_s is not None and remaining_s <= 0:
+            return best.result()
+        wait(
+            pending if best else [attempt for attempt in attempts if not attempt.done()], remaining_s, FIRST_COMPLETED
+        )
+
+
+def _start_probe(
+    probe: Callable[[str, str], DiscoveredCoordinator], address: str, ca_fingerprint: str
+) -> Future[DiscoveredCoordinator]:
+    """Probes in a daemon thread: the address may be silent for long."""
+    future: Future[DiscoveredCoordinator] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(probe(address, ca_fingerprint))
+        except Exception as error:  # noqa: BLE001 it is raised again where the result is read
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=f"reach {address}", daemon=True).start()
+    return future
+
+
+def _raise_failure(attempts: Sequence[Future[DiscoveredCoordinator]]) -> DiscoveredCoordinator:
+    failures = [error for attempt in attempts if (error := attempt.exception()) is not None]
+    for error in failures:
+        if not isinstance(error, EdgeflError):
+            raise error
+    worst_error = next((failure for failure in failures if isinstance(failure, WrongCaError)), failures[0])
+    suffix = f" (nor {len(failures) - 1} other addresses)" if len(failures) > 1 else ""
+    raise type(worst_error)(f"{worst_error}{suffix}")

@@ -20,7 +20,7 @@ from edgefl import __version__
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, PortInUseError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Json
-from edgefl.device.inference.model_store import DeployedModel, ModelStore
+from edgefl.device.inference.deployments import DeployedModel, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel, parse_npy
 
 log = logging.getLogger(__name__)

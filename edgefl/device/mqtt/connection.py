@@ -1,4 +1,4 @@
-"""MQTT connection of a device: presence, wake-ups and commands, with endless reconnects.
+"""MQTT connection of a device: presence, heartbeats, wake-ups and commands, with endless reconnects.
 
 Every connection is a session of its own: a new client object, a new session number, and a will that carries it. So a
 late will can be distinguished from the present session, and of the queue of an old connection only the newest values
@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import paho.mqtt.client as mqtt
@@ -21,6 +21,8 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from edgefl.core.errors import NotJoinedError, StoreError
 from edgefl.core.protocol import (
+    HEARTBEAT_JITTER,
+    HEARTBEAT_S,
     Capabilities,
     CommandReply,
     Heartbeat,
@@ -29,7 +31,8 @@ from edgefl.core.protocol import (
     StatusMessage,
     Topic,
 )
-from edgefl.core.types import derive_rng
+from edgefl.core.types import Json, derive_rng
+from edgefl.device.hardware.health import HealthReading
 from edgefl.device.mqtt.peer_publisher import PeerPublisher
 from edgefl.device.mqtt.session import (
     CONNECT_TIMEOUT_S,
@@ -346,3 +349,85 @@ class MqttConnection:
     def _get_session(self) -> MqttSession | None:
         with self._lock:
             return self._session
+
+
+STOP_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceActivity:
+    """Current activity of the device; it still keeps the finished updates of the assignments `holding`."""
+
+    run: str | None = None
+    assignment: str | None = None
+    iteration: int | None = None
+    holding: list[str] = field(default_factory=list)
+    clock_skew_s: float | None = None
+    model: str | None = None
+    deployment: Json | None = None
+    installation: Json | None = None
+
+
+class HeartbeatPublisher:
+    """Publisher of a heartbeat every `interval_s`, with jitter, from `start` to `stop`.
+
+    Args:
+        publish: sends one heartbeat, such as `MqttConnection.publish_heartbeat`, which also fills in the session
+            number.
+        read_health: reads the board, such as `HealthReader.read`.
+        get_activity: returns the current activity; must not wait for the trainer.
+        seed: of the jitter that spreads a fleet's heartbeats, such as the device id.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[Heartbeat], bool],
+        read_health: Callable[[], HealthReading],
+        get_activity: Callable[[], DeviceActivity] = DeviceActivity,
+        *,
+        interval_s: float = HEARTBEAT_S,
+        seed: str = "",
+    ) -> None:
+        self._publish = publish
+        self._read_health = read_health
+        self._get_activity = get_activity
+        self._interval_s = interval_s
+        self._rng = derive_rng("heartbeat", seed)
+        self._seq = 0
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._stopping.clear()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+            self._thread = None
+
+    def publish_now(self) -> None:
+        """Publishes the next heartbeat at once, after a connect for instance."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._publish_once()
+            jitter = self._rng.uniform(-HEARTBEAT_JITTER, HEARTBEAT_JITTER)
+            self._wake.wait(self._interval_s * (1 + jitter))
+            self._wake.clear()
+
+    def _publish_once(self) -> None:
+        try:
+            self._publish(self._make_heartbeat())
+        except Exception:
+            # The boundary of the thread: a failed reading must not make the whole board look dead.
+            log.exception("a heartbeat was lost")
+
+    def _make_heartbeat(self) -> Heartbeat:
+        self._seq += 1
+        return Heartbeat(seq=self._seq, session_no=0, **asdict(self._read_health()), **asdict(self._get_activity()))

@@ -29,8 +29,7 @@ from edgefl.device.updates.protocol import (
     read_status,
     write_request,
 )
-from edgefl.device.updates.slots import LOCK_FILE, NO_SLOTS_REASON, Slots, SoftwareUpdateConfig
-from edgefl.device.updates.verify import verify_bundle
+from edgefl.device.updates.slots import LOCK_FILE, NO_SLOTS_REASON, Slots, SoftwareUpdateConfig, verify_bundle
 from edgefl.system.atomic_files import is_locked, make_private_directory, write_atomic
 from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES, read_bundle
 from edgefl.system.bundles.keys import TrustedKeys

@@ -1,5 +1,6 @@
 """Deployments on the board: fetched, judged, switched to or not, and taken up again after a power cut."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,16 @@ from peer_boards import eventually
 
 from edgefl.core.errors import DataError, NetworkError
 from edgefl.core.types import derive_rng
-from edgefl.device.inference.deployments import DeployedModels, ModelOffer, rejection_reason
+from edgefl.device.inference.deployments import (
+    DeployedModel,
+    DeployedModels,
+    DeploymentState,
+    ModelOffer,
+    ModelStore,
+    rejection_reason,
+    report_to_json,
+)
 from edgefl.device.inference.model_check import ModelCheckResult
-from edgefl.device.inference.model_store import ModelStore
 from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.state_dir import DeviceSettings, save_enrolment
 
@@ -260,3 +268,62 @@ def offer(**changes):
 def test_a_model_may_be_a_little_worse_than_the_one_before_and_no_more(accuracy, former, limits, is_refused):
     scores = ModelCheckResult(accuracy=accuracy, former_accuracy=former, num_examples=9)
     assert (rejection_reason(scores, offer(**limits)) is not None) == is_refused
+
+
+def deployed(name):
+    return DeployedModel(deployment=f"d-{name}", sha256=name * 64, model=name * 8, task="digits", accuracy=0.5)
+
+
+def report(name, state="running"):
+    return RolloutReport(id=f"d-{name}", state=state, accuracy=0.5)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = ModelStore(tmp_path)
+    store.save(DeploymentState())
+    return store
+
+
+def test_a_board_without_a_note_has_no_model(tmp_path):
+    assert ModelStore(tmp_path).load() == DeploymentState()
+    assert report_to_json(DeploymentState()) is None
+
+
+def test_the_model_before_is_kept_for_the_way_back(store):
+    note = DeploymentState()
+    for name in "abc":
+        note = store.activate(note, deployed(name), report(name))
+    assert store.load() == note
+    assert (note.current, note.former) == (deployed("c"), deployed("b"))
+    back = store.roll_back(note, report("c", "reverted"))
+    assert (store.load(), back.current, back.former) == (back, deployed("b"), None)
+    assert store.roll_back(back, report("b", "reverted")).current is None
+
+
+def test_a_model_that_is_deployed_twice_does_not_push_out_the_one_before(store):
+    note = store.activate(DeploymentState(), deployed("a"), report("a"))
+    note = store.activate(note, deployed("b"), report("b"))
+    again = store.activate(note, deployed("b"), report("b"))
+    assert (again.current, again.former) == (deployed("b"), deployed("a"))
+
+
+def test_a_damaged_note_counts_as_none_and_is_told(store, caplog):
+    for content in (b"{", b"[]", b'{"v": 2}', b'{"v": 1, "current": {"model": "x"}}', b"\xff"):
+        store.state_path.write_bytes(content)
+        with caplog.at_level(logging.WARNING):
+            assert store.load() == DeploymentState()
+        assert "damaged" in caplog.text, content
+        caplog.clear()
+
+
+def test_a_heartbeat_says_what_became_of_the_last_deployment_and_what_runs():
+    told = report_to_json(
+        DeploymentState(current=deployed("a"), report=RolloutReport(id="d-b", state="rejected", reason="worse"))
+    )
+    assert told == {"id": "d-b", "state": "rejected", "reason": "worse", "runs": "d-a"}
+    assert report_to_json(DeploymentState(report=RolloutReport(id="d", state="fetching"))) == {
+        "id": "d",
+        "state": "fetching",
+        "runs": None,
+    }

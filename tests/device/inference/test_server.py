@@ -13,7 +13,7 @@ from peer_boards import eventually
 
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
-from edgefl.device.inference.model_store import DeployedModel, DeploymentState, ModelStore
+from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel
 from edgefl.device.rollouts.client import RolloutReport
 

@@ -18,8 +18,7 @@ from wheel_files import Signer, link_slots, make_slots, make_wheel, stand_in
 
 from edgefl.device.updates.protocol import InstallRequest, InstallResult, write_request
 from edgefl.device.updates.slots import Slots
-from edgefl.device.updates.trial import TrialTimeouts
-from edgefl.device.updates.updater import Updater
+from edgefl.device.updates.updater import TrialTimeouts, Updater
 from edgefl.system.atomic_files import is_locked
 
 QUICK = TrialTimeouts(health_s=4.0, settle_s=0.5, away_s=8.0)

@@ -10,7 +10,7 @@ import pytest
 
 from edgefl.device.updates import updater
 from edgefl.device.updates.protocol import read_status
-from edgefl.device.updates.trial import TrialTimeouts
+from edgefl.device.updates.updater import TrialTimeouts
 
 pytestmark = pytest.mark.slow
 

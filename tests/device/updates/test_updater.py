@@ -15,9 +15,9 @@ from wheel_files import Signer, make_wheel, stand_in
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.rollouts import download
-from edgefl.device.updates import protocol, trial, updater
+from edgefl.device.updates import protocol, updater
 from edgefl.device.updates.protocol import read_status
-from edgefl.device.updates.trial import TrialTimeouts
+from edgefl.device.updates.updater import TrialTimeouts
 
 TASKS = "from importlib.metadata import entry_points as e; print(sorted(p.name for p in e(group='edgefl.tasks')))"
 NOTHING = ("running", "nothing was to be done")
@@ -97,14 +97,14 @@ def test_a_network_that_comes_back_lets_the_new_version_prove_itself(board: Any,
     def on_step(step: str) -> None:
         seen.append(step)
 
-    asked = trial.can_reach
+    asked = updater.can_reach
 
     def asked_once(*arguments: Any) -> bool:
         reached = asked(*arguments)
         away.unlink(missing_ok=True)
         return reached
 
-    monkeypatch.setattr(trial, "can_reach", asked_once)
+    monkeypatch.setattr(updater, "can_reach", asked_once)
     board.ask(board.release("1.1"))
     outcome = board.updater(on_step).run()
     assert outcome.state == "running"

@@ -8,7 +8,7 @@ from peer_boards import eventually
 
 from edgefl.core.errors import StoreFullError
 from edgefl.core.types import derive_rng
-from edgefl.device.rollouts.task_queue import BackgroundTaskQueue
+from edgefl.device.rollouts.client import BackgroundTaskQueue
 
 
 @contextlib.contextmanager
