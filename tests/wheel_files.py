@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import edgefl
-from edgefl.system.bundles.archive import BundleKind
+from edgefl.system.bundles.archive import BundleKind, BundleManifest
 from edgefl.system.bundles.keys import TrustedKeys, create_key_pair, load_private_key
-from edgefl.system.bundles.wheels import BundleSpec, make_bundle
+from edgefl.system.bundles.wheels import make_bundle
 
 KINDS = {str(kind): kind for kind in BundleKind}
 
@@ -77,7 +77,8 @@ class Signer:
     ) -> Path:
         """Returns a signed bundle of these wheels."""
         self._serial += 1
-        asked = BundleSpec(kind=KINDS[kind], version=version, serial=serial or self._serial, **wish)  # type: ignore[arg-type]
+        wish = {"name": "", **wish}
+        asked = BundleManifest(kind=KINDS[kind], version=version, serial=serial or self._serial, **wish)  # type: ignore[arg-type]
         make_bundle(asked, wheels, load_private_key(self.folder / "signing.pem"), out)
         return out
 

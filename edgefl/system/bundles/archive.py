@@ -82,7 +82,7 @@ class BundleManifest:
         kind, name, version: a release is named `edgefl-fleet`, a pack after its main project, a removal after the
             pack that it uninstalls.
         serial: grows with every signature of the same signer: an older bundle is never installed after a newer one.
-        key: id of the key that signed it; see `keys.compute_key_id`.
+        key: id of the key that signed it, see `keys.compute_key_id`; empty before.
         wheels: several of one project are allowed, for different boards.
         allow_downgrade: it may replace a newer version.
     """
@@ -91,8 +91,8 @@ class BundleManifest:
     name: str
     version: str
     serial: int
-    key: str
-    wheels: tuple[WheelEntry, ...]
+    key: str = ""
+    wheels: tuple[WheelEntry, ...] = ()
     allow_downgrade: bool = False
 
     def encode(self) -> bytes:

@@ -9,7 +9,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from email.parser import BytesHeaderParser
 from pathlib import Path, PurePosixPath
 
@@ -147,44 +147,27 @@ MAX_NAME_CHARS = 100
 """Maximum length of a file's own name in a tar header."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BundleSpec:
-    """Description of the bundle to sign.
-
-    `name` is a pack's main project, which may be omitted when there is only one, or the pack that a removal
-    uninstalls.
-    """
-
-    kind: BundleKind
-    version: str
-    serial: int
-    name: str | None = None
-    allow_downgrade: bool = False
-
-
-def make_bundle(spec: BundleSpec, wheels: Sequence[Path], key: Ed25519PrivateKey, out: Path) -> BundleManifest:
+def make_bundle(draft: BundleManifest, wheels: Sequence[Path], key: Ed25519PrivateKey, out: Path) -> BundleManifest:
     """Writes a signed bundle and returns its manifest; rejects wheels that a board would reject.
+
+    Args:
+        draft: the manifest without key and wheels. An empty name is that of the only project, or of edgefl.
+        wheels: of the bundle.
+        key: signs it.
+        out: the file to write.
 
     Raises:
         BundleError: the wheels make no bundle of this kind.
         StoreError: the file cannot be written.
     """
     entries = tuple(_make_entry(path) for path in wheels)
-    manifest = BundleManifest(
-        kind=spec.kind,
-        name=DISTRIBUTION
-        if spec.kind is BundleKind.RELEASE
-        else spec.name or _get_single_project(spec.kind, entries),
-        version=spec.version,
-        serial=spec.serial,
-        key=compute_key_id(key.public_key()),
-        wheels=entries,
-        allow_downgrade=spec.allow_downgrade,
-    )
+    is_release = draft.kind is BundleKind.RELEASE
+    name = DISTRIBUTION if is_release else draft.name or _get_single_project(draft.kind, entries)
+    manifest = replace(draft, name=name, key=compute_key_id(key.public_key()), wheels=entries)
     text = manifest.encode()
     BundleManifest.decode(text)
     for path, entry in zip(wheels, entries, strict=True):
-        check_wheel(path, entry, spec.kind)
+        check_wheel(path, entry, draft.kind)
     try:
         write_bundle(out, manifest_bytes=text, signature=sign_manifest(key, text), wheels=wheels)
     except OSError as error:
