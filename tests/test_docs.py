@@ -23,15 +23,9 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.registry import KIND as CODECS
-from edgefl.core.config import (
-    AlertSettings,
-    CertificateSettings,
-    ConnectionSettings,
-    RunConfig,
-    from_mapping,
-    parse_run,
-)
+from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, RunConfig, parse_run
 from edgefl.core.errors import CodecError
+from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
 from edgefl.engine.build import build_run
 from edgefl.simulation.faults import load_faults

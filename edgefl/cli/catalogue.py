@@ -116,7 +116,7 @@ def _make_flower_row() -> Json:
 
 def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
     """Returns synchronous, asynchronous or decentralised: declared by the class, or its template's."""
-    from edgefl.core.option_types import REQUIRED  # noqa: PLC0415 likewise
+    from edgefl.core.settings import REQUIRED  # noqa: PLC0415 likewise
     from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy  # noqa: PLC0415 fast start
     from edgefl.strategies.registry import find_strategy, make_strategy  # noqa: PLC0415 likewise
     from edgefl.strategies.strategy_config import RoundRules  # noqa: PLC0415 likewise
@@ -135,7 +135,7 @@ def _find_kind(name: str, settings: Mapping[str, Any]) -> str | None:
 
 
 def _format_settings(settings: Mapping[str, Any]) -> Json:
-    from edgefl.core.option_types import REQUIRED  # noqa: PLC0415 fast start
+    from edgefl.core.settings import REQUIRED  # noqa: PLC0415 fast start
 
     return {
         name: "required" if default is REQUIRED else _format_default(default) for name, default in settings.items()

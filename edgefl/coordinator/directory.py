@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.coordinator import pki
-from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, from_mapping
+from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings
 from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
 from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
 from edgefl.core.safe_parsing import format_toml, parse_toml
+from edgefl.core.settings import from_mapping
 from edgefl.system.atomic_files import (
     DATABASE_NAME,
     DISK_FULL_ERRNOS,

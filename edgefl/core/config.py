@@ -1,28 +1,20 @@
-"""Every setting and its default, once: TOML in, frozen dataclasses out.
-
-`from_mapping` fills any frozen dataclass, so strategies and tasks check their own options with it too. A
-field's metadata bounds its value: `at_least` and `at_most` include the bound, `above` and `below` do not.
-"""
+"""Every setting and its default, once: TOML in, frozen dataclasses out; see `core.settings` for the bounds."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
-from difflib import get_close_matches
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
+from edgefl.core.settings import REST, from_mapping
 from edgefl.core.types import Json, Scalar
 
-T = TypeVar("T")
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
 JoinPolicy = Literal["anytime", "start"]
 RequirePolicy = Literal["any", "all"]
@@ -36,7 +28,6 @@ DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
-_REST = "rest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +92,7 @@ class StrategySection:
     """`[strategy]`: its name, and options that the strategy checks itself."""
 
     name: str = "fedavg"
-    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={_REST: True})
+    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -489,140 +480,3 @@ def parse_run_text(text: str) -> RunConfig:
         if path is not None and is_file and not Path(path).is_absolute():
             raise ConfigError(f"{key} must be an absolute path on the coordinator's machine here, got {path!r}")
     return config
-
-
-def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") -> T:
-    """Returns the frozen dataclass `cls` filled from a table of TOML or JSON values.
-
-    Understands nested dataclasses, optional fields, `tuple[str, ...]`, `Mapping[str, Scalar]` and `Literal`; a
-    field with `rest` in its metadata takes all keys that no other field has.
-
-    Args:
-        cls: a dataclass with keyword-only fields.
-        mapping: the table.
-        path: where the table stands, put before the key in messages; empty for a whole file.
-
-    Raises:
-        ConfigError: an unknown or missing key, a wrong type, a value out of range.
-    """
-    if not is_dataclass(cls):
-        raise TypeError(f"{cls!r} is no dataclass")
-    table = _table(mapping, path)
-    hints = _hints(cls)
-    items = {item.name: item for item in fields(cls) if _REST not in item.metadata}
-    catch_all_names = [item.name for item in fields(cls) if _REST in item.metadata]
-    extra_values = {key: value for key, value in table.items() if key not in items}
-    if extra_values and not catch_all_names:
-        raise ConfigError(_unknown(next(iter(extra_values)), list(items), path))
-    values = {
-        name: _value(table[name], hints[name], item, _join(path, name))
-        for name, item in items.items()
-        if name in table
-    }
-    values |= {name: _scalars(extra_values, path) for name in catch_all_names}
-    for name, item in items.items():
-        if name not in values and item.default is MISSING and item.default_factory is MISSING:
-            raise _missing(hints[name], _join(path, name))
-    return cls(**values)
-
-
-@cache
-def _hints(cls: type) -> Mapping[str, Any]:
-    # Evaluated from text, which dominates the time of reading a run file.
-    return get_type_hints(cls)
-
-
-def _table(value: object, path: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path or 'the file'} must be a table, got {value!r}")
-    return value
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _unknown(key: str, known: list[str], path: str) -> str:
-    close = get_close_matches(key, known, n=1)
-    hint = f"did you mean {_join(path, close[0])}?" if close else f"known are {', '.join(sorted(known))}"
-    return f"unknown setting {_join(path, key)}: {hint}"
-
-
-def _missing(kind: Any, path: str) -> ConfigError:
-    if is_dataclass(kind):
-        required_names = [
-            item.name for item in fields(kind) if item.default is MISSING and item.default_factory is MISSING
-        ]
-        return ConfigError(f"[{path}] is missing, with at least {', '.join(required_names)}")
-    return ConfigError(f"{path} is missing: {_expected(kind, {})}")
-
-
-def _value(value: object, kind: Any, item: Field[Any], path: str) -> Any:
-    if get_origin(kind) in (UnionType, Union):
-        if value is None and NoneType in get_args(kind):
-            return None
-        options = [option for option in get_args(kind) if option is not NoneType]
-        matching_types = [option for option in options if _is_of_type(value, option)]
-        if len(options) > 1 and not (matching_types and _within_if_number(value, item.metadata)):
-            description = " or ".join(_expected(option, item.metadata if option is int else {}) for option in options)
-            raise ConfigError(f"{path} must be {description}, got {value!r}")
-        if len(options) > 1:
-            return value
-        (kind,) = options
-    if is_dataclass(kind) and isinstance(kind, type):
-        return from_mapping(kind, _table(value, path), path)
-    if get_origin(kind) is Mapping:
-        return _scalars(_table(value, path), path)
-    if not _is_of_type(value, kind) or not _within(value, item.metadata):
-        raise ConfigError(f"{path} must be {_expected(kind, item.metadata)}, got {value!r}")
-    if kind is float:
-        return float(value)  # type: ignore[arg-type]  # _is_of_type has checked a number
-    return tuple(value) if get_origin(kind) is tuple else value  # type: ignore[arg-type]  # _is_of_type has checked a list
-
-
-def _scalars(table: Mapping[str, Any], path: str) -> dict[str, Scalar]:
-    for key, value in table.items():
-        if not isinstance(value, str | bool) and not _is_finite(value):
-            raise ConfigError(f"{_join(path, key)} must be a text, a number or true/false, got {value!r}")
-    return dict(table)
-
-
-def _is_of_type(value: object, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
-    if isinstance(value, bool) or kind is bool:
-        return isinstance(value, bool) and kind is bool
-    if kind is float:
-        return _is_finite(value)
-    return isinstance(value, kind)
-
-
-def _is_finite(value: object) -> bool:
-    # Not math.isfinite: TOML's integers are unbounded, and one beyond a float's range would overflow there.
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
-    return (
-        ("above" not in bounds or value > bounds["above"])
-        and ("at_least" not in bounds or value >= bounds["at_least"])
-        and ("below" not in bounds or value < bounds["below"])
-        and ("at_most" not in bounds or value <= bounds["at_most"])
-    )
-
-
-def _within_if_number(value: Any, bounds: Mapping[str, Any]) -> bool:
-    return isinstance(value, str) or _within(value, bounds)
-
-
-def _expected(kind: Any, bounds: Mapping[str, Any]) -> str:
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(kind)))
-    type_names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    limits = [f"{name.replace('_', ' ')} {bounds[name]}" for name in _BOUNDS if name in bounds]
-    return " ".join([type_names.get(kind, "a list of texts"), " and ".join(limits)]).strip()
-
-
-_BOUNDS = ("above", "at_least", "below", "at_most")

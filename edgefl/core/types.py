@@ -283,10 +283,9 @@ class TrainConfig:
             ConfigError: no budget, two of them, or a number out of range.
         """
         budgets = {"iterations": self.iterations, "epochs": self.epochs, "seconds": self.seconds}
-        given = [name for name, value in budgets.items() if value is not None]
+        given = {name: value for name, value in budgets.items() if value is not None}
         if len(given) != 1:
-            found = " and ".join(f"{table}.{name}" for name in given) or "none"
-            raise ConfigError(f"{table} needs one of the budgets iterations, epochs and seconds, got {found}")
+            raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {given or 'none'}")
         check_settings(self, table)
 
     def to_json(self) -> Json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import ConfigError, EdgeflError, StrategyError
 from edgefl.core.extensions import format_name
-from edgefl.core.option_types import OptionType, check_options, list_options
+from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import Scalar
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, find_strategy, is_flower_class
 from edgefl.strategies.strategy_config import StrategyConfig

@@ -22,9 +22,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from edgefl.core.config import from_mapping
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.settings import from_mapping
 from edgefl.simulation.profiles import DeviceProfile, StepTrace, add_traces, merge_absences, multiply_traces
 
 FaultKind = Literal[

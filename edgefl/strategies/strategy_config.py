@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from edgefl.core.config import TimeoutPolicy
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.extensions import format_name
+from edgefl.core.settings import check_settings
 from edgefl.core.types import Algorithm, TrainConfig
 from edgefl.strategies.aggregation import ServerOptimizer
 
@@ -32,6 +33,14 @@ MIN_USED_IDS = 2
 them that it did. Error feedback relies on it."""
 
 
+_TRAIN_FIELDS = {item.name: item for item in fields(TrainConfig)}
+
+
+def _copy_field(name: str, **changes: Any) -> Any:
+    """Returns a dataclass field with the default and the bounds that `TrainConfig` has."""
+    return field(**{"default": _TRAIN_FIELDS[name].default, "metadata": _TRAIN_FIELDS[name].metadata, **changes})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
     """Settings of local training; strategies inherit them and add their own.
@@ -44,15 +53,15 @@ class StrategyConfig:
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """
 
-    learning_rate: float = 0.05
+    learning_rate: float = _copy_field("learning_rate")
     schedule: str = "constant"
-    epochs: float = 1.0
-    iterations: int | None = None
-    seconds: float | None = None
-    batch_size: int = 32
+    epochs: float = _copy_field("epochs", default=1.0)
+    iterations: int | None = _copy_field("iterations")
+    seconds: float | None = _copy_field("seconds")
+    batch_size: int = _copy_field("batch_size")
     optimizer: str = Algorithm.SGD
-    momentum: float = 0.0
-    weight_decay: float = 0.0
+    momentum: float = _copy_field("momentum")
+    weight_decay: float = _copy_field("weight_decay")
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""
@@ -64,17 +73,11 @@ class StrategyConfig:
         Raises:
             ConfigError: an invalid setting.
         """
-        plan = TrainConfig(
-            algorithm=self.optimizer,
-            iterations=self.iterations,
-            epochs=self.epochs if self.iterations is None and self.seconds is None else None,
-            seconds=self.seconds,
-            batch_size=self.batch_size,
-            learning_rate=self.learning_rate,
-            momentum=self.momentum,
-            weight_decay=self.weight_decay,
-            keeps_state=self.keep_optimizer,
-        )
+        check_settings(self, "strategy")
+        values = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        if self.iterations is not None or self.seconds is not None:
+            values["epochs"] = None
+        plan = TrainConfig(algorithm=self.optimizer, keeps_state=self.keep_optimizer, **values)
         check_plan(plan)
         return plan
 
@@ -93,11 +96,14 @@ class StrategyConfig:
         )
 
 
+_SHARED_FIELDS = tuple(item.name for item in fields(StrategyConfig) if item.name in _TRAIN_FIELDS)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleStepConfig(StrategyConfig):
     """Settings of devices that send every step; `iterations` = 0 leaves it to `epochs`, `seconds` replace it."""
 
-    iterations: int | None = 1
+    iterations: int | None = field(default=1, metadata={"at_least": 0})
 
     def plan(self) -> TrainConfig:
         takes_more = self.iterations == 0 or self.seconds is not None
@@ -117,29 +123,7 @@ def check_plan(plan: TrainConfig) -> None:
         )
     if plan.iterations is not None and plan.seconds is not None:
         raise ConfigError("strategy.iterations and strategy.seconds are two budgets; give one of them")
-    for name in ("iterations", "epochs", "seconds", "batch_size"):
-        if getattr(plan, name) is not None:
-            check_positive(name, getattr(plan, name))
-    for name in ("learning_rate", "momentum", "weight_decay"):
-        check_at_least(name, getattr(plan, name), 0)
-
-
-def check_positive(name: str, value: float) -> None:
-    """Raises `ConfigError` unless a setting of `[strategy]` is a finite number above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"strategy.{name} must be a number above 0, got {value!r}")
-
-
-def check_at_least(name: str, value: float, minimum: int) -> None:
-    """Raises `ConfigError` unless a setting of `[strategy]` is a finite number of `minimum` or more."""
-    if not (math.isfinite(value) and value >= minimum):
-        raise ConfigError(f"strategy.{name} must be a number of {minimum} or more, got {value!r}")
-
-
-def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
-    """Raises `ConfigError` unless a setting of `[strategy]` is one of the choices."""
-    if value not in tuple(choices):
-        raise ConfigError(f"strategy.{name} must be one of {', '.join(choices)}, got {value!r}")
+    plan.check("strategy")
 
 
 SCHEDULES = ("constant", "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")

@@ -38,8 +38,8 @@ MODELS = ("cnn", "cnn-small", "cnn-large", "lenet", "resnet18-gn", "2nn", "mlp",
 """Built-in models; `module:factory` names any other torch model."""
 HIDDEN_SIZES = {"2nn": (200, 200), "mlp": (128, 128), "logistic": ()}
 """Sizes of the hidden layers of the NumPy models."""
-DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 32, "epochs": 1.0}
-DEEP_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.02, "batch_size": 64, "epochs": 1.0}
+DEFAULTS: dict[str, Scalar] = {}
+DEEP_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.02, "batch_size": 64}
 WEIGHT_INITIALISERS = {"torch": networks.make_uniform_weights, "adacomp": networks.make_adacomp_weights}
 CHAINS: Mapping[str, networks.Chain] = {
     "cnn": networks.CNN, "cnn-small": networks.CNN_SMALL, "cnn-large": networks.CNN_LARGE, "lenet": networks.LENET,

@@ -123,7 +123,7 @@ BAND_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 33)
 NUM_FEATURES = CHANNELS * (5 + len(BAND_EDGES) - 1)
 
 MODELS = ("cnn", "mlp", "logistic")
-DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+DEFAULTS: dict[str, Scalar] = {"batch_size": 16}
 
 
 def motionsense(*, model: str = "cnn") -> ClassificationTask:

@@ -13,12 +13,12 @@ from edgefl.core.config import (
     RunConfig,
     RunSection,
     check_run_name,
-    from_mapping,
     load_run,
     parse_run,
     parse_run_text,
 )
 from edgefl.core.errors import ConfigError
+from edgefl.core.settings import from_mapping
 from edgefl.core.types import Scalar
 
 FULL = """

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -145,13 +144,10 @@ def create_instruction_header(
         return {**header, "version": instruction.version}
     if instruction.block is not None:
         header["block"] = instruction.block
-    plan = {
-        name: value for name, value in asdict(instruction.plan).items() if value is not None and name != "messages"
-    }
     return {
         **header,
         "version": instruction.base_version,
-        "plan": plan,
+        "plan": instruction.plan.to_json(),
         "codec": instruction.codec or "dense",
         "used_assignments": [
             incarnations.get_wire_id(assignment_id) for assignment_id in instruction.used_assignments

@@ -60,10 +60,9 @@ def read_message(stream: BinaryIO) -> tuple[Json, bytes] | None:
 
 def instruction_to_json(instruction: TrainInstruction) -> Json:
     """Returns an instruction as JSON, without the bodies of its messages."""
-    plan = {name: value for name, value in asdict(instruction.plan).items() if name != "messages"}
     return {
         **{name: getattr(instruction, name) for name in _INSTRUCTION_FIELDS},
-        "plan": plan,
+        "plan": instruction.plan.to_json(),
         "used_assignments": list(instruction.used_assignments),
     }
 

@@ -24,11 +24,10 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Indices, SparseTensor, Tensor
 from edgefl.strategies.aggregation import QueuedUpdate, add_at_indices, is_float
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_choice
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
 
 MIN_FRACTION = 1e-12
 """Smallest fraction that the codec accepts."""
-STALENESS_MODES = ("parameter", "update", "none")
 MAX_COUNT = np.iinfo(np.uint16).max
 
 
@@ -45,7 +44,7 @@ class AdaCompConfig(SingleStepConfig):
     """
 
     compression: float = 0.01
-    staleness: str = "parameter"
+    staleness: Literal["parameter", "update", "none"] = "parameter"
     improved: bool = False
 
     def build(self, rules: RoundRules) -> AdaComp:
@@ -53,7 +52,6 @@ class AdaCompConfig(SingleStepConfig):
             raise ConfigError(
                 f"strategy.compression must be a fraction from {MIN_FRACTION:g} to 1, got {self.compression!r}"
             )
-        check_choice("staleness", self.staleness, STALENESS_MODES)
         if rules.server.kind != "none":
             raise ConfigError(
                 f"server.optimizer must be none with adacomp, got {rules.server.kind!r}: its moments would move "

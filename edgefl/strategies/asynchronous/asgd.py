@@ -18,7 +18,7 @@ from edgefl.core.types import Array, Decision, FleetView, Strategy, Tensor
 from edgefl.strategies.aggregation import QueuedUpdate, to_writable
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
 from edgefl.strategies.participation import can_receive_work
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_at_least, check_choice
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 
@@ -46,7 +46,6 @@ class ASGD(AsynchronousStrategy[AsyncState]):
         self.apply_displacement(state, queued_update, self.select_trained(state, queued_update))
 
 
-VARIANTS = ("constant", "adaptive", "mxnet")
 DEFAULT_COMPENSATION = {"constant": 0.04, "adaptive": 2.0, "mxnet": 0.04}
 EPSILON = 1e-7
 
@@ -68,8 +67,8 @@ class DCASGDConfig(SingleStepConfig):
         mean_square_decay: μ of the adaptive variant.
     """
 
-    variant: str = "constant"
-    compensation: float | None = None
+    variant: Literal["constant", "adaptive", "mxnet"] = "constant"
+    compensation: float | None = field(default=None, metadata={"at_least": 0})
     mean_square_decay: float = 0.95
 
     summary: ClassVar[str] = (
@@ -78,9 +77,7 @@ class DCASGDConfig(SingleStepConfig):
     )
 
     def build(self, rules: RoundRules) -> DCASGD:
-        check_choice("variant", self.variant, VARIANTS)
         strength = DEFAULT_COMPENSATION[self.variant] if self.compensation is None else self.compensation
-        check_at_least("compensation", strength, 0)
         if not 0 <= self.mean_square_decay < 1:
             raise ConfigError(f"strategy.mean_square_decay must be in [0, 1), got {self.mean_square_decay!r}")
         return self.make(DCASGD, rules, variant=self.variant, strength=strength, decay=self.mean_square_decay)

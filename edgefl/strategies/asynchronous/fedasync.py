@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -23,9 +23,7 @@ from edgefl.strategies.aggregation import (
     to_writable,
 )
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
-from edgefl.strategies.strategy_config import RoundRules, StrategyConfig, check_at_least, check_choice
-
-STALENESS_FUNCTIONS = ("constant", "polynomial", "hinge")
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +43,11 @@ class FedAsyncConfig(StrategyConfig):
         mu: weight of the proximal term of the devices' loss, as in the paper; 0 leaves it out.
     """
 
-    alpha: float = 0.6
-    staleness: str = "polynomial"
-    staleness_a: float | None = None
-    staleness_b: float = 4.0
-    mu: float = 0.0
+    alpha: float = field(default=0.6, metadata={"above": 0, "at_most": 1})
+    staleness: Literal["constant", "polynomial", "hinge"] = "polynomial"
+    staleness_a: float | None = field(default=None, metadata={"at_least": 0})
+    staleness_b: float = field(default=4.0, metadata={"at_least": 0})
+    mu: float = field(default=0.0, metadata={"at_least": 0})
 
     summary: ClassVar[str] = "FedAsync: Xie, Koyejo, Gupta, Asynchronous Federated Optimization, 2019, Algorithm 1."
 
@@ -62,14 +60,9 @@ class FedAsyncConfig(StrategyConfig):
         return replace(plan, algorithm=Algorithm.PROX, options={"mu": self.mu})
 
     def build(self, rules: RoundRules) -> FedAsync:
-        if not 0 < self.alpha <= 1:
-            raise ConfigError(f"strategy.alpha must be in (0, 1], got {self.alpha!r}")
-        check_choice("staleness", self.staleness, STALENESS_FUNCTIONS)
         a = self.staleness_a
         if a is None:
             a = 10.0 if self.staleness == "hinge" else 0.5
-        for name, value in (("staleness_a", a), ("staleness_b", self.staleness_b), ("mu", self.mu)):
-            check_at_least(name, value, 0)
         return self.make(FedAsync, rules, alpha=self.alpha, staleness=self.staleness, a=a, b=self.staleness_b)
 
 
@@ -141,8 +134,8 @@ class FedBuffConfig(StrategyConfig):
         staleness_exponent: a; 0 weighs all alike.
     """
 
-    buffer_size: int = 10
-    staleness_exponent: float = 0.5
+    buffer_size: int = field(default=10, metadata={"at_least": 1})
+    staleness_exponent: float = field(default=0.5, metadata={"at_least": 0})
 
     summary: ClassVar[str] = (
         "FedBuff: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation, AISTATS 2022, "
@@ -150,9 +143,6 @@ class FedBuffConfig(StrategyConfig):
     )
 
     def build(self, rules: RoundRules) -> FedBuff:
-        if self.buffer_size < 1:
-            raise ConfigError(f"strategy.buffer_size must be at least 1, got {self.buffer_size!r}")
-        check_at_least("staleness_exponent", self.staleness_exponent, 0)
         return self.make(FedBuff, rules, size=self.buffer_size, exponent=self.staleness_exponent)
 
 

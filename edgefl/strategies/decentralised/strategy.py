@@ -82,7 +82,7 @@ class DecentralisedConfig(StrategyConfig):
 
     iterations: int | None = 8
     graph: str = "ring"
-    exchange: Literal["sync", "slots", "poisson"] = "sync"
+    exchange: EdgeScheduleKind = EdgeScheduleKind.SYNC
     exchanges_per_round: int = field(default=10, metadata={"at_least": 1})
     carrier: Literal["relay", "peer", "direct"] = "relay"
     hosts: str | None = None

@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, FleetView, Instruction, TrainConfig, Update
@@ -27,9 +28,6 @@ from edgefl.strategies.strategy_config import (
     TICK_S,
     RoundRules,
     SingleStepConfig,
-    check_at_least,
-    check_choice,
-    check_positive,
 )
 from edgefl.strategies.synchronous.fednova import check_normalisable, make_normaliser
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
@@ -40,8 +38,6 @@ from edgefl.strategies.synchronous.strategy import (
     weight_uniformly,
 )
 
-MODES = ("budget", "live")
-AGGREGATIONS = ("uniform", "samples", "nova")
 MIN_DEADLINE_S = 60.0
 CHECK_INTERVAL_S_PER_DEVICE = 1e-5
 """Minimum interval of scans of all devices, per device, however many reports arrive."""
@@ -52,29 +48,29 @@ class ESyncConfig(SingleStepConfig):
     """Settings of a run with `esync`; budgets follow from speeds, not from `iterations` or `epochs`.
 
     Attributes:
-        mode: where iterations are counted, see `MODES`.
-        aggregation: see `AGGREGATIONS`.
+        mode: where iterations are counted.
+        aggregation: of the displacements; `nova` normalises them by their steps.
         epsilon: ε as a fraction of a device's iteration. Below 0 a device may return that much after the slowest:
             where speeds are multiples of each other, as within one family of boards, a measured whole iteration
             otherwise never quite fits, and a device that could do two does one.
         epsilon_s: ε in seconds, in place of it.
         global_learning_rate: the mean displacement is multiplied by it.
         min_iterations, max_iterations: bounds of a budget; live work ends at the upper one in any case.
-        smoothing: of measured seconds; see `SMOOTHINGS`.
+        smoothing: of measured seconds.
         patience: multiple of a round's planned seconds after which its devices finish early.
         give_up: multiple of the planned seconds, and at least a minute, after which a device is given up.
     """
 
-    mode: str = "budget"
-    aggregation: str = "uniform"
-    epsilon: float = -0.2
-    epsilon_s: float | None = None
-    global_learning_rate: float = 1.0
+    mode: Literal["budget", "live"] = "budget"
+    aggregation: Literal["uniform", "samples", "nova"] = "uniform"
+    epsilon: float = field(default=-0.2, metadata={"at_least": -1})
+    epsilon_s: float | None = field(default=None, metadata={"at_least": 0})
+    global_learning_rate: float = field(default=1.0, metadata={"above": 0})
     min_iterations: int = 1
     max_iterations: int = 10_000
-    smoothing: str = "median"
-    patience: float = 1.5
-    give_up: float = 10.0
+    smoothing: Literal["median", "ewma", "last"] = "median"
+    patience: float = field(default=1.5, metadata={"at_least": 1})
+    give_up: float = field(default=10.0, metadata={"at_least": 1})
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[ESyncState]:
         self._check()
@@ -94,17 +90,11 @@ class ESyncConfig(SingleStepConfig):
         if self.seconds is not None or self.iterations != 1:
             name = "iterations" if self.seconds is None else "seconds"
             raise ConfigError(f"strategy.{name}: esync finds out itself how much each device does; leave it out")
-        for name, choices in (("mode", MODES), ("aggregation", AGGREGATIONS), ("smoothing", SMOOTHINGS)):
-            check_choice(name, getattr(self, name), choices)
         if not (1 <= self.min_iterations <= self.max_iterations):
             raise ConfigError(
                 "strategy.min_iterations must be at least 1 and at most max_iterations, "
                 f"got {self.min_iterations} and {self.max_iterations}"
             )
-        for name, at_least in (("epsilon", -1), ("epsilon_s", 0), ("patience", 1), ("give_up", 1)):
-            if getattr(self, name) is not None:
-                check_at_least(name, getattr(self, name), at_least)
-        check_positive("global_learning_rate", self.global_learning_rate)
 
 
 @dataclass(slots=True)
@@ -294,7 +284,6 @@ class ESync(SynchronousStrategy[ESyncState]):
         return progress_by_device
 
 
-SMOOTHINGS = ("median", "ewma", "last")
 MEDIAN_WINDOW = 3
 EWMA_WEIGHT = 0.5
 """Weight of the newest measurement in the moving average."""

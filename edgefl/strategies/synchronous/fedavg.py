@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Algorithm, Array, FleetView, TrainConfig
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, StrategyConfig, check_at_least
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, StrategyConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_by_examples, weight_uniformly
 
@@ -44,7 +44,7 @@ class FedProxConfig(StrategyConfig):
     them with that probability and averages uniformly.
     """
 
-    mu: float = 0.01
+    mu: float = field(default=0.01, metadata={"at_least": 0})
     optimizer: str = Algorithm.PROX
 
     summary: ClassVar[str] = (
@@ -56,7 +56,6 @@ class FedProxConfig(StrategyConfig):
             raise ConfigError(
                 f"strategy.optimizer: fedprox trains with its own, {Algorithm.PROX}, got {self.optimizer!r}"
             )
-        check_at_least("mu", self.mu, 0)
         return replace(StrategyConfig.plan(self), options={"mu": float(self.mu)})
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Algorithm, TrainConfig, Update
-from edgefl.strategies.strategy_config import LearningRateSchedule, RoundRules, StrategyConfig, check_at_least
+from edgefl.strategies.strategy_config import LearningRateSchedule, RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.round_state import RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_by_examples
 
@@ -28,10 +28,9 @@ NORMALISABLE_ALGORITHMS = (Algorithm.SGD, Algorithm.PROX, Algorithm.DECAY, Algor
 class FedNovaConfig(StrategyConfig):
     """Settings of a run with `fednova`; `mu` above 0 trains with a proximal term, as `fedprox`."""
 
-    mu: float = 0.0
+    mu: float = field(default=0.0, metadata={"at_least": 0})
 
     def plan(self) -> TrainConfig:
-        check_at_least("mu", self.mu, 0)
         plan = StrategyConfig.plan(self)
         if self.mu and plan.algorithm == Algorithm.SGD:
             plan = replace(plan, algorithm=Algorithm.PROX)

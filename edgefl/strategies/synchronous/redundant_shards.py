@@ -14,11 +14,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import FinishEarlyInstruction, FleetView, Instruction, Update
 from edgefl.strategies.participation import can_receive_work
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_choice
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
 from edgefl.strategies.synchronous.strategy import (
     SynchronousStrategy,
@@ -27,7 +28,6 @@ from edgefl.strategies.synchronous.strategy import (
     weight_uniformly,
 )
 
-WEIGHTS = ("uniform", "samples")
 _ERROR_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")
 MAX_OUTSTANDING = 2
 MAX_RETRIES = 3
@@ -40,10 +40,9 @@ BLOCK_SLOT_PREFIX = "block:"
 class RedundantShardsConfig(SingleStepConfig):
     """Settings of a run with `redundant`; `weights` averages blocks uniformly or by their examples."""
 
-    weights: str = "uniform"
+    weights: Literal["uniform", "samples"] = "uniform"
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
-        check_choice("weights", self.weights, WEIGHTS)
         if self.keep_optimizer:
             raise ConfigError("strategy.keep_optimizer: with it the copies of a block differ; redundant needs it off")
         if rules.codec is not None and _ERROR_FEEDBACK.match(rules.codec):

@@ -13,13 +13,13 @@ carries the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, TrainConfig, Update
 from edgefl.strategies.aggregation import unload_tensors
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, check_positive
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
@@ -34,10 +34,9 @@ class SignSGDConfig(SingleStepConfig):
             velocity persists from round to round on the device, like that of `keep_optimizer`.
     """
 
-    step: float = 0.001
+    step: float = field(default=0.001, metadata={"above": 0})
 
     def plan(self) -> TrainConfig:
-        check_positive("step", self.step)
         plan = SingleStepConfig.plan(self)
         return replace(plan, keeps_state=True) if plan.momentum else plan
 

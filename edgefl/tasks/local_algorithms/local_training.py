@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
@@ -61,7 +60,7 @@ def train(  # noqa: PLR0913 the last three by name
         DataError: there are no examples.
         ConfigError: the plan is invalid, names an unknown algorithm, or has an option unknown to it.
     """
-    check_plan(plan)
+    plan.check()
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
@@ -94,25 +93,6 @@ def train(  # noqa: PLR0913 the last three by name
         compute_s=clock() - started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
     )
-
-
-def check_plan(plan: TrainConfig) -> None:
-    """Checks that a device can follow a plan.
-
-    Raises:
-        ConfigError: no budget, two of them, or a number out of range.
-    """
-    budgets = {"iterations": plan.iterations, "epochs": plan.epochs, "seconds": plan.seconds}
-    set_budgets = {name: value for name, value in budgets.items() if value is not None}
-    if len(set_budgets) != 1:
-        raise ConfigError(f"a plan needs exactly one of iterations, epochs and seconds, got {set_budgets or 'none'}")
-    for name, value in {**set_budgets, "batch_size": plan.batch_size}.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name} of a plan must be a finite number above 0, got {value}")
-    for name in ("learning_rate", "momentum", "weight_decay"):
-        value = getattr(plan, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"{name} of a plan must be a finite number of 0 or more, got {value}")
 
 
 def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:

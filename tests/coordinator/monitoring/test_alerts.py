@@ -23,9 +23,10 @@ from edgefl.coordinator.monitoring.alerts import (
 from edgefl.coordinator.runs.history_writer import HistoryRows
 from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun, RunMetrics
 from edgefl.coordinator.service import Coordinator
-from edgefl.core.config import AlertSettings, from_mapping
+from edgefl.core.config import AlertSettings
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import Heartbeat, StatusMessage
+from edgefl.core.settings import from_mapping
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunRecord, RunStatus

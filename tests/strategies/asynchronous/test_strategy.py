@@ -161,7 +161,7 @@ def test_a_device_takes_one_step_unless_the_run_file_says_otherwise():
         2.0,
     )
     assert (ASGDConfig(seconds=3.0).plan().iterations, ASGDConfig(seconds=3.0).plan().seconds) == (None, 3.0)
-    with pytest.raises(ConfigError, match=r"strategy\.iterations must be a number above 0, got -1"):
+    with pytest.raises(ConfigError, match=r"strategy\.iterations must be a whole number at least 0, got -1"):
         ASGDConfig(iterations=-1).plan()
 
 

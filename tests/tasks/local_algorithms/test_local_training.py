@@ -154,10 +154,10 @@ def test_no_examples_are_an_error():
     [
         ({}, "exactly one of iterations, epochs and seconds, got none"),
         ({"iterations": 1, "epochs": 1.0}, "exactly one of"),
-        ({"iterations": 0}, "iterations of a plan must be a finite number above 0, got 0"),
-        ({"seconds": float("nan")}, "seconds of a plan must be"),
-        ({"iterations": 1, "batch_size": 0}, "batch_size of a plan must be"),
-        ({"iterations": 1, "learning_rate": -0.1}, "learning_rate of a plan must be a finite number of 0 or more"),
+        ({"iterations": 0}, "plan.iterations must be a whole number at least 1, got 0"),
+        ({"seconds": float("nan")}, "plan.seconds must be"),
+        ({"iterations": 1, "batch_size": 0}, "plan.batch_size must be"),
+        ({"iterations": 1, "learning_rate": -0.1}, "plan.learning_rate must be a number at least 0"),
         ({"iterations": 1, "algorithm": "adamw"}, "'adamw' is not installed on this board, only adadelta, adagrad"),
     ],
 )

@@ -1,0 +1,68 @@
+"""The JSON schema of run files: every example fits it, and what a run would refuse does not."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from edgefl.cli.run import make_run_schema
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+
+EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*/*.toml"))
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = json.loads(json.dumps(make_run_schema(), allow_nan=False))
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+@pytest.mark.parametrize("path", [p for p in EXAMPLES if p.name != "pyproject.toml"], ids=lambda p: p.parent.name)
+def test_every_example_fits_the_schema(validator, path):
+    assert [error.message for error in validator.iter_errors(tomllib.loads(path.read_text()))] == []
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"run": {"rouds": 3}}, "rouds"),
+        ({"run": {"rounds": 0}}, "0 is less than the minimum of 1"),
+        ({"run": {"rounds": "ten"}}, "'ten' is not of type 'integer'"),
+        ({"run": {"evaluate_on": "moon"}}, "'moon' is not one of"),
+        ({"stratgy": {}}, "stratgy"),
+        ({"server": {"beta1": 1}}, "1 is greater than or equal to the maximum of 1"),
+        ({"strategy": {"learning_rate": -0.1}}, "-0.1 is less than the minimum of 0"),
+        ({"strategy": {"mu": 0.1}}, "mu"),
+        ({"strategy": {"name": "fedprox", "mu": -1}}, "-1 is less than the minimum of 0"),
+        ({"strategy": {"name": "adacomp", "staleness": "all"}}, "'all' is not one of"),
+        ({"task": {"modell": "cnn"}}, "modell"),
+        ({"devices": {"require": "most"}}, "is not valid under any of the given schemas"),
+    ],
+)
+def test_a_wrong_key_and_a_value_out_of_bounds_fail(validator, table, key):
+    file = {**table, "run": {"task": "digits", **table.get("run", {})}}
+    errors = [error.message for error in validator.iter_errors(file)]
+    assert len(errors) == 1
+    assert key in errors[0]
+
+
+def test_a_file_needs_a_task_and_a_class_of_ones_own_may_have_any_options(validator):
+    assert not validator.is_valid({"run": {}})
+    assert validator.is_valid(
+        {"run": {"task": "mine:Task"}, "task": {"size": 3}, "strategy": {"name": "mine:S", "a": 1}}
+    )
+
+
+def test_keys_have_their_texts_and_every_strategy_its_options(validator):
+    sections = validator.schema["properties"]
+    assert sections["run"]["properties"]["rounds"]["description"] == "stop rule: closed rounds."
+    assert sections["run"]["properties"]["seed"]["default"] == 7
+    named = {entry["then"]["properties"]["name"]["const"] for entry in sections["strategy"]["allOf"]}
+    assert set(BUILT_IN_STRATEGIES) <= named
+
+
+def test_the_command_prints_it(command):
+    assert json.loads(command("run", "schema").out)["title"] == "edgefl run file"
