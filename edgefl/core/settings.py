@@ -54,7 +54,7 @@ def list_options(target: Callable[..., Any]) -> Mapping[str, OptionType]:
     Raises:
         ConfigError: another author's class does not say what it takes.
     """
-    return _read_options(target)  # type: ignore[arg-type]  # classes and functions can be hashed
+    return _read_options(target)
 
 
 @cache
