@@ -345,7 +345,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             _apply_events(journaled, receive, loop_state, policy, on_score)
 
 
-def _close_rounds(  # noqa: PLR0913 the parts of a turn
+def _close_rounds(
     source: _StrategyModelProvider[S],
     view: FleetView,
     loop_state: LoopState,
