@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from edgefl.compression.codec import Codec, PerLayerStage, make_codec
-from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8
-from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
+from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
 from edgefl.compression.registry import STAGE_DESCRIPTIONS, STAGES
 from edgefl.compression.stages import ValueStage

@@ -261,9 +261,7 @@ def build_codec(codec_spec: CodecSpec, shapes: ModelSpec) -> Codec:
         return _build_per_layer_codec(codec_spec, shapes)
     _check_prefixes(codec_spec)
     typed_stages = codec_spec.stages or (("dense", ""),)
-    found = [
-        (*_find_typed_stage(name, codec_spec.text), argument) for name, argument in typed_stages if name != RICE
-    ]
+    found = [(*_find_typed_stage(name, codec_spec.text), argument) for name, argument in typed_stages if name != RICE]
     stages = [stage for _, stage, _ in found]
     _check_rice(codec_spec, stages)
     if stages and stages[0].kind != StageKind.TENSORS:

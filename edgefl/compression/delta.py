@@ -13,8 +13,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.codec import Codec, build_codec, check_stateful_stages, decode_frame, is_delta_frame
-from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32
-from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
+from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
 from edgefl.compression.registry import DELTA_PREFIX, FEEDBACK_PREFIX, STAGES, parse_spec
 from edgefl.compression.sparsification.sparsifiers import Dense, SparseDelta, select_changed_entries

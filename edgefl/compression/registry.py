@@ -18,12 +18,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from edgefl.compression.entropy.zstd import ByteShuffle, Zstd
-from edgefl.compression.lowrank.atomo_svd import AtomoSvd
-from edgefl.compression.lowrank.powersgd import PowerSgd
-from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8
-from edgefl.compression.quantisation.sign import OneBitSgd, ScaledSign
+from edgefl.compression.low_rank import PowerSgd
+from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
-from edgefl.compression.sparsification.atomo import Atomo
+from edgefl.compression.sparsification.atomo import Atomo, AtomoSvd
 from edgefl.compression.sparsification.lss import Lss
 from edgefl.compression.sparsification.sparsifiers import Dense, RandK, SparseDelta, Threshold, TopK
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage

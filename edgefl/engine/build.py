@@ -31,8 +31,7 @@ from edgefl.strategies.update_guard import (
     UpdateGuard,
 )
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
-from edgefl.tasks.backends import is_torch_task
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import is_torch_task, make_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

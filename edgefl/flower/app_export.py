@@ -18,8 +18,7 @@ from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
 from edgefl.core.extensions import check_allowed
 from edgefl.core.safe_parsing import format_toml
-from edgefl.tasks.backends import is_torch_task
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import is_torch_task, make_task
 
 PACKAGE = "edgefl_app"
 EXCLUDED_FOLDERS = frozenset({"cli", "coordinator", "history", "provision", "simulation", "system/bundles"})

@@ -33,9 +33,8 @@ from codec_examples import (
 )
 
 from edgefl.compression.codec import Codec, decode_body, make_codec
-from edgefl.compression.lowrank.atomo_svd import AtomoSvd
 from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES, list_stage_names, list_stages
-from edgefl.compression.sparsification.atomo import Atomo
+from edgefl.compression.sparsification.atomo import Atomo, AtomoSvd
 from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Threshold, TopK
 from edgefl.compression.wire import NAMED_STAGE_ID, encode_varint, read_frame, write_frame
 from edgefl.core.errors import CodecError

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from edgefl.tasks.backends import is_torch_task, list_backends
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import is_torch_task, list_backends, make_task
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Dataset, Json, Learner, Task, TrainConfig, derive_rng
 from edgefl.device.hardware.requirements import make_measurable_task
 from edgefl.system.processes import serve_call
-from edgefl.tasks.backends import is_torch_task
 from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.registry import is_torch_task
 
 BATCH_SIZES = (8, 64)
 MEASURE_S = 1.0

@@ -16,8 +16,7 @@ from edgefl.core.types import Json, Role, Scalar, Task
 from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import read_available_memory_bytes
-from edgefl.tasks.backends import is_torch_task, list_backends, list_numpy_models
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import is_torch_task, list_backends, list_numpy_models, make_task
 
 TORCH_BYTES = 300_000_000
 NUMPY_BYTES = 130_000_000

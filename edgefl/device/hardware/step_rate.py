@@ -32,8 +32,7 @@ from edgefl.device.hardware.requirements import (
 )
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.processes import exit_with_parent
-from edgefl.tasks.backends import is_torch_task, list_numpy_models
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import is_torch_task, list_numpy_models, make_task
 
 log = logging.getLogger(__name__)
 

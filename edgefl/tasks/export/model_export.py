@@ -21,7 +21,6 @@ import numpy as np
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import make_store_error, open_atomic
-from edgefl.tasks.backends import import_extra, import_torch
 from edgefl.tasks.export.onnx_graph import (
     INPUTS,
     LOGITS,
@@ -33,6 +32,7 @@ from edgefl.tasks.export.onnx_graph import (
     import_onnx,
     suppress_export_logs,
 )
+from edgefl.tasks.registry import import_extra, import_torch
 
 TOLERANCE = 2e-5
 """Relative to the largest logit, at least 1: float32 sums are added in another order."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from edgefl.core.errors import TaskError, format_install_command
 from edgefl.core.types import Array
-from edgefl.tasks.backends import import_extra, import_torch
+from edgefl.tasks.registry import import_extra, import_torch
 
 OPSET = 18
 """The default of torch's exporter, so nothing has to be translated; every onnxruntime since 1.14 reads it."""

@@ -11,9 +11,9 @@ import numpy as np
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, Tensors
-from edgefl.tasks.backends import validate_accelerator
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
+from edgefl.tasks.registry import validate_accelerator
 
 Prepare = Callable[[Array], Array]
 """Turns a batch of a shard's raw inputs into float32 features; raw shards are small and hash the same for ever."""

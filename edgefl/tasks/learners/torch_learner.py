@@ -20,7 +20,6 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
-from edgefl.tasks.backends import import_torch, validate_accelerator
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_torch_module,
@@ -29,7 +28,7 @@ from edgefl.tasks.export.onnx_graph import (
     register_node_builder,
 )
 from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
-from edgefl.tasks.registry import load_object
+from edgefl.tasks.registry import import_torch, load_object, validate_accelerator
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgefl.compression.codec import make_codec
-from edgefl.compression.quantisation.sign import OneBitSgd
+from edgefl.compression.quantisation.rounding import OneBitSgd
 from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, TensorSpec

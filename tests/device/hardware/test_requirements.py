@@ -24,8 +24,7 @@ from edgefl.device.hardware.requirements import (
 )
 from edgefl.device.training.readiness import ReadinessHandler
 from edgefl.device.training.task_cache import TaskCache
-from edgefl.tasks.backends import NUMPY_MODELS, is_torch_task
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import NUMPY_MODELS, is_torch_task, make_task
 
 BLOCKED = Path(__file__).parents[2] / "e2e" / "without_torch"
 OLD_PI = {"userland_bits": 32, "architecture": "armv7l", "memory_bytes": 900_000_000}

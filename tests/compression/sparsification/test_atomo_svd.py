@@ -4,16 +4,17 @@ import numpy as np
 import pytest
 
 from edgefl.compression.codec import make_codec
-from edgefl.compression.lowrank.atomo_svd import (
+from edgefl.compression.quantisation.rounding import Float32
+from edgefl.compression.quantisation.stochastic_rounding import Qsgd
+from edgefl.compression.sparsification.atomo import (
     Spectrum,
+    compute_level,
     compute_spectrum,
     compute_triples,
     read_triples,
+    sample_atoms,
     write_triples,
 )
-from edgefl.compression.quantisation.rounding import Float32
-from edgefl.compression.quantisation.stochastic_rounding import Qsgd
-from edgefl.compression.sparsification.atomo import compute_level, sample_atoms
 from edgefl.compression.stages import ValueStage
 from edgefl.compression.wire import PayloadReader, read_frame, to_little_endian
 from edgefl.core.errors import CodecError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgefl.compression.lowrank.matrices import (
+from edgefl.compression.low_rank import (
     MatrixRule,
     compute_matrix_shape,
     compute_sum_of_products,
