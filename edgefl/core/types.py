@@ -283,9 +283,9 @@ class TrainConfig:
             ConfigError: no budget, two of them, or a number out of range.
         """
         budgets = {"iterations": self.iterations, "epochs": self.epochs, "seconds": self.seconds}
-        given = {name: value for name, value in budgets.items() if value is not None}
-        if len(given) != 1:
-            raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {given or 'none'}")
+        chosen = {name: value for name, value in budgets.items() if value is not None}
+        if len(chosen) != 1:
+            raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {chosen or 'none'}")
         check_settings(self, table)
 
     def to_json(self) -> Json:

@@ -250,8 +250,8 @@ def render_timeline(rounds: RoundSeries, work: AssignmentArrays, title: str = ""
         raise NotFoundError(
             f"run {rounds.label} has no update in {_format_rounds(rounds)}, so there is no time line to draw"
         )
-    num_devices, shown = len(set(work.device)), _select_devices(work)
-    work = work.select(np.isin(work.device, shown))
+    num_devices, visible = len(set(work.device)), _select_devices(work)
+    work = work.select(np.isin(work.device, visible))
     if len(work) > MAX_ASSIGNMENTS:
         num_rounds = max(1, len(rounds) * MAX_ASSIGNMENTS // len(work))
         raise UsageError(
@@ -259,12 +259,12 @@ def render_timeline(rounds: RoundSeries, work: AssignmentArrays, title: str = ""
             f"choose fewer rounds, such as --rounds {rounds.round[-1] - num_rounds + 1:.0f}:{rounds.round[-1]:.0f}"
         )
     figure = plot_style.make_figure(
-        1.9 + 0.24 * max(4, len(shown)), title=title or f"{rounds.label}: {_format_rounds(rounds)}"
+        1.9 + 0.24 * max(4, len(visible)), title=title or f"{rounds.label}: {_format_rounds(rounds)}"
     )
     panel = figure.subplots()
-    _draw_devices(panel, rounds, work, shown)
-    label = f"the {len(shown)} slowest of {num_devices} devices, slowest on top"
-    if len(shown) == num_devices:
+    _draw_devices(panel, rounds, work, visible)
+    label = f"the {len(visible)} slowest of {num_devices} devices, slowest on top"
+    if len(visible) == num_devices:
         label = f"{num_devices} device{'s' if num_devices > 1 else ''}"
     unit = plot_style.select_time_unit(end_s - begin_s)[1]
     panel.set_xlabel(f"time since round {rounds.round[0]:.0f} began ({unit}); {label}")

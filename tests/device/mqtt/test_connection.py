@@ -322,8 +322,6 @@ def test_following_goes_offline_at_the_broker_before_and_subscribes_again_at_ano
         other.close()
 
 
-
-
 class Ear:
     def __init__(self):
         self.beats, self.times_s, self._changed = [], [], threading.Condition()
