@@ -216,7 +216,7 @@ def test_a_shard_or_folder_that_grew_is_read_again_and_others_are_not(device, sh
         ({"v": 1}, "update it"),
         ({"plan": {"algorithm": "alchemy"}}, "alchemy"),
         ({"plan": {"iterations": None}}, "exactly one of iterations"),
-        ({"plan": {"iterations": "many"}}, "TypeError"),
+        ({"plan": {"iterations": "many"}}, "ConfigError: plan.iterations must be a whole number"),
         ({"body": b"junk"}, "CodecError"),
         ({"body": b""}, "CodecError"),
         ({"seed": "x"}, "TypeError: must be a whole number, got 'x'"),
