@@ -163,7 +163,7 @@ class StreamingMean:
                 # Half floats end at 65504, which a displacement times its number of examples soon exceeds.
                 kind = np.promote_types(like.dtype, np.float32)
                 displacement = require_tensor(update, name, like)
-                _add_weighted(self.total, name, displacement, weight if name in buffers else weight / norm, kind)
+                add_weighted(self.total, name, displacement, weight if name in buffers else weight / norm, kind)
             elif num_examples > self.integers_examples:
                 self.integers[name] = dense_tensor(update, name, like).astype(like.dtype)
         self.integers_examples = max(self.integers_examples, num_examples)
@@ -195,9 +195,10 @@ def unload_tensors(tensors: Tensors) -> None:
         tensors.unload()
 
 
-def _add_weighted(
+def add_weighted(
     total: dict[str, Array], name: str, displacement: Tensor, weight: float, dtype: np.dtype[Any]
 ) -> None:
+    """Adds weight x displacement to the tensor `name` of `total` in place; a new one has `dtype`."""
     if isinstance(displacement, SparseTensor):
         sums = total.setdefault(name, np.zeros(displacement.shape, dtype)).reshape(-1)
         sums[displacement.indices] += np.multiply(displacement.values, weight, dtype=dtype)

@@ -72,15 +72,11 @@ class CombinedRoundStrategy(SynchronousStrategy[RoundState]):
         return {device_id: self._call_plan_for(plan, device_id, view) for device_id in devices}
 
     def compute_displacement(self, state: RoundState, current_round: OpenRound) -> Mapping[str, Array]:
-        mean = current_round.fold
-        slots = [slot for slot in mean.expected if slot in mean.waiting]
-        updates = [mean.waiting[slot] for slot in slots]
+        updates = current_round.pop_updates()
         dense_updates = [_with_dense_tensors(update, state.model) for update in updates]
         displacement = self._validate_displacement(
             self._call("combine", lambda: self.user_strategy.combine(dense_updates)), state.model
         )
-        mean.used = {slot: update.assignment_id for slot, update in zip(slots, updates, strict=True)}
-        mean.waiting.clear()
         for update in updates:
             unload_tensors(update.tensors)
         return displacement

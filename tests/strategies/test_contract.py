@@ -60,6 +60,10 @@ each_in_rounds = pytest.mark.parametrize(
 )
 
 
+# Those with a rule that bounds what rogues can do.
+each_robust = pytest.mark.parametrize("case", [c for c in sorted(CASES) if hasattr(built(c), "rule")])
+
+
 def view_over(busy=(), devices=DEVICES):
     view = view_of(*devices, busy=busy, devices=devices)
     for place, name in enumerate(devices):
@@ -208,6 +212,42 @@ def test_devices_are_told_which_of_their_updates_were_used(case):
     assert told == set(used)
     given_to = {order.assignment_id: order.device_id for order in orders}
     assert all(given_to[used_id] == order.device_id for order in following for used_id in order.used_assignments)
+
+
+ROGUE_DIRECTIONS = {
+    "far away": lambda rng, honest: 1e6 * np.ones_like(honest[0]),
+    "against the others": lambda rng, honest: -10 * honest.mean(axis=0),
+    "just beside them": lambda rng, honest: honest.mean(axis=0) - 1.5 * honest.std(axis=0),
+    "one entry": lambda rng, honest: honest[0] + 1e9 * np.eye(1, honest.shape[1])[0],
+    "noise": lambda rng, honest: 1e3 * rng.standard_normal(honest.shape[1]),
+}
+
+
+def play_rogues(strategy, honest, rogues):
+    """The step of a round, by honest devices and rogues, any of whom may be asked first."""
+    names = [f"d{place:02}" for place in range(len(honest) + len(rogues))]
+    order = np.random.default_rng(len(names)).permutation(len(names))
+    rows = np.concatenate([honest, rogues])[order]
+    state, orders = asked(strategy, strategy.init({"w": np.zeros(rows.shape[1], np.float32)}), view_over((), names))
+    for instruction, row in zip(orders, rows, strict=True):
+        state = strategy.receive(state, update_of(instruction, {"w": row.astype(np.float32)}, num_examples=1))
+    return strategy.model(strategy.aggregate(state))["w"]
+
+
+@each_robust
+@pytest.mark.parametrize("neighbours", [False, True])
+@pytest.mark.parametrize("direction", ROGUE_DIRECTIONS)
+def test_fewer_rogues_than_a_rule_allows_cannot_push_the_model_beyond_the_honest_updates(case, direction, neighbours):
+    num_rogues, rng = 2, np.random.default_rng(5)
+    num_devices = 4 * num_rogues + 3  # what the most demanding rule needs
+    honest = 1 + 0.1 * rng.standard_normal((num_devices - num_rogues, 20))
+    spread = np.linalg.norm(honest - honest.mean(axis=0), axis=1).max()
+    rogues = np.array([ROGUE_DIRECTIONS[direction](rng, honest) for _ in range(num_rogues)])
+    strategy = make_strategy(
+        CASES[case][0], {**CASES[case][1], "num_rogues": num_rogues, "neighbours": neighbours}, RoundRules()
+    )
+    step = play_rogues(strategy, honest, rogues)
+    assert np.linalg.norm(step - honest.mean(axis=0)) <= spread
 
 
 def run(strategy, seed, goal=None, *, fleet=None, **options):

@@ -136,7 +136,9 @@ def test_decoded_updates_are_let_go_when_the_round_is_closed():
             super().unload()
 
     strategy = built(Median())
-    strategy.aggregate(answered(strategy, {"a": 1.0, "b": 2.0}, tensors_of=lambda t: Watched(lambda: t)))
+    state = answered(strategy, {"a": 1.0, "b": 2.0}, tensors_of=lambda t: Watched(lambda: t))
+    released.clear()
+    strategy.aggregate(state)
     assert len(released) == 2
 
 

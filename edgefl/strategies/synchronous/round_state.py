@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from edgefl.core.errors import StrategyError
-from edgefl.core.types import Array, FleetView
+from edgefl.core.types import Array, FleetView, Update
 from edgefl.strategies.aggregation import ServerMoments, StreamingMean
 from edgefl.strategies.strategy_config import TICK_S, RoundRules
 
@@ -81,6 +81,14 @@ class OpenRound:
         return [
             assignment_id for assignment_id in self.order[self.cursor :] if self.is_waiting_for(assignment_id, view)
         ]
+
+    def pop_updates(self) -> list[Update]:
+        """Returns the updates that were stored, in the order of their slots, and counts them as used."""
+        slots = [slot for slot in self.fold.expected if slot in self.fold.waiting]
+        updates = [self.fold.waiting[slot] for slot in slots]
+        self.fold.used = {slot: update.assignment_id for slot, update in zip(slots, updates, strict=True)}
+        self.fold.waiting.clear()
+        return updates
 
     def find_delivered(self) -> set[str]:
         """Returns the devices that have delivered an update."""

@@ -185,7 +185,7 @@ class SynchronousStrategy(Strategy[R]):
                 )
                 if not self.should_keep_updates:
                     open_round.fold.add_next_updates(state.model, self.rules.server.buffers)
-                    open_round.fold.unload_waiting(slot)
+                open_round.fold.unload_waiting(slot)
         return state
 
     def ready(self, state: R, view: FleetView) -> bool:

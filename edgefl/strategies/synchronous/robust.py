@@ -1,0 +1,308 @@
+"""Robust rules: what fewer than half of the devices send moves the model by a bounded amount.
+
+With n updates, f of them arbitrary:
+
+- Krum and Multi-Krum: the update, or the mean of the n - f updates, with the least sum of squared distances to its
+  n - f - 2 nearest others, for n >= 2 f + 3. Blanchard, El Mhamdi, Guerraoui, Stainer, Machine Learning with
+  Adversaries: Byzantine Tolerant Gradient Descent, NeurIPS 2017, section 4.
+- Coordinate-wise median (f < n/2) and trimmed mean (f <= β n). Yin, Chen, Ramchandran, Bartlett, Byzantine-Robust
+  Distributed Learning: Towards Optimal Statistical Rates, ICML 2018, definitions 1 and 2.
+- Bulyan: of n - 2 f updates that Krum selects one after the other, the n - 4 f entries nearest to their median, for
+  n >= 4 f + 3. El Mhamdi, Guerraoui, Rouault, The Hidden Vulnerability of Distributed Learning in Byzantium, ICML
+  2018, section 4.
+- Geometric median, by the smoothed Weiszfeld algorithm, f < n/2. Pillutla, Kakade, Harchaoui, Robust Aggregation for
+  Federated Learning, IEEE TSP 2022, algorithm 2.
+- Centred clipping: the mean of the updates' differences to the step before, each cut to a length, f < n/2.
+  Karimireddy, He, Jaggi, Learning from History for Byzantine Robust Optimization, ICML 2021, algorithm 2.
+
+With `neighbours` each update is first replaced by the mean of the n - f updates nearest to it, itself among them,
+which helps where the devices' data differ. Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under
+Heterogeneity, AISTATS 2023, algorithm 1.
+
+Updates weigh the same, whatever their number of examples. All points that these rules go through are weighted sums of
+the updates, so their distances follow from those between the updates; see `update_rows` for the memory that it takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from edgefl.core.types import Array, Tensors, Update
+from edgefl.strategies.aggregation import ServerMoments
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
+from edgefl.strategies.synchronous.update_rows import UpdateRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobustConfig(StrategyConfig):
+    """Settings of all robust rules, beside those of local training.
+
+    Attributes:
+        num_rogues: f; more than the number of updates allows counts as what it allows.
+        neighbours: mix each update with those nearest to it first.
+    """
+
+    num_rogues: int = field(default=1, metadata={"at_least": 0})
+    neighbours: bool = False
+
+    has_centre: ClassVar[bool] = False
+    """Whether the step of the round before is a row, behind those of the updates."""
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        """Returns the model's displacement, in single precision at least."""
+        raise NotImplementedError
+
+    def count_rogues(self, num_updates: int) -> int:
+        """Returns f: fewer than half of the updates."""
+        return min(self.num_rogues, (num_updates - 1) // 2)
+
+    def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
+        """Returns the strategy that plays the rounds."""
+        return self.make(RobustStrategy, rules, compute_weight=weight_uniformly, rule=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RobustStrategy(SynchronousStrategy[RoundState]):
+    """Rounds whose updates wait, not decoded, until a rule combines them."""
+
+    rule: RobustConfig
+
+    should_keep_updates = True
+
+    def compute_displacement(self, state: RoundState, current_round: OpenRound) -> Mapping[str, Array]:
+        rows = self._make_rows(state, current_round.pop_updates())
+        step = self.rule.combine(rows)
+        if self.rule.has_centre:
+            state.moments.update({_CENTRE + name: tensor.copy() for name, tensor in step.items()})
+        return {name: _to_kind(step[name], like) for name, like in state.model.items()}
+
+    def _make_rows(self, state: RoundState, updates: Sequence[Update]) -> UpdateRows:
+        sources: list[Tensors] = [update.tensors for update in updates]
+        if self.rule.has_centre:
+            sources.append(_get_centre(state.moments, state.model))
+        rows = UpdateRows(rows=sources, model=state.model)
+        if not self.rule.neighbours:
+            return rows
+        mixing = np.eye(len(rows))
+        count = len(updates)
+        mixing[:count, :count] = compute_neighbour_weights(
+            rows.distances[:count, :count], self.rule.count_rogues(count)
+        )
+        return rows.mix(mixing)
+
+
+_CENTRE = "centre/"
+"""Prefix of the tensors of the step before, in the state's moments."""
+
+
+def _get_centre(moments: ServerMoments, model: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the step before; zero in the first round."""
+    zero = np.zeros((), np.float32)
+    return {name: moments.get(_CENTRE + name, np.broadcast_to(zero, like.shape)) for name, like in model.items()}
+
+
+def _to_kind(step: Array, like: Array) -> Array:
+    return (np.rint(step) if like.dtype.kind in "iu" else step).astype(like.dtype, copy=False)
+
+
+def compute_neighbour_weights(distances: Array, num_rogues: int) -> Array:
+    """Returns the [n, n] weights with which each row becomes the mean of the n - f nearest to it."""
+    count = len(distances) - num_rogues
+    nearest = np.argsort(distances, axis=1, kind="stable")[:, :count]
+    weights = np.zeros_like(distances)
+    np.put_along_axis(weights, nearest, 1.0 / count, axis=1)
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KrumConfig(RobustConfig):
+    """Settings of a run with `krum`."""
+
+    summary: ClassVar[str] = "Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017, section 4."
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        return rows.compute_sum(_weight_equally(select_krum(rows.distances, self.num_rogues, 1), len(rows)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiKrumConfig(RobustConfig):
+    """Settings of a run with `multi-krum`; the n - f best updates are averaged."""
+
+    summary: ClassVar[str] = "Multi-Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017."
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        count = max(1, len(rows) - self.num_rogues)
+        return rows.compute_sum(_weight_equally(select_krum(rows.distances, self.num_rogues, count), len(rows)))
+
+
+def select_krum(distances: Array, num_rogues: int, count: int) -> list[int]:
+    """Returns the `count` updates of least score, in their order; of equal ones those nearer to all.
+
+    Args:
+        distances: [n, n], squared.
+        num_rogues: f.
+        count: at most n.
+    """
+    num_neighbours = max(1, len(distances) - num_rogues - 2)
+    scores = np.sort(distances, axis=1)[:, 1 : 1 + num_neighbours].sum(axis=1)
+    # With one neighbour, two that are nearest to each other always have the same score.
+    return sorted(int(index) for index in np.lexsort((distances.sum(axis=1), scores))[:count])
+
+
+def _weight_equally(selected: Sequence[int], num_rows: int) -> Array:
+    weights = np.zeros(num_rows)
+    weights[selected] = 1.0 / len(selected)
+    return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BulyanConfig(RobustConfig):
+    """Settings of a run with `bulyan`; with fewer than 4 f + 3 updates at least one entry is left of each."""
+
+    summary: ClassVar[str] = (
+        "Bulyan: El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018."
+    )
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        num_rogues = self.count_rogues(len(rows))
+        selected = select_bulyan(rows.distances, num_rogues)
+        count = max(1, len(selected) - 2 * num_rogues)
+        return rows.mix(np.eye(len(rows))[selected]).combine_columns(
+            lambda columns: compute_mean_around_median(columns, count)
+        )
+
+
+def select_bulyan(distances: Array, num_rogues: int) -> list[int]:
+    """Returns the n - 2 f updates that Krum selects, each among those that are left."""
+    left, selected = list(range(len(distances))), list[int]()
+    for _ in range(len(distances) - 2 * num_rogues):
+        (best,) = select_krum(distances[np.ix_(left, left)], num_rogues, 1)
+        selected.append(left.pop(best))
+    return sorted(selected)
+
+
+def compute_mean_around_median(columns: Array, count: int) -> Array:
+    """Returns the mean of the `count` entries of each column that are nearest to its median."""
+    ordered = np.sort(columns, axis=0)
+    nearest = np.argsort(np.abs(ordered - np.median(ordered, axis=0)), axis=0, kind="stable")[:count]
+    mean: Array = np.take_along_axis(ordered, nearest, axis=0).mean(axis=0)
+    return mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinateMedianConfig(RobustConfig):
+    """Settings of a run with `coordinate-median`."""
+
+    summary: ClassVar[str] = "Coordinate-wise median: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        return rows.combine_columns(lambda columns: np.median(columns, axis=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrimmedMeanConfig(RobustConfig):
+    """Settings of a run with `trimmed-mean`; `trim` is β, the part that is left out at either end, rounded up."""
+
+    trim: float = field(default=0.2, metadata={"at_least": 0, "below": 0.5})
+
+    summary: ClassVar[str] = (
+        "Coordinate-wise trimmed mean: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
+    )
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        num_rows = len(rows)
+        num_trimmed = min(math.ceil(self.trim * num_rows - 1e-9), (num_rows - 1) // 2)
+        return rows.combine_columns(
+            lambda columns: np.sort(columns, axis=0)[num_trimmed : num_rows - num_trimmed].mean(axis=0)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeometricMedianConfig(RobustConfig):
+    """Settings of a run with `geometric-median`.
+
+    Attributes:
+        smoothing: the distance below which an update weighs no more for being nearer.
+        weiszfeld_steps: most of them; it ends sooner where a step changes the weights by less than 1e-9. One costs
+            the square of the number of updates, however large the model is.
+    """
+
+    smoothing: float = field(default=1e-6, metadata={"above": 0})
+    weiszfeld_steps: int = field(default=100, metadata={"at_least": 1, "at_most": 10_000})
+
+    summary: ClassVar[str] = "Geometric median: Pillutla et al., Robust Aggregation for Federated Learning, 2022."
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        return rows.compute_sum(compute_median_weights(rows.distances, self.smoothing, self.weiszfeld_steps))
+
+
+def compute_median_weights(distances: Array, smoothing: float, max_steps: int) -> Array:
+    """Returns the weights [n] of rows whose sum is their geometric median; `distances` are squared."""
+    count = len(distances)
+    weights = np.full(count, 1.0 / count)
+    for _ in range(max_steps):
+        parts = 1.0 / np.maximum(smoothing, measure_from_sum(distances, weights))
+        previous, weights = weights, parts / parts.sum()
+        if np.abs(weights - previous).max() < _LEAST_CHANGE:
+            break
+    return weights
+
+
+_LEAST_CHANGE = 1e-9
+
+
+def measure_from_sum(distances: Array, weights: Array) -> Array:
+    """Returns how far each row is from a weighted sum of them: [n]; `distances` are squared, `weights` sum to 1."""
+    to_rows = distances @ weights
+    lengths: Array = np.sqrt(np.maximum(to_rows - 0.5 * (weights @ to_rows), 0.0))
+    return lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CentredClippingConfig(RobustConfig):
+    """Settings of a run with `centred-clipping`.
+
+    The centre is the step of the round before, which the coordinator keeps. The paper's momentum is that of the
+    devices: with `momentum` and `keep_optimizer` each keeps its velocity from round to round, so that a rogue's push
+    stands out against updates that vary little.
+
+    Attributes:
+        radius: τ, the most by which an update may differ from the centre; None for the updates' median difference.
+        clipping_steps: how often the clipped mean becomes the centre of the next.
+    """
+
+    radius: float | None = field(default=None, metadata={"above": 0})
+    clipping_steps: int = field(default=3, metadata={"at_least": 1, "at_most": 1000})
+
+    has_centre: ClassVar[bool] = True
+    summary: ClassVar[str] = "Centred clipping: Karimireddy et al., Learning from History, ICML 2021."
+
+    def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
+        return rows.compute_sum(compute_clipping_weights(rows.distances, self.radius, self.clipping_steps))
+
+
+def compute_clipping_weights(distances: Array, radius: float | None, num_steps: int) -> Array:
+    """Returns the weights [n + 1] of n updates and, last, the centre, whose sum is the clipped mean.
+
+    Args:
+        distances: [n + 1, n + 1], squared.
+        radius: most length of a difference; None for the lower median, anew in each step.
+        num_steps: at least 1.
+    """
+    count = len(distances) - 1
+    weights = np.zeros(count + 1)
+    weights[-1] = 1.0
+    for _ in range(num_steps):
+        lengths = measure_from_sum(distances, weights)[:-1]
+        limit = np.sort(lengths)[(count - 1) // 2] if radius is None else radius
+        shares = np.minimum(1.0, limit / np.maximum(lengths, np.finfo(float).tiny)) / count
+        weights *= 1.0 - shares.sum()
+        weights[:-1] += shares
+    return weights
