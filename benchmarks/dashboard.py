@@ -31,8 +31,7 @@ from harness import feed_readers, options
 from harness.crowd import add_devices, add_run, names_of
 
 from edgefl.core.config import parse_run
-from edgefl.simulation.local_fleet import LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 from edgefl.storage.store import Store
 from edgefl.system.api_client import load_operator_file
 
@@ -135,10 +134,10 @@ def measure_scrapes(root: Path, num_devices: int) -> dict[str, list[float]]:
 
 def measure_rounds(root: Path, num_pages: int, turns: int, num_rounds: int) -> dict[str, Any]:
     """Returns the median round time in seconds with and without open pages, by turn, and their ratios."""
-    cut = partition_devices("digits", "iid", 4, root / "shards", None, 7)
+    devices, _ = partition_devices("digits", "iid", 4, root / "shards", None, 7)
     open_pages: dict[int, list[float]] = {0: [], num_pages: []}
     cpu_s: dict[int, list[float]] = {0: [], num_pages: []}
-    with LocalFleet(root=root, devices=cut.devices) as fleet:
+    with LocalFleet(root=root, devices=devices) as fleet:
         for turn in range(turns + 1):
             for pages in (0, num_pages) if turn % 2 else (num_pages, 0):
                 with reading(fleet, pages):

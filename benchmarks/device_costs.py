@@ -37,8 +37,7 @@ from harness.round_report import machine
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import EdgeflError
-from edgefl.simulation.local_fleet import EDGEFL_COMMAND, LocalDeviceSpec, LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import EDGEFL_COMMAND, LocalDeviceSpec, LocalFleet, partition_devices
 
 WAIT_S = 60.0
 LOOK_S = 0.05
@@ -197,7 +196,7 @@ def _device(work: Work, mnist: Path | None, folder: Path) -> LocalDeviceSpec:
     if work.task == "noop":
         (folder / "no-data").mkdir()
         return LocalDeviceSpec(name="device-1", shards={"noop": str(folder / "no-data")})
-    return partition_devices(work.task, "iid", SHARDS, folder / "shards", mnist, 7).devices[0]
+    return partition_devices(work.task, "iid", SHARDS, folder / "shards", mnist, 7)[0][0]
 
 
 def rss_of(program: str, *arguments: str) -> int:

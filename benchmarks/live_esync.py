@@ -29,8 +29,7 @@ from harness.throttled_task import NAME
 
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import EdgeflError
-from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, partition_devices
 from edgefl.simulation.simulated_run import simulate
 
 FACTORS = (1, 2, 4, 8)
@@ -93,9 +92,9 @@ def main() -> int:
 def _measure(
     root: Path, runs: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
 ) -> tuple[dict[str, Outcome], dict[str, Probed]]:
-    cut = partition_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
+    devices, test_shards = partition_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
     devices = []
-    for device, factor in zip(cut.devices, FACTORS, strict=True):
+    for device, factor in zip(devices, FACTORS, strict=True):
         shard = device.shards["digits"]
         Path(shard).with_suffix(".delay").write_text(str(factor * arguments.base))
         devices.append(LocalDeviceSpec(name=device.name, shards={NAME: shard}))
@@ -103,7 +102,7 @@ def _measure(
     with LocalFleet(
         root=root / "fleet",
         devices=devices,
-        test_shards={NAME: cut.test_shards["digits"]},
+        test_shards={NAME: test_shards["digits"]},
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "EDGEFL_ALLOW_MODULES": NAME.partition(":")[0],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edgefl.compression.codec import Codec
     from edgefl.core.types import Strategy, Task
-    from edgefl.simulation.local_run import run
+    from edgefl.simulation.local_fleet import run
     from edgefl.simulation.simulated_run import simulate
     from edgefl.system.api_client import connect
 
@@ -22,7 +22,7 @@ _MODULES = {
     "Strategy": "edgefl.core.types",
     "Task": "edgefl.core.types",
     "connect": "edgefl.system.api_client",
-    "run": "edgefl.simulation.local_run",
+    "run": "edgefl.simulation.local_fleet",
     "simulate": "edgefl.simulation.simulated_run",
 }
 

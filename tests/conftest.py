@@ -25,7 +25,7 @@ from sqlalchemy import Connection, inspect
 from edgefl.coordinator.auth import TokenAuth, register_error_handler, require_device
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, enrolment_router
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.errors import NetworkError, NotFoundError
 from edgefl.core.extensions import ALLOW_VARIABLE
 from edgefl.core.protocol import JoinToken
@@ -78,7 +78,7 @@ class FrontDoor:
         return f"127.0.0.1:{self.port}"
 
     def token(self, **terms: Any) -> JoinToken:
-        return make_token(self.store, self.directory, JoinTokenSpec(**terms), now=self.clock())
+        return make_token(self.store, self.directory, now=self.clock(), **terms)
 
     def start(self) -> None:
         config = uvicorn.Config(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.directory import hash_token, init_directory
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.device.enrolment.certificates import create_key, create_signing_request, export_public_key
 from edgefl.storage.repositories.certificates import record_issued_certificate
 from edgefl.storage.store import Store
@@ -26,7 +26,7 @@ class Members:
 
     def join(self, name: str) -> str:
         """Returns the serial of its certificate."""
-        token = make_token(self.store, self.directory, JoinTokenSpec(), now=AT)
+        token = make_token(self.store, self.directory, now=AT)
         key = self.keys[name] = create_key()
         cert = pki.sign_request(self.directory.load_authority(), create_signing_request(key, name), name)
         self.store.enroll_device(

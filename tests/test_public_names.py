@@ -11,7 +11,7 @@ import pytest
 import edgefl
 from edgefl.compression.codec import Codec
 from edgefl.core.types import Strategy, Task
-from edgefl.simulation.local_run import run
+from edgefl.simulation.local_fleet import run
 from edgefl.simulation.simulated_run import simulate
 from edgefl.system.api_client import CoordinatorClient
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import EdgeflError
-from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, partition_devices
 from harness.throttled_task import NAME
 
 HARNESS = Path(__file__).parent
@@ -69,10 +68,10 @@ class BoardFleet:
 @contextmanager
 def board_fleet(root: Path, num_devices: int, *, delay_s: float, broker: str = "mosquitto") -> Iterator[BoardFleet]:
     """Yields a fleet whose devices take `delay_s` for an iteration of `throttled_task`."""
-    cut = partition_devices("digits", "iid", num_devices, root / "shards", None, 7)
-    with BoardNetwork([device.name for device in cut.devices]) as network:
+    devices, _ = partition_devices("digits", "iid", num_devices, root / "shards", None, 7)
+    with BoardNetwork([device.name for device in devices]) as network:
         devices = []
-        for device in cut.devices:
+        for device in devices:
             shard = Path(device.shards["digits"])
             shard.with_suffix(".delay").write_text(str(delay_s))
             program = network.program(device.name)

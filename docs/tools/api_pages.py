@@ -13,10 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # What users import, by the question that brings them here.
 API = {
     "Run and simulate": (
-        "edgefl.simulation.local_run.run",
-        "edgefl.simulation.local_run.RunResult",
+        "edgefl.simulation.local_fleet.run",
         "edgefl.simulation.simulated_run.simulate",
-        "edgefl.simulation.simulated_run.SimulationResult",
+        "edgefl.engine.run_summary.RunResult",
     ),
     "Tasks": (
         "edgefl.core.types.Task",

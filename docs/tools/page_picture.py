@@ -16,8 +16,7 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 from edgefl.core.config import parse_run
-from edgefl.simulation.local_fleet import LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 
 ARGUMENTS = (
     "--no-sandbox",
@@ -59,8 +58,10 @@ def take(asked: argparse.Namespace) -> None:
     program = shutil.which("chromium") or "/usr/bin/chromium"
     with tempfile.TemporaryDirectory(prefix="edgefl-picture-") as folder, sync_playwright() as playwright:
         root = Path(folder)
-        cut = partition_devices(asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7)
-        with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as fleet:
+        devices, test_shards = partition_devices(
+            asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7
+        )
+        with LocalFleet(root=root, devices=devices, test_shards=test_shards) as fleet:
             browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
             page = browser.new_context(
                 viewport=SIZE,

@@ -237,8 +237,12 @@ def demo(  # noqa: PLR0913 one per option
 ) -> None:
     """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
     from edgefl.core.config import parse_run  # noqa: PLC0415 fast start
-    from edgefl.simulation.local_fleet import LocalFleet  # noqa: PLC0415 likewise
-    from edgefl.simulation.local_run import check_run, default_scheme, partition_devices  # noqa: PLC0415 likewise
+    from edgefl.simulation.local_fleet import (  # noqa: PLC0415 likewise
+        LocalFleet,
+        check_run,
+        default_scheme,
+        partition_devices,
+    )
     from edgefl.tasks.datasets.central import plan_shards  # noqa: PLC0415 likewise
 
     config = parse_run(
@@ -253,11 +257,9 @@ def demo(  # noqa: PLR0913 one per option
     plan_shards(task, scheme, devices, data, seed)  # invalid options are reported before an earlier demo is replaced
     _clear_folder(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
-    partition = partition_devices(task, scheme, devices, out / "shards", data, seed)
+    specs, test_shards = partition_devices(task, scheme, devices, out / "shards", data, seed)
     click.echo(f"starting a coordinator and {devices} devices; their logs are in {out}")
-    with LocalFleet(
-        root=out.resolve(), devices=partition.devices, test_shards=partition.test_shards, broker=broker
-    ) as fleet:
+    with LocalFleet(root=out.resolve(), devices=specs, test_shards=test_shards, broker=broker) as fleet:
         run_id = fleet.submit(config)
         with RunProgressBar() as progress:
             fleet.wait_for_run(run_id, on_change=progress.update)

@@ -310,7 +310,7 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     from edgefl.core.config import load_run  # noqa: PLC0415 likewise
     from edgefl.engine.build import build_run  # noqa: PLC0415 likewise
     from edgefl.flower.app_export import export_flower_app  # noqa: PLC0415 fast start
-    from edgefl.simulation.local_run import default_scheme  # noqa: PLC0415 likewise
+    from edgefl.simulation.local_fleet import default_scheme  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.partitioning import parse_scheme  # noqa: PLC0415 likewise
 
     config = load_run(file)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.coordinator.fleet.membership import Membership
 from edgefl.core.errors import EdgeflError, JoinError, StoreError
 from edgefl.core.protocol import EVALUATOR_NAME, JoinToken
@@ -89,8 +89,9 @@ class CentralEvaluator:
             self._token = None  # that was its one use
         now_s = self._monotonic()
         if self._token is None or now_s >= self._token_deadline_s:
-            spec = JoinTokenSpec(ttl_s=TOKEN_TTL_S, role="evaluator")
-            self._token = make_token(self._store, self._directory, spec, now=time.time())
+            self._token = make_token(
+                self._store, self._directory, now=time.time(), ttl_s=TOKEN_TTL_S, role="evaluator"
+            )
             self.token_id, self._token_deadline_s = self._token.token_id, now_s + TOKEN_TTL_S - MIN_TOKEN_LIFETIME_S
         return self._token.text()
 

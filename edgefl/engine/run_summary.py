@@ -1,8 +1,10 @@
-"""Metrics and text summaries of a run, and the device metrics of a round."""
+"""Result, metrics and text summaries of a run, and the device metrics of a round; imports no numbers: fast start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 DEVICE_METRIC_KEYS = ("node_accuracy", "worst_node_accuracy", "disagreement")
@@ -46,3 +48,31 @@ def format_run_outcome(run_id: str, status: str, reason: str, metrics: Mapping[s
     if accuracies is None and metrics.get("accuracy") is not None:
         accuracies = f"accuracy {metrics['accuracy']:.4f}"
     return f"run {run_id} {status}: {reason}" + (f"; {accuracies}" if accuracies else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """Outcome of a run on this machine, live or simulated.
+
+    Attributes:
+        run_id, status, reason: as in `edgefl run show`.
+        metrics: `accuracy` and `loss` of the last version (None when it was not evaluated), `bytes_up`, `bytes_down`,
+            `seconds` from the start of the run to its end, in a simulation virtual ones; where devices have models of
+            their own, `node_accuracy`, `worst_node_accuracy` and `disagreement` where known.
+        rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
+        model: the last model, a safetensors file; None where nothing was trained.
+        root: the folder with the database, and of a live run the logs and the shards.
+    """
+
+    run_id: str
+    status: str
+    reason: str
+    metrics: Mapping[str, float | None]
+    rounds: list[dict[str, Any]]
+    updates: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    model: Path | None
+    root: Path
+
+    def __str__(self) -> str:
+        return format_run_outcome(self.run_id, self.status, self.reason, self.metrics)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.core.types import DeviceInfo, HealthMetrics, TrainConfig, TrainInstruction, derive_rng
-from edgefl.simulation.backends.backend import TrainingJob, TrainingResult
+from edgefl.simulation.backends.trainer import TrainingJob, TrainingResult
 from edgefl.simulation.profiles import DeviceProfile, IterationTimes, SlowdownTrace, value_at
 
 MAX_JITTER_SAMPLES = 4096

@@ -33,7 +33,7 @@ from edgefl.core.types import (
     derive_rng,
 )
 from edgefl.engine.fleet_state import FleetState
-from edgefl.simulation.backends.backend import EncodedModel, TrainingBackend, TrainingFailedError
+from edgefl.simulation.backends.trainer import EncodedModel, TrainingBackend, TrainingFailedError
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.instruction_lifecycle import InstructionLifecycle, make_failure
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue

@@ -15,7 +15,7 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.fleet_state import FleetState
-from edgefl.simulation.backends.backend import (
+from edgefl.simulation.backends.trainer import (
     EncodedModel,
     TrainingBackend,
     TrainingFailedError,

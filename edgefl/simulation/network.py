@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from edgefl.core.types import Indices, ModelProvider, Tensors, TrainInstruction
-from edgefl.simulation.backends.backend import EncodedModel
+from edgefl.simulation.backends.trainer import EncodedModel
 from edgefl.simulation.device import SimulatedDevice
 
 

@@ -25,17 +25,16 @@ from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
 from edgefl.engine.build import build_run
 from edgefl.engine.round_loop import run_rounds
-from edgefl.engine.run_summary import compute_run_metrics, format_run_outcome
-from edgefl.simulation.backends.backend import TrainingBackend
+from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows, partition_in_memory, read_shards
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
-from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
+from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec, TrainingBackend
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults
 from edgefl.simulation.fleet import SimulatedFleet, SimulationSettings
 from edgefl.simulation.history_recorder import OnChange, SimulationHistory
-from edgefl.simulation.local_run import count_devices, default_scheme
+from edgefl.simulation.local_fleet import count_devices, default_scheme
 from edgefl.simulation.network import SimulatedDownlink
 from edgefl.simulation.profiles import (
     DeviceProfile,
@@ -53,34 +52,6 @@ from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
 from edgefl.tasks.registry import make_task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationResult:
-    """Outcome of a simulated run.
-
-    Attributes:
-        run_id, status, reason: as in the store.
-        metrics: `accuracy` and `loss` of the last version (None when it was not evaluated), `bytes_up`, `bytes_down`,
-            virtual `seconds` from the start of the run to its end; where devices have models of their own,
-            `node_accuracy`, `worst_node_accuracy` and `disagreement` where known.
-        rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
-        model: the last model, a safetensors file; None where nothing was trained.
-        root: the folder with the database.
-    """
-
-    run_id: str
-    status: str
-    reason: str
-    metrics: Mapping[str, float | None]
-    rounds: list[Json]
-    updates: list[Json]
-    evaluations: list[Json]
-    model: Path | None
-    root: Path
-
-    def __str__(self) -> str:
-        return format_run_outcome(self.run_id, self.status, self.reason, self.metrics)
-
-
 def simulate(  # noqa: PLR0913 the options of the command line, all by name
     config: RunConfig | Mapping[str, Any] | str | Path,
     *,
@@ -92,7 +63,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     bookkeeping_only: bool = False,
     on_change: OnChange | None = None,
     allow_modules: Sequence[str] = (),
-) -> SimulationResult:
+) -> RunResult:
     """Trains on a simulated fleet and returns the history; arguments override the run file's `[simulation]`.
 
     Args:
@@ -275,11 +246,11 @@ class _Simulation:
         return [DeviceInfo(device_id=EVALUATOR_NAME, role=Role.EVALUATOR, tasks=(task,), source="coordinator")]
 
 
-def _build_result(store: Store, run_id: str, root: Path) -> SimulationResult:
+def _build_result(store: Store, run_id: str, root: Path) -> RunResult:
     record = store.get_run(run_id)
     rounds = read_history(store, "rounds", run=run_id)
     saved = store.list_saved_models(run_id)
-    return SimulationResult(
+    return RunResult(
         run_id=run_id,
         status=str(record.status),
         reason=record.reason or "",

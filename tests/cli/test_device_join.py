@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.protocol import JoinToken
 from edgefl.device.enrolment.join_file import JoinFile
 from edgefl.device.state_dir import DeviceStateDir
@@ -104,7 +104,7 @@ def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(wri
 
     directory = init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
     with Store.open(directory.database) as store:
-        file = written(make_token(store, directory, JoinTokenSpec(), now=time.time()))
+        file = written(make_token(store, directory, now=time.time()))
     with ExitStack() as started:
         board = start("device", "join", "--file", file, "--until-joined", "--delete-file", "--state", tmp_path / "d")
         seen = ""

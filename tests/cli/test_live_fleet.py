@@ -15,8 +15,7 @@ from edgefl.cli.fleet.models import COLUMNS as MODEL_COLUMNS
 from edgefl.cli.run import COLUMNS
 from edgefl.coordinator import pki
 from edgefl.core.errors import NetworkError, NotFoundError, StoreError, WrongCaError
-from edgefl.simulation.local_fleet import LocalFleet
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 from edgefl.system.atomic_files import compute_sha256
 from edgefl.tasks.registry import make_task
 
@@ -26,11 +25,11 @@ pytestmark = pytest.mark.extended
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
-    cut = partition_devices("digits", "iid", 2, root / "shards", None, 7)
+    devices, test_shards = partition_devices("digits", "iid", 2, root / "shards", None, 7)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(apart_strategy.TESTS), prepend=":")
         environment.setenv("EDGEFL_ALLOW_MODULES", "apart_strategy")
-        with LocalFleet(root=root, devices=cut.devices, test_shards=cut.test_shards) as running:
+        with LocalFleet(root=root, devices=devices, test_shards=test_shards) as running:
             yield running
 
 

@@ -28,7 +28,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.auth import MAX_FAILURES
 from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
 from edgefl.coordinator.directory import init_directory, load_directory
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.config import parse_run
 from edgefl.core.errors import (
     ConfigError,
@@ -73,7 +73,7 @@ class Scene:
     def token(self, **terms: Any) -> JoinToken:
         with Store.open(self.fleet.database) as store:
             now = terms.pop("now", time.time())
-            return make_token(store, load_directory(self.fleet.directory), JoinTokenSpec(**terms), now=now)
+            return make_token(store, load_directory(self.fleet.directory), now=now, **terms)
 
     def ask_to_join(
         self, token: JoinToken, *, host: str = "127.0.0.1", key: bytes | None = None, **changes: Any

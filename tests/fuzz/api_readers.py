@@ -34,7 +34,7 @@ from noted_calls import NotedCalls
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.api.server import make_app
 from edgefl.coordinator.directory import add_access_tokens, init_directory
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.live_fleet import LiveFleet
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry

@@ -25,7 +25,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
 from edgefl.coordinator.enrolment.renewal import RenewalService
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.protocol import JoinToken, certificate_fingerprint
 from edgefl.device.enrolment.certificates import (
     create_key,
@@ -80,7 +80,7 @@ def enrolments(folder: Path) -> Reader:
         broker_port=8883,
         clock=lambda: 5000.0,
     )
-    token = make_token(store, directory, JoinTokenSpec(uses=1), now=5000.0)
+    token = make_token(store, directory, now=5000.0, uses=1)
     value = {
         "v": 1, "token_id": token.token_id, "secret": token.secret, "name": "pi-1", "role": "trainer",
         "csr": csr_pem().decode(), "public_key": PUBLIC, "version": __version__,

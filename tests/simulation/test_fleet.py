@@ -28,7 +28,7 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
-from edgefl.simulation.backends.backend import (
+from edgefl.simulation.backends.trainer import (
     EncodedModel,
     EvaluationMetrics,
     TrainingFailedError,

@@ -9,7 +9,7 @@ import pytest
 
 import edgefl
 from edgefl.core.errors import ConfigError, DataError, TaskError
-from edgefl.simulation.local_run import default_scheme, partition_devices
+from edgefl.simulation.local_fleet import default_scheme, partition_devices
 from edgefl.storage.checkpoints import load_model_file
 
 CONFIG = {"run": {"task": "digits", "rounds": 3, "seed": 7}, "devices": {"min": 2}}
@@ -43,11 +43,11 @@ def test_a_virtual_fleet_gives_the_very_same_model(result, tmp_path):
 
 @pytest.mark.slow
 def test_it_takes_a_run_file_and_shards_that_there_are(result, tmp_path):
-    cut = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    devices, _ = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     file = tmp_path / "run.toml"
     file.write_text('[run]\ntask = "digits"\nrounds = 1\ninit = "start.safetensors"\n[devices]\nmin = 2\n')
     (tmp_path / "start.safetensors").write_bytes(result.model.read_bytes())
-    found = edgefl.run(file, devices=[d.shards["digits"] for d in cut.devices], root=tmp_path / "fleet")
+    found = edgefl.run(file, devices=[d.shards["digits"] for d in devices], root=tmp_path / "fleet")
     assert len(found.updates) == 2
     assert {row["source"] for row in found.evaluations} == {"device"}
     assert found.metrics["accuracy"] > 0.7, "it went on from a trained model"
@@ -68,10 +68,10 @@ def test_what_makes_no_sense_is_told_before_anything_starts(tmp_path, monkeypatc
 
 
 def test_cutting_names_the_devices_after_their_shards_and_keeps_a_test_shard(tmp_path):
-    cut = partition_devices("digits", "iid", 3, tmp_path, None, 7)
-    assert [device.name for device in cut.devices] == ["device-01", "device-02", "device-03"]
-    assert all(Path(device.shards["digits"]).exists() for device in cut.devices)
-    assert Path(cut.test_shards["digits"]).exists()
+    devices, test_shards = partition_devices("digits", "iid", 3, tmp_path, None, 7)
+    assert [device.name for device in devices] == ["device-01", "device-02", "device-03"]
+    assert all(Path(device.shards["digits"]).exists() for device in devices)
+    assert Path(test_shards["digits"]).exists()
     schemes = {"motionsense": "natural", "digits": "dirichlet:0.5", "fashion-mnist": "iid"}
     assert {task: default_scheme(task) for task in schemes} == schemes
 

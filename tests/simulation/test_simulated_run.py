@@ -8,7 +8,7 @@ from sqlalchemy import text
 
 import edgefl
 from edgefl.core.errors import ConfigError, RunFailedError, StrategyError, TaskError
-from edgefl.simulation.local_run import partition_devices
+from edgefl.simulation.local_fleet import partition_devices
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
@@ -132,9 +132,9 @@ def test_how_many_processes_train_changes_nothing(simulate, tmp_path):
 
 
 def test_runs_in_one_folder_follow_each_other_on_shards_that_there_are_too(simulate, tmp_path):
-    fleet = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    devices, _ = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     first, second = simulate(), simulate()
-    third = simulate(devices=[device.shards["digits"] for device in fleet.devices])
+    third = simulate(devices=[device.shards["digits"] for device in devices])
     assert [run.run_id for run in (second, third)] == [f"{first.run_id}-2", f"{first.run_id}-3"]
     assert second.rounds[0]["started_at"] > first.rounds[-1]["closed_at"]
     assert first.model.name == second.model.name == third.model.name

@@ -298,18 +298,16 @@ def broker(root: Path, host: str, port: int, kind: str) -> None:
 def token(root: Path, ttl: str, uses: int, groups: tuple[str, ...], role: str, style: str) -> None:
     """Print a token that lets boards join; the coordinator may be running or not."""
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
-    from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise
+    from edgefl.coordinator.enrolment.tokens import format_join_command, make_token, parse_ttl  # noqa: PLC0415 likewise
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
-    spec = JoinTokenSpec(ttl_s=parse_ttl(ttl), uses=uses, groups=groups, role=role)
-    directory = load_directory(root)
-    now = time.time()
+    directory, now, ttl_s = load_directory(root), time.time(), parse_ttl(ttl)
     with Store.open(directory.store_url) as store:
-        join_token = make_token(store, directory, spec, now=now)
+        join_token = make_token(store, directory, now=now, ttl_s=ttl_s, uses=uses, groups=groups, role=role)
         record_command(store, f"coordinator token {join_token.token_id}")
     if style == "json":
         value = {"v": 1, "token": join_token.text(), "token_id": join_token.token_id, "fleet": join_token.fleet}
-        value |= {"expires_at": now + spec.ttl_s, "uses": uses, "groups": list(groups), "role": role}
+        value |= {"expires_at": now + ttl_s, "uses": uses, "groups": list(groups), "role": role}
         click.echo(
             json.dumps({**value, "addresses": list(join_token.addresses), "join": format_join_command(join_token)})
         )

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.auth import AccessCheck
-from edgefl.coordinator.enrolment.tokens import DEFAULT_TTL, JoinTokenSpec, format_join_command, make_token, parse_ttl
+from edgefl.coordinator.enrolment.tokens import DEFAULT_TTL, format_join_command, make_token, parse_ttl
 from edgefl.coordinator.fleet.registry import DEFAULT_STATUS_ROW, DeviceRegistry
 from edgefl.coordinator.rollouts.installations import BundleStore
 from edgefl.coordinator.rollouts.service import RolloutService
@@ -67,9 +67,11 @@ def devices_router(context: ApiContext) -> APIRouter:
         groups: Annotated[list[str] | None, Body()] = None,
         role: Annotated[str, Body()] = "trainer",
     ) -> Json:
-        spec = JoinTokenSpec(ttl_s=parse_ttl(ttl), uses=uses, groups=tuple(groups or ()), role=role)
-        now = time.time()
-        return _encode_token(make_token(context.store, context.directory, spec, now=now), spec, now=now)
+        now, ttl_s, groups = time.time(), parse_ttl(ttl), groups or []
+        token = make_token(
+            context.store, context.directory, now=now, ttl_s=ttl_s, uses=uses, groups=groups, role=role
+        )
+        return {**_encode_token(token), "expires_at": now + ttl_s, "uses": uses, "groups": groups, "role": role}
 
     return router
 
@@ -190,7 +192,7 @@ def list_device_rows(store: Store, registry: DeviceRegistry) -> list[Json]:
     ]
 
 
-def _encode_token(token: JoinToken, spec: JoinTokenSpec, *, now: float) -> Json:
+def _encode_token(token: JoinToken) -> Json:
     """Returns a new token as JSON, with its join command, also as a QR code."""
     join_command = format_join_command(token)
     return {
@@ -198,10 +200,6 @@ def _encode_token(token: JoinToken, spec: JoinTokenSpec, *, now: float) -> Json:
         "token": token.text(),
         "token_id": token.token_id,
         "fleet": token.fleet,
-        "expires_at": now + spec.ttl_s,
-        "uses": spec.uses,
-        "groups": list(spec.groups),
-        "role": spec.role,
         "addresses": list(token.addresses),
         "join": join_command,
         "qr_svg": render_qr_svg(join_command),

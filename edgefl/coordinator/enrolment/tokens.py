@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import UsageError
@@ -17,16 +17,6 @@ MAX_TTL_S = 10 * 365 * 86400.0
 MAX_USES = 1_000_000
 ROLES = ("trainer", "evaluator")
 _TTL = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])\Z")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinTokenSpec:
-    """Lifetime, number of uses, groups and role of a join token; the device has no say in them."""
-
-    ttl_s: float = 86400.0
-    uses: int = 1
-    groups: tuple[str, ...] = ()
-    role: str = "trainer"
 
 
 def parse_ttl(text: str) -> float:
@@ -42,16 +32,27 @@ def parse_ttl(text: str) -> float:
     return seconds
 
 
-def make_token(store: Store, directory: CoordinatorDirectory, spec: JoinTokenSpec, *, now: float) -> JoinToken:
+def make_token(  # noqa: PLR0913 the terms of a token, by name
+    store: Store,
+    directory: CoordinatorDirectory,
+    *,
+    now: float,
+    ttl_s: float = 86400.0,
+    uses: int = 1,
+    groups: Sequence[str] = (),
+    role: str = "trainer",
+) -> JoinToken:
     """Returns a new token for the fleet of `directory`, after the store has its hash.
 
+    Lifetime, number of uses, groups and role are the operator's: the device has no say in them.
+
     Raises:
-        UsageError: the specification is invalid.
+        UsageError: one of them is out of range or unknown.
     """
-    if not 1 <= spec.uses <= MAX_USES:
-        raise UsageError(f"uses must be from 1 to {MAX_USES}, got {spec.uses}")
-    if spec.role not in ROLES:
-        raise UsageError(f"role must be one of {', '.join(ROLES)}, got {spec.role!r}")
+    if not 1 <= uses <= MAX_USES:
+        raise UsageError(f"uses must be from 1 to {MAX_USES}, got {uses}")
+    if role not in ROLES:
+        raise UsageError(f"role must be one of {', '.join(ROLES)}, got {role!r}")
     token = JoinToken(
         ca_fingerprint=directory.compute_ca_fingerprint(),
         token_id=secrets.token_hex(4),
@@ -62,10 +63,10 @@ def make_token(store: Store, directory: CoordinatorDirectory, spec: JoinTokenSpe
     store.add_token(
         token_id=token.token_id,
         secret_sha256=hash_token(token.secret),
-        expires_at=now + spec.ttl_s,
-        uses=spec.uses,
-        groups=[validate_slug(group, "group") for group in spec.groups],
-        role=spec.role,
+        expires_at=now + ttl_s,
+        uses=uses,
+        groups=[validate_slug(group, "group") for group in groups],
+        role=role,
         created_at=now,
     )
     return token

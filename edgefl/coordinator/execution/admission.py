@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from edgefl import __version__
-from edgefl.coordinator.execution.eligibility import AdmissionStatus, Candidate, Candidates, RunSpec
-from edgefl.coordinator.execution.fleet_view import LiveFleetView
+from edgefl.coordinator.execution.fleet_view import AdmissionStatus, Candidate, Candidates, LiveFleetView, RunSpec
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S, DeviceNotifier, InstructionTransport
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (

@@ -20,8 +20,7 @@ from edgefl.coordinator.execution.admission import (
     RecordEvent,
     RunMembership,
 )
-from edgefl.coordinator.execution.eligibility import RunSpec
-from edgefl.coordinator.execution.fleet_view import IdleRunReporter, LiveFleetView
+from edgefl.coordinator.execution.fleet_view import IdleRunReporter, LiveFleetView, RunSpec
 from edgefl.coordinator.execution.headers import (
     LINEAGE_KEY,
     RECORD_KEY,

@@ -13,7 +13,7 @@ import hashlib
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import MODEL_HASH_KEY
 from edgefl.coordinator.flower.messages import PreparedBody
 from edgefl.coordinator.flower.superlink import prepare_body

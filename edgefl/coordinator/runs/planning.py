@@ -14,7 +14,7 @@ from edgefl import DISTRIBUTION
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.peer_codec import select_peer_tensors
 from edgefl.coordinator.execution.admission import AdmissionRequirements
-from edgefl.coordinator.execution.eligibility import NO_TORCH, find_training_blocker, is_selected
+from edgefl.coordinator.execution.fleet_view import NO_TORCH, find_training_blocker, is_selected
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import DeviceNotifier
 from edgefl.coordinator.execution.replay import ReplayError, RunClock

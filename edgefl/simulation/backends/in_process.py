@@ -13,15 +13,16 @@ import numpy as np
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.core.types import Array, LazyTensors, ModelSpec, Tensors, derive_rng
-from edgefl.simulation.backends.backend import (
+from edgefl.simulation.backends.trainer import (
     EncodedModel,
+    EncodedUpdate,
     EvaluationMetrics,
+    SimulatedTrainer,
     TrainingBackend,
     TrainingFailedError,
     TrainingJob,
     TrainingResult,
 )
-from edgefl.simulation.backends.trainer import EncodedUpdate, SimulatedTrainer
 from edgefl.simulation.device import SimulatedDevice
 
 

@@ -25,16 +25,18 @@ from typing import Any, BinaryIO
 from edgefl.compression.error_feedback import is_stateful_training
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import Json, ModelSpec, PeerMessage, TrainConfig, TrainInstruction
-from edgefl.simulation.backends.backend import (
+from edgefl.simulation.backends.in_process import InProcessBackend, format_error, make_result
+from edgefl.simulation.backends.partitioned_data import FleetData, load_data, save_data
+from edgefl.simulation.backends.trainer import (
     EncodedModel,
+    EncodedUpdate,
     EvaluationMetrics,
+    SimulatedTrainer,
+    TaskSpec,
     TrainingFailedError,
     TrainingJob,
     TrainingResult,
 )
-from edgefl.simulation.backends.in_process import InProcessBackend, format_error, make_result
-from edgefl.simulation.backends.partitioned_data import FleetData, load_data, save_data
-from edgefl.simulation.backends.trainer import EncodedUpdate, SimulatedTrainer, TaskSpec
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encode_messages
 
 CONFIG_FILE = "site.json"

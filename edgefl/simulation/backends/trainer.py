@@ -1,4 +1,4 @@
-"""Trains for any device of the fleet, one job after another, exactly as a real device's trainer does.
+"""Interface of a training backend, and the trainer behind all: it trains for any device as a real one's does.
 
 One warm learner serves all; each device's client state (kept optimiser state, error-feedback residual, local tensors)
 is swapped in and out with it.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -33,7 +34,6 @@ from edgefl.core.types import (
     TrainInstruction,
     derive_rng,
 )
-from edgefl.simulation.backends.backend import EncodedModel, EvaluationMetrics
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
@@ -46,6 +46,84 @@ from edgefl.tasks.local_algorithms.local_training import (
 )
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.registry import make_task
+
+
+class TrainingFailedError(Exception):
+    """A device failed an instruction; the text is the device's error reply."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EncodedModel:
+    """One encoded model version, shared by all jobs that start from it.
+
+    `owner` is the device whose own model it is, empty for the global one.
+    """
+
+    version: int
+    body: bytes
+    owner: str = ""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """The identity of the model within the run."""
+        return self.version, self.owner
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TrainingJob:
+    """The training of one instruction. `iterations` may shrink until `start` is called, never after."""
+
+    instruction: TrainInstruction
+    model: EncodedModel
+    iterations: int = 0
+    is_started: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """The result of a job. `num_bytes` covers its encoded update and the peer messages."""
+
+    tensors: Tensors
+    num_bytes: int
+    num_examples: int
+    loss: float | None = None
+    messages: tuple[PeerMessage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationMetrics:
+    """Metrics of one evaluated model."""
+
+    num_examples: int
+    loss: float
+    accuracy: float
+
+
+class TrainingBackend(Protocol):
+    """Trains, here or in other processes. A result depends on its job alone, not on worker or time."""
+
+    def start(self, job: TrainingJob) -> None:
+        """Announces a job whose result will be requested; may start it."""
+
+    def get_result(self, job: TrainingJob) -> TrainingResult:
+        """Returns the job's result; blocks until it is available.
+
+        Raises:
+            TrainingFailedError: the device failed the instruction.
+        """
+
+    def cancel(self, job: TrainingJob) -> None:
+        """Cancels a started job; the device's state is as before the job."""
+
+    def evaluate(self, device_id: str | None, model: EncodedModel) -> EvaluationMetrics:
+        """Evaluates a model on a device's own test split, or on the coordinator's data for None.
+
+        Raises:
+            TrainingFailedError: there is nothing to test on, or the model has diverged.
+        """
+
+    def close(self) -> None: ...
+
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024
 """Maximum size of the cache of devices' examples; others are taken from the pool for every job."""

@@ -17,7 +17,7 @@ from cryptography.x509.oid import NameOID
 from edgefl import __version__
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment.enrolment_service import REISSUE_WINDOW_S, EnrolmentService
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, make_token
+from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.errors import JoinError, NameTakenError, NetworkError, UsageError, VersionError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_JSON_BYTES, JoinToken
 from edgefl.storage.queries.history import read_history
@@ -41,7 +41,7 @@ class Desk:
             evaluator_token=lambda: self.evaluator_token,
             clock=lambda: self.now,
         )
-        self.token: JoinToken = make_token(self.store, self.directory, JoinTokenSpec(uses=2), now=5000.0)
+        self.token: JoinToken = make_token(self.store, self.directory, now=5000.0, uses=2)
 
     def request(self, **changes: Any) -> bytes:
         key = ec.generate_private_key(ec.SECP256R1())

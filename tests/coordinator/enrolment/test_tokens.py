@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.enrolment.tokens import JoinTokenSpec, format_join_command, make_token, parse_ttl
+from edgefl.coordinator.enrolment.tokens import format_join_command, make_token, parse_ttl
 from edgefl.core.errors import UsageError
 from edgefl.core.protocol import JoinToken
 from edgefl.storage.store import Store
@@ -28,7 +28,7 @@ def test_a_lifetime_that_is_none_is_refused() -> None:
 def test_a_token_says_whom_to_trust_and_where_and_the_store_has_its_hash_and_not_the_secret(tmp_path: Path) -> None:
     directory = init_directory(tmp_path / "c", hosts=["pi.local", "10.0.0.5"], fleet="lab")
     with Store.open(directory.database) as store:
-        token = make_token(store, directory, JoinTokenSpec(ttl_s=60, uses=3, groups=("roof",)), now=1000.0)
+        token = make_token(store, directory, now=1000.0, ttl_s=60, uses=3, groups=("roof",))
         (record,) = store.list_tokens()
     assert (record.token_id, record.expires_at, record.uses_left) == (token.token_id, 1060, 3)
     assert record.groups == ("roof",)
@@ -49,5 +49,5 @@ def test_terms_that_make_no_sense_are_refused_and_nothing_is_stored(tmp_path: Pa
     with Store.open(directory.database) as store:
         for terms in ({"uses": 0}, {"uses": 10**9}, {"role": "boss"}, {"groups": ("A b",)}):
             with pytest.raises(UsageError):
-                make_token(store, directory, JoinTokenSpec(**terms), now=0.0)
+                make_token(store, directory, now=0.0, **terms)
         assert store.list_tokens() == []

@@ -12,7 +12,7 @@ from small_fleet import SmallFleet, beat, status
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution.admission import HEARTBEAT_REQUEST_AFTER_S, REJOIN_TIMEOUT_S, AdmissionRequirements
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.live_fleet import LiveFleet
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S

@@ -7,8 +7,13 @@ import itertools
 import pytest
 from small_fleet import beat, status
 
-from edgefl.coordinator.execution.eligibility import RunSpec
-from edgefl.coordinator.execution.fleet_view import REPORT_AFTER_S, RUN_WAITING, IdleRunReporter, LiveFleetView
+from edgefl.coordinator.execution.fleet_view import (
+    REPORT_AFTER_S,
+    RUN_WAITING,
+    IdleRunReporter,
+    LiveFleetView,
+    RunSpec,
+)
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.protocol import Capabilities

@@ -13,7 +13,7 @@ from small_fleet import SmallFleet
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution import messaging
 from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.live_fleet import (
     EVALUATION_DEADLINE_S,
     LINEAGE_BEGAN,

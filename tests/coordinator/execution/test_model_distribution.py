@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from edgefl.coordinator.execution.eligibility import RunSpec
+from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.model_distribution import ModelDistributor
 from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgefl.coordinator.execution.eligibility import EligibilityFilter, RunSpec
+from edgefl.coordinator.execution.fleet_view import EligibilityFilter, RunSpec
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.planning import (

@@ -14,11 +14,17 @@ from edgefl.compression.codec import make_codec
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import TrainConfig, TrainInstruction, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
-from edgefl.simulation.backends.backend import EncodedModel, TrainingBackend, TrainingFailedError, TrainingJob
 from edgefl.simulation.backends.in_process import AutoBackend, InProcessBackend
 from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
-from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
+from edgefl.simulation.backends.trainer import (
+    EncodedModel,
+    SimulatedTrainer,
+    TaskSpec,
+    TrainingBackend,
+    TrainingFailedError,
+    TrainingJob,
+)
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.registry import make_task
 
