@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
 
@@ -54,23 +55,66 @@ def slow_creep(tensors: dict[str, Array], version: int) -> Mapping[str, Array]:
     return {name: tensor + factor * push[name] for name, tensor in tensors.items()}
 
 
+@dataclass(frozen=True)
+class Collusion:
+    """An attack of rogues that know what all honest devices send: their [n, ...] tensors -> what each rogue sends."""
+
+    attack: Callable[[Array], Array]
+
+
+def a_little_is_enough(num_devices: int, num_rogues: int) -> Collusion:
+    """The honest mean, less so many deviations that half of all updates lie on its other side.
+
+    Baruch et al., A Little Is Enough: Circumventing Defenses for Distributed Learning, NeurIPS 2019, algorithm 3.
+    """
+    num_supporters = num_devices // 2 + 1 - num_rogues
+    deviations = NormalDist().inv_cdf((num_devices - num_rogues - num_supporters) / (num_devices - num_rogues))
+    return Collusion(lambda honest: honest.mean(axis=0) - np.float32(deviations) * honest.std(axis=0))
+
+
+def against_the_mean(factor: float) -> Collusion:
+    """The honest mean times -factor: Xie et al., Fall of Empires: Inner Product Manipulation, UAI 2020."""
+    return Collusion(lambda honest: -np.float32(factor) * honest.mean(axis=0))
+
+
 class RogueBackend(InProcessBackend):
     """Trains in this process; the updates of some devices are replaced."""
 
-    def __init__(self, trainer, model_spec, rogues: Sequence[str], attack: Attack | None) -> None:
+    def __init__(
+        self, trainer, model_spec, names: Sequence[str], rogues: Sequence[str], attack: Attack | Collusion | None
+    ) -> None:
         super().__init__(trainer, model_spec)
+        self._honest = [name for name in names if name not in rogues]
         self._rogues, self._attack = rogues, attack
+        self._colluded: tuple[int, Mapping[str, Array]] = -1, {}
 
     def get_result(self, job):
         result = super().get_result(job)
         if self._attack is None or job.instruction.device_id not in self._rogues or not result.tensors:
             return result
-        honest = {
-            name: tensor.dense() if hasattr(tensor, "dense") else np.array(tensor)
-            for name, tensor in result.tensors.items()
-        }
+        version = job.instruction.base_version
         with np.errstate(over="ignore", invalid="ignore"):
-            return replace(result, tensors=self._attack(honest, job.instruction.base_version))
+            if isinstance(self._attack, Collusion):
+                if self._colluded[0] != version:
+                    self._colluded = version, self._collude(job, self._attack)
+                return replace(result, tensors=self._colluded[1])
+            return replace(result, tensors=self._attack(to_dense(result.tensors), version))
+
+    def _collude(self, job, collusion: Collusion) -> Mapping[str, Array]:
+        updates = []
+        for name in self._honest:
+            copy = replace(job, instruction=replace(job.instruction, device_id=name))
+            updates.append(to_dense(super().get_result(copy).tensors))
+        return {
+            name: collusion.attack(np.stack([update[name] for update in updates])).astype(tensor.dtype)
+            for name, tensor in updates[0].items()
+        }
+
+
+def to_dense(tensors) -> dict[str, Array]:
+    return {
+        name: tensor.dense() if hasattr(tensor, "dense") else np.array(tensor) for name, tensor in tensors.items()
+    }
 
 
 @dataclass
@@ -129,7 +173,7 @@ def play(
     tables: Mapping[str, Mapping[str, object]],
     data: FleetData,
     *,
-    attack: Attack | None = None,
+    attack: Attack | Collusion | None = None,
     num_rogues: int = 1,
     without_rogues: bool = False,
 ) -> Outcome:
@@ -149,7 +193,7 @@ def play(
     )
     fleet = SimulatedFleet(
         make_devices(config, names, (), data.shards, shapes),
-        backend=RogueBackend(trainer, shapes, rogues, attack),
+        backend=RogueBackend(trainer, shapes, names, rogues, attack),
         downlink=SimulatedDownlink(made.encode, made.encode_changes),
         settings=make_settings(config),
         evaluators=[
