@@ -26,7 +26,7 @@ from edgefl.coordinator.auth import TokenAuth, register_error_handler, require_d
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, enrolment_router
 from edgefl.coordinator.enrolment.tokens import make_token
-from edgefl.core.errors import NetworkError, NotFoundError
+from edgefl.core.errors import NetworkError, NotAllowedError, NotFoundError
 from edgefl.core.extensions import ALLOW_VARIABLE
 from edgefl.core.protocol import JoinToken
 from edgefl.storage import database
@@ -113,10 +113,13 @@ class FrontDoor:
         self.enrolled.clear()
         self.lose_answers = 0
 
-    def _signed_by(self, request: Request) -> str | None:
+    def _signed_by(self, request: Request) -> str:
         """Returns whose key a request shows; the signature itself is the affair of other tests."""
         key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER])
-        return next((each.device_id for each in self.store.list_devices() if each.public_key == key), None)
+        for each in self.store.list_devices():
+            if each.public_key == key:
+                return each.device_id
+        raise NotAllowedError("no such key")
 
     def _app(self) -> Any:
         app = FastAPI()

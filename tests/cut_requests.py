@@ -8,16 +8,22 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
+from edgefl.device.enrolment.certificates import create_key, export_public_key
+from edgefl.device.flower.supernode import RequestSigner
 from edgefl.system.https_client import create_pinned_context
 
 FLEET_METHODS = ("activate-node", "pull-messages", "push-messages", "pull-object", "push-object", "unknown")
+Headers = Callable[[str, str], str]
+"""Lines of headers of a request, by method and path."""
 ENDINGS = ("goodbye", "reset", "half-closed")
 BODY = json.dumps({"v": 1, "name": "bö", "toml": "x" * 40}, ensure_ascii=False).encode()
 CHUNKED = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:20], BODY[20:])) + b"0\r\n\r\n"
@@ -55,14 +61,19 @@ def list_cuts(method: str, path: str, headers: str) -> Iterator[bytes]:
 
 
 def send_cut(port: int, context: ssl.SSLContext, request: bytes, ending: str) -> int:
-    """Sends the beginning of a request and hangs up; returns the status of an answer, 0 for none."""
+    """Sends the beginning of a request and hangs up; returns the status of an answer, 0 for none.
+
+    A whole one is `answered` before.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
         connection = context.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=True)
         connection.sendall(request)
         answer = b""
-        if ending == "half-closed":
+        if ending == "answered":
+            answer = connection.recv(100)
+        elif ending == "half-closed":
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
+                socket.socket.shutdown(connection, socket.SHUT_WR)  # SSLSocket's own would end the decryption, too
                 answer = connection.recv(100)
         elif ending == "reset":
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -75,18 +86,46 @@ def send_cut(port: int, context: ssl.SSLContext, request: bytes, ending: str) ->
     return int(found[1]) if found else 0
 
 
-def send_all(coordinator: Any, token: str, ca: Path, *, every: int = 1) -> tuple[int, list[str]]:
-    """Cuts requests off on every route, every n-th boundary each; returns how many, and the answers that are 5xx."""
+def make_bearer_headers(token: str) -> Headers:
+    """Returns the headers of an operator's requests, by method and path."""
+    return lambda _method, _path: f"authorization: Bearer {token}\r\n"
+
+
+def make_signed_headers(coordinator: Any) -> Headers:
+    """Returns the headers of requests of the device `pi`, whose key is registered here, by method and path."""
+    key = create_key()
+    node_id = coordinator._superlink.register(export_public_key(key), "pi")
+    coordinator._registry.add("pi", node_id=node_id, role="trainer", groups=(), examples={"digits": 9})
+    signer = RequestSigner(key, time.time)
+
+    def sign(method: str, path: str) -> str:
+        return "".join(f"{name}: {value}\r\n" for name, value in signer.sign(method, path, BODY).items())
+
+    return sign
+
+
+def send_all(
+    coordinator: Any, headers: Headers, ca: Path, *, every: int = 1
+) -> tuple[int, dict[int, int], list[str]]:
+    """Cuts requests off on every route, every n-th boundary each.
+
+    Returns:
+        How many; how many were answered with each status, 0 for none; and those that got 5xx.
+    """
     web = coordinator._web
     port, context = web._listener.getsockname()[1], create_pinned_context(ca.read_bytes())
-    headers, number, faults = f"authorization: Bearer {token}\r\n", 0, []
+    number, statuses, faults = 0, Counter[int](), []
     for method, path in list_routes(web._server.config.app):
-        for cut in list_cuts(method, path, headers):
+        num_cuts = len(list(list_cuts(method, path, "")))
+        for cut in range(num_cuts):
             number += 1
-            if number % every:
+            is_last = cut == num_cuts - 1
+            if number % every and not is_last:
                 continue
-            ending = ENDINGS[(number // every) % len(ENDINGS)]
-            status = send_cut(port, context, cut, ending)
+            request = list(list_cuts(method, path, headers(method, path)))[cut]
+            ending = "answered" if is_last else ENDINGS[(number // every) % len(ENDINGS)]
+            status = send_cut(port, context, request, ending)
+            statuses[status] += 1
             if status >= 500:
-                faults.append(f"{status} for {cut[:80]!r}… of {len(cut)} bytes, {ending}")
-    return number // every, faults
+                faults.append(f"{status} for {request[:80]!r}… of {len(request)} bytes, {ending}")
+    return sum(statuses.values()), dict(statuses), faults

@@ -98,7 +98,9 @@ class ModelSource:
 
     def source(self) -> DownloadSource:
         return DownloadSource(
-            address=self.address, tls_context=create_pinned_context(self.ca.read_bytes()), headers={"who": "pi"}
+            address=self.address,
+            tls_context=create_pinned_context(self.ca.read_bytes()),
+            sign=lambda method, target, _body: {"who": f"pi {method} {target}"},
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ Operators may do everything, viewers may read. Both send a bearer token; only ha
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import ipaddress
 import logging
@@ -40,7 +41,7 @@ from edgefl.core.errors import (
     TooManyTriesError,
     VersionError,
 )
-from edgefl.core.protocol import PROTOCOL_VERSION, error_code
+from edgefl.core.protocol import BODY_HASH_HEADER, PROTOCOL_VERSION, error_code
 from edgefl.core.safe_parsing import sanitise_line, sanitise_text
 from edgefl.core.safe_text import escape_text
 from edgefl.storage.store import REJECTED_EVENT_KIND, Store
@@ -247,7 +248,7 @@ class RateLimiter:
         return len(self._by_address)
 
 
-AccessCheck = Callable[[Request], None]
+AccessCheck = Callable[[Request], object]
 
 
 class TokenAuth:
@@ -319,22 +320,29 @@ class TokenAuth:
 
 
 def require_device(
-    find_signer: Callable[[Request], str | None], *, record_rejection: RecordRejection = ignore_rejection
+    get_signer: Callable[[Request], str], *, record_rejection: RecordRejection = ignore_rejection
 ) -> AccessCheck:
     """Returns a FastAPI dependency that stores the signing device in the request's state; others get 401.
 
-    `record_rejection` is called for those others.
+    `get_signer` raises `NotAllowedError` for those others, and `record_rejection` is called for them.
     """
 
-    def check(request: Request) -> None:
-        device_id = find_signer(request)
-        if device_id is None:
+    async def get_device(request: Request) -> str:
+        device_id = await to_thread.run_sync(get_signer, request)
+        as_sent = getattr(request.state, "body_sha256", None) or hashlib.sha256(await request.body()).hexdigest()
+        if request.headers.get(BODY_HASH_HEADER) != as_sent:
+            raise NotAllowedError("its body is not the one that was signed")
+        return device_id
+
+    async def check(request: Request) -> None:
+        try:
+            request.state.device_id = await get_device(request)
+        except NotAllowedError as error:
             path = request.url.path[:MAX_PATH_CHARS]
-            record_rejection(
-                "signature", get_request_source(request), f"{path}: its key or its signature does not count"
-            )
-            raise NotAllowedError("only a device that has joined this fleet may ask for this, with its signature")
-        request.state.device_id = device_id
+            record_rejection("signature", get_request_source(request), f"{path}: {error}")
+            raise NotAllowedError(
+                "only a device that has joined this fleet may ask for this, with its signature"
+            ) from None
 
     return check
 

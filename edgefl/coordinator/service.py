@@ -300,7 +300,7 @@ class Coordinator:
         return ApiContext(
             viewer=auth.require_viewer,
             operator=auth.require_operator,
-            device=require_device(self._members.find_signer, record_rejection=record_rejection),
+            device=require_device(self._members.get_signer, record_rejection=record_rejection),
             get_permissions=auth.get_permissions,
             record_rejection=record_rejection,
             directory=directory,

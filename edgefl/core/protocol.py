@@ -62,6 +62,15 @@ INSTANCE_HEADER = "edgefl-instance"
 """Id of a device's agent process: new with every start, and never on disk."""
 STAMP_HEADER = "edgefl-stamp"
 """Sent with every answer to a device and repeated in its next request, which proves that the process is alive."""
+KEY_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER = "flwr-public-key", "flwr-timestamp", "flwr-signature"
+"""Public key (PEM) and signature in base64, and time (ISO 8601) of a device's request; named as Flower does."""
+NONCE_HEADER = "edgefl-nonce"
+"""Signer and number of a device's request: `parse_nonce`."""
+BODY_HASH_HEADER = "edgefl-body-sha256"
+"""SHA-256 of a device's request body, 64 hexadecimal digits; sent ahead, so that headers are verified first."""
+SIGNED_HEADERS = (TIMESTAMP_HEADER, NONCE_HEADER, BODY_HASH_HEADER, INSTANCE_HEADER, STAMP_HEADER)
+SIGNATURE_VERSION = 2
+"""Version of what a device's signature covers; the first, Flower's, covered the timestamp alone."""
 CLONED_STATUS = 409
 """Status of the answer to an agent whose identity another agent uses."""
 
@@ -74,6 +83,7 @@ COORDINATOR_NAME = "coordinator"
 EVALUATOR_NAME = "coordinator-evaluator"
 RESERVED_NAMES = frozenset({COORDINATOR_NAME})
 
+_NONCE = re.compile(r"([0-9a-f]{16})-([0-9]{1,15})\Z", re.ASCII)
 _SLUG = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 
 
@@ -189,6 +199,24 @@ def check_facts(facts: Json, shards: Json) -> None:
             raise NetworkError(
                 f"malformed capabilities: {what} have {num_bytes} bytes, at most {MAX_FACTS_BYTES} are kept"
             )
+
+
+def make_signed_request(method: str, target: str, headers: Mapping[str, str]) -> bytes:
+    """Returns what a device signs of a request; `target` is the path with the query, as they are sent."""
+    values = (headers.get(name, "") for name in SIGNED_HEADERS)
+    return "\n".join((f"edgefl-request {SIGNATURE_VERSION}", method, target, *values)).encode()
+
+
+def parse_nonce(nonce: str) -> tuple[str, int]:
+    """Returns signer and number of a nonce: 16 hexadecimal digits, chosen at random by each signer, `-`, a number.
+
+    Raises:
+        ValueError: malformed.
+    """
+    match = _NONCE.match(nonce)
+    if match is None:
+        raise ValueError(f"no nonce: {nonce!r:.60}")
+    return match[1], int(match[2])
 
 
 def finite_or_none(value: object) -> float | None:

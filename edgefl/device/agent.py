@@ -21,7 +21,7 @@ from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUp
 from edgefl.device.coordinator_endpoint import CoordinatorEndpoint
 from edgefl.device.diagnostics.json_log import LOG_FOLDER, JsonLogHandler
 from edgefl.device.enrolment.certificates import CertificateRenewal
-from edgefl.device.flower.supernode import UnauthorisedError, create_auth_headers
+from edgefl.device.flower.supernode import RequestSigner, UnauthorisedError
 from edgefl.device.flower.work_loop import PollBackoff, WorkLoop
 from edgefl.device.hardware.capabilities import compute_board_hash, select_accelerator
 from edgefl.device.hardware.health import HealthReader
@@ -39,7 +39,7 @@ from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.device.updates.installations import InstalledBundles
 from edgefl.device.updates.protocol import HealthWriter
 from edgefl.device.updates.slots import SoftwareUpdateConfig, get_install_facts, load_update_config
-from edgefl.system.https_client import create_pinned_context
+from edgefl.system.https_client import SignRequest, create_pinned_context
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
 from edgefl.system.retries import Backoff
 
@@ -79,7 +79,7 @@ class Agent:
         self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
         self._tls_context = create_pinned_context(state.ca.read_bytes())
         self._accelerator = select_accelerator(state.settings.accelerator)
-        self._renewal = CertificateRenewal(state, self._tls_context, sign=self._sign_headers)
+        self._renewal = CertificateRenewal(state, self._tls_context, make_signer=self._make_signer)
         self._connection = self._make_connection()
         self._transports = PeerTransportFactory(state, self._connection.peers)
         self._endpoint = CoordinatorEndpoint(
@@ -275,7 +275,7 @@ class Agent:
             self._wake_up.notify()
 
     def _get_download_source(self) -> DownloadSource:
-        """Returns the present download source, signed with the coordinator's time.
+        """Returns the present download source.
 
         Raises:
             NetworkError: the coordinator is unreachable.
@@ -283,9 +283,7 @@ class Agent:
         address = self._endpoint.address
         if address is None:
             raise NetworkError("the coordinator is away")
-        return DownloadSource(
-            address=address, tls_context=self._tls_context, headers=self._work_loop.supernode.create_auth_headers()
-        )
+        return DownloadSource(address=address, tls_context=self._tls_context, sign=self._work_loop.supernode.sign)
 
     def _get_activity(self) -> DeviceActivity:
         run, assignment, iteration = self._trainer.current or (None, None, None)
@@ -300,8 +298,8 @@ class Agent:
             installation=self._installations.report,
         )
 
-    def _sign_headers(self, key_pem: bytes) -> dict[str, str]:
-        return create_auth_headers(key_pem, self._endpoint.clock, self._boot_id)
+    def _make_signer(self, key_pem: bytes) -> SignRequest:
+        return RequestSigner(key_pem, self._endpoint.clock, self._boot_id).sign
 
     def _on_lockout(self, payload: str) -> None:
         """Stops this agent if it is the rejected one: its clone receives the same topic."""

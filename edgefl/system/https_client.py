@@ -10,7 +10,7 @@ import http.client
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -23,6 +23,8 @@ X509_V_FLAG_NO_CHECK_TIME = 0x200000
 MAX_RESPONSE_BYTES = 64 * 1024
 CHUNK_BYTES = 1 << 20
 TIMEOUT_S = 10.0
+SignRequest = Callable[[str, str, bytes], Mapping[str, str]]
+"""Returns the headers that sign one request: of method, path with query, and body."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +118,12 @@ def post_json(
     path: str,
     value: Mapping[str, Any],
     *,
-    headers: Mapping[str, str] | None = None,
+    sign: SignRequest | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Json:
     """Returns the JSON answer to a POST; an error that the coordinator names is raised as that error."""
     body = dump_json(value)
+    headers = None if sign is None else sign("POST", path, body)
     return _parse_json_response(
         address, *request(address, context, "POST", path, body=body, headers=headers, timeout_s=timeout_s)
     )

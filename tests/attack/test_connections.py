@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from cut_requests import send_all
+from cut_requests import make_bearer_headers, make_signed_headers, send_all
 from fuzz.api_readers import open_coordinator
 
 from edgefl.core.config import parse_run
@@ -30,6 +30,7 @@ QUIET_S = 30.0
 MAX_OPEN_S = 30.0
 LIMITED_COMMAND = ("sh", "-c", f'ulimit -n {FILE_LIMIT} && exec "$@"', "sh", *EDGEFL_COMMAND)
 FLOOD = Path(__file__).parents[1] / "connection_flood.py"
+KEYS = {"bearer": "an operator's token", "signed": "a device's signature"}
 FLOODS = {
     "idle": ("2 x the descriptor limit of idle connections", {"idle": 2 * FILE_LIMIT}),
     "slow": ("2,000 slow headers and bodies", {"slow-header": 1000, "slow-body": 1000}),
@@ -131,18 +132,20 @@ def _count_served(fleet: LocalFleet) -> int:
     return served
 
 
-def test_bodies_cut_off_at_every_boundary_on_every_route(tmp_path, attack_table, caplog):
+@pytest.mark.parametrize("kind", KEYS)
+def test_bodies_cut_off_at_every_boundary_on_every_route(tmp_path, attack_table, caplog, kind):
     coordinator, token = open_coordinator(tmp_path)
     try:
+        headers = make_signed_headers(coordinator) if kind == "signed" else make_bearer_headers(token)
         with caplog.at_level(logging.WARNING):
-            num_sent, faults = send_all(coordinator, token, tmp_path / "c" / "ca.pem")
+            num_sent, statuses, faults = send_all(coordinator, headers, tmp_path / "c" / "ca.pem")
     finally:
         coordinator.__exit__(None, None, None)
     tracebacks = [record for record in caplog.records if record.exc_info]
     attack_table.add(
-        "requests cut off at every kind of boundary, every route",
+        f"requests cut off at every kind of boundary, every route, {KEYS[kind]}",
         "0 tracebacks, 0 answers 5xx",
-        f"{len(tracebacks)} tracebacks, {len(faults)} answers 5xx of {num_sent}",
+        f"{len(tracebacks)} tracebacks, {len(faults)} answers 5xx of {num_sent}; {statuses}",
     )
     assert not tracebacks
     assert not faults

@@ -44,7 +44,7 @@ from edgefl.core.errors import (
 from edgefl.core.protocol import MAX_REQUEST_BYTES, JoinToken, error_from_code
 from edgefl.device.enrolment.certificates import create_key, create_signing_request, export_public_key
 from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll
-from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError, create_auth_headers
+from edgefl.device.flower.supernode import ReplyRejectedError, RequestSigner, SuperNode, UnauthorisedError
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.store import Store
@@ -310,6 +310,20 @@ def test_an_unknown_key_and_another_device_s_node_are_refused_by_flower(scene: S
     scene.is_recorded("reply from device-01", "another device", device="device-01")
 
 
+def test_a_request_that_was_overheard_counts_no_second_time_and_only_for_what_it_asked(scene: Scene) -> None:
+    signer = RequestSigner(scene.state("device-02").key.read_bytes(), time.time)
+    path, body = "/edgefl/v1/renew", json.dumps({"v": 1, "csr": "none \u00fc"}).encode()
+    for other, content, host in ((path, b"{}", "127.0.0.16"), (f"{path}?x=1", body, "127.0.0.17")):
+        headers = signer.sign("POST", path, body)
+        assert scene.call("POST", other, content, headers=headers, host=host)[0] == 401
+    scene.is_recorded("signature from 127.0.0.16", "not the one that was signed")
+    scene.is_recorded("signature from 127.0.0.17", "does not count")
+    headers = signer.sign("POST", path, body)
+    assert scene.call("POST", path, body, headers=headers, host="127.0.0.18")[0] == 400, "signed, and no request"
+    assert scene.call("POST", path, body, headers=headers, host="127.0.0.19")[0] == 401
+    scene.is_recorded("signature from 127.0.0.19", "came before")
+
+
 def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Scene) -> None:
     own = scene.let_in("leaver")
     key = own[1].read_bytes()
@@ -321,13 +335,13 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
     assert time.monotonic() - since < 5.0
     client.close()
     assert not is_let_in(scene, *own)
-    renewal, signed = (
-        {"csr": create_signing_request(create_key(), "leaver").decode()},
-        create_auth_headers(key, time.time),
-    )
-    body = json.dumps({"v": 1, **renewal}).encode()
-    assert scene.call("POST", "/edgefl/v1/renew", body, headers=signed, host="127.0.0.13")[0] == 401
-    assert scene.call("POST", "/v1/fleet/pull-messages", headers=signed, host="127.0.0.14")[0] == 401
+    signer = RequestSigner(key, time.time)
+    body = json.dumps({"v": 1, "csr": create_signing_request(create_key(), "leaver").decode()}).encode()
+    for path, content, host in (
+        ("/edgefl/v1/renew", body, "127.0.0.13"),
+        ("/v1/fleet/pull-messages", b"", "127.0.0.14"),
+    ):
+        assert scene.call("POST", path, content, headers=signer.sign("POST", path, content), host=host)[0] == 401
     scene.is_recorded("signature from 127.0.0.13", "/edgefl/v1/renew")
     scene.is_recorded("signature from 127.0.0.14", "pull-messages")
     shown = {"csr": create_signing_request(key, "leaver").decode(), "certificate": own[0].read_text()}
@@ -345,7 +359,8 @@ def test_a_removed_device_s_key_and_certificate_are_refused_everywhere(scene: Sc
 def test_an_update_of_two_gigabytes_is_cut_off_in_little_memory(scene: Scene, declared: bool) -> None:
     # Of the two gigabytes a quarter is really sent: what comes after the answer is thrown away unread.
     before = scene.rss_bytes()
-    headers = create_auth_headers(scene.state("device-02").key.read_bytes(), time.time)
+    signer = RequestSigner(scene.state("device-02").key.read_bytes(), time.time)
+    headers = signer.sign("POST", "/v1/fleet/push-messages")
     connection = http.client.HTTPSConnection("127.0.0.1", scene.fleet.port, context=scene.trust, timeout=30)
     most, sent, piece = before, 0, bytes(1 << 20)
     with closing(connection):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import datetime as dt
 import itertools
 import json
 import time
@@ -27,7 +25,6 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
-from flwr.supercore.primitives.asymmetric import bytes_to_private_key, sign_message
 from fuzz.reader import MIB, Form, Reader, Seed
 from noted_calls import NotedCalls
 
@@ -52,7 +49,7 @@ from edgefl.core.types import (
     TrainInstruction,
     derive_rng,
 )
-from edgefl.device.flower.supernode import SuperNode
+from edgefl.device.flower.supernode import RequestSigner, SuperNode
 from edgefl.device.training.instruction import parse_instruction
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
@@ -246,20 +243,12 @@ class _Nodes:
         )
         self.node_id = self.superlink.register(self.public, "pi")
         self.run = self.superlink.open_run()
-        self._headers, self._signed_s = [(b"", b"")], -1e9
+        self._signer = RequestSigner(self.pem, time.time)
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Signed headers, made anew now and then: their time counts for a few minutes."""
-        if time.monotonic() - self._signed_s > 60:
-            stamp = dt.datetime.now(dt.UTC).isoformat()
-            signature = sign_message(bytes_to_private_key(self.pem), stamp.encode())
-            told = {
-                "flwr-public-key": base64.b64encode(self.public).decode(), "flwr-timestamp": stamp,
-                "flwr-signature": base64.b64encode(signature).decode(),
-            }  # fmt: skip
-            self._headers = [(name.encode(), value.encode()) for name, value in _flower_headers(told).items()]
-            self._signed_s = time.monotonic()
-        return self._headers
+    def sign(self, path: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+        """Signed headers of a request."""
+        headers = self._signer.sign("POST", path.decode("latin-1"), body)
+        return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     def reply(self, instruction: str, header: Any, body: bytes) -> Any:
         """A reply as a device makes it."""
@@ -271,17 +260,6 @@ class _Nodes:
             {"header": ConfigRecord({"json": json.dumps(header)}), "body": ConfigRecord({"bytes": body})}
         )
         return make_message(metadata=metadata, content=content)
-
-
-def _flower_headers(told: Mapping[str, str]) -> dict[str, str]:
-    from flwr.common.constant import TIMESTAMP_HEADER  # noqa: PLC0415 names that may move with Flower
-    from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER  # noqa: PLC0415
-
-    names = {
-        "flwr-public-key": FLEET_HTTP_PUBLIC_KEY_HEADER, "flwr-timestamp": TIMESTAMP_HEADER,
-        "flwr-signature": FLEET_HTTP_SIGNATURE_HEADER,
-    }  # fmt: skip
-    return {names[name].lower(): value for name, value in told.items()}
 
 
 def fleet_api(_folder: Path) -> Reader:
@@ -299,7 +277,8 @@ def fleet_api(_folder: Path) -> Reader:
         if len(nodes.superlink.state.message_ins_store) < 2:
             nodes.run.send(nodes.node_id, kind="train", header={"assignment": "a"}, body=body)
         nodes.replies.clear()
-        status, answer = port.ask("POST", b"/v1/fleet/" + name, b"", nodes.headers(), content)
+        path = b"/v1/fleet/" + name
+        status, answer = port.ask("POST", path, b"", nodes.sign(path, content), content)
         assert status in {200, 400, 401, 403, 404, 409, 410, 413, 500, 503}, (status, answer[:300])
         for reply in nodes.replies:
             json.dumps(reply.header)

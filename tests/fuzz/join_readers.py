@@ -208,7 +208,7 @@ def coordinator_answers(_folder: Path) -> Reader:
     token = JoinToken(ca_fingerprint="ab" * 32, token_id="t", secret="s", fleet="lab", addresses=("b:1",))
     wishes: Any = SimpleNamespace(shards={}, accelerator="auto", threads=None, peer_port=8884)
     site: Any = SimpleNamespace(address="pi:8000")
-    source: Any = DownloadSource(address="pi:8000", tls_context=None, headers={})  # type: ignore[arg-type]
+    source: Any = DownloadSource(address="pi:8000", tls_context=None, sign=lambda *_: {})  # type: ignore[arg-type]
     said = [b""]
 
     @contextmanager

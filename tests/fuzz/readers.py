@@ -136,7 +136,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
             "coordinator/flower/superlink.py:FlowerFleetServicer.handle",
             "coordinator/flower/superlink.py:FlowerFleetServicer._check_node",
-            "coordinator/flower/superlink.py:_is_signed",
+            "coordinator/flower/signatures.py:verify_request",
+            "coordinator/flower/signatures.py:get_public_key",
+            "coordinator/flower/signatures.py:_parse_public_key",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
         "fleet-instructions": _entry(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import hashlib
 import json
 import logging
 import socket
@@ -304,8 +305,10 @@ def _require_valid_json(app: ASGIApp) -> ASGIApp:
         except ValueError as error:
             await _send_rejection(send, f"the body of the request is no JSON that can be used: {error}")
             return
-        # Only an escape can hold a lone surrogate, and most bodies have none.
-        content = json.dumps(value).encode() if b"\\u" in body else body
+        content = body
+        if b"\\u" in body:  # only an escape can hold a lone surrogate, and most bodies have none
+            content = json.dumps(value).encode()
+            scope.setdefault("state", {})["body_sha256"] = hashlib.sha256(body).hexdigest()  # as it was signed
         events = iter([{"type": "http.request", "body": content, "more_body": False}])
 
         async def replay_body() -> Message:

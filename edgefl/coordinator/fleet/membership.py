@@ -18,7 +18,7 @@ from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.core.claims import bound_reported_examples
-from edgefl.core.errors import NetworkError, NotFoundError
+from edgefl.core.errors import NetworkError, NotAllowedError, NotFoundError
 from edgefl.core.protocol import Command, CommandKind, check_facts
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
@@ -94,10 +94,16 @@ class Membership:
             )
         self._superlink.remove(self._registry.remove(device_id))
 
-    def find_signer(self, request: Request) -> str | None:
-        """Returns the device that signed a request; None for a removed one."""
-        node_id = self._superlink.api.authenticate(request)
-        return None if node_id is None else self._registry.get_device_id(node_id)
+    def get_signer(self, request: Request) -> str:
+        """Returns the device that signed a request.
+
+        Raises:
+            NotAllowedError: no device of the fleet.
+        """
+        device_id = self._registry.get_device_id(self._superlink.api.authenticate(request))
+        if device_id is None:
+            raise NotAllowedError("its device was removed")
+        return device_id
 
     def _remove_previous(self, device_id: str, node_id: int) -> None:
         """Removes an earlier device of this name; the new one counts its sessions anew."""

@@ -5,6 +5,7 @@ Only the ASGI layer is here; `superlink.FlowerFleetServicer` handles the request
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import tempfile
@@ -20,7 +21,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from edgefl.coordinator.connections import find_pending_slot
+from edgefl.core.errors import NotAllowedError
 from edgefl.core.protocol import (
+    BODY_HASH_HEADER,
     CHUNK_BYTES,
     CLONED_STATUS,
     INSTANCE_HEADER,
@@ -74,8 +77,12 @@ class FleetServicer(Protocol):
     @property
     def methods(self) -> Collection[str]: ...
 
-    def authenticate(self, request: Request) -> int | None:
-        """Returns the node that signed a request's headers, before the body is read."""
+    def authenticate(self, request: Request) -> int:
+        """Returns the node that signed a request's headers, before the body is read.
+
+        Raises:
+            NotAllowedError: nobody whom we know, or not now.
+        """
 
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response to one request, for any error too; may block unless in `INLINE_METHODS`.
@@ -185,6 +192,7 @@ class SpooledRequestBody:
         self._num_buffered = 0
         self._file: IO[bytes] | None = None
         self._can_spill = True
+        self._digest = hashlib.sha256()
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
@@ -200,8 +208,14 @@ class SpooledRequestBody:
         self._chunks.append(chunk)
         self._num_buffered += len(chunk)
         self.num_bytes += len(chunk)
+        self._digest.update(chunk)
         if self._can_spill and (self._file is not None or self._num_buffered > MAX_MEMORY_BYTES):
             self._spill()
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the body so far, in hexadecimal digits."""
+        return self._digest.hexdigest()
 
     def read(self) -> bytes:
         """Returns the whole body; may wait for the disk."""
@@ -237,9 +251,9 @@ class SpooledRequestBody:
 class FleetApi:
     """The ASGI application under the prefix, without FastAPI's injection and middlewares.
 
-    An unknown key or an invalid signature gets 401 before its body is read, and is no sign of life; a body over its
-    limit gets 413, the clone of a live device 409. Registration by devices is not offered: nodes come from our own
-    enrolment only.
+    An unknown key, an invalid signature or a repeated request gets 401 before its body is read, and is no sign of
+    life. A body that is not the signed one gets 401, too, one over its limit 413, the clone of a live device 409.
+    Registration by devices is not offered: nodes come from our own enrolment only.
 
     Args:
         servicer: handles the requests.
@@ -262,11 +276,12 @@ class FleetApi:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         name = scope["path"].removeprefix(FLEET_PREFIX)
-        node_id = self._servicer.authenticate(request)
-        if node_id is None:
-            self._on_rejected("signature", request, None, f"{name[:40]}: its key or its signature does not count")
-            await send_response(send, 401, encode_error("Invalid SuperNode authentication"))
-        elif (rejection := self._check_process(request, node_id)) is not None:
+        try:
+            node_id = self._servicer.authenticate(request)
+        except NotAllowedError as error:
+            await self._refuse(request, None, send, f"{name[:40]}: {error}")
+            return
+        if (rejection := self._check_process(request, node_id)) is not None:
             await send_response(send, CLONED_STATUS, encode_error(rejection))
         elif request.method != "POST" or name not in self._servicer.methods:
             await send_response(send, 404, encode_error("Not Found"))
@@ -279,20 +294,29 @@ class FleetApi:
                     )
                     await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
                     return
+                if request.headers.get(BODY_HASH_HEADER) != body.sha256:
+                    await self._refuse(request, node_id, send, f"{name}: its body is not the one that was signed")
+                    return
                 response = await self._handle(request, name, body, node_id)
             stamp = self._observer.get_stamp(node_id).encode()
             await send_response(send, response.status, response.content, (STAMP_HEADER.encode(), stamp))
 
-    def authenticate(self, request: Request) -> int | None:
-        """Returns the node that signed a request to another part of the application, or None.
+    def authenticate(self, request: Request) -> int:
+        """Returns the node that signed a request to another part of the application.
 
-        Also None for a rejected process: a clone must not renew the certificate of a live device.
+        Raises:
+            NotAllowedError: as for one to this part, or the process is rejected: a clone must not renew the
+                certificate of a live device.
         """
         node_id = self._servicer.authenticate(request)
-        if node_id is None or self._check_process(request, node_id) is not None:
-            return None
+        if (rejection := self._check_process(request, node_id)) is not None:
+            raise NotAllowedError(rejection)
         self._observer.record_contact(node_id)
         return node_id
+
+    async def _refuse(self, request: Request, node_id: int | None, send: Send, detail: str) -> None:
+        self._on_rejected("signature", request, node_id, detail)
+        await send_response(send, 401, encode_error("Invalid SuperNode authentication"))
 
     def _check_process(self, request: Request, node_id: int) -> str | None:
         """Returns why the requesting process is rejected, None if it is not; older agents send no instance id."""

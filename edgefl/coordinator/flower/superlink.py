@@ -7,7 +7,6 @@ visible. The servicer hands the requests that `fleet_api` lets in to Flower's ow
 
 from __future__ import annotations
 
-import base64
 import datetime as dt
 import io
 import json
@@ -17,11 +16,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
 from fastapi import HTTPException
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
@@ -30,9 +27,6 @@ from flwr.common.constant import (
     NOOP_ACCOUNT_NAME,
     NOOP_FLWR_AID,
     SUPERLINK_NODE_ID,
-    SYSTEM_TIME_TOLERANCE,
-    TIMESTAMP_HEADER,
-    TIMESTAMP_TOLERANCE,
     SubStatus,
 )
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
@@ -40,8 +34,6 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
-    FLEET_HTTP_PUBLIC_KEY_HEADER,
-    FLEET_HTTP_SIGNATURE_HEADER,
     NOOP_FEDERATION_ID,
     OBJECT_PUSH_SESSION_TTL_SECONDS,
     NodeStatus,
@@ -52,7 +44,6 @@ from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
-from flwr.supercore.primitives.asymmetric import bytes_to_public_key, verify_signature
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
 from flwr.superlink.servicer.fleet import fleet_handlers
@@ -73,7 +64,8 @@ from edgefl.coordinator.flower.fleet_api import (
     encode_error,
 )
 from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembler, SpooledBytes, spool_to_disk
-from edgefl.core.errors import NetworkError
+from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request
+from edgefl.core.errors import NetworkError, NotAllowedError
 from edgefl.core.protocol import (
     CHUNK_BYTES,
     FIELD_BYTES,
@@ -96,8 +88,6 @@ EARLIEST_MESSAGE_S = 1_740_700_800.0
 
 MAX_CACHED_CHUNKS = 4
 """Maximum number of cached encoded model chunks, each of at most `protocol.CHUNK_BYTES`."""
-MAX_CACHED_KEYS = 4096
-"""Maximum number of cached parsed public keys: parsing costs a third of a verification."""
 
 Handler = Callable[[Any, Any], Any]
 
@@ -345,17 +335,27 @@ class FlowerFleetServicer:
 
     def __init__(self, state: InMemoryLinkState) -> None:
         self._state = state
+        self._nonces = NonceMemory(now().timestamp())
         self._cached_answers: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
-    def authenticate(self, request: Request) -> int | None:
-        """Returns the node that signed a request's headers, before the body is read."""
+    def authenticate(self, request: Request) -> int:
+        """Returns the node that signed a request's headers, before the body is read; each request counts once.
+
+        Raises:
+            NotAllowedError: an unknown key, or a signature that is wrong, of another time, or used before.
+        """
         try:
-            key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
-            node_id: int | None = self._state.get_node_id_by_public_key(key)
-            return node_id if node_id is not None and _is_signed(request, key) else None
-        except (KeyError, ValueError, TypeError):  # a missing or invalid header
-            return None
+            key = get_public_key(request)
+            node_id = self._state.get_node_id_by_public_key(key)
+            if node_id is None:
+                raise NotAllowedError("its key or its signature does not count")
+            now_s = now().timestamp()
+            nonce, signed_s = verify_request(request, key, now_s=now_s)
+            self._nonces.add(node_id, nonce, signed_s=signed_s, now_s=now_s)
+        except (KeyError, ValueError, TypeError):
+            raise NotAllowedError("a header of its signature is missing or malformed") from None
+        return int(node_id)
 
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response of a handler; every error becomes one, since this is the boundary.
@@ -372,6 +372,8 @@ class FlowerFleetServicer:
             content = (
                 self._encode_cached(message.object_id, reply) if method == PULL_OBJECT else reply.SerializeToString()
             )
+        except DecodeError:
+            return FleetResponse(status=400, content=encode_error("The body is no message of the Fleet API."))
         except HTTPException as error:
             return FleetResponse(status=error.status_code, content=encode_error(str(error.detail)))
         except FlowerError as error:
@@ -386,7 +388,7 @@ class FlowerFleetServicer:
 
     def _check_node(self, request: Request, message: Any) -> None:
         """Checks that a request is about the device that signed it, and that this is registered."""
-        key = base64.b64decode(request.headers[FLEET_HTTP_PUBLIC_KEY_HEADER], validate=True)
+        key = get_public_key(request)
         node_id = self._state.get_node_id_by_public_key(key)
         if isinstance(message, ActivateNodeRequest):
             is_own = node_id is not None and message.public_key == key
@@ -431,21 +433,6 @@ def _check_sender(request: Any) -> None:
     """Checks that replies are from the device that signed; Flower checks that of the request only."""
     if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
         raise HTTPException(401, "a reply is from another node than the request")
-
-
-def _is_signed(request: Request, key: bytes) -> bool:
-    """Returns whether the timestamp is signed and recent; Flower's own check has the same window."""
-    timestamp = request.headers[TIMESTAMP_HEADER]
-    signature = base64.b64decode(request.headers[FLEET_HTTP_SIGNATURE_HEADER], validate=True)
-    age_s = (now() - dt.datetime.fromisoformat(timestamp)).total_seconds()
-    if not -SYSTEM_TIME_TOLERANCE < age_s < TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE:
-        return False
-    return bool(verify_signature(_parse_public_key(key), timestamp.encode("ascii"), signature))
-
-
-@lru_cache(maxsize=MAX_CACHED_KEYS)
-def _parse_public_key(key: bytes) -> EllipticCurvePublicKey:
-    return bytes_to_public_key(key)
 
 
 class SuperLink:

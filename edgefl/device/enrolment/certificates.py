@@ -12,7 +12,7 @@ import logging
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -25,7 +25,7 @@ from edgefl.core.protocol import certificate_fingerprint
 from edgefl.core.types import Json
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.system.atomic_files import write_atomic
-from edgefl.system.https_client import CoordinatorInfo, fetch_coordinator_info, post_json
+from edgefl.system.https_client import CoordinatorInfo, SignRequest, fetch_coordinator_info, post_json
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class CertificateRenewal:
     Args:
         state: holds key and certificate.
         tls_context: verifies the coordinator.
-        sign: makes the headers of a request, signed with a private key (PEM).
+        make_signer: returns what signs requests with a private key (PEM).
         monotonic: seconds, for waiting.
     """
 
@@ -100,10 +100,15 @@ class CertificateRenewal:
         state: DeviceStateDir,
         tls_context: ssl.SSLContext,
         *,
-        sign: Callable[[bytes], Mapping[str, str]],
+        make_signer: Callable[[bytes], SignRequest],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state, self._tls_context, self._sign, self._monotonic = state, tls_context, sign, monotonic
+        self._state, self._tls_context, self._make_signer, self._monotonic = (
+            state,
+            tls_context,
+            make_signer,
+            monotonic,
+        )
         self._is_requested = threading.Event()
         self._window: tuple[float, float] | None = None
         self._polled_s = self._next_try_s = -POLL_INTERVAL_S
@@ -210,7 +215,7 @@ class CertificateRenewal:
 
     def _request_certificate(self, address: str, key_pem: bytes, *, signed_by: bytes) -> None:
         body = {"csr": create_signing_request(key_pem, self._state.device_id).decode()}
-        reply = post_json(address, self._tls_context, RENEW_ROUTE, body, headers=self._sign(signed_by))
+        reply = post_json(address, self._tls_context, RENEW_ROUTE, body, sign=self._make_signer(signed_by))
         self._state.save_certificate(key_pem=key_pem, cert_pem=parse_certificate(reply, key_pem))
         self._is_requested.clear()
         self._expires_at = None

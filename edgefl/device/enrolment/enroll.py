@@ -261,11 +261,11 @@ def find_removing_coordinator(state: DeviceStateDir, addresses: Sequence[str]) -
 
 def _is_key_registered(coordinator: DiscoveredCoordinator, key_pem: bytes) -> bool:
     """Returns whether a key is registered: the coordinator authenticates before it parses a request."""
-    from edgefl.device.flower.supernode import create_auth_headers  # noqa: PLC0415 a first enrolment needs no Flower
+    from edgefl.device.flower.supernode import RequestSigner  # noqa: PLC0415 a first enrolment needs no Flower
 
-    headers = create_auth_headers(key_pem, lambda: time.time() + coordinator.info.skew_s)
+    signer = RequestSigner(key_pem, lambda: time.time() + coordinator.info.skew_s)
     try:
-        post_json(coordinator.address, coordinator.tls_context, RENEW_ROUTE, {}, headers=headers)
+        post_json(coordinator.address, coordinator.tls_context, RENEW_ROUTE, {}, sign=signer.sign)
     except NotAllowedError:
         return False
     except NetworkError as error:

@@ -10,40 +10,45 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import hashlib
+import itertools
 import json
 import logging
+import os
 import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import httpx
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from flwr.app import ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
-from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PushMessagesRequest
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
-from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
 from edgefl.core.errors import ClonedError, NetworkError
 from edgefl.core.protocol import (
+    BODY_HASH_HEADER,
     CHUNK_BYTES,
     CLONED_STATUS,
     FIELD_BYTES,
     FIELD_JSON,
     INLINE_BODY_BYTES,
     INSTANCE_HEADER,
+    KEY_HEADER,
+    NONCE_HEADER,
     RECORD_BODY,
     RECORD_HEADER,
     REPLY_SALT_BYTES,
+    SIGNATURE_HEADER,
     STAMP_HEADER,
+    TIMESTAMP_HEADER,
+    make_signed_request,
 )
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
@@ -84,28 +89,55 @@ class PulledInstruction:
         return self.message.metadata.message_type == EVALUATE
 
 
-class _RequestSigner:
-    """Signer of requests, with the clock corrected to the coordinator's."""
+class RequestSigner:
+    """Signer of a device's requests, each of which the coordinator accepts once. Thread-safe.
 
-    def __init__(
-        self, private_key: EllipticCurvePrivateKey, clock: Callable[[], float], instance: str, stamp: str = ""
-    ) -> None:
-        self._key, self._clock, self._instance, self.stamp = private_key, clock, instance, stamp
-        self._public_key = base64.b64encode(public_key_to_bytes(private_key.public_key())).decode()
+    Args:
+        private_key_pem: the device's key.
+        clock: estimate of the coordinator's time in Unix seconds.
+        instance: of this agent process; empty for other processes.
+    """
 
-    def create_headers(self) -> dict[str, str]:
-        stamp = dt.datetime.fromtimestamp(self._clock(), tz=dt.UTC).isoformat()
-        signature = sign_message(self._key, stamp.encode("ascii"))
-        return {
-            FLEET_HTTP_PUBLIC_KEY_HEADER: self._public_key,
-            TIMESTAMP_HEADER: stamp,
-            FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+    def __init__(self, private_key_pem: bytes, clock: Callable[[], float], instance: str = "") -> None:
+        self._key, self._clock, self._instance = bytes_to_private_key(private_key_pem), clock, instance
+        self.public_key = public_key_to_bytes(self._key.public_key())
+        self._encoded_key = base64.b64encode(self.public_key).decode()
+        self._name, self._numbers = os.urandom(8).hex(), itertools.count()
+
+    def sign(self, method: str, target: str, body: bytes = b"", *, stamp: str = "") -> dict[str, str]:
+        """Returns the headers of one request, valid for five minutes of the coordinator's time.
+
+        Args:
+            method: in capitals.
+            target: path with query, as it is sent.
+            body: as it is sent.
+            stamp: from the coordinator's last answer to this process.
+        """
+        headers = {
+            TIMESTAMP_HEADER: dt.datetime.fromtimestamp(self._clock(), tz=dt.UTC).isoformat(),
+            NONCE_HEADER: f"{self._name}-{next(self._numbers)}",
+            BODY_HASH_HEADER: hashlib.sha256(body).hexdigest(),
             **({INSTANCE_HEADER: self._instance} if self._instance else {}),
-            **({STAMP_HEADER: self.stamp} if self.stamp else {}),
+            **({STAMP_HEADER: stamp} if stamp else {}),
+        }
+        signature = sign_message(self._key, make_signed_request(method, target, headers))
+        return {
+            **headers,
+            KEY_HEADER: self._encoded_key,
+            SIGNATURE_HEADER: base64.b64encode(signature).decode(),
         }
 
+
+class _SigningInterceptor:
+    """Interceptor of Flower's client that signs requests and repeats the coordinator's stamp."""
+
+    def __init__(self, signer: RequestSigner, stamp: str) -> None:
+        self._signer, self.stamp = signer, stamp
+
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
-        context.request.headers.update(self.create_headers())
+        request: httpx.Request = context.request
+        target = request.url.raw_path.decode("ascii")
+        request.headers.update(self._signer.sign(request.method, target, request.read(), stamp=self.stamp))
         response = call_next(context)
         self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
         # A response and its stream reference each other, and the request: models would stay until garbage collection.
@@ -113,15 +145,10 @@ class _RequestSigner:
         return response
 
 
-def create_auth_headers(private_key_pem: bytes, clock: Callable[[], float], instance: str = "") -> dict[str, str]:
-    """Returns authentication headers, signed with this key, with the agent process's instance."""
-    return _RequestSigner(bytes_to_private_key(private_key_pem), clock, instance).create_headers()
-
-
 class _FleetClient(FleetHttpClient):
     """Flower's client on a keep-alive connection without proxies, trusting only our CA."""
 
-    def __init__(self, address: str, tls_context: ssl.SSLContext, signer: _RequestSigner) -> None:
+    def __init__(self, address: str, tls_context: ssl.SSLContext, signer: _SigningInterceptor) -> None:
         super().__init__(f"https://{address}", interceptors=[signer], verify=tls_context)
         self._client.close()
         transport = PooledHttpTransport(tls_context, timeout_s=REQUEST_TIMEOUT_S)
@@ -149,10 +176,9 @@ class SuperNode:
         clock: Callable[[], float],
         instance: str = "",
     ) -> None:
-        self._instance = instance
-        self._signer: _RequestSigner | None = None
-        self._key = bytes_to_private_key(private_key_pem)
-        self._tls_context, self._clock = tls_context, clock
+        self._instance, self._tls_context, self._clock = instance, tls_context, clock
+        self._signer = RequestSigner(private_key_pem, clock, instance)
+        self._interceptor: _SigningInterceptor | None = None
         self._client: _FleetClient | None = None
         self._node = Node()
         self._incoming_assignment: str | None = None
@@ -163,14 +189,14 @@ class SuperNode:
         """Returns the pulled, unanswered assignment; its model may still be arriving."""
         return self._incoming_assignment
 
-    def create_auth_headers(self) -> dict[str, str]:
-        """Returns authentication headers, valid for five minutes of the coordinator's time."""
-        return _RequestSigner(self._key, self._clock, self._instance).create_headers()
+    def sign(self, method: str, target: str, body: bytes = b"") -> dict[str, str]:
+        """Returns the headers of a request to another part of the coordinator; see `RequestSigner.sign`."""
+        return self._signer.sign(method, target, body)
 
     def update_key(self, private_key_pem: bytes) -> None:
         """Replaces the signing key from the next `connect` on."""
         self.close()
-        self._key = bytes_to_private_key(private_key_pem)
+        self._signer = RequestSigner(private_key_pem, self._clock, self._instance)
 
     def connect(self, address: str) -> None:
         """Activates this device at a coordinator.
@@ -181,11 +207,10 @@ class SuperNode:
             NetworkError: no answer.
         """
         self.close()
-        stamp = self._signer.stamp if self._signer is not None else ""
-        self._signer = _RequestSigner(self._key, self._clock, self._instance, stamp)
-        self._client = _FleetClient(address, self._tls_context, self._signer)
+        self._interceptor = _SigningInterceptor(self._signer, self._interceptor.stamp if self._interceptor else "")
+        self._client = _FleetClient(address, self._tls_context, self._interceptor)
         request = ActivateNodeRequest(
-            public_key=public_key_to_bytes(self._key.public_key()), heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
+            public_key=self._signer.public_key, heartbeat_interval=FLOWER_HEARTBEAT_INTERVAL_S
         )
         self._node = Node(node_id=_send_request(self._client.ActivateNode, request).node_id)
 

@@ -7,7 +7,7 @@ import http.client
 import os
 import shutil
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from edgefl.core.protocol import error_from_code, load_json
 from edgefl.core.safe_parsing import SHA256
 from edgefl.core.types import Json
 from edgefl.system.atomic_files import DISK_FULL_ERRNOS, make_private_directory, make_store_error, sync_directory
-from edgefl.system.https_client import request
+from edgefl.system.https_client import SignRequest, request
 
 PART_SUFFIX = ".part"
 """Suffix of an incomplete file."""
@@ -29,11 +29,11 @@ MIN_FREE_BYTES = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadSource:
-    """Coordinator address and authentication headers for downloads."""
+    """Coordinator address and signer of requests for downloads."""
 
     address: str
     tls_context: ssl.SSLContext
-    headers: Mapping[str, str]
+    sign: SignRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,9 @@ def fetch_offer(source: DownloadSource, artefact: Artefact, rollout_id: str) -> 
         NetworkError: no answer.
     """
     path = f"/edgefl/v1/{artefact.rollout}s/{rollout_id}"
+    headers = source.sign("GET", f"{path}/offer", b"")
     status, body = request(
-        source.address, source.tls_context, "GET", f"{path}/offer", headers=source.headers, timeout_s=TIMEOUT_S
+        source.address, source.tls_context, "GET", f"{path}/offer", headers=headers, timeout_s=TIMEOUT_S
     )
     value = parse_json_response(source.address, status, body)
     sha256, num_bytes = value.get("sha256"), value.get("bytes")
@@ -134,7 +135,8 @@ def _receive(
         host.strip("[]"), int(port), timeout=TIMEOUT_S, context=source.tls_context
     )
     try:
-        connection.request("GET", remote.path, headers={**source.headers, "Range": f"bytes={file.tell()}-"})
+        headers = source.sign("GET", remote.path, b"")
+        connection.request("GET", remote.path, headers={**headers, "Range": f"bytes={file.tell()}-"})
         response = connection.getresponse()
         _check_response(source.address, response, file.tell())
         # read1 returns the bytes received so far: a slow link must not lose much.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,8 @@ from edgefl.coordinator.flower.fleet_api import (
     SpooledRequestBody,
     send_response,
 )
-from edgefl.core.protocol import INSTANCE_HEADER, MAX_REQUEST_BYTES
+from edgefl.core.errors import NotAllowedError
+from edgefl.core.protocol import BODY_HASH_HEADER, INSTANCE_HEADER, MAX_REQUEST_BYTES
 
 NODE, OTHER = 1, 2
 
@@ -41,8 +43,10 @@ class Calls:
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    def authenticate(self, request: Request) -> int | None:
-        return 7 if request.headers.get("key") == "7" else None
+    def authenticate(self, request: Request) -> int:
+        if request.headers.get("key") != "7":
+            raise NotAllowedError("nobody knows it")
+        return 7
 
     def handle(self, _request: Request, name: str, body: bytes) -> FleetResponse:
         self.asked.append((name, body))
@@ -67,9 +71,16 @@ class Site:
         self.refused.append((what, node_id))
 
     def ask(
-        self, name: str, body: bytes = b"", *, key: str = "7", method: str = "POST", size: int | None = None
+        self,
+        name: str,
+        body: bytes = b"",
+        *,
+        key: str = "7",
+        method: str = "POST",
+        size: int | None = None,
+        signed: bytes | None = None,
     ) -> int:
-        """Returns the status; the body is only there to be read once."""
+        """Returns the status; the body is only there to be read once, and `signed` was signed in its place."""
         sent: list[Any] = []
         pieces: Iterator[bytes] = iter([body])
 
@@ -79,7 +90,12 @@ class Site:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        headers = [(b"key", key.encode()), (b"content-length", str(len(body) if size is None else size).encode())]
+        digest = hashlib.sha256(body if signed is None else signed).hexdigest()
+        headers = [
+            (b"key", key.encode()),
+            (b"content-length", str(len(body) if size is None else size).encode()),
+            (BODY_HASH_HEADER.encode(), digest.encode()),
+        ]
         scope = {
             "type": "http",
             "method": method,
@@ -120,6 +136,15 @@ def test_a_body_over_the_limit_of_its_request_is_noted_and_not_passed_on(site: S
     assert site.calls.asked == [(name, b"x")]
 
 
+@pytest.mark.parametrize("size", [3, MAX_MEMORY_BYTES + 1])
+def test_a_body_that_was_changed_on_its_way_is_noted_and_not_passed_on(site: Site, size: int) -> None:
+    body = bytes(size)
+    assert site.ask(PUSH_MESSAGES, body, signed=bytes(size - 1) + b"1") == 401
+    assert (site.calls.asked, site.contacts, site.refused) == ([], [], [("signature", 7)])
+    site.ask(PUSH_MESSAGES, body)
+    assert site.calls.asked == [(PUSH_MESSAGES, body)]
+
+
 def test_what_a_device_fetches_is_counted_for_its_instruction_and_small_talk_for_the_next_reply(site: Site) -> None:
     site.ask(PULL_MESSAGES, b"abc")
     site.ask(PULL_OBJECT, b"d")
@@ -140,7 +165,9 @@ def test_a_signature_under_another_part_of_the_application_is_a_sign_of_life_too
     def request(key: str) -> Request:
         return Request({"type": "http", "headers": [(b"key", key.encode())]})
 
-    assert (site.api.authenticate(request("8")), site.contacts) == (None, [])
+    with pytest.raises(NotAllowedError, match="nobody knows it"):
+        site.api.authenticate(request("8"))
+    assert site.contacts == []
     assert (site.api.authenticate(request("7")), site.contacts) == (7, [7])
 
 
@@ -150,7 +177,9 @@ def test_a_copy_signs_for_nobody_in_another_part_of_the_application_either(site:
     def request(instance: str) -> Request:
         return Request({"type": "http", "headers": [(b"key", b"7"), (INSTANCE_HEADER.encode(), instance.encode())]})
 
-    assert (site.api.authenticate(request("boot-b")), site.contacts) == (None, [])
+    with pytest.raises(NotAllowedError, match="another one was here before"):
+        site.api.authenticate(request("boot-b"))
+    assert site.contacts == []
     assert (site.api.authenticate(request("boot-a")), site.contacts) == (7, [7])
 
 

@@ -4,6 +4,7 @@ import base64
 import collections
 import contextlib
 import datetime as dt
+import hashlib
 import http.client
 import inspect
 import queue
@@ -36,9 +37,21 @@ from edgefl.coordinator.execution.messaging import MAX_MEMORY_BYTES, PUT_TIMEOUT
 from edgefl.coordinator.flower import superlink as superlink_module
 from edgefl.coordinator.flower.fleet_api import MAX_OBJECT_BYTES, MAX_PUSH_OBJECT_BYTES
 from edgefl.coordinator.flower.superlink import ChunkStore, NotifyingLinkState, SuperLink, prepare_body
-from edgefl.core.errors import ClonedError, NetworkError
-from edgefl.core.protocol import CHUNK_BYTES, INLINE_BODY_BYTES, MAX_BODY_BYTES, MAX_REQUEST_BYTES
-from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError
+from edgefl.core.errors import ClonedError, NetworkError, NotAllowedError
+from edgefl.core.protocol import (
+    BODY_HASH_HEADER,
+    CHUNK_BYTES,
+    INLINE_BODY_BYTES,
+    INSTANCE_HEADER,
+    KEY_HEADER,
+    MAX_BODY_BYTES,
+    MAX_REQUEST_BYTES,
+    NONCE_HEADER,
+    SIGNATURE_HEADER,
+    STAMP_HEADER,
+    TIMESTAMP_HEADER,
+)
+from edgefl.device.flower.supernode import ReplyRejectedError, RequestSigner, SuperNode, UnauthorisedError
 from edgefl.system.https_client import create_pinned_context
 
 TWO_DAYS_S = 2 * 24 * 3600.0
@@ -73,7 +86,12 @@ class Site:
     def _start(self, listener):
         self.replies, self.watcher, self.scopes = queue.Queue(), NotedCalls(), collections.deque(maxlen=20)
         self.contacts = self.watcher.contacts
-        self.superlink = SuperLink(on_reply=self.replies.put, observer=self.watcher)
+        self.rejected = collections.deque(maxlen=20)
+        self.superlink = SuperLink(
+            on_reply=self.replies.put,
+            observer=self.watcher,
+            on_rejected=lambda kind, _request, node, detail: self.rejected.append((kind, node, detail)),
+        )
         self.state = self.superlink.state
         self.web = WebServer(make_app(self._api, []), self.directory, listener)
         self.web.start()
@@ -600,24 +618,19 @@ def test_an_unknown_key_is_refused_before_its_body_is_read(site):
 
 
 def key_header(public):
-    return {superlink_module.FLEET_HTTP_PUBLIC_KEY_HEADER: base64.b64encode(public).decode()}
+    return {KEY_HEADER: base64.b64encode(public).decode()}
 
 
-def signed(device, *, key_pem=None, off_s=0.0):
+def signed(device, method="pull-messages", *, body=b"", key_pem=None, off_s=0.0):
     """The headers of a signed request of the device; or signed with another key, or at another time."""
-    timestamp = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=off_s)).isoformat()
-    signature = sign_message(bytes_to_private_key(key_pem or device.key[0]), timestamp.encode())
-    return {
-        **key_header(device.public),
-        superlink_module.TIMESTAMP_HEADER: timestamp,
-        superlink_module.FLEET_HTTP_SIGNATURE_HEADER: base64.b64encode(signature).decode(),
-    }
+    signer = RequestSigner(key_pem or device.key[0], lambda: time.time() + off_s)
+    return signer.sign("POST", f"/v1/fleet/{method}", body) | key_header(device.public)
 
 
 def test_a_body_over_the_cap_is_refused_before_it_is_read(site):
     device = site.device()
     for name, limit in (("push-messages", MAX_REQUEST_BYTES), ("push-object", MAX_PUSH_OBJECT_BYTES)):
-        headers = {"content-length": str(limit + 1), **signed(device)}
+        headers = {"content-length": str(limit + 1), **signed(device, name)}
         assert site.request(f"/v1/fleet/{name}", headers=headers)[0] == 413
 
 
@@ -636,9 +649,9 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
         signed(device, key_pem=new_key()[0]),
         signed(device, off_s=-3600.0),
         signed(device, off_s=3600.0),
-        {**good, superlink_module.TIMESTAMP_HEADER: "noon"},
-        {**good, superlink_module.TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
-        {**good, superlink_module.FLEET_HTTP_SIGNATURE_HEADER: "?"},
+        {**good, TIMESTAMP_HEADER: "noon"},
+        {**good, TIMESTAMP_HEADER: "2026-01-01T00:00:00"},
+        {**good, SIGNATURE_HEADER: "?"},
     ]
     for headers in bad:  # the promised body never comes: an answer shows that nobody waited for it
         assert site.request("/v1/fleet/pull-messages", headers={"content-length": "9000000", **headers})[0] == 401
@@ -647,10 +660,88 @@ def test_a_known_key_with_a_bad_signature_is_refused_unread_and_is_no_sign_of_li
     assert site.superlink.api.byte_counters.pop_reply_bytes(device.id, "") == (0, 0)
 
 
-def asked(device):
+def asked(device, *, method="pull-messages", body=b""):
     """A request as it stands when its headers have come."""
-    headers = [(name.lower().encode(), value.encode()) for name, value in signed(device).items()]
-    return Request({"type": "http", "method": "POST", "path": "/v1/fleet/", "headers": headers})
+    headers = [(name.lower().encode(), value.encode()) for name, value in signed(device, method, body=body).items()]
+    path = f"/v1/fleet/{method}"
+    return Request({"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"method": "GET"},
+        {"path": "/v1/fleet/push-messages"},
+        {"query_string": b"limit=1"},
+        {"body": b"other"},
+        {"nonce": "00" * 8 + "-1"},
+        {"instance": "another"},
+        {"stamp": "another"},
+        {"timestamp": 1.0},
+    ],
+    ids=str,
+)
+def test_what_was_not_signed_is_refused(site, change):
+    device, calls = site.device(), site.superlink.api._servicer
+    request = asked(device)
+    names = {
+        "body": BODY_HASH_HEADER,
+        "nonce": NONCE_HEADER,
+        "instance": INSTANCE_HEADER,
+        "stamp": STAMP_HEADER,
+        "timestamp": TIMESTAMP_HEADER,
+    }
+    ((name, value),) = change.items()
+    scope = dict(request.scope)
+    if name in names:
+        new = {
+            "body": lambda: hashlib.sha256(value).hexdigest(),
+            "timestamp": lambda: dt.datetime.fromtimestamp(time.time() + value, dt.UTC).isoformat(),
+        }.get(name, lambda: value)()
+        key = names[name].lower().encode()
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] != key] + [(key, new.encode())]
+    else:
+        scope[name] = value
+    with pytest.raises(NotAllowedError, match="does not count"):
+        calls.authenticate(Request(scope))
+    assert calls.authenticate(request) == device.id
+
+
+def test_a_request_counts_once_and_its_repetition_is_an_event(site, run):
+    device = site.device()
+    body = pull_of(device.id)
+    headers = signed(device, body=body) | {"content-length": str(len(body))}
+    assert site.request("/v1/fleet/pull-messages", headers=headers, body=body)[0] == 200
+    send(run, device)
+    contacts = list(site.contacts)
+    assert site.request("/v1/fleet/pull-messages", headers=headers, body=body)[0] == 401
+    assert site.rejected.pop() == ("signature", None, "pull-messages: the request came before, and counts once")
+    assert site.contacts == contacts
+    work(device)
+    assert site.reply().body == b"model"
+
+
+def test_a_body_changed_on_its_way_is_refused_and_an_event(site):
+    device = site.device()
+    body = pull_of(device.id)
+    headers = signed(device, body=body) | {"content-length": str(len(body))}
+    assert site.request("/v1/fleet/pull-messages", headers=headers, body=body[:-1] + bytes([body[-1] ^ 1]))[0] == 401
+    kind, node, detail = site.rejected.pop()
+    assert (kind, node) == ("signature", device.id)
+    assert "not the one that was signed" in detail
+
+
+def test_the_timestamp_alone_signed_as_flower_does_is_refused(site):
+    device = site.device()
+    headers = signed(device)
+    timestamp = headers[TIMESTAMP_HEADER]
+    signature = sign_message(bytes_to_private_key(device.key[0]), timestamp.encode())
+    only = key_header(device.public) | {
+        "content-length": "0",
+        TIMESTAMP_HEADER: timestamp,
+        SIGNATURE_HEADER: base64.b64encode(signature).decode(),
+    }
+    assert site.request("/v1/fleet/pull-messages", headers=only)[0] == 401
 
 
 def pull_of(node_id):
@@ -667,7 +758,8 @@ def test_a_body_that_takes_longer_than_a_signature_counts_is_taken_all_the_same(
         monkeypatch.setattr(module, "now", lambda: in_ten_minutes)
 
     assert calls.handle(request, "pull-messages", body).status == 200
-    assert calls.authenticate(request) is None
+    with pytest.raises(NotAllowedError, match="another time"):
+        calls.authenticate(request)
 
 
 def test_a_device_that_is_removed_while_its_body_comes_is_refused(site):
@@ -736,10 +828,9 @@ def test_a_piece_larger_than_a_chunk_is_refused(site, run):
 
 def test_nothing_else_of_flower_can_be_reached(site):
     device = site.device()
-    headers = {"content-length": "0", **signed(device)}
-    for path in ("/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/fleet/", "/v1/fleet/nonsense"):
-        assert site.request(path, headers=headers)[0] == 404
-        assert site.request(path, headers={"content-length": "0"})[0] == 401
+    for name in ("register-node", "unregister-node", "", "nonsense"):
+        assert site.request(f"/v1/fleet/{name}", headers={"content-length": "0", **signed(device, name)})[0] == 404
+        assert site.request(f"/v1/fleet/{name}", headers={"content-length": "0"})[0] == 401
     for path in ("/v1/control/list-runs", "/v1/control/start-run", "/v1/runtime/pull", "/docs", "/openapi.json"):
         for method in ("GET", "POST"):
             assert site.request(path, headers={"content-length": "0"}, method=method)[0] == 404

@@ -50,7 +50,7 @@ def clock():
 @pytest.fixture
 def renewal(state, clock):
     return CertificateRenewal(
-        state, create_pinned_context(state.ca.read_bytes()), sign=lambda _key: {}, monotonic=clock
+        state, create_pinned_context(state.ca.read_bytes()), make_signer=lambda _key: lambda *_: {}, monotonic=clock
     )
 
 

@@ -40,7 +40,8 @@ def test_the_file_is_what_was_offered_who_asks_signs_and_it_is_fetched_once(sour
     offer = offered(source)
     path = download_file(source.source(), offer, folder)
     assert (path.name, path.read_bytes()) == (f"{SHA256}.onnx", BODY)
-    assert [told["who"] for told in source.headers] == ["pi", "pi"]
+    below = "pi GET /edgefl/v1/deployments/d1"
+    assert [told["who"] for told in source.headers] == [f"{below}/offer", f"{below}/model"]
     assert list(folder.iterdir()) == [path]
     download_file(source.source(), offer, folder)
     path.rename(folder / f"{SHA256}.part")  # the power went before it had its name
