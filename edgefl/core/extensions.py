@@ -74,8 +74,14 @@ def load_extension(kind: ExtensionKind, name: str) -> type[Any] | None:
 def load_entry_point(kind: ExtensionKind, name: str) -> type[Any] | None:
     """Returns the class of an entry point, None where no package has one of that name; raises as `load_extension`."""
     for point in entry_points(group=kind.group, name=name):
-        return _load_class(kind, name, *_split_target(point))
+        return load_declared(kind, point)
     return None
+
+
+def load_declared(kind: ExtensionKind, point: EntryPoint) -> type[Any]:
+    """Returns the class of an entry point, which must be of this kind; raises as `load_extension`."""
+    module, _, attribute = point.value.partition("[")[0].partition(":")
+    return _load_class(kind, point.name, module.strip(), attribute.strip())
 
 
 def check_allowed(name: str, noun: str, error: type[EdgeflError]) -> None:
@@ -158,11 +164,6 @@ def _reject_standard(module: str, name: str, noun: str, error: type[EdgeflError]
 
 def _is_standard(module: str) -> bool:
     return _get_package(module) in sys.stdlib_module_names
-
-
-def _split_target(point: EntryPoint) -> tuple[str, str]:
-    module, _, attribute = point.value.partition("[")[0].partition(":")
-    return module.strip(), attribute.strip()
 
 
 def _load_class(kind: ExtensionKind, name: str, module: str, attribute: str) -> type[Any]:
