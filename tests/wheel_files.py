@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import edgefl
-from edgefl.system.bundles.archive import BundleKind, BundleManifest
+from edgefl.system.bundles.archive import BundleKind, BundleManifest, ModelFacts, SignedManifest, read_bundle
 from edgefl.system.bundles.keys import TrustedKeys, create_key_pair, load_private_key
+from edgefl.system.bundles.signatures import SignedList, SignerList, make_next_list
 from edgefl.system.bundles.wheels import make_bundle
 
+FAR = 2**40
+"""Long after any test."""
 KINDS = {str(kind): kind for kind in BundleKind}
 
 
@@ -73,14 +76,42 @@ class Signer:
         return TrustedKeys.load(self.trusted)
 
     def bundle(
-        self, out: Path, *wheels: Path, kind: str = "release", version: str, serial: int | None = None, **wish: object
+        self,
+        out: Path,
+        *wheels: Path,
+        kind: str = "release",
+        version: str,
+        serial: int | None = None,
+        lists: tuple[SignedList, ...] = (),
+        **wish: object,
     ) -> Path:
         """Returns a signed bundle of these wheels."""
         self._serial += 1
-        wish = {"name": "", **wish}
+        wish = {"name": "", "expires": FAR, **wish}
         asked = BundleManifest(kind=KINDS[kind], version=version, serial=serial or self._serial, **wish)  # type: ignore[arg-type]
-        make_bundle(asked, wheels, load_private_key(self.folder / "signing.pem"), out)
+        make_bundle(asked, wheels, load_private_key(self.folder / "signing.pem"), out, lists)
         return out
+
+    def model_bundle(self, out: Path, file: Path, *, model: str, task: str = "digits", **wish: object) -> Path:
+        """Returns a signed bundle of a model's file; `model` is the hash of its tensors."""
+        facts = ModelFacts(sha256=model, task=task, options=wish.pop("options", {}))  # type: ignore[arg-type]
+        return self.bundle(out, file, kind="model", version="0", model=facts, name=facts.bundle_name, **wish)  # type: ignore[arg-type]
+
+
+def replace_signer(old: Signer, new: Signer, *, expires: int = FAR) -> tuple[SignedList, ...]:
+    """Returns the first list of signers, by which a new one takes the place of the one that boards trust."""
+    keys = [load_private_key(one.folder / "signing.pem") for one in (old, new)]
+    content = SignerList(version=1, issued=1, expires=expires, threshold=1, keys={new.id: keys[1].public_key()})
+    (made,) = make_next_list((), content)
+    return (made.sign(keys[0]).sign(keys[1]),)
+
+
+def read_signed(bundle: Path) -> str:
+    """What an offer says of the signatures of a model's bundle."""
+    with bundle.open("rb") as file:
+        found = read_bundle(file)
+    parts = {"manifest_bytes": found.manifest_bytes, "signatures": found.signatures, "manifest": found.manifest}
+    return SignedManifest(**parts).encode()  # type: ignore[arg-type]
 
 
 def edgefl_wheel(folder: Path, version: str, changes: Mapping[str, tuple[str, str]] | None = None) -> Path:

@@ -41,15 +41,16 @@ threads_option = click.option("--threads", type=click.IntRange(1, 64), default=1
 )
 @model_option
 @state_option
+@signers_option
 @threads_option
 @click.option("--format", "fmt", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
-def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, fmt: str) -> None:
+def infer(*, source: Path, file: Path | None, root: Path | None, signers: Path, threads: int, fmt: str) -> None:
     """Print class and probability of every row of a file."""
     import numpy as np  # noqa: PLC0415 fast start
 
     from edgefl.device.inference.onnx_model import OnnxModel, read_inputs  # noqa: PLC0415 likewise
 
-    model = OnnxModel(file or _find_deployed_file(root), threads=threads)
+    model = OnnxModel(file or _find_deployed_file(root, signers), threads=threads)
     rows = read_inputs(source, model)
     predictions = [
         {"row": number, **prediction.to_json()} for number, prediction in enumerate(model.predict(rows.inputs))
@@ -69,13 +70,14 @@ def infer(*, source: Path, file: Path | None, root: Path | None, threads: int, f
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="0 takes a free one.")
 @model_option
 @state_option
+@signers_option
 @threads_option
-def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads: int) -> None:
+def serve(*, host: str, port: int, file: Path | None, root: Path | None, signers: Path, threads: int) -> None:
     """Answer POST /predict with the deployed model until SIGTERM or Ctrl-C; a new one is taken over as it comes."""
     from edgefl.device.inference.server import InferenceServer, ServedModel  # noqa: PLC0415 fast start
     from edgefl.system.processes import on_stop_signal  # noqa: PLC0415 likewise
 
-    served = ServedModel(store=None if file else _open_store(root), file=file, threads=threads)
+    served = ServedModel(store=None if file else _open_store(root, signers), file=file, threads=threads)
     server = InferenceServer(served, host, port)
     with on_stop_signal(server.stop):
         server.start()
@@ -85,22 +87,23 @@ def serve(*, host: str, port: int, file: Path | None, root: Path | None, threads
         server.wait()
 
 
-def _open_store(root: Path | None) -> ModelStore:
+def _open_store(root: Path | None, signers: Path) -> ModelStore:
     from edgefl.device.inference.deployments import ModelStore  # noqa: PLC0415 fast start
     from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.updates.slots import load_update_config  # noqa: PLC0415 likewise
 
-    return ModelStore(root or get_default_state_dir())
+    return ModelStore(root or get_default_state_dir(), load_update_config(signers))
 
 
-def _find_deployed_file(root: Path | None) -> Path:
-    store: Any = _open_store(root)
+def _find_deployed_file(root: Path | None, signers: Path) -> Path:
+    store: Any = _open_store(root, signers)
     current: DeployedModel | None = store.load().current
     if current is None:
         raise NotFoundError(
             f"no model is deployed in {store.folder.parent}; on the coordinator: edgefl model deploy MODEL, "
             "or name a file: --model FILE.onnx"
         )
-    path: Path = store.path(current)
+    path: Path = store.get_permitted_path(current)
     return path
 
 

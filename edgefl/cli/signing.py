@@ -15,13 +15,15 @@ import click
 
 from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE
-from edgefl.core.errors import BundleError
+from edgefl.core.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.updates.slots import Slots
 
 PASSPHRASE_VARIABLE = "EDGEFL_SIGNING_PASSPHRASE"  # noqa: S105 the name of a variable, no secret
-COLUMNS = ("kind", "name", "version", "serial", "key", "allow_downgrade", "bytes", "sha256", "trusted")
+COLUMNS = (
+    "kind", "name", "version", "serial", "expires", "key", "signers", "allow_downgrade", "bytes", "sha256", "trusted",
+)  # fmt: skip
 WHEEL_COLUMNS = ("file", "bytes", "sha256")
 
 folder_option = click.option(
@@ -30,12 +32,20 @@ folder_option = click.option(
     type=FOLDER_TYPE,
     help="Folder of the key pair [default: ~/.config/edgefl/signing].",
 )
-RESTART_TIMEOUT_S = 180.0
+days_option = click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=365,
+    show_default=True,
+    help="How long boards take it, by their clock.",
+)
+RESTART_TIMEOUT_S, DAY_S = 180.0, 86_400
+SIGNERS_KIND = "signers"
 
 
 @click.group("signing", cls=FullHelpGroup)
 def command() -> None:
-    """Sign releases and task packs for the boards, with a key that no coordinator has."""
+    """Sign releases, task packs and models for the boards, with a key that no coordinator has."""
 
 
 @command.command()
@@ -60,19 +70,15 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
 
 
 @command.command()
-@click.argument(
-    "wheels",
-    nargs=-1,
-    type=EXISTING_FILE_TYPE,
-    metavar="[WHEEL]...",
-)
+@click.argument("files", nargs=-1, type=EXISTING_FILE_TYPE, metavar="[FILE]...")
 @click.option(
     "--kind",
-    type=click.Choice(["release", "pack", "removal"]),
+    type=click.Choice(["release", "pack", "removal", "model", "signers"]),
     required=True,
-    help="edgefl itself, a task pack, or what takes a pack off the boards again, without wheels.",
+    help="edgefl itself, a task pack, what takes a pack off the boards again, a model for a deployment, or your list "
+    "of signers.",
 )
-@click.option("--version", required=True, help="That of its main wheel, or of the pack that is removed.")
+@click.option("--version", help="That of the main wheel, or of the pack that is removed.")
 @click.option("--name", help="The main project of a pack of several, or the pack that is removed.")
 @click.option(
     "--out",
@@ -81,36 +87,118 @@ def init(*, folder: Path | None, no_passphrase: bool) -> None:
     help="The bundle to write.",
 )
 @click.option("--allow-downgrade", is_flag=True, help="Boards may take it in place of a newer version.")
+@days_option
 @folder_option
 def sign(  # noqa: PLR0913 one argument per option
     *,
-    wheels: tuple[Path, ...],
+    files: tuple[Path, ...],
     kind: str,
-    version: str,
+    version: str | None,
     name: str | None,
     out: Path,
     allow_downgrade: bool,
+    days: int,
     folder: Path | None,
 ) -> None:
-    """Put WHEELs into a signed bundle; of one project there may be several, for different boards.
+    """Put FILEs into a signed bundle: wheels, of one project several for different boards, or a model's ONNX file.
 
-    A removal has none: sign --kind removal --name PACK --version VERSION --out FILE.
+    A removal and a list of signers have none: sign --kind removal --name PACK --version VERSION --out FILE.
     """
     from edgefl.system.bundles.archive import BundleKind, BundleManifest  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.keys import LIST_FILE, load_lists  # noqa: PLC0415 likewise
     from edgefl.system.bundles.wheels import make_bundle  # noqa: PLC0415 fast start
 
-    # Only the signer's clock decides which one is newer; devices compare serials, never times.
+    folder = folder or _default_folder()
+    bundle_kind, lists = BundleKind(kind), load_lists(folder / LIST_FILE)
+    model = _read_model_facts(files) if bundle_kind is BundleKind.MODEL else None
+    if bundle_kind is BundleKind.SIGNERS:
+        if not lists:
+            raise UsageError(f"there is no {folder / LIST_FILE}; make one: edgefl signing signers")
+        version = str(lists[-1].content.version)
+    if version is None and model is None:
+        raise UsageError("say with --version which version it is")
+    # Only the signer's clock decides which one is newer: the serial is the time of signing.
+    serial = int(time.time())
     draft = BundleManifest(
-        kind=BundleKind(kind),
-        version=version,
-        name=name or "",
-        serial=int(time.time()),
+        kind=bundle_kind,
+        version=version or "0",
+        name=(name or "") if model is None else model.bundle_name,
+        serial=serial,
+        expires=serial + days * DAY_S,
         allow_downgrade=allow_downgrade,
+        model=model,
     )
-    bundle = make_bundle(draft, wheels, _load_private_key(folder or _default_folder()), out)
+    bundle = make_bundle(draft, files, _load_private_key(folder), out, lists)
+    what = "a model" if model else f"{len(bundle.wheels)} wheels"
+    echo(f"{bundle.kind} {bundle.name} {bundle.version}, {what}, signed by {bundle.key}: {out}")
+
+
+@command.command()
+@click.argument("file", type=EXISTING_FILE_TYPE, metavar="FILE")
+@folder_option
+def cosign(*, file: Path, folder: Path | None) -> None:
+    """Add your signature to a bundle, or to the last list of a file of signers, where a threshold needs several."""
+    from edgefl.system.bundles.keys import load_lists, write_lists  # noqa: PLC0415 likewise
+    from edgefl.system.bundles.wheels import add_signature  # noqa: PLC0415 fast start
+
+    key = _load_private_key(folder or _default_folder())
+    if file.suffix != ".json":
+        manifest = add_signature(file, key)
+        echo(f"{file}: {manifest.kind} {manifest.name} {manifest.version} has your signature, too")
+        return
+    lists = load_lists(file)
+    if not lists:
+        raise UsageError(f"{file} holds no list of signers")
+    write_lists(file, (*lists[:-1], lists[-1].sign(key)))
+    echo(f"{file}: list {lists[-1].content.version} has your signature, too")
+
+
+@command.command()
+@click.argument("keys", nargs=-1, type=EXISTING_FILE_TYPE, metavar="[KEY.pem]...")
+@click.option("--threshold", type=click.IntRange(1), help="How many of them must sign [default: as before, else 1].")
+@days_option
+@folder_option
+def signers(*, keys: tuple[Path, ...], threshold: int | None, days: int, folder: Path | None) -> None:
+    """Make the next list of signers: these KEYs, or those before for longer; it is signed with your own key.
+
+    It lies beside the key pair as signers.json, travels with all that is signed from there, and boards follow it.
+    """
+    from edgefl.system.bundles.keys import LIST_FILE, PUBLIC_KEY_FILE, load_lists, load_public_key, write_lists  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.signatures import SignerList, compute_key_id, make_next_list  # noqa: PLC0415 likewise
+
+    folder = folder or _default_folder()
+    path, private = folder / LIST_FILE, _load_private_key(folder)
+    lists, now = load_lists(path), int(time.time())
+    former = lists[-1].content if lists else None
+    loaded = [load_public_key(key) for key in keys or ([] if former else [folder / PUBLIC_KEY_FILE])]
+    by_id = {compute_key_id(key): key for key in loaded} or (former.keys if former else {})
+    if compute_key_id(private.public_key()) not in {*by_id, *(former.keys if former else ())}:
+        raise UsageError(f"the key in {folder} is neither in the new list of signers nor in the one before")
+    content = SignerList(
+        version=former.version + 1 if former else 1,
+        issued=now,
+        expires=now + days * DAY_S,
+        threshold=threshold or (former.threshold if former and not keys else 1),
+        keys=by_id,
+    )
+    made = make_next_list(lists, content)
+    write_lists(path, (*made[:-1], made[-1].sign(private)))
+    echo(f"{path}: list {content.version}, {content.threshold} of {', '.join(by_id)} must sign")
     click.echo(
-        f"{bundle.kind} {bundle.name} {bundle.version}, {len(bundle.wheels)} wheels, signed by {bundle.key}: {out}"
+        f"boards get it with what you sign next, or at once: edgefl signing sign --kind {SIGNERS_KIND} --out FILE"
     )
+
+
+def _read_model_facts(files: tuple[Path, ...]) -> Any:
+    from edgefl.device.inference.onnx_model import OnnxModel  # noqa: PLC0415 onnxruntime is slow to load
+    from edgefl.system.bundles.archive import ModelFacts  # noqa: PLC0415 fast start
+
+    if len(files) != 1:
+        raise UsageError(f"a bundle holds one model, got {len(files)} files")
+    model = OnnxModel(files[0])
+    if not model.model or not model.task:
+        raise UsageError(f"{files[0]} does not say what model it is; make it with edgefl model export")
+    return ModelFacts(sha256=model.model, task=model.task, options=model.options)
 
 
 @command.command()
@@ -134,12 +222,13 @@ def show(*, bundle: Path, signers: Path | None, folder: Path | None, fmt: str) -
         own_folder = folder or _default_folder()
         fault = _find_fault(
             lambda: (TrustedKeys.load(signers) if signers else TrustedKeys.from_key_pair(own_folder)).verify(
-                bundle_file
+                bundle_file, time.time()
             )
         )
     row = {
         "kind": str(manifest.kind), "name": manifest.name, "version": manifest.version, "serial": manifest.serial,
-        "key": manifest.key, "allow_downgrade": manifest.allow_downgrade, "bytes": bundle.stat().st_size,
+        "expires": manifest.expires, "key": manifest.key, "signers": ", ".join(bundle_file.signatures.by_key),
+        "allow_downgrade": manifest.allow_downgrade, "bytes": bundle.stat().st_size,
         "sha256": compute_sha256(bundle), "trusted": fault is None,
     }  # fmt: skip
     wheels = [{"file": wheel.file, "bytes": wheel.num_bytes, "sha256": wheel.sha256} for wheel in manifest.wheels]
@@ -193,19 +282,29 @@ signers_option = click.option(
 @click.argument("key", type=EXISTING_FILE_TYPE, metavar="KEY.pem")
 @signers_option
 def trust(*, key: Path, signers: Path) -> None:
-    """Let this board take releases and task packs that KEY signs; run by hand on the board, as root."""
+    """Let this board take what KEY signs, or the list in a signers.json says; run by hand on the board, as root."""
     from edgefl.core.errors import ConfigError  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import open_atomic  # noqa: PLC0415 likewise
-    from edgefl.system.bundles.keys import compute_key_id, load_public_key  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.keys import LIST_FILE, load_lists, load_public_key  # noqa: PLC0415 fast start
+    from edgefl.system.bundles.signatures import compute_key_id  # noqa: PLC0415 likewise
 
-    name = compute_key_id(load_public_key(key))
+    if key.suffix == ".json":
+        lists, file_name = load_lists(key), LIST_FILE
+        if not lists:
+            raise UsageError(f"{key} holds no list of signers")
+        names = f"{lists[-1].content.threshold} of the keys {', '.join(lists[-1].content.keys)} sign"
+    else:
+        name = compute_key_id(load_public_key(key))
+        if (signers / LIST_FILE).exists():
+            raise UsageError(f"{signers / LIST_FILE} counts here, and single keys do not; remove it first")
+        names, file_name = f"key {name} signs", f"{name}.pem"
     try:
         signers.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with open_atomic(signers / f"{name}.pem", mode=0o644) as file:
+        with open_atomic(signers / file_name, mode=0o644) as file:
             file.write(key.read_bytes())
     except OSError as error:
         raise ConfigError(f"{signers} cannot be written: {error.strerror}; run it as root: sudo …") from None
-    click.echo(f"this board now takes what key {name} signs; to end that: rm {signers / name}.pem")
+    echo(f"this board now takes what {names}; to end that: rm {signers / file_name}")
 
 
 @click.command("apply-update")

@@ -43,7 +43,13 @@ class DeviceClients:
         store, registry = context.store, context.registry
         bundle_store = BundleStore(context.directory.root / "bundles")
         deployments = DeploymentService(
-            Deployments(store=store, registry=registry, directory=context.directory, export=export),
+            Deployments(
+                store=store,
+                registry=registry,
+                directory=context.directory,
+                export=export,
+                bundle_store=bundle_store,
+            ),
             store=store,
             registry=registry,
             send_command=context.notifier.send_command,

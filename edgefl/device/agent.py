@@ -102,7 +102,7 @@ class Agent:
         )
         self._update_config = update_config or load_update_config()
         self._updater_health = HealthWriter(self._update_config.slots, state.root, self._boot_id)
-        self._models = self._make_rollout_client(DeployedModels(state))
+        self._models = self._make_rollout_client(DeployedModels(state, self._update_config))
         self._installations = self._make_rollout_client(InstalledBundles(state, self._update_config))
         self._capability_reporter = self._make_capability_reporter()
         self._heartbeat = HeartbeatPublisher(
@@ -376,7 +376,7 @@ class Agent:
             trainer=self._trainer,
             step_rates=self._step_rates,
             accelerator=self._accelerator,
-            get_software_facts=partial(get_install_facts, self._update_config),
+            get_software_facts=partial(get_install_facts, self._update_config, self._state.root),
             get_address=lambda: self._endpoint.address,
             publish=self._connection.publish_capabilities,
         )

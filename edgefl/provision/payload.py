@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat,
 
 from edgefl import DISTRIBUTION, __version__
 from edgefl.core.errors import ConfigError, NotFoundError, StoreError, UsageError
+from edgefl.core.safe_parsing import parse_json
 from edgefl.device.enrolment.join_file import get_visible_folder, is_hidden
 from edgefl.provision import provisioning_files
 from edgefl.provision.provisioning_files import FileContents, count_bytes, read_content
@@ -34,6 +35,7 @@ _OWN_WHEEL_PATH = re.compile(rf"wheels/{OWN_WHEEL_PREFIX}([^-]+)-")
 _LOCKED_VERSION = re.compile(rf"^{DISTRIBUTION}==(\S+).*--hash=sha256:", re.MULTILINE)
 PAYLOAD_FOLDER = "edgefl"
 MANIFEST_NAME = "manifest.json"
+SIGNER_LIST = "signers/signers.json"
 LOCK_NAME = "requirements.txt"
 """The lock chosen for the device; without one it takes its platform's lock of `locks/`."""
 SCRIPTS = ("board/firstboot.sh", "board/install.sh", "board/edgefl-firstboot.service")
@@ -151,11 +153,11 @@ def find_edgefl_version(files: Mapping[str, bytes | Path]) -> str:
 
 
 def load_signers(paths: Iterable[Path]) -> FileContents:
-    """Returns public keys by their path in the payload: devices run code signed by them.
+    """Returns public keys, or a list of signers, by their path in the payload: devices run code signed by them.
 
     Raises:
         NotFoundError: a file cannot be read.
-        ConfigError: it is no public Ed25519 key; a private one is refused.
+        ConfigError: it is no public Ed25519 key and no list of signers; a private one is refused.
     """
     signers: FileContents = {}
     for path in paths:
@@ -163,11 +165,25 @@ def load_signers(paths: Iterable[Path]) -> FileContents:
             pem = path.read_bytes()
         except OSError as error:
             raise NotFoundError(f"the signer's key {path} cannot be read: {error.strerror}") from None
+        if path.suffix == ".json":
+            signers[SIGNER_LIST] = _check_signer_list(pem, path)
+            continue
         name = f"signers/{_validate_file_name(path.stem)}.pem"
         if name in signers:
             raise ConfigError(f"two signers' keys are called {path.stem}; rename one, boards tell them apart by this")
         signers[name] = _load_public_key(pem, path)
     return signers
+
+
+def _check_signer_list(content: bytes, path: Path) -> bytes:
+    """Returns a file of `edgefl signing signers`, whose lists the board itself checks."""
+    try:
+        value = parse_json(content)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict) or not value.get("signers"):
+        raise ConfigError(f"{path} is no list of signers; edgefl signing signers makes one")
+    return content
 
 
 def _validate_file_name(name: str) -> str:

@@ -274,7 +274,7 @@ put() {
 }
 
 put_signers() {
-    for signer in "$folder/signers/"*.pem; do
+    for signer in "$folder/signers/"*.pem "$folder/signers/signers.json"; do
         [ ! -e "$signer" ] || put "$signer" "$etc/signers/$(basename "$signer")" 644
     done
 }

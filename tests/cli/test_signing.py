@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 from click.testing import CliRunner
+from onnx_graphs import constant_model
 from wheel_files import make_wheel
 
 from edgefl.cli.main import edgefl
 from edgefl.core.errors import ConfigError
+from edgefl.system.bundles.archive import read_bundle
 
 
 @pytest.fixture
@@ -91,3 +93,45 @@ def test_a_private_key_is_not_trusted_by_mistake_and_a_board_without_slots_is_no
     assert not (tmp_path / "s").exists()
     update = ["device", "apply-update", "--root", tmp_path, "--state", tmp_path, "true"]
     refused(update, 3, "a board that was installed by hand is updated by hand")
+
+
+def test_signers_are_listed_replaced_and_sign_together(run, refused, sign, keys, tmp_path):
+    other, trusted = tmp_path / "other", tmp_path / "etc" / "signers"
+    trusted.parent.mkdir()
+    run("signing", "init", "--keys", other, "--no-passphrase")
+    run("device", "trust", keys / "signing.pub.pem", "--signers", trusted)
+    refused(sign(kind="signers"), 2, "make one: edgefl signing signers")
+    both = ("signing", "signers", keys / "signing.pub.pem", other / "signing.pub.pem", "--threshold", 2)
+    assert "list 1, 2 of " in run(*both, "--keys", keys).out
+    file = keys / "signers.json"
+    assert "list 1 has your signature, too" in run("signing", "cosign", file, "--keys", other).out
+    assert run(*sign(kind="signers")).out.startswith("signers edgefl-signers 1, 0 wheels, signed by ")
+    show = ("signing", "show", tmp_path / "a.bundle", "--signers", trusted, "--format", "json")
+    assert run(*show).code == 51
+    assert run("signing", "cosign", tmp_path / "a.bundle", "--keys", other).code == 0
+    (row,) = run(*show).rows
+    assert (row["trusted"], len(row["signers"].split(", "))) == (True, 2)
+    assert row["expires"] - row["serial"] == 365 * 86400
+    assert "list 2, 2 of" in run("signing", "signers", "--days", 30, "--keys", keys).out, "renewed"
+    run("signing", "init", "--keys", tmp_path / "third", "--no-passphrase")
+    shutil.copyfile(file, tmp_path / "third" / "signers.json")
+    refused(["signing", "signers", "--keys", tmp_path / "third"], 2, "is neither in the new list of signers nor in")
+    told = run("device", "trust", file, "--signers", trusted).out
+    assert "this board now takes what 2 of the keys" in told
+    assert (trusted / "signers.json").read_bytes() == file.read_bytes()
+    refused(
+        ["device", "trust", keys / "signing.pub.pem", "--signers", trusted], 2, "counts here, and single keys do not"
+    )
+
+
+def test_a_models_file_is_signed_as_what_it_says_it_is_and_under_the_coordinators_name_too(
+    run, refused, sign, tmp_path
+):
+    constant_model(tmp_path / "digits.onnx", 3, model="ab" * 32, task_options='{"model": "cnn"}')
+    words = ["coordinator", *sign(tmp_path / "digits.onnx", kind="model")[1:]]
+    assert run(*words).out.startswith("model model-digits 1.0, a model, signed by ")
+    with (tmp_path / "a.bundle").open("rb") as file:
+        facts = read_bundle(file).manifest.model
+    assert (facts.sha256, facts.task, facts.options) == ("ab" * 32, "digits", {"model": "cnn"})
+    constant_model(tmp_path / "odd.onnx", 3, model="")
+    refused(sign(tmp_path / "odd.onnx", kind="model"), 2, "does not say what model it is")

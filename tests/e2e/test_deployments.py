@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from wheel_files import Signer
 
 from edgefl.core.config import parse_run
-from edgefl.core.errors import NotAllowedError
+from edgefl.core.errors import NotAllowedError, UsageError
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 
 pytestmark = pytest.mark.extended
@@ -268,6 +269,35 @@ def test_a_device_that_is_killed_while_it_checks_decides_when_it_starts_again(se
     assert settled.note("device-01")["current"] is not None
     settled.fleet.start_device("device-01")
     assert settled.wait(deployment)["counts"] == {"running": 1}
+
+
+def test_a_board_with_signers_runs_what_they_have_signed_and_nothing_else(settled: Models, tmp_path: Path) -> None:
+    fleet, name, signer = settled.fleet, settled.fleet.devices[-1].name, Signer(tmp_path)
+    state, operator = str(fleet.root / name), partial(settled.tools.as_operator, fleet)
+    fleet.terminate(name)
+    start = ("device", "start", "--state", state, "--signers", str(signer.trusted))
+    fleet.processes[name] = fleet.start_command(start, stdout=subprocess.DEVNULL)
+    path = f"/edgefl/v1/devices/{name}"
+    settled.tools.eventually(lambda: fleet.make_client().get(path)["capabilities"].get("signed_models"))
+    with pytest.raises(UsageError, match=f"{name} run only signed models"):
+        settled.deploy(settled.better, devices=[name])
+    rows = str(fleet.devices[-1].shards["digits"])
+    infer = ("device", "infer", "--state", state, "--input", rows, "--format", "json", "--signers")
+    assert operator(*infer, tmp_path / "none").code == 0
+    unsigned = operator(*infer, signer.trusted)
+    assert (unsigned.code, "it is unsigned" in unsigned.line) == (51, True)
+    onnx, bundle, model = tmp_path / "better.onnx", tmp_path / "better.bundle", f"{settled.better}:latest"
+    for words in (
+        ("model", "export", model, "--out", onnx),
+        ("coordinator", "sign", onnx, "--kind", "model", "--out", bundle, "--keys", signer.folder),
+        ("model", "deploy", model, "--bundle", bundle, "--to", name, "--tolerance", 1, "--watch"),
+        (*infer, signer.trusted),
+    ):
+        ended = operator(*words)
+        assert ended.code == 0, ended
+    assert settled.runs()[name] == settled.model(settled.better)
+    fleet.terminate(name)
+    fleet.start_device(name)
 
 
 @pytest.mark.slow

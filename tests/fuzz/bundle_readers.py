@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -13,8 +14,23 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from fuzz.storage_readers import _tar_sealed
 from made_wheels import make_wheel
 
-from edgefl.system.bundles.archive import BundleKind, BundleManifest, WheelEntry, read_bundle, write_bundle
-from edgefl.system.bundles.keys import TrustedKeys, compute_key_id, create_key_pair, load_public_key, sign_manifest
+from edgefl.system.bundles.archive import (
+    BundleKind,
+    BundleManifest,
+    SignedManifest,
+    WheelEntry,
+    read_bundle,
+    write_bundle,
+)
+from edgefl.system.bundles.keys import TrustedKeys, create_key_pair, load_public_key
+from edgefl.system.bundles.signatures import (
+    Signatures,
+    SignedList,
+    SignerList,
+    compute_key_id,
+    make_next_list,
+    sign_manifest,
+)
 from edgefl.system.bundles.wheels import check_wheel, select_compatible_wheels
 
 
@@ -35,6 +51,7 @@ class Workshop:
             name="mytask",
             version="1.0",
             serial=5,
+            expires=2**40,
             key=compute_key_id(self.key.public_key()),
             wheels=(self.entry,),
         )
@@ -42,7 +59,7 @@ class Workshop:
     def bundle(self, text: bytes | None = None) -> bytes:
         text = self.manifest.encode() if text is None else text
         out = self.folder / "made.bundle"
-        write_bundle(out, manifest_bytes=text, signature=sign_manifest(self.key, text), wheels=[self.wheel])
+        write_bundle(out, manifest_bytes=text, signatures=sign_manifest(self.key, text), wheels=[self.wheel])
         return out.read_bytes()
 
 
@@ -55,7 +72,7 @@ def bundles(folder: Path) -> Reader:
         path.write_bytes(data)
         with path.open("rb") as file:
             opened = read_bundle(file)
-            shop.signers.verify(opened)
+            shop.signers.verify(opened, 6.0)
             for entry in opened.manifest.wheels:
                 opened.extract_wheel(entry, folder / "unpacked.whl")
             assert opened.manifest_bytes == shop.manifest.encode(), "a text that was not signed"
@@ -75,24 +92,87 @@ def manifests(folder: Path) -> Reader:
     """A manifest, and which of its wheels would be taken."""
     shop = Workshop(folder)
     release = {
-        "v": 1, "kind": "release", "name": "edgefl-fleet", "version": "1.2.0", "serial": 9, "key": "ab" * 8,
-        "allow_downgrade": True,
+        "v": 2, "kind": "release", "name": "edgefl-fleet", "version": "1.2.0", "serial": 9,
+        "expires": 2**40, "key": "ab" * 8, "allow_downgrade": True,
         "wheels": [
             {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 100},
             {"file": "numpy-2.1.0-cp311-cp311-manylinux_2_17_aarch64.whl", "sha256": "cd" * 32, "bytes": 200},
         ],
     }  # fmt: skip
 
+    model = {
+        "v": 2, "kind": "model", "name": "model-digits", "version": "0", "serial": 9, "key": "ab" * 8,
+        "expires": 2**40, "wheels": [{"file": "digits.onnx", "sha256": "ab" * 32, "bytes": 100}],
+        "model": {"sha256": "cd" * 32, "task": "digits", "options": {"model": "cnn"}},
+    }  # fmt: skip
+
     def feed(data: bytes) -> None:
         manifest = BundleManifest.decode(data)
         assert BundleManifest.decode(manifest.encode()) == manifest
-        select_compatible_wheels(manifest.wheels, [tag for wheel in manifest.wheels for tag in wheel.tags])
+        if manifest.kind is not BundleKind.MODEL:
+            select_compatible_wheels(manifest.wheels, [tag for wheel in manifest.wheels for tag in wheel.tags])
 
     seeds = [
         Seed(content=shop.manifest.encode(), form=Form.JSON),
+        Seed(content=json.dumps(model).encode(), form=Form.JSON),
         Seed(content=json.dumps(release).encode(), form=Form.JSON),
     ]
     return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def signatures(folder: Path) -> Reader:
+    """Signatures with lists of signers, as they travel: only what was signed is ever followed."""
+    shop = Workshop(folder)
+    others = [Ed25519PrivateKey.generate() for _ in range(2)]
+    lists: tuple[SignedList, ...] = ()
+    for version, signers in enumerate(([shop.key, others[0]], others), start=1):
+        keys = {compute_key_id(key.public_key()): key.public_key() for key in signers}
+        content = SignerList(version=version, issued=version, expires=2**40, threshold=version, keys=keys)
+        lists = make_next_list(lists, content)
+        last = lists[-1]
+        for key in (shop.key, *others):
+            last = last.sign(key)
+        lists = (*lists[:-1], last)
+    first = {key_id: signature.hex() for key_id, signature in lists[0].by_key.items()}
+    known = {one.text for one in lists}
+    whole = replace(sign_manifest(shop.key, shop.manifest.encode()), lists=lists)
+
+    def feed(data: bytes) -> None:
+        found = Signatures.decode(data)
+        assert Signatures.decode(found.encode()) == found
+        followed = shop.signers.follow(found.lists)
+        assert {one.text for one in followed.lists} <= known, "a list that nobody signed"
+
+    seeds = [
+        Seed(content=whole.encode(), form=Form.JSON),
+        Seed(content=whole.encode()),
+        Seed(
+            content=lists[0].text.encode(),
+            form=Form.JSON,
+            close=lambda found: json.dumps(
+                {"v": 1, "signatures": {}, "signers": [{"list": found.decode("latin-1"), "signatures": first}]}
+            ).encode(),
+        ),
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def signed_manifests(folder: Path) -> Reader:
+    """Manifest and signatures beside a deployed model, as an offer and the board's own note have them."""
+    shop = Workshop(folder)
+    whole = SignedManifest(
+        manifest_bytes=shop.manifest.encode(),
+        signatures=sign_manifest(shop.key, shop.manifest.encode()),
+        manifest=shop.manifest,
+    )
+
+    def feed(data: bytes) -> None:
+        found = SignedManifest.decode(data.decode("latin-1"))
+        shop.signers.verify(found, 6.0)
+        assert found.manifest == shop.manifest, "a manifest that nobody signed"
+
+    content = whole.encode().encode()
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.JSON), Seed(content=content)))
 
 
 def wheels(folder: Path) -> Reader:

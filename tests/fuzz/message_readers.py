@@ -70,7 +70,13 @@ class Fleet:
         parts: dict[str, Any] = {"store": self.store, "registry": self.registry}
         directory: Any = SimpleNamespace(models=folder / "models", root=folder)
         self.deployments = DeploymentService(
-            Deployments(directory=directory, export=lambda *_: None, **parts), **common
+            Deployments(
+                directory=directory,
+                export=lambda *_: None,
+                bundle_store=BundleStore(folder / "bundles"),
+                **parts,
+            ),
+            **common,
         )
         self.installations = InstallationService(
             Installations(bundle_store=BundleStore(folder / "bundles"), **parts), **common

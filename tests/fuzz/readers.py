@@ -249,6 +249,13 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "bundle-manifest": _entry(bundle_readers.manifests, "system/bundles/archive.py:BundleManifest.decode"),
         "bundle-wheel": _entry(bundle_readers.wheels, "system/bundles/wheels.py:check_wheel"),
+        "bundle-signatures": _entry(
+            bundle_readers.signatures,
+            "system/bundles/signatures.py:_parse_object",
+            "system/bundles/signatures.py:Signatures.decode",
+            "system/bundles/signatures.py:SignerList.decode",
+        ),
+        "bundle-signed": _entry(bundle_readers.signed_manifests, "system/bundles/archive.py:SignedManifest.decode"),
         "bundle-keys": _entry(bundle_readers.signing_keys, "system/bundles/keys.py:load_public_key"),
     }
 )
@@ -297,6 +304,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "coordinator/runs/recovery.py:_load_final_incarnations": "a note of its own; rows replace a damaged one",
         "system/bundles/wheels.py:compute_unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",
         "system/bundles/keys.py:load_private_key": "the operator's own key, by the parser of join-certificates",
+        "provision/payload.py:_check_signer_list": "the operator's own list, which boards read as bundle-signatures",
         "provision/payload.py:_load_public_key": "as bundle-keys, and refuses all but Ed25519",
         "provision/card_files.py:render_user_data": (
             "a file of the package; the card's own goes through `_parse_yaml`"

@@ -185,6 +185,12 @@ def test_signers_are_public_ed25519_keys(tmp_path: Path) -> None:
             payload.load_signers([tmp_path / name])
     with pytest.raises(NotFoundError):
         payload.load_signers([tmp_path / "none.pem"])
+    (tmp_path / "team.json").write_text('{"v": 1, "signatures": {}, "signers": [{}]}')
+    assert list(payload.load_signers([tmp_path / "team.json"])) == ["signers/signers.json"]
+    for text in ("{", "[]", '{"signers": []}'):
+        (tmp_path / "odd.json").write_text(text)
+        with pytest.raises(ConfigError, match="is no list of signers"):
+            payload.load_signers([tmp_path / "odd.json"])
     (tmp_path / "other").mkdir()
     other = shutil.copy(tmp_path / "team.pub.pem", tmp_path / "other")
     with pytest.raises(ConfigError, match="two signers' keys are called team"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from edgefl.cli.output import FullHelpGroup, text_format_option
+from edgefl.cli.signing import sign
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, url_option, warn_visible_secret
 from edgefl.core.errors import DataError, UsageError
 from edgefl.system.api_client import OperatorFile, get_operator_path, load_operator_file
@@ -142,6 +143,9 @@ modules_option = click.option(
 @click.group(cls=FullHelpGroup)
 def command() -> None:
     """Set up and run the coordinator, make join tokens."""
+
+
+command.add_command(sign)
 
 
 @command.command()

@@ -158,9 +158,11 @@ TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
 POLL_S = 0.5
 FAILED_STATES = frozenset({"rejected", "failed", "rolled-back"})
 INSTALL_COMMANDS = {
-    "release": "update --to VERSION --bundle FILE",
-    "pack": "install FILE",
-    "removal": "uninstall FILE",
+    "release": "devices update --to VERSION --bundle FILE",
+    "pack": "devices install FILE",
+    "removal": "devices uninstall FILE",
+    "signers": "devices signers FILE",
+    "model": "model deploy MODEL --bundle FILE",
 }
 
 canary_option = click.option(
@@ -246,6 +248,7 @@ INSTALLATIONS = RolloutTable(
 
 @click.command()
 @click.argument("model")
+@click.option("--bundle", type=EXISTING_FILE_TYPE, help="Its signed bundle, for boards that run only signed models.")
 @canary_option
 @click.option("--to", "devices", multiple=True, metavar="DEVICE", help="Only this device; may be repeated.")
 @click.option("--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 600].")
@@ -254,11 +257,15 @@ INSTALLATIONS = RolloutTable(
 @click.option("--watch", "watches", is_flag=True, help="Stay until it is over; exit code 41 when it failed.")
 @url_option
 @format_option
-def deploy(*, watches: bool, url: str | None, fmt: str, devices: tuple[str, ...], **request: Any) -> None:
+def deploy(
+    *, bundle: Path | None, watches: bool, url: str | None, fmt: str, devices: tuple[str, ...], **request: Any
+) -> None:
     """Bring MODEL to the devices: a model's SHA-256 or its beginning, RUN, RUN:ROUND, RUN:best, best or latest.
 
     Each device fetches it, compares it with the model before on its own data, and switches or keeps that one.
     """
+    if bundle is not None:
+        request["bundle"] = _upload_bundle(bundle, url, kind="model")["sha256"]
     deployment = DEPLOYMENTS.submit({**request, "devices": list(devices) or None}, url, fmt, waits=watches)
     if deployment["status"] == "failed":
         raise RunFailedError(f"deployment {deployment['deployment_id']} failed: {deployment['reason']}")
@@ -318,6 +325,11 @@ _add_bundle_command(
     kind="removal",
     text="Take a task pack off the boards again, or off the DEVICEs alone, as the signed removal in PACK says.",
 )
+_add_bundle_command(
+    "signers",
+    kind="signers",
+    text="Bring the list of signers in the signed bundle PACK to the boards, or to the DEVICEs alone.",
+)
 
 
 @command.command()
@@ -353,7 +365,7 @@ def _upload_bundle(bundle: Path, url: str | None, *, kind: str) -> Any:
         manifest = read_bundle(file).manifest
         if manifest.kind != kind:
             raise UsageError(
-                f"{bundle} is {manifest.kind} {manifest.name} {manifest.version}; bring it with: edgefl devices "
+                f"{bundle} is {manifest.kind} {manifest.name} {manifest.version}; bring it with: edgefl "
                 + INSTALL_COMMANDS[manifest.kind]
             )
         file.seek(0)

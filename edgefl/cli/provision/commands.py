@@ -147,7 +147,11 @@ def _parse_shard(text: str) -> tuple[str, str]:
 @click.option("--wheels", type=FOLDER_TYPE, help="edgefl's wheel, or all wheels.")
 @click.option("--lock", type=EXISTING_FILE_TYPE, help="A hash-pinned requirements file [default: each board's].")
 @click.option(
-    "--signer", "signers", multiple=True, type=EXISTING_FILE_TYPE, help="Public key whose releases it runs; repeat."
+    "--signer",
+    "signers",
+    multiple=True,
+    type=EXISTING_FILE_TYPE,
+    help="Public key, or signers.json, whose releases it runs; repeat.",
 )
 @click.option("--jobs", type=click.IntRange(1, 256), default=8, show_default=True, help="How many boards at a time.")
 @click.option(

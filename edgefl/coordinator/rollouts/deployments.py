@@ -12,6 +12,7 @@ from typing import Any
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.rollouts.installations import SIGNED_SUFFIX, BundleStore, read_signed
 from edgefl.coordinator.rollouts.service import RolloutService, list_present, make_rollout_id
 from edgefl.coordinator.rollouts.state_machine import MIN_JUDGES, check_canaries, check_judges
 from edgefl.core.config import RunConfig
@@ -22,6 +23,7 @@ from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutDevice
 from edgefl.storage.repositories.saved_models import find_model
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import compute_sha256, make_private_directory, sync_directory
+from edgefl.system.bundles.archive import WheelEntry
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class DeploymentRequest:
 
     Attributes:
         model: a saved model, as `saved_models.find_model` takes it.
+        bundle: SHA-256 of the signed bundle with its file, which the coordinator has; None to export it, unsigned.
         devices: by name; None for every device with a shard for the model's task.
         canary: number of devices that get it first, at least three unless the run file trusts a single evaluation; 0
             for all at once, each of which decides for itself.
@@ -53,6 +56,7 @@ class DeploymentRequest:
     """
 
     model: str
+    bundle: str | None = None
     devices: tuple[str, ...] | None = None
     canary: int = 0
     canary_s: float = DEFAULT_CANARY_S
@@ -77,6 +81,7 @@ class Deployments:
         registry: of the devices and their data.
         directory: has the runs' models, and the files for devices.
         export: exports a model to the file for devices.
+        bundle_store: has the signed ones.
     """
 
     request = DeploymentRequest
@@ -97,16 +102,23 @@ class Deployments:
     is_queued = False
 
     def __init__(
-        self, *, store: Store, registry: DeviceRegistry, directory: CoordinatorDirectory, export: ExportModel
+        self,
+        *,
+        store: Store,
+        registry: DeviceRegistry,
+        directory: CoordinatorDirectory,
+        export: ExportModel,
+        bundle_store: BundleStore,
     ) -> None:
         self.repository = store.deployments
-        self._store, self._registry, self._export = store, registry, export
+        self._store, self._registry, self._export, self._bundle_store = store, registry, export, bundle_store
         self._models, self._folder = directory.models, directory.root / "deployments"
 
     def plan(self, request: DeploymentRequest) -> tuple[DeploymentRecord, list[str], None]:
         saved_model = find_model(self._store, request.model)
         config = RunConfig.from_json(self._store.get_run(saved_model["run_id"]).config)
         names = select_devices(self._registry, config.run.task, request.devices)
+        entry = self._find_signed_file(request, saved_model["sha256"], names)
         canary = request.canary
         if canary and not config.run.trust_single_evaluation:
             canary = check_judges(max(canary, MIN_JUDGES), len(names))
@@ -122,15 +134,39 @@ class Deployments:
             tolerance=request.tolerance,
             min_accuracy=request.min_accuracy,
             test_fraction=config.run.local_test_fraction,
+            onnx_sha256=entry.sha256 if entry is not None else None,
+            bytes_file=entry.num_bytes if entry is not None else None,
             status=RolloutStatus.PREPARING,
             created_at=time.time(),
         )
         return record, names, None
 
+    def _find_signed_file(self, request: DeploymentRequest, model: str, names: Sequence[str]) -> WheelEntry | None:
+        """Returns the file of a signed model, None for an unsigned one, which no device may be known to refuse."""
+        if request.bundle is None:
+            refusing = [name for name in names if demands_signature(self._registry.get_device(name))]
+            if refusing:
+                raise UsageError(
+                    f"{', '.join(refusing[:5])} run only signed models: edgefl model export, then edgefl coordinator "
+                    "sign --kind model, then deploy it with --bundle FILE"
+                )
+            return None
+        manifest = self._bundle_store.find(request.bundle).manifest
+        if manifest.model is None or manifest.model.sha256 != model:
+            raise UsageError(f"{manifest.kind} {manifest.name} was signed, and not model {model[:12]}")
+        if manifest.wheels[0].num_bytes > MAX_MODEL_BYTES:
+            raise UsageError(
+                f"its file has {manifest.wheels[0].num_bytes} bytes, devices take {MAX_MODEL_BYTES} at most"
+            )
+        return manifest.wheels[0]
+
     def on_submitted(self, record: DeploymentRecord, names: Sequence[str]) -> None:
         self.on_status(record, "submitted", f"model {record.model[:12]} to {len(names)} devices")
 
     def prepare(self, record: DeploymentRecord) -> Mapping[str, Any]:
+        if record.onnx_sha256 is not None:
+            self._bundle_store.extract_model(record.onnx_sha256, self._folder)
+            return {}
         sha256, num_bytes = make_deployment_file(record, self._export, models=self._models, folder=self._folder)
         return {"onnx_sha256": sha256, "bytes_file": num_bytes}
 
@@ -143,6 +179,7 @@ class Deployments:
             "deployment": record.deployment_id, "model": record.model, "sha256": record.onnx_sha256,
             "bytes": record.bytes_file, "task": record.task, "options": dict(record.options),
             "tolerance": record.tolerance, "min_accuracy": record.min_accuracy, "test_fraction": record.test_fraction,
+            "signed": read_signed(self._folder, record.onnx_sha256),
         }  # fmt: skip
 
     def get_path(self, record: DeploymentRecord) -> Path:
@@ -209,6 +246,11 @@ def deploy_finished_run(deployments: DeploymentService, store: Store, run_id: st
         store.record_event("deployment-failed", str(error), at=time.time(), run_id=run_id)
 
 
+def demands_signature(info: DeviceInfo | None) -> bool:
+    """Returns whether a device says that it runs only models that its signers have signed."""
+    return info is not None and info.capabilities.get("signed_models") is True
+
+
 def select_devices(registry: DeviceRegistry, task: str, names: Sequence[str] | None) -> list[str]:
     """Returns the devices to deploy a model of this task to.
 
@@ -262,6 +304,7 @@ def make_deployment_file(
 
 def prune_deployment_files(folder: Path, keep: Collection[str]) -> None:
     """Removes all complete files but those whose SHA-256 is in `keep`."""
-    for path in folder.glob(f"[!.]*{SUFFIX}"):
-        if path.stem not in keep:
-            path.unlink(missing_ok=True)
+    for suffix in (SUFFIX, SIGNED_SUFFIX):
+        for path in folder.glob(f"[!.]*{suffix}"):
+            if path.stem not in keep:
+                path.unlink(missing_ok=True)

@@ -25,14 +25,20 @@ from edgefl.core.protocol import EVALUATOR_NAME, CommandKind, check_version
 from edgefl.core.types import DeviceInfo, Json
 from edgefl.storage.repositories.rollouts import InstallationRecord, RolloutDeviceRecord, RolloutStage, RolloutStatus
 from edgefl.storage.store import Store
-from edgefl.system.atomic_files import make_private_directory, make_store_error, sync_directory
-from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES, BundleKind, BundleManifest, read_bundle
+from edgefl.system.atomic_files import make_private_directory, make_store_error, sync_directory, write_atomic
+from edgefl.system.bundles.archive import (
+    MAX_BUNDLE_FILE_BYTES,
+    BundleKind,
+    BundleManifest,
+    SignedManifest,
+    read_bundle,
+)
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CANARY_S = 1800.0
 OUTDATED_AGENT_REASON = "its agent is older than this: it says nothing of updates; update it by hand"
-SUFFIX = ".bundle"
+SUFFIX, SIGNED_SUFFIX = ".bundle", ".signed"
 MIN_HASH_DIGITS = 6
 MAX_BUNDLES = 20
 UPLOAD_PREFIX = ".upload-"
@@ -100,6 +106,8 @@ class Installations:
             else self.bundle_store.find_release(request.version or "")
         )
         manifest = bundle.manifest
+        if manifest.kind is BundleKind.MODEL:
+            raise UsageError(f"{manifest.name} is a model; deploy it: edgefl model deploy MODEL --bundle FILE")
         if manifest.kind is BundleKind.RELEASE:
             check_version(manifest.version, __version__)
         names, excluded = self._select_devices(request.devices)
@@ -189,6 +197,14 @@ def get_incompatibility_reason(info: DeviceInfo) -> str:
     )
 
 
+def read_signed(folder: Path, sha256: str | None) -> str | None:
+    """Returns manifest and signatures of a model that `BundleStore.extract_model` wrote; None for an unsigned one."""
+    try:
+        return (folder / f"{sha256}{SIGNED_SUFFIX}").read_text()
+    except FileNotFoundError:
+        return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBundle:
     """A bundle in the coordinator's folder."""
@@ -268,6 +284,27 @@ class BundleStore:
                 f"the coordinator has no release {version!r} (it has: {known_versions}); bring it: --bundle FILE"
             )
         return max(matches, key=lambda bundle: bundle.manifest.serial)
+
+    def extract_model(self, sha256: str, folder: Path) -> None:
+        """Writes a signed model for devices: its file by SHA-256, and manifest and signatures beside it.
+
+        Raises:
+            NotFoundError: no bundle holds it any more.
+            BundleError: the bundle is damaged.
+        """
+        models = [bundle for bundle in self.list_bundles() if bundle.manifest.kind is BundleKind.MODEL]
+        stored = next((bundle for bundle in models if bundle.manifest.wheels[0].sha256 == sha256), None)
+        if stored is None:
+            raise NotFoundError("the coordinator has its signed bundle no more; bring it again")
+        make_private_directory(folder)
+        with self.get_path(stored.sha256).open("rb") as file:
+            bundle = read_bundle(file)
+            bundle.extract_wheel(bundle.manifest.wheels[0], folder / f"{sha256}.onnx")
+        signed = SignedManifest(
+            manifest_bytes=bundle.manifest_bytes, signatures=bundle.signatures, manifest=bundle.manifest
+        )
+        write_atomic(folder / f"{sha256}{SIGNED_SUFFIX}", signed.encode().encode())
+        sync_directory(folder)
 
     def read(self, path: Path) -> StoredBundle:
         """Returns the bundle in a file of the folder."""

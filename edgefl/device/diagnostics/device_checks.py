@@ -241,6 +241,11 @@ def check_updates(update_config: SoftwareUpdateConfig) -> Finding:
         return warning("updates", f"this board takes no updates: {facts['reason']}", remedy)
     if os.geteuid() != 0 and os.access(update_config.signers, os.W_OK):
         return problem("updates", f"the agent's own user could add signers to {update_config.signers}", remedy)
+    if facts.get("expired"):
+        text = f"nobody has signed anything newer in time: {'; '.join(facts['expired'])}"
+        return warning(
+            "updates", text, "somebody may hold newer ones back; sign and send one, or a new list of signers"
+        )
     packs = ", ".join(f"{name} {pack['version']}" for name, pack in facts["packs"].items()) or "no packs"
     return ok("updates", f"slot {facts['slot']}, {packs}, takes what {', '.join(facts['signers'])} sign")
 

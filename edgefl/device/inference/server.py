@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from edgefl import __version__
-from edgefl.core.errors import DataError, EdgeflError, NetworkError, PortInUseError
+from edgefl.core.errors import BundleError, DataError, EdgeflError, NetworkError, PortInUseError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Json
 from edgefl.device.inference.deployments import DeployedModel, ModelStore
@@ -60,8 +60,12 @@ class ServedModel:
             self._current = None
         elif former is None or former.sha256 != deployed.sha256:
             try:
-                self._current = OnnxModel(self._store.path(deployed), threads=self._threads), deployed
+                self._current = OnnxModel(self._store.get_permitted_path(deployed), threads=self._threads), deployed
                 log.info("serves model %s of deployment %s", deployed.model[:12], deployed.deployment)
+            except BundleError as error:
+                log.warning(
+                    "model %s of deployment %s is not run: %s", deployed.model[:12], deployed.deployment, error
+                )
             except EdgeflError as error:
                 log.warning("cannot take over a new model: %s", error)
                 return  # the old stamp stays, so that it is retried

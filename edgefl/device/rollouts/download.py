@@ -23,6 +23,7 @@ PART_SUFFIX = ".part"
 """Suffix of an incomplete file."""
 TIMEOUT_S = 20.0
 CHUNK_BYTES = 64 * 1024
+MAX_OFFER_BYTES = 4 * 1024 * 1024
 MIN_FREE_BYTES = 32 * 1024 * 1024
 """Space that must stay free on the disk beside the file, for the board itself."""
 
@@ -68,7 +69,13 @@ def fetch_offer(source: DownloadSource, artefact: Artefact, rollout_id: str) -> 
     path = f"/edgefl/v1/{artefact.rollout}s/{rollout_id}"
     headers = source.sign("GET", f"{path}/offer", b"")
     status, body = request(
-        source.address, source.tls_context, "GET", f"{path}/offer", headers=headers, timeout_s=TIMEOUT_S
+        source.address,
+        source.tls_context,
+        "GET",
+        f"{path}/offer",
+        headers=headers,
+        timeout_s=TIMEOUT_S,
+        max_bytes=MAX_OFFER_BYTES,
     )
     value = parse_json_response(source.address, status, body)
     sha256, num_bytes = value.get("sha256"), value.get("bytes")

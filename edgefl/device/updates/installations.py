@@ -32,7 +32,6 @@ from edgefl.device.updates.protocol import (
 from edgefl.device.updates.slots import LOCK_FILE, NO_SLOTS_REASON, Slots, SoftwareUpdateConfig, verify_bundle
 from edgefl.system.atomic_files import is_locked, make_private_directory, write_atomic
 from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES, read_bundle
-from edgefl.system.bundles.keys import TrustedKeys
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class InstalledBundles:
             client.save(RolloutReport(id=rollout_id, state="fetching"))
             _, path = client.fetch(rollout_id, lambda offer: offer)
             with path.open("rb") as file:
-                verify_bundle(read_bundle(file), TrustedKeys.load(self._config.signers), slots)
+                verify_bundle(read_bundle(file), self._config.load_keys(self._root), slots)
             client.save(RolloutReport(id=rollout_id, state="requested"))
             write_request(self._root, InstallRequest(id=rollout_id, sha256=path.stem))
             log.info("installation %s: verified; the updater takes over", rollout_id)

@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 from edgefl.system.atomic_files import open_atomic, sync_directory
 from edgefl.system.bundles.archive import Bundle, BundleKind, BundleManifest, WheelEntry, is_newer
-from edgefl.system.bundles.keys import TRUSTED_KEYS_FOLDER, TrustedKeys
+from edgefl.system.bundles.keys import LIST_FILE, TRUSTED_KEYS_FOLDER, TrustedKeys
 from edgefl.system.bundles.wheels import select_compatible_wheels
 
 log = logging.getLogger(__name__)
@@ -52,21 +53,27 @@ class InstalledPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRecord:
-    """Bundles installed in a slot; `serials` holds the newest serial by bundle name, packs included."""
+    """Bundles installed in a slot; `serials` and `expiries` are those of the newest by bundle name, packs too."""
 
     packs: Mapping[str, InstalledPack] = field(default_factory=dict)
     serials: Mapping[str, int] = field(default_factory=dict)
+    expiries: Mapping[str, int] = field(default_factory=dict)
 
-    def with_bundle(self, name: str, pack: InstalledPack | None, serial: int) -> SlotRecord:
+    def with_bundle(self, manifest: BundleManifest, pack: InstalledPack | None) -> SlotRecord:
         """Returns the record with a bundle added; `pack` is None for a release or removal."""
-        packs = {other: installed for other, installed in self.packs.items() if other != name}
+        packs = {other: installed for other, installed in self.packs.items() if other != manifest.name}
         if pack is not None:
-            packs[name] = pack
-        return replace(self, packs=packs, serials={**self.serials, name: serial})
+            packs[manifest.name] = pack
+        return replace(self.with_serial(manifest), packs=packs)
 
-    def with_serial(self, name: str, serial: int) -> SlotRecord:
-        """Returns the record with a new serial for a bundle that changed nothing else."""
-        return replace(self, serials={**self.serials, name: serial})
+    def with_serial(self, manifest: BundleManifest) -> SlotRecord:
+        """Returns the record with the serial of a bundle that changed nothing else."""
+        serials = {**self.serials, manifest.name: manifest.serial}
+        return replace(self, serials=serials, expiries={**self.expiries, manifest.name: manifest.expires})
+
+    def compute_time(self) -> float:
+        """Returns Unix seconds: this board's clock, or the time of the newest signature where the clock is behind."""
+        return max(time.time(), *self.serials.values(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +147,15 @@ class Slots:
         try:
             value = parse_json(path.read_bytes())
             packs = {str(key): _parse_pack(entry) for key, entry in value["packs"].items()}
-            serials = {str(key): int(serial) for key, serial in value["serials"].items()}
+            serials, expiries = (
+                {str(key): int(number) for key, number in value.get(name, {}).items()}
+                for name in ("serials", "expiries")
+            )
         except FileNotFoundError:
             return SlotRecord()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise BundleError(f"{path} is damaged ({error}); install the board's slots again") from None
-        return SlotRecord(packs=packs, serials=serials)
+        return SlotRecord(packs=packs, serials=serials, expiries=expiries)
 
     def write_record(self, name: str, record: SlotRecord) -> None:
         with open_atomic(self.path(name) / RECORD_FILE, mode=0o644) as file:
@@ -221,30 +231,60 @@ class SoftwareUpdateConfig:
     signers: Path = TRUSTED_KEYS_FOLDER
     updater_timeout_s: float = UPDATER_TIMEOUT_S
 
+    def load_keys(self, state_dir: Path | None = None) -> TrustedKeys:
+        """Returns the trusted keys, after the lists of signers that the updater or the agent followed.
+
+        Raises:
+            BundleError, ConfigError: as `TrustedKeys.load`.
+        """
+        folders = [self.slots.work_dir] if self.slots is not None else []
+        folders += [state_dir] if state_dir is not None else []
+        return TrustedKeys.load(self.signers, *(folder / LIST_FILE for folder in folders))
+
 
 def load_update_config(signers: Path = TRUSTED_KEYS_FOLDER) -> SoftwareUpdateConfig:
     """Returns the configuration of this process."""
     return SoftwareUpdateConfig(slots=find_own_slots(), signers=signers)
 
 
-def get_install_facts(config: SoftwareUpdateConfig) -> Json:
-    """Returns installation facts for capabilities: remote updatability and installed packs."""
-    if config.slots is None:
-        return {"installs": {"able": False, "reason": NO_SLOTS_REASON}}
+def get_install_facts(config: SoftwareUpdateConfig, state_dir: Path | None = None) -> Json:
+    """Returns installation facts for capabilities: remote updatability, signed models alone, and installed packs."""
     try:
-        signers, slot = TrustedKeys.load(config.signers), config.slots.get_active_slot()
+        trusted = config.load_keys(state_dir)
+    except EdgeflError as error:
+        return {"installs": {"able": False, "reason": str(error)}, "signed_models": True}
+    facts: Json = {"signed_models": bool(trusted.keys)}
+    if config.slots is None:
+        return {"installs": {"able": False, "reason": NO_SLOTS_REASON}, **facts}
+    try:
+        slot = config.slots.get_active_slot()
+        record = config.slots.load_record(slot)
         packs = {
             name: {"version": pack.version, **_list_entry_points(pack.projects)}
-            for name, pack in sorted(config.slots.load_record(slot).packs.items())
+            for name, pack in sorted(record.packs.items())
         }
     except (EdgeflError, importlib.metadata.PackageNotFoundError) as error:
-        return {"installs": {"able": False, "reason": str(error)}}
-    facts: Json = {"able": bool(signers.keys), "slot": slot, "signers": sorted(signers.keys), "packs": packs}
-    if not signers.keys:
-        facts["reason"] = (
+        return {"installs": {"able": False, "reason": str(error)}, **facts}
+    installs: Json = {"able": bool(trusted.keys), "slot": slot, "signers": sorted(trusted.keys), "packs": packs}
+    if not trusted.keys:
+        installs["reason"] = (
             f"it trusts no signer: {config.signers} holds no key; on the board: edgefl device trust KEY.pem"
         )
-    return {"installs": facts}
+    if expired := _list_expired(trusted, record):
+        installs["expired"] = expired
+    return {"installs": installs, **facts}
+
+
+def _list_expired(trusted: TrustedKeys, record: SlotRecord) -> list[str]:
+    """Returns what has expired since it was accepted: somebody may hold newer ones back."""
+    now_s = record.compute_time()
+    installed = {DISTRIBUTION, *record.packs}
+    expired = [f"{name}" for name, end in sorted(record.expiries.items()) if name in installed and now_s >= end]
+    try:
+        trusted.check_list_expiry(now_s)
+    except BundleError as error:
+        expired.append(str(error))
+    return expired
 
 
 def _list_entry_points(projects: tuple[str, ...]) -> dict[str, list[str]]:
@@ -261,11 +301,13 @@ def verify_bundle(bundle: Bundle, trusted_keys: TrustedKeys, slots: Slots) -> li
     """Returns a bundle's compatible wheels; none for a removal.
 
     Raises:
-        BundleError: its signer is not trusted, it is incompatible with this board, or not newer.
+        BundleError: its signers are not trusted, it has expired, is incompatible with this board, or not newer.
     """
-    trusted_keys.verify(bundle)  # first: nothing of an unsigned bundle is used
     slot = slots.get_active_slot()
     manifest, record = bundle.manifest, slots.load_record(slot)
+    trusted_keys.verify(bundle, record.compute_time())  # first: nothing of an unsigned bundle is used
+    if manifest.kind is BundleKind.MODEL:
+        raise BundleError("it holds a model, which is deployed and not installed")
     check_order(manifest, record, slots.get_release_version(slot))
     return select_compatible_wheels(manifest.wheels, list(sys_tags()))
 
@@ -289,6 +331,8 @@ def check_order(manifest: BundleManifest, record: SlotRecord, release: str) -> N
 def is_installed(manifest: BundleManifest, record: SlotRecord, release: str) -> bool:
     """Returns whether this very bundle is already installed in a slot."""
     present = _get_present_version(manifest, record, release)
+    if manifest.kind is BundleKind.SIGNERS:
+        return True
     if manifest.kind is BundleKind.REMOVAL:
         return present is None
     has_version = present is not None and Version(present) == Version(manifest.version)

@@ -45,7 +45,7 @@ from edgefl.device.updates.protocol import (
 from edgefl.device.updates.slots import InstalledPack, Slots, is_installed, verify_bundle
 from edgefl.system.atomic_files import is_locked
 from edgefl.system.bundles.archive import Bundle, BundleKind, BundleManifest, read_bundle
-from edgefl.system.bundles.keys import TrustedKeys
+from edgefl.system.bundles.keys import LIST_FILE, TrustedKeys
 from edgefl.system.bundles.wheels import check_wheel, compute_unpacked_bytes
 
 POLL_INTERVAL_S = 0.25
@@ -250,13 +250,13 @@ class Updater:
         self._on_step("copied")
         with copy.open("rb") as file:
             bundle = read_bundle(file)
-            entries = verify_bundle(bundle, TrustedKeys.load(self._signers), self._slots)
+            entries = verify_bundle(bundle, self._follow_lists(bundle), self._slots)
             manifest = bundle.manifest
             record = self._slots.load_record(attempt.old)
             if is_installed(manifest, record, self._slots.get_release_version(attempt.old)):
                 # Of a removal without effect too: a bundle signed earlier must not be installed after it.
                 if manifest.serial > record.serials.get(manifest.name, 0):
-                    self._slots.write_record(attempt.old, record.with_serial(manifest.name, manifest.serial))
+                    self._slots.write_record(attempt.old, record.with_serial(manifest))
                 return None
             wheel_set = self._unpack_wheels(bundle, [entry.file for entry in entries])
         self._on_step("unpacked")
@@ -266,6 +266,14 @@ class Updater:
             delete_slot(self._slots, attempt.new)
             raise
         return manifest
+
+    def _follow_lists(self, bundle: Bundle) -> TrustedKeys:
+        """Returns the trusted keys after the lists of signers in a bundle, which stay even if it is refused."""
+        path = self._slots.work_dir / LIST_FILE
+        former = TrustedKeys.load(self._signers, path)
+        trusted = former.follow(bundle.signatures.lists)
+        trusted.save(path, former)
+        return trusted
 
     def _fill_slot(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:
         build_slot(self._slots, attempt.new, wheel_set, self._runner)
@@ -299,7 +307,7 @@ class Updater:
             if manifest.kind is BundleKind.PACK
             else None
         )
-        record = self._slots.load_record(attempt.old).with_bundle(manifest.name, pack, manifest.serial)
+        record = self._slots.load_record(attempt.old).with_bundle(manifest, pack)
         self._slots.write_record(attempt.new, record)
 
     def _run_smoke_test(self, attempt: InstallAttempt, wheel_set: WheelSet) -> None:

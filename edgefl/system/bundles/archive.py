@@ -1,7 +1,8 @@
-"""Bundle file: an uncompressed tar of `manifest.json`, `manifest.sig` and the wheels, in this order.
+"""Bundle file: an uncompressed tar of `manifest.json`, `signatures.json` and the wheels, in this order.
 
-The manifest names kind, version, signer, and every wheel by SHA-256 and size. The signature covers the exact bytes of
-its text: nothing in a bundle is used before it is verified, and a wheel that the text does not list is no part of it.
+The manifest names kind, version, expiry, and every wheel, or the model, by SHA-256 and size. A signature covers the
+exact bytes of its text: nothing in a bundle is used before it is verified, and a wheel that the text does not list is
+no part of it.
 The tar is read header by header, without unpacking anything, and each header must be the expected one: a plain file
 of the expected name and size. This rules out links, devices, long names, duplicates and trailing content.
 """
@@ -16,7 +17,7 @@ import re
 import shutil
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any
@@ -29,33 +30,61 @@ from edgefl import DISTRIBUTION
 from edgefl.core.errors import BundleError
 from edgefl.core.safe_parsing import SHA256, parse_json
 from edgefl.system.atomic_files import open_atomic
+from edgefl.system.bundles.signatures import MAX_SIGNATURES_BYTES, Signatures, require_int, require_str
 
-MANIFEST_FORMAT = 1
+MANIFEST_FORMAT = 2
 MAX_MANIFEST_BYTES = 256 * 1024
 MAX_WHEELS = 500
 MAX_TOTAL_WHEEL_BYTES = 1024 * 1024 * 1024
 """The largest bundle that a coordinator stores and a board accepts."""
-RESERVED_PROJECTS = frozenset({"edgefl", DISTRIBUTION})
-"""Import name and distribution of edgefl: no pack may replace projects of these names."""
+SIGNERS_NAME = "edgefl-signers"
+"""Name of every bundle that brings a list of signers."""
+RESERVED_PROJECTS = frozenset({"edgefl", DISTRIBUTION, SIGNERS_NAME})
+"""Import name and distribution of edgefl, and what else is its own: no pack may replace projects of these names."""
+MODEL_PREFIX = "model-"
+MAX_TASK_CHARS = 200
+MAX_OPTIONS_CHARS = 16 * 1024
 
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 _FILE = re.compile(r"[A-Za-z0-9_.+!-]{1,200}\.whl\Z")
+_MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,90}\.onnx\Z")
 
 
 class BundleKind(StrEnum):
     """A RELEASE is edgefl with its dependencies, a PACK a user's own task, codec or local steps.
 
-    A REMOVAL uninstalls a pack, up to its version; it holds no wheels.
+    A REMOVAL uninstalls a pack, up to its version. SIGNERS brings a list of signers. Neither holds wheels. A MODEL is
+    one ONNX file, for a deployment.
     """
 
     RELEASE = "release"
     PACK = "pack"
     REMOVAL = "removal"
+    SIGNERS = "signers"
+    MODEL = "model"
+
+
+_EMPTY_KINDS = frozenset({BundleKind.REMOVAL, BundleKind.SIGNERS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a signed model is: SHA-256 of the tensors that it was made from, and the task with its options."""
+
+    sha256: str
+    task: str
+    options: Mapping[str, Any]
+
+    @property
+    def bundle_name(self) -> str:
+        """Returns the name of bundles with models of this task."""
+        slug = canonicalize_name(re.sub(r"[^A-Za-z0-9]+", "-", self.task)).strip("-")
+        return f"{MODEL_PREFIX}{slug}"[:63].rstrip("-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WheelEntry:
-    """One wheel of a bundle; its file name encodes project, version and platform tags."""
+    """One wheel of a bundle, whose file name encodes project, version and platform tags; or its one model."""
 
     file: str
     sha256: str
@@ -80,27 +109,34 @@ class BundleManifest:
 
     Attributes:
         kind, name, version: a release is named `edgefl-fleet`, a pack after its main project, a removal after the
-            pack that it uninstalls.
-        serial: grows with every signature of the same signer: an older bundle is never installed after a newer one.
-        key: id of the key that signed it, see `keys.compute_key_id`; empty before.
+            pack that it uninstalls, a model after its task.
+        serial: Unix seconds of its making, so that it grows: an older bundle is never installed after a newer one.
+        expires: Unix seconds from which on no board takes it any more.
+        key: id of the key that signed it first, see `signatures.compute_key_id`; empty before.
         wheels: several of one project are allowed, for different boards.
         allow_downgrade: it may replace a newer version.
+        model: of a bundle of this kind.
     """
 
     kind: BundleKind
     name: str
     version: str
     serial: int
+    expires: int
     key: str = ""
     wheels: tuple[WheelEntry, ...] = ()
     allow_downgrade: bool = False
+    model: ModelFacts | None = None
 
     def encode(self) -> bytes:
         wheels = [{"file": wheel.file, "sha256": wheel.sha256, "bytes": wheel.num_bytes} for wheel in self.wheels]
         document = {
             "v": MANIFEST_FORMAT, "kind": str(self.kind), "name": self.name, "version": self.version,
-            "serial": self.serial, "key": self.key, "allow_downgrade": self.allow_downgrade, "wheels": wheels,
+            "serial": self.serial, "expires": self.expires, "key": self.key,
+            "allow_downgrade": self.allow_downgrade, "wheels": wheels,
         }  # fmt: skip
+        if self.model is not None:
+            document["model"] = {**asdict(self.model), "options": dict(self.model.options)}
         return (json.dumps(document, indent=1) + "\n").encode()
 
     @classmethod
@@ -129,23 +165,26 @@ class BundleManifest:
     def _from_json(cls, value: Mapping[str, Any]) -> BundleManifest:
         wheels = value["wheels"]
         kind = BundleKind(value["kind"])
-        if not isinstance(wheels, list) or len(wheels) > MAX_WHEELS or bool(wheels) == (kind is BundleKind.REMOVAL):
-            raise BundleError(f"a release or pack holds 1 to {MAX_WHEELS} wheels, a removal none")
+        if not isinstance(wheels, list) or len(wheels) > MAX_WHEELS or bool(wheels) == (kind in _EMPTY_KINDS):
+            raise BundleError(f"a release or pack holds 1 to {MAX_WHEELS} wheels, a model one file, a removal none")
+        model = value.get("model") if kind is BundleKind.MODEL else None
         return cls(
             kind=kind,
-            name=_require_str(value["name"]),
-            version=_require_str(value["version"]),
-            serial=_require_int(value["serial"]),
-            key=_require_str(value["key"]),
+            name=require_str(value["name"]),
+            version=require_str(value["version"]),
+            serial=require_int(value["serial"]),
+            expires=require_int(value["expires"]),
+            key=require_str(value["key"]),
             allow_downgrade=value.get("allow_downgrade") is True,
             wheels=tuple(
                 WheelEntry(
-                    file=_require_str(entry["file"]),
-                    sha256=_require_str(entry["sha256"]),
-                    num_bytes=_require_int(entry["bytes"]),
+                    file=require_str(entry["file"]),
+                    sha256=require_str(entry["sha256"]),
+                    num_bytes=require_int(entry["bytes"]),
                 )
                 for entry in wheels
             ),
+            model=None if model is None else _parse_model(model),
         )
 
 
@@ -161,8 +200,10 @@ def _validate(manifest: BundleManifest) -> None:
         Version(manifest.version)
     except InvalidVersion:
         raise BundleError(f"its version must be one such as 1.2.0, got {manifest.version[:80]!r}") from None
+    if manifest.expires <= manifest.serial:
+        raise BundleError("it expires before it was signed")
     for wheel in manifest.wheels:
-        _validate_entry(wheel)
+        _validate_entry(wheel, manifest.kind)
     files = {wheel.file for wheel in manifest.wheels}
     if len(files) != len(manifest.wheels):
         raise BundleError("it names a wheel twice")
@@ -172,13 +213,26 @@ def _validate(manifest: BundleManifest) -> None:
     _validate_projects(manifest)
 
 
-def _validate_entry(wheel: WheelEntry) -> None:
+def _parse_model(value: Mapping[str, Any]) -> ModelFacts:
+    options = value["options"]
+    if not isinstance(options, dict) or len(json.dumps(options)) > MAX_OPTIONS_CHARS:
+        raise TypeError(f"options of a task must be a table of at most {MAX_OPTIONS_CHARS} characters")
+    facts = ModelFacts(sha256=require_str(value["sha256"]), task=require_str(value["task"]), options=options)
+    if not SHA256.match(facts.sha256) or not 0 < len(facts.task) <= MAX_TASK_CHARS or not facts.task.isprintable():
+        raise ValueError("it says no SHA-256, or no task, of its model")
+    return facts
+
+
+def _validate_entry(wheel: WheelEntry, kind: BundleKind) -> None:
+    is_model = kind is BundleKind.MODEL
     try:
-        match = _FILE.match(wheel.file) and parse_wheel_filename(wheel.file)
+        match: object = _MODEL_FILE.match(wheel.file) if is_model else _FILE.match(wheel.file)
+        if match and not is_model:
+            parse_wheel_filename(wheel.file)
     except (InvalidWheelFilename, InvalidVersion):
         match = None
     if not match:
-        raise BundleError(f"it names {wheel.file[:120]!r}, which is no name of a wheel")
+        raise BundleError(f"it names {wheel.file[:120]!r}, which is no name of a {'model' if is_model else 'wheel'}")
     if not SHA256.match(wheel.sha256) or wheel.num_bytes < 1:
         raise BundleError(f"its manifest says no SHA-256 or no size of {wheel.file}")
 
@@ -187,7 +241,13 @@ def _validate_projects(manifest: BundleManifest) -> None:
     is_release = manifest.kind is BundleKind.RELEASE
     if is_release != (manifest.name == DISTRIBUTION):
         raise BundleError(f"a release is named {DISTRIBUTION}, a pack is not; got a {manifest.kind} {manifest.name}")
-    if manifest.kind is BundleKind.REMOVAL:
+    if (manifest.kind is BundleKind.SIGNERS) != (manifest.name == SIGNERS_NAME):
+        raise BundleError(f"a list of signers, and nothing else, is named {SIGNERS_NAME}; got {manifest.name}")
+    if manifest.kind is BundleKind.MODEL:
+        if manifest.model is None or manifest.name != manifest.model.bundle_name or len(manifest.wheels) != 1:
+            raise BundleError("a model is one file, with its task and the hash of its tensors, named after the task")
+        return
+    if manifest.kind in _EMPTY_KINDS:
         return
     versions = {wheel.version for wheel in manifest.wheels if wheel.project == manifest.name}
     if versions != {str(Version(manifest.version))}:
@@ -202,26 +262,14 @@ def _validate_projects(manifest: BundleManifest) -> None:
         )
 
 
-def _require_str(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a text, got {str(value)[:80]!r}")
-    return value
-
-
-def _require_int(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**53:
-        raise TypeError(f"expected a whole number, got {str(value)[:80]!r}")
-    return value
-
-
-MANIFEST_FILE, SIGNATURE_FILE, WHEEL_FOLDER = "manifest.json", "manifest.sig", "wheels"
-SIGNATURE_BYTES = 64
-MAX_BUNDLE_FILE_BYTES = MAX_TOTAL_WHEEL_BYTES + 1024 * 1024
+MANIFEST_FILE, SIGNATURE_FILE, WHEEL_FOLDER = "manifest.json", "signatures.json", "wheels"
+MAX_BUNDLE_FILE_BYTES = MAX_TOTAL_WHEEL_BYTES + 2 * 1024 * 1024
 """Maximum size of the file including headers."""
 _BLOCK_BYTES = tarfile.BLOCKSIZE
 _END_BYTES = 2 * _BLOCK_BYTES
 _MAX_PADDING_BYTES = _END_BYTES + tarfile.RECORDSIZE
 """A tar ends with two empty blocks, and may then be padded to a whole record."""
+MAX_SIGNED_CHARS = MAX_MANIFEST_BYTES + 4 * MAX_SIGNATURES_BYTES
 _CHUNK_BYTES = 1 << 20
 _ENTRY_KINDS = {
     tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
@@ -230,13 +278,41 @@ _ENTRY_KINDS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
-    """Opened bundle; untrusted until `TrustedKeys.verify` has checked its manifest and signature."""
+class SignedManifest:
+    """A manifest and its signatures; untrusted until `TrustedKeys.verify` has checked them."""
+
+    manifest_bytes: bytes
+    signatures: Signatures
+    manifest: BundleManifest
+
+    def encode(self) -> str:
+        """Returns both texts as one, for a file that travels beside them."""
+        return json.dumps({"manifest": self.manifest_bytes.decode(), "signatures": self.signatures.encode().decode()})
+
+    @classmethod
+    def decode(cls, content: str) -> SignedManifest:
+        """Returns what `encode` wrote, validated; raises `BundleError` for anything else."""
+        if len(content) > MAX_SIGNED_CHARS:
+            raise BundleError(
+                f"its manifest and signatures have {len(content)} characters, {MAX_SIGNED_CHARS} are read"
+            )
+        try:
+            value = parse_json(content)
+            manifest, signatures = (require_str(value[name]).encode() for name in ("manifest", "signatures"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise BundleError(f"its signature makes no sense: {error!r:.200}") from None
+        return cls(
+            manifest_bytes=manifest,
+            signatures=Signatures.decode(signatures),
+            manifest=BundleManifest.decode(manifest),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle(SignedManifest):
+    """Opened bundle: its file, and where in it the wheels begin."""
 
     file: IO[bytes]
-    manifest_bytes: bytes
-    signature: bytes
-    manifest: BundleManifest
     wheel_offsets: Mapping[str, int]
 
     def extract_wheel(self, entry: WheelEntry, out: Path) -> None:
@@ -256,10 +332,10 @@ class Bundle:
                 raise BundleError(f"{entry.file} is not what was signed: it was changed, or is damaged")
 
 
-def write_bundle(out: Path, *, manifest_bytes: bytes, signature: bytes, wheels: Sequence[Path]) -> None:
-    """Writes a bundle: manifest text, signature, and the wheels in the manifest's order."""
+def write_bundle(out: Path, *, manifest_bytes: bytes, signatures: Signatures, wheels: Sequence[Path]) -> None:
+    """Writes a bundle: manifest text, signatures, and the wheels in the manifest's order."""
     with open_atomic(out, mode=0o644) as file:
-        for name, content in ((MANIFEST_FILE, manifest_bytes), (SIGNATURE_FILE, signature)):
+        for name, content in ((MANIFEST_FILE, manifest_bytes), (SIGNATURE_FILE, signatures.encode())):
             _write_file(file, name, len(content), io.BytesIO(content))
         for wheel in wheels:
             with wheel.open("rb") as source:
@@ -279,7 +355,7 @@ def read_bundle(file: IO[bytes]) -> Bundle:
         raise BundleError(f"the bundle has {size} bytes, at most {MAX_BUNDLE_FILE_BYTES} are taken")
     file.seek(0)
     text = _read_file(file, MANIFEST_FILE, 1, MAX_MANIFEST_BYTES)
-    signature = _read_file(file, SIGNATURE_FILE, SIGNATURE_BYTES, SIGNATURE_BYTES)
+    signatures = Signatures.decode(_read_file(file, SIGNATURE_FILE, 1, MAX_SIGNATURES_BYTES))
     manifest, offsets = BundleManifest.decode(text), {}
     for entry in manifest.wheels:
         num_bytes = _read_header(file, f"{WHEEL_FOLDER}/{entry.file}")
@@ -292,7 +368,7 @@ def read_bundle(file: IO[bytes]) -> Bundle:
     trailing = file.read(_MAX_PADDING_BYTES + 1)
     if len(trailing) > _MAX_PADDING_BYTES or trailing.strip(b"\0"):
         raise BundleError("the bundle holds more than its manifest names")
-    return Bundle(file=file, manifest_bytes=text, signature=signature, manifest=manifest, wheel_offsets=offsets)
+    return Bundle(file=file, manifest_bytes=text, signatures=signatures, manifest=manifest, wheel_offsets=offsets)
 
 
 def _write_file(file: IO[bytes], name: str, num_bytes: int, source: IO[bytes]) -> None:

@@ -1,20 +1,22 @@
 """Ed25519 signing keys, and the folder of public keys that a board trusts.
 
 The private key lies on the operator's own machine, encrypted with a passphrase if one is given; no coordinator has
-it. The public ones are put on a board when it is provisioned, or there by hand; none is ever taken from the network.
+it. The public ones are put on a board when it is provisioned, or there by hand. From the network comes only a list
+of signers that enough of those before it have signed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import logging
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -27,20 +29,27 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from edgefl.core.errors import BundleError, ConfigError
-from edgefl.system.atomic_files import make_private_directory, open_atomic, write_atomic
-from edgefl.system.bundles.archive import Bundle
+from edgefl.system.atomic_files import make_private_directory, make_store_error, open_atomic, write_atomic
+from edgefl.system.bundles.archive import SignedManifest
+from edgefl.system.bundles.signatures import (
+    MANIFEST_PREFIX,
+    MAX_SIGNATURES_BYTES,
+    KeysById,
+    Signatures,
+    SignedList,
+    SignerList,
+    compute_key_id,
+    list_valid_signers,
+)
 
-SIGNATURE_PREFIX = b"edgefl bundle v1\n"
-"""Domain separation: prefix of the signed bytes, so that signatures made for other purposes are invalid."""
 TRUSTED_KEYS_FOLDER = Path("/etc/edgefl/signers")
 PRIVATE_KEY_FILE, PUBLIC_KEY_FILE = "signing.pem", "signing.pub.pem"
 MAX_KEY_BYTES = 16 * 1024
-KEY_ID_DIGITS = 16
+LIST_FILE = "signers.json"
+"""Lists of signers; in the folder of trusted keys, the last one replaces the single keys."""
+_MAX_DATE_S = 253_402_300_799
 
-
-def compute_key_id(key: Ed25519PublicKey) -> str:
-    """Returns the id of a key: a prefix of the SHA-256 of its public half."""
-    return hashlib.sha256(key.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()[:KEY_ID_DIGITS]
+log = logging.getLogger(__name__)
 
 
 def create_key_pair(folder: Path, passphrase: str | None) -> str:
@@ -92,61 +101,177 @@ def load_public_key(path: Path) -> Ed25519PublicKey:
     return key
 
 
-def sign_manifest(key: Ed25519PrivateKey, manifest_bytes: bytes) -> bytes:
-    return key.sign(SIGNATURE_PREFIX + manifest_bytes)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrustedKeys:
-    """The keys that a board trusts, by id."""
+    """The keys that a board trusts, by id.
+
+    Attributes:
+        folder: where root puts them.
+        keys, threshold: how many of them must have signed.
+        lists: of signers, that led to these keys; the last one counts. None where root put single keys there.
+    """
 
     folder: Path
-    keys: Mapping[str, Ed25519PublicKey]
+    keys: KeysById
+    threshold: int = 1
+    lists: tuple[SignedList, ...] = ()
+
+    @property
+    def current_list(self) -> SignerList | None:
+        return self.lists[-1].content if self.lists else None
 
     @classmethod
-    def load(cls, folder: Path = TRUSTED_KEYS_FOLDER) -> TrustedKeys:
-        """Returns the keys in a folder; none when it is missing.
+    def load(cls, folder: Path = TRUSTED_KEYS_FOLDER, *followed: Path) -> TrustedKeys:
+        """Returns the keys in a folder, none when it is missing, after the lists of signers that were followed since.
+
+        Args:
+            folder: of `.pem` files, or with a list of signers, which root trusts and so needs no signature.
+            followed: files that `save` wrote. One that does not lead on from the folder is left aside: root has
+                changed his mind.
 
         Raises:
-            BundleError: users other than root and this one could change them.
+            BundleError: users other than root and this one could change the folder, or its list is malformed.
             ConfigError: a file is no public key.
         """
-        files = sorted(folder.glob("*.pem")) if folder.is_dir() else []
+        names = ("*.pem", LIST_FILE)
+        files = sorted(path for name in names for path in folder.glob(name)) if folder.is_dir() else []
         for path in (folder.parent, folder, *files) if files else ():
             check_write_protection(path)
-        loaded = [load_public_key(path) for path in files]
-        return cls(folder=folder, keys={compute_key_id(key): key for key in loaded})
+        if folder / LIST_FILE in files:
+            trusted = _follow_last(cls(folder=folder, keys={}), load_lists(folder / LIST_FILE))
+        else:
+            loaded = [load_public_key(path) for path in files]
+            trusted = cls(folder=folder, keys={compute_key_id(key): key for key in loaded})
+        for path in followed:
+            try:
+                trusted = trusted.follow(load_lists(path))
+            except BundleError as error:
+                log.warning("%s is left aside: %s", path, error)
+        return trusted
 
     @classmethod
     def from_key_pair(cls, folder: Path) -> TrustedKeys:
-        """Returns only the public key of the pair in a folder; empty without a pair."""
-        path = folder / PUBLIC_KEY_FILE
+        """Returns the list of signers in an operator's folder, else the public key of its pair; empty without one."""
+        lists, path = load_lists(folder / LIST_FILE), folder / PUBLIC_KEY_FILE
+        if lists:
+            return _follow_last(cls(folder=folder, keys={}), lists)
         key = load_public_key(path) if path.exists() else None
         return cls(folder=folder, keys={compute_key_id(key): key} if key is not None else {})
 
-    def verify(self, bundle: Bundle) -> str:
-        """Returns the id of the key that signed a bundle.
+    def follow(self, lists: Sequence[SignedList]) -> TrustedKeys:
+        """Returns what is trusted after the newer ones of the lists, each signed by those before and by its own.
 
         Raises:
-            BundleError: the signer is not trusted, or the signature is wrong.
+            BundleError: one in between is missing, or not signed by enough of either.
+        """
+        trusted = self
+        for one in lists:
+            former, version = trusted.current_list, one.content.version
+            known = former.version if former is not None else 0
+            if version <= known or not trusted.keys:
+                continue
+            if version != known + 1:
+                raise BundleError(
+                    f"it comes with list {version} of signers, this board knows list {known} and needs those "
+                    f"between; put the list there by hand: edgefl device trust {LIST_FILE}"
+                )
+            one.check_signed_by(trusted.keys, trusted.threshold, "those before")
+            one.check_signed_by(one.content.keys, one.content.threshold, "its own")
+            trusted = _follow_last(trusted, (*trusted.lists, one))
+        return trusted
+
+    def save(self, path: Path, former: TrustedKeys) -> None:
+        """Writes the lists that were followed, unless they are those of `former`."""
+        if self.lists != former.lists:
+            write_lists(path, self.lists)
+
+    def verify(self, signed: SignedManifest, now_s: float) -> TrustedKeys:
+        """Returns the keys that are trusted from now on, after checking the signatures and the expiry of a manifest.
+
+        Args:
+            signed: the manifest; the lists of signers that came with it are followed first.
+            now_s: Unix seconds, at least. That the list of signers was made is known to lie in the past.
+
+        Raises:
+            BundleError: too few trusted signers, a wrong signature, or it has expired.
         """
         if not self.keys:
             raise BundleError(
                 f"this board trusts no signer, so it takes no code: {self.folder} holds no key; put one there by "
                 "hand: edgefl device trust KEY.pem"
             )
-        key_id = bundle.manifest.key
-        key = self.keys.get(key_id)
-        if key is None:
+        trusted = self.follow(signed.signatures.lists)
+        trusted.check_signers(signed)
+        current = trusted.current_list
+        now_s = max(now_s, current.issued if current is not None else 0)
+        trusted.check_list_expiry(now_s)
+        manifest = signed.manifest
+        if now_s >= manifest.expires:
             raise BundleError(
-                f"it is signed by key {key_id[:40]}, which this board does not trust; "
+                f"{manifest.name} {manifest.version} could be installed until {_format_day(manifest.expires)}, it is "
+                f"{_format_day(now_s)}; sign it anew if it is still right"
+            )
+        return trusted
+
+    def check_list_expiry(self, now_s: float) -> None:
+        """Raises `BundleError` when the list of signers has expired: nobody says any more that it is current."""
+        current = self.current_list
+        if current is not None and now_s >= current.expires:
+            raise BundleError(
+                f"list {current.version} of signers expired on {_format_day(current.expires)}, it is "
+                f"{_format_day(now_s)}: somebody holds newer ones back, or none was made: edgefl signing signers"
+            )
+
+    def check_signers(self, signed: SignedManifest) -> None:
+        """Raises `BundleError` unless enough of the trusted keys have signed a manifest, and none of them wrongly."""
+        signatures = signed.signatures.by_key
+        if not signatures:
+            raise BundleError("it is unsigned")
+        known = sorted(self.keys.keys() & signatures.keys())
+        if not known:
+            raise BundleError(
+                f"it is signed by key {', '.join(sorted(signatures))[:80]}, which this board does not trust; "
                 f"it trusts {', '.join(self.keys)}"
             )
-        try:
-            key.verify(bundle.signature, SIGNATURE_PREFIX + bundle.manifest_bytes)
-        except InvalidSignature:
-            raise BundleError(f"its signature by key {key_id} is wrong: it was changed after it was signed") from None
-        return key_id
+        valid = list_valid_signers(self.keys, signatures, MANIFEST_PREFIX + signed.manifest_bytes)
+        if wrong := [key_id for key_id in known if key_id not in valid]:
+            raise BundleError(f"its signature by key {wrong[0]} is wrong: it was changed after it was signed")
+        if len(valid) < self.threshold:
+            raise BundleError(
+                f"it is signed by {', '.join(valid)}, and {self.threshold} signers are needed: edgefl signing cosign"
+            )
+
+
+def _follow_last(trusted: TrustedKeys, lists: Sequence[SignedList]) -> TrustedKeys:
+    """Returns the keys of the last list; those that are trusted already where there is none."""
+    if not lists:
+        return trusted
+    content = lists[-1].content
+    return replace(trusted, keys=content.keys, threshold=content.threshold, lists=tuple(lists))
+
+
+def load_lists(path: Path) -> tuple[SignedList, ...]:
+    """Returns the lists of signers in a file, none without one; raises `BundleError` for a malformed one."""
+    try:
+        with path.open("rb") as file:
+            return Signatures.decode(file.read(MAX_SIGNATURES_BYTES + 1)).lists
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise BundleError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def write_lists(path: Path, lists: tuple[SignedList, ...]) -> None:
+    """Writes lists of signers; raises StoreError when the file cannot be written."""
+    try:
+        with open_atomic(path, mode=0o644) as file:
+            file.write(Signatures(by_key={}, lists=lists).encode())
+    except OSError as error:
+        raise make_store_error(path, error) from None
+
+
+def _format_day(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(min(seconds, _MAX_DATE_S)))
 
 
 def check_write_protection(path: Path) -> None:

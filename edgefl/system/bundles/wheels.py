@@ -6,6 +6,7 @@ import lzma
 import stat
 import struct
 import sys
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterable, Sequence
@@ -21,8 +22,16 @@ from packaging.version import InvalidVersion, Version
 from edgefl import DISTRIBUTION
 from edgefl.core.errors import BundleError, UsageError
 from edgefl.system.atomic_files import compute_sha256, make_store_error
-from edgefl.system.bundles.archive import RESERVED_PROJECTS, BundleKind, BundleManifest, WheelEntry, write_bundle
-from edgefl.system.bundles.keys import compute_key_id, sign_manifest
+from edgefl.system.bundles.archive import (
+    RESERVED_PROJECTS,
+    SIGNERS_NAME,
+    BundleKind,
+    BundleManifest,
+    WheelEntry,
+    read_bundle,
+    write_bundle,
+)
+from edgefl.system.bundles.signatures import SignedList, compute_key_id, sign_manifest
 
 MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
 MAX_ENTRIES = 50_000
@@ -145,40 +154,70 @@ def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
 
 MAX_NAME_CHARS = 100
 """Maximum length of a file's own name in a tar header."""
+_FIXED_NAMES = {BundleKind.RELEASE: DISTRIBUTION, BundleKind.SIGNERS: SIGNERS_NAME}
 
 
-def make_bundle(draft: BundleManifest, wheels: Sequence[Path], key: Ed25519PrivateKey, out: Path) -> BundleManifest:
+def make_bundle(
+    draft: BundleManifest,
+    wheels: Sequence[Path],
+    key: Ed25519PrivateKey,
+    out: Path,
+    lists: tuple[SignedList, ...] = (),
+) -> BundleManifest:
     """Writes a signed bundle and returns its manifest; rejects wheels that a board would reject.
 
     Args:
         draft: the manifest without key and wheels. An empty name is that of the only project, or of edgefl.
-        wheels: of the bundle.
+        wheels: of the bundle; the file of a model.
         key: signs it.
         out: the file to write.
+        lists: of signers, that travel along.
 
     Raises:
         BundleError: the wheels make no bundle of this kind.
         StoreError: the file cannot be written.
     """
-    entries = tuple(_make_entry(path) for path in wheels)
-    is_release = draft.kind is BundleKind.RELEASE
-    name = DISTRIBUTION if is_release else draft.name or _get_single_project(draft.kind, entries)
+    entries = tuple(_make_entry(path, draft.kind) for path in wheels)
+    name = _FIXED_NAMES.get(draft.kind) or draft.name or _get_single_project(draft.kind, entries)
     manifest = replace(draft, name=name, key=compute_key_id(key.public_key()), wheels=entries)
     text = manifest.encode()
     BundleManifest.decode(text)
-    for path, entry in zip(wheels, entries, strict=True):
-        check_wheel(path, entry, draft.kind)
+    if draft.kind is not BundleKind.MODEL:
+        for path, entry in zip(wheels, entries, strict=True):
+            check_wheel(path, entry, draft.kind)
+    signatures = replace(sign_manifest(key, text), lists=lists)
     try:
-        write_bundle(out, manifest_bytes=text, signature=sign_manifest(key, text), wheels=wheels)
+        write_bundle(out, manifest_bytes=text, signatures=signatures, wheels=wheels)
     except OSError as error:
         raise make_store_error(out, error) from None
     return manifest
 
 
-def _make_entry(path: Path) -> WheelEntry:
+def add_signature(path: Path, key: Ed25519PrivateKey) -> BundleManifest:
+    """Adds a signature to a bundle in place and returns its manifest.
+
+    Raises:
+        BundleError: it is no bundle, or damaged.
+        StoreError: the file cannot be written.
+    """
+    try:
+        with path.open("rb") as file, tempfile.TemporaryDirectory(dir=path.absolute().parent) as folder:
+            bundle = read_bundle(file)
+            wheels = [Path(folder) / entry.file for entry in bundle.manifest.wheels]
+            for entry, wheel in zip(bundle.manifest.wheels, wheels, strict=True):
+                bundle.extract_wheel(entry, wheel)
+            added = sign_manifest(key, bundle.manifest_bytes).by_key
+            signatures = replace(bundle.signatures, by_key={**bundle.signatures.by_key, **added})
+            write_bundle(path, manifest_bytes=bundle.manifest_bytes, signatures=signatures, wheels=wheels)
+    except OSError as error:
+        raise make_store_error(path, error) from None
+    return bundle.manifest
+
+
+def _make_entry(path: Path, kind: BundleKind) -> WheelEntry:
     if len(path.name) > MAX_NAME_CHARS:
         raise BundleError(f"{path.name} has a name of {len(path.name)} characters, at most {MAX_NAME_CHARS} fit")
-    if path.suffix != ".whl":
+    if kind is not BundleKind.MODEL and path.suffix != ".whl":
         raise BundleError(f"{path.name} is no wheel; only wheels are signed, build one: pip wheel --no-deps FOLDER")
     return WheelEntry(file=path.name, sha256=compute_sha256(path), num_bytes=path.stat().st_size)
 

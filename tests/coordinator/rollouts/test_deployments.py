@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 from small_fleet import SmallFleet, eventually, settled
+from wheel_files import Signer
 
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.rollouts import service
@@ -21,12 +23,15 @@ from edgefl.coordinator.rollouts.deployments import (
     make_deployment_file,
     prune_deployment_files,
 )
+from edgefl.coordinator.rollouts.installations import BundleStore
 from edgefl.core.config import ConfigError, parse_run
 from edgefl.core.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
-from edgefl.core.protocol import EVALUATOR_NAME, Command, Heartbeat, StatusMessage
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, StatusMessage
+from edgefl.storage.queries.dashboard import list_events_after
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutStatus
 from edgefl.storage.store import Store
+from edgefl.system.bundles.archive import SignedManifest
 
 MODEL = "ab" * 32
 
@@ -38,6 +43,7 @@ class Fleet:
         self.directory: CoordinatorDirectory = init_directory(root, hosts=["127.0.0.1"], fleet="lab", port=1)
         self.store = Store.open(self.directory.database)
         self.registry = SmallFleet(clock=time.monotonic).registry
+        self.bundles = BundleStore(root / "bundles")
         self.commands: list[tuple[str, str, str | None]] = []
         self.ids: list[str] = []
         self.exported: list[tuple[str, Mapping[str, Any], Path]] = []
@@ -64,7 +70,13 @@ class Fleet:
 
     def start(self) -> DeploymentService:
         made = DeploymentService(
-            Deployments(store=self.store, registry=self.registry, directory=self.directory, export=self.export),
+            Deployments(
+                store=self.store,
+                registry=self.registry,
+                directory=self.directory,
+                export=self.export,
+                bundle_store=self.bundles,
+            ),
             store=self.store,
             registry=self.registry,
             send_command=self.send_command,
@@ -142,6 +154,43 @@ def test_devices_with_data_for_the_task_are_told_and_nobody_else(fleet: Fleet) -
     for name in ("other", "nobody"):
         with pytest.raises(NotFoundError, match="is not for"):
             deployments.make_offer(record.deployment_id, name)
+
+
+def sign_model(fleet: Fleet, folder: Path, model: str = MODEL) -> str:
+    """Brings a signed bundle of a model to the coordinator; returns its hash."""
+    file = folder / "digits.onnx"
+    file.write_bytes(b"a signed model")
+    made = Signer(folder).model_bundle(folder / "m.bundle", file, model=model)
+    with closing(fleet.bundles.start_upload()) as upload:
+        upload.write(made.read_bytes())
+        return upload.complete().sha256
+
+
+def test_boards_that_demand_signatures_are_named_unless_the_model_is_signed(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.add("a")
+    fleet.add("strict")
+    fleet.registry.record_capabilities("strict", Capabilities(facts={"signed_models": True}, shards={"digits": 5}))
+    deployments = fleet.start()
+    with pytest.raises(UsageError, match="strict run only signed models: edgefl model export"):
+        deployments.submit(wish())
+    assert deployments.submit(wish(devices=("a",)))[0]
+    config = parse_run({"run": {"task": "digits"}, "models": {"auto_deploy": True}})
+    deploy_finished_run(deployments, fleet.store, "r1", config)
+    assert any(
+        "strict run only signed models" in row["message"] for row in list_events_after(fleet.store, 0, limit=9)
+    )
+    record = deployments.submit(wish(bundle=sign_model(fleet, tmp_path)))[0]
+    eventually(lambda: fleet.stages(record.deployment_id) == {"a": "notified", "strict": "notified"})
+    offer = deployments.make_offer(record.deployment_id, "strict")
+    assert SignedManifest.decode(offer["signed"]).manifest.wheels[0].sha256 == offer["sha256"]
+    assert deployments.get_file(record.deployment_id, "strict").read_bytes() == b"a signed model"
+    assert len(fleet.exported) == 1, "a signed file is not made anew"
+
+
+def test_a_signed_bundle_of_something_else_is_not_deployed(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.add("a")
+    with pytest.raises(UsageError, match=f"model model-digits was signed, and not model {MODEL[:12]}"):
+        fleet.start().submit(wish(bundle=sign_model(fleet, tmp_path, "cd" * 32)))
 
 
 def test_what_a_device_reports_is_kept_and_ends_the_deployment(fleet: Fleet) -> None:

@@ -9,8 +9,9 @@ import pytest
 from model_source import ModelSource
 from onnx_graphs import constant_model
 from peer_boards import eventually
+from wheel_files import Signer, read_signed, replace_signer
 
-from edgefl.core.errors import DataError, NetworkError
+from edgefl.core.errors import BundleError, DataError, NetworkError
 from edgefl.core.types import derive_rng
 from edgefl.device.inference.deployments import (
     DeployedModel,
@@ -24,6 +25,7 @@ from edgefl.device.inference.deployments import (
 from edgefl.device.inference.model_check import ModelCheckResult
 from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.state_dir import DeviceSettings, save_enrolment
+from edgefl.device.updates.slots import SoftwareUpdateConfig
 
 
 class Board:
@@ -44,7 +46,9 @@ class Board:
         self.questions = []
         self.waits: Callable[[], None] = lambda: None
         self.is_away = False
-        self.store = ModelStore(self.root)
+        self.signer = Signer(root)
+        self.config = SoftwareUpdateConfig(slots=None, signers=root / "none")
+        self.store = ModelStore(self.root, self.config)
         self.updates = []
 
     def offers(self, winner):
@@ -54,9 +58,23 @@ class Board:
         told = {"sha256": sha256, "bytes": len(self.coordinator.body), "model": f"{winner}" * 64}
         self.coordinator.offer |= told
 
+    def trusts(self):
+        """Makes the board trust its signer from now on."""
+        self.config = SoftwareUpdateConfig(slots=None, signers=self.signer.trusted)
+        self.store = ModelStore(self.root, self.config)
+
+    def sign(self, winner, *, signer=None, **more):
+        """Makes the coordinator offer a signed model from now on."""
+        self.offers(winner)
+        bundle = (signer or self.signer).model_bundle(
+            self.root / "m.bundle", self.model, **{"model": f"{winner}" * 64, **more}
+        )
+        self.coordinator.offer["signed"] = read_signed(bundle)
+        return bundle
+
     def start(self):
         updates = RolloutClient(
-            DeployedModels(self.state, check_model=self._check),
+            DeployedModels(self.state, self.config, check_model=self._check),
             get_source=self._source,
             on_change=lambda: None,
             rng=derive_rng("t"),
@@ -249,9 +267,100 @@ def test_a_deployment_that_was_taken_back_has_no_shard_or_finds_no_judge_has_fai
     deploy(board, updates, 4)
 
 
+def refuse(board, updates, name, line):
+    """A deployment that is rejected before anything of its file is fetched or judged."""
+    fetched, judged = len(board.coordinator.ranges), len(board.questions)
+    updates.apply(name)
+    assert line in until(updates, "rejected", name)["reason"]
+    assert (len(board.coordinator.ranges), len(board.questions)) == (fetched, judged)
+
+
+def test_a_board_with_signers_takes_no_model_that_none_of_them_has_signed_as_it_is(board):
+    board.trusts()
+    updates = board.start()
+    board.offers(1)
+    refuse(board, updates, "d1", "it is unsigned, and this board runs only models that its signers have signed")
+    board.sign(2, signer=Signer(board.root / "stranger"))
+    refuse(board, updates, "d2", "which this board does not trust")
+    board.sign(3, expires=1000)
+    refuse(board, updates, "d3", "could be installed until 1970-01-01")
+    board.sign(4)
+    board.offers(5)  # with the signature of another
+    refuse(board, updates, "d5", "was signed, and not this file")
+    for number, (key, value) in enumerate((("options", {"model": "cnn"}), ("model", "9" * 64), ("task", "mnist"))):
+        board.sign(6)
+        before = board.coordinator.offer[key]
+        board.coordinator.offer[key] = value
+        refuse(
+            board, updates, f"mixed-{number}", "was signed for another task, with other options or of another model"
+        )
+        board.coordinator.offer[key] = before
+    board.coordinator.offer["signed"] = "{"
+    refuse(board, updates, "odd", "its signature makes no sense")
+    board.sign(7)
+    updates.apply("d7")
+    until(updates, "running", "d7")
+    current = board.store.load().current
+    assert board.store.get_permitted_path(current).read_bytes() == board.coordinator.body
+
+
+def test_a_model_that_was_signed_before_is_not_taken_again_unless_it_is_signed_anew(board):
+    board.trusts()
+    updates = board.start()
+    board.sign(1)
+    first = dict(board.coordinator.offer), board.coordinator.body
+    updates.apply("d1")
+    until(updates, "running", "d1")
+    board.sign(2)
+    updates.apply("d2")
+    until(updates, "running", "d2")
+    board.coordinator.offer, board.coordinator.body = first
+    refuse(board, updates, "again", "model-digits was signed before what this board has (serial 101, it has 102)")
+    updates.roll_back("d2")
+    until(updates, "reverted", "d2")
+    assert board.store.load().serials == {"model-digits": 102}, "a way back is not forgotten"
+    board.sign(1)
+    updates.apply("anew")
+    until(updates, "running", "anew")
+
+
+def test_a_model_whose_key_counts_no_more_or_whose_file_was_changed_is_not_run(board):
+    board.trusts()
+    updates = board.start()
+    board.sign(1)
+    updates.apply("d1")
+    until(updates, "running", "d1")
+    current = board.store.load().current
+    path = board.store.get_permitted_path(current)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    with pytest.raises(BundleError, match="was signed, and not this file"):
+        board.store.get_permitted_path(current)
+    path.write_bytes(content)
+    assert board.store.get_permitted_path(current) == path
+    second = Signer(board.root / "second")
+    board.sign(2, lists=replace_signer(board.signer, second), signer=second)
+    updates.apply("d2")
+    until(updates, "running", "d2")
+    with pytest.raises(BundleError, match="which this board does not trust"):
+        board.store.get_permitted_path(current)
+    assert board.questions[-1].former_path is None, "not even to compare"
+    board.sign(3)
+    refuse(board, updates, "d3", "which this board does not trust")
+
+
+def test_a_model_from_before_the_board_had_signers_is_not_run_after_that(board):
+    updates = board.start()
+    deploy(board, updates, 1)
+    assert board.store.get_permitted_path(board.store.load().current)
+    board.trusts()
+    with pytest.raises(BundleError, match="it is unsigned"):
+        board.store.get_permitted_path(board.store.load().current)
+
+
 def offer(**changes):
     values: dict[str, Any] = {"tolerance": 0.02, "min_accuracy": 0.0, **changes}
-    return ModelOffer(model="m", task="digits", options={}, test_fraction=0.1, **values)
+    return ModelOffer(sha256="", num_bytes=1, model="m", task="digits", options={}, test_fraction=0.1, **values)
 
 
 @pytest.mark.parametrize(

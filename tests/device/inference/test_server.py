@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 from peer_boards import eventually
+from wheel_files import Signer
 
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel
 from edgefl.device.rollouts.client import RolloutReport
+from edgefl.device.updates.slots import SoftwareUpdateConfig
 
 ROW = np.zeros((8, 8)).tolist()
 
@@ -168,6 +170,16 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(serving):
     serving.store.save(DeploymentState())
     serving.server.served_model.refresh()
     assert serving.predict([ROW])[0] == 503
+
+
+def test_a_model_that_no_signer_permits_is_not_served(tmp_path, caplog):
+    store = ModelStore(tmp_path, SoftwareUpdateConfig(slots=None, signers=Signer(tmp_path).trusted))
+    sha256 = constant_model(tmp_path / "made.onnx", 1)
+    new = DeployedModel(deployment="d1", sha256=sha256, model="1" * 64, task="digits")
+    store.activate(DeploymentState(), new, RolloutReport(id="d1", state="running"))
+    (tmp_path / "made.onnx").replace(store.path(new))
+    assert ServedModel(store=store).current is None
+    assert "model 111111111111 of deployment d1 is not run: it is unsigned" in caplog.text
 
 
 def test_stopping_answers_what_has_begun_and_takes_no_more(serving):

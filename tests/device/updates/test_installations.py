@@ -238,7 +238,8 @@ def test_capabilities_tell_the_slot_the_signers_and_packs_or_why_it_takes_none(b
     installations = board.start()
     assert installations.report is None, "a note that is damaged is left aside"
     assert get_install_facts(board.site) == {
-        "installs": {"able": True, "slot": "a", "signers": [board.signer.id], "packs": {}}
+        "installs": {"able": True, "slot": "a", "signers": [board.signer.id], "packs": {}},
+        "signed_models": True,
     }
     (board.signer.trusted / "operator.pem").unlink()
     told = get_install_facts(board.site)["installs"]

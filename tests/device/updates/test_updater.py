@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheel_files import Signer, make_wheel, stand_in
+from wheel_files import Signer, make_wheel, replace_signer, stand_in
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.rollouts import download
 from edgefl.device.updates import protocol, updater
 from edgefl.device.updates.protocol import read_status
+from edgefl.device.updates.slots import SlotRecord, SoftwareUpdateConfig, get_install_facts
 from edgefl.device.updates.updater import TrialTimeouts
 
 TASKS = "from importlib.metadata import entry_points as e; print(sorted(p.name for p in e(group='edgefl.tasks')))"
@@ -177,6 +178,42 @@ def test_a_bundle_for_another_board_is_refused_and_so_is_a_pack_signed_before_it
     pack, removal = idle.pack("auks"), idle.removal("auks")
     assert said(idle.install(removal)) == NOTHING
     assert "was signed before what this board has" in refused(idle, pack)
+
+
+def test_a_list_of_signers_is_followed_without_a_new_slot_and_old_signatures_expire(board: Any) -> None:
+    second = Signer(board.folder / "second")
+    lists = replace_signer(board.signer, second)
+    early = board.signer.bundle(board.folder / "early", kind="removal", version="1", name="gulls")
+    made = second.bundle(board.folder / "s", kind="signers", version="1", lists=lists)
+    assert said(board.install(made)) == NOTHING
+    assert (board.restarts, board.slots.path("b").exists()) == (1, False)
+    told = board.install(early).reason
+    assert f"signed by key {board.signer.id}, which this board does not trust; it trusts {second.id}" in told
+    old = second.bundle(board.folder / "o", kind="removal", version="1", name="gulls", expires=1000)
+    assert "could be installed until 1970-01-01" in board.install(old).reason
+    # A signature of the year 5138 says that it is later than this board's clock believes.
+    late = second.bundle(board.folder / "l", kind="removal", version="1", name="auks", serial=10**11)
+    assert said(board.install(late)) == NOTHING
+    withheld = second.bundle(board.folder / "w", kind="removal", version="1", name="gulls", expires=10**10)
+    assert "could be installed until 2286-11-20, it is 5138-11-16" in board.install(withheld).reason
+    (board.folder / "m.onnx").write_bytes(b"x")
+    model = second.model_bundle(board.folder / "m", board.folder / "m.onnx", model="ab" * 32, expires=2**41)
+    assert "which is deployed and not installed" in board.install(model).reason
+
+
+def test_a_list_that_is_valid_counts_also_when_what_it_came_with_is_refused(board: Any) -> None:
+    second = Signer(board.folder / "second")
+    lists = replace_signer(board.signer, second, expires=1000)
+    release = board.signer.bundle(board.folder / "r", kind="removal", version="1", name="gulls", lists=lists)
+    assert "which this board does not trust" in board.install(release).reason
+    renewed = second.bundle(board.folder / "s", kind="removal", version="1", name="gulls")
+    assert "list 1 of signers expired on 1970-01-01" in board.install(renewed).reason
+    config = SoftwareUpdateConfig(slots=board.slots, signers=board.signer.trusted)
+    record = SlotRecord(expiries={"edgefl-fleet": 1000, "gone": 1000})
+    board.slots.write_record("a", record)
+    facts = get_install_facts(config)["installs"]
+    assert (facts["able"], facts["signers"]) == (True, [second.id])
+    assert [text.partition(" on ")[0] for text in facts["expired"]] == ["edgefl-fleet", "list 1 of signers expired"]
 
 
 def test_a_disk_without_room_fails_before_anything_is_built(idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:

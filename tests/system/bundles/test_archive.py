@@ -47,7 +47,7 @@ def test_what_was_written_is_read_wheel_by_wheel(bundle: Path, tmp_path: Path) -
             assert (tmp_path / "out.whl").read_bytes() == (tmp_path / "w" / entry.file).read_bytes()
     with tarfile.open(bundle, "r:") as tar:  # any tar can list it
         wheels = ("wheels/gulls-1.0-py3-none-any.whl", "wheels/terns-2.0-py3-none-any.whl")
-        assert tar.getnames() == ["manifest.json", "manifest.sig", *wheels]
+        assert tar.getnames() == ["manifest.json", "signatures.json", *wheels]
 
 
 def test_a_bundle_of_any_length_is_read_also_when_tar_has_filled_up_its_last_record(tmp_path: Path) -> None:
@@ -71,6 +71,18 @@ def test_a_wheel_that_was_changed_is_not_unpacked(bundle: Path, tmp_path: Path) 
         with pytest.raises(BundleError, match=r"terns-2\.0.*is not what was signed"):
             found.extract_wheel(found.manifest.wheels[1], tmp_path / "out.whl")
     assert not (tmp_path / "out.whl").exists()
+
+
+def test_a_wheel_of_another_signed_bundle_is_not_taken(bundle: Path, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path / "w2", "terns", "2.0", {"terns.py": "z = 2\n" * 500})
+    other = Signer(tmp_path / "2").bundle(tmp_path / "c", wheel, kind="pack", version="2.0")
+    with tarfile.open(other, "r:") as tar:
+        foreign = [(info, tar.extractfile(info).read()) for info in tar][-1]  # type: ignore[union-attr]
+    mixed = rebuilt(bundle, lambda entries: entries.__setitem__(-1, foreign))
+    with mixed.open("rb") as file:
+        found = read_bundle(file)
+        with pytest.raises(BundleError, match=r"terns-2\.0.*is not what was signed"):
+            found.extract_wheel(found.manifest.wheels[1], tmp_path / "out.whl")
 
 
 def rebuilt(bundle: Path, change: Callable[[list[tuple[tarfile.TarInfo, bytes]]], Any]) -> Path:
@@ -139,12 +151,17 @@ def test_a_file_cut_short_anywhere_or_of_another_kind_is_refused(bundle: Path) -
 
 
 WHEEL = {"file": "edgefl_fleet-1.2.0-py3-none-any.whl", "sha256": "ab" * 32, "bytes": 10}
+MODEL = {"file": "digits.onnx", "sha256": "ab" * 32, "bytes": 10}
+FACTS = {"sha256": "cd" * 32, "task": "digits", "options": {}}
+AS_MODEL = {"kind": "model", "name": "model-digits", "wheels": [MODEL], "model": FACTS}
+AS_SIGNERS = {"kind": "signers", "name": "edgefl-signers", "wheels": []}
 GOOD = {
-    "v": 1,
+    "v": 2,
     "kind": "release",
     "name": "edgefl-fleet",
     "version": "1.2.0",
     "serial": 7,
+    "expires": 9,
     "key": "k",
     "wheels": [WHEEL],
 }
@@ -161,6 +178,7 @@ def test_what_is_dumped_is_loaded() -> None:
         name="edgefl-fleet",
         version="1.2.0",
         serial=7,
+        expires=9,
         key="k",
         wheels=wheels,
         allow_downgrade=True,
@@ -169,6 +187,10 @@ def test_what_is_dumped_is_loaded() -> None:
     removal = load(kind="removal", name="gulls", wheels=[])
     assert (removal.kind, removal.name, removal.version, removal.wheels) == (BundleKind.REMOVAL, "gulls", "1.2.0", ())
     assert BundleManifest.decode(removal.encode()) == removal
+    assert load(**AS_SIGNERS).kind is BundleKind.SIGNERS
+    model = load(**AS_MODEL)
+    assert model.model is not None
+    assert (model.model.task, BundleManifest.decode(model.encode())) == ("digits", model)
     entry = WheelEntry(file="Sea_Gulls-1.0-cp311-cp311-manylinux_2_17_aarch64.whl", sha256="", num_bytes=1)
     assert (entry.project, entry.version) == ("sea-gulls", "1.0")
     assert [str(tag) for tag in entry.tags] == ["cp311-cp311-manylinux_2_17_aarch64"]
@@ -178,7 +200,16 @@ def test_what_is_dumped_is_loaded() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"v": 2}, "not of format 1"),
+        ({"v": 1}, "not of format 2"),
+        ({"expires": 7}, "it expires before it was signed"),
+        ({"expires": None}, "expected a whole number"),
+        ({**AS_SIGNERS, "kind": "removal"}, "a list of signers, and nothing else, is named"),
+        ({**AS_SIGNERS, "name": "gulls"}, "a list of signers, and nothing else, is named"),
+        ({"kind": "model"}, "which is no name of a model"),
+        ({**AS_MODEL, "model": {**FACTS, "sha256": "x"}}, "says no SHA-256"),
+        ({**AS_MODEL, "model": {**FACTS, "options": [1]}}, "a table of at most"),
+        ({**AS_MODEL, "name": "model-mnist"}, "named after the task"),
+        ({**AS_MODEL, "model": None}, "named after the task"),
         ({"kind": "virus"}, "makes no sense"),
         ({"name": "../x"}, "a bundle is named with a-z"),
         ({"version": "new"}, "its version must be one such as 1.2.0, got 'new'"),
