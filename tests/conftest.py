@@ -22,7 +22,8 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from requirements import FOLDERS
 from sqlalchemy import Connection, inspect
 
-from edgefl.coordinator.auth import TokenAuth, register_error_handler, require_device
+from edgefl.coordinator.api.access import Authenticator
+from edgefl.coordinator.auth import register_error_handler, require_device
 from edgefl.coordinator.directory import CoordinatorDirectory, init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, enrolment_router
 from edgefl.coordinator.enrolment.tokens import make_token
@@ -132,7 +133,7 @@ class FrontDoor:
             clock=self.clock,
         )
         app.include_router(enrolment_router(service))
-        auth = TokenAuth(self.directory, listen_host="0.0.0.0")
+        auth = Authenticator(self.directory, self.store, listen_host="0.0.0.0")
         viewer = Depends(auth.require_viewer)
 
         @app.post("/edgefl/v1/renew", dependencies=[Depends(require_device(self._signed_by))])

@@ -15,7 +15,10 @@ from edgefl.core.safe_text import SafeFormatter, escape_text
 
 COMMANDS = {
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
-    "coordinator": ("edgefl.cli.fleet.coordinator:command", "Set up and run the coordinator, make join tokens"),
+    "coordinator": (
+        "edgefl.cli.fleet.coordinator:command",
+        "Set up and run the coordinator, make join tokens, name its users",
+    ),
     "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments"),
     "demo": ("edgefl.cli.experiments:demo", "Run a whole fleet on this machine"),
     "device": ("edgefl.cli.device:command", "Join a board to a fleet and run its agent"),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,32 @@ allow_module_option = click.option(
     callback=_allow_modules,
     help="Let tasks and strategies be classes of this module; may be repeated.",
 )
+
+
+def _resolve_root(_context: click.Context, _option: click.Parameter, value: Path | None) -> Path:
+    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
+
+    return value or default_directory()
+
+
+dir_option = click.option(
+    "--dir",
+    "root",
+    type=FOLDER_TYPE,
+    callback=_resolve_root,
+    help="State directory [default: ~/.local/share/edgefl/coordinator].",
+)
+
+
+def record_command(store: Store, action: str) -> None:
+    """Adds a command of this machine's user to the audit trail."""
+    import getpass  # noqa: PLC0415 fast start
+    from contextlib import suppress  # noqa: PLC0415 likewise
+
+    user = "?"
+    with suppress(KeyError, OSError):  # a user without an entry in the list of users
+        user = getpass.getuser()
+    store.record_audit(actor=f"user {user}", source="local", action=action, outcome="done", at=time.time())
 
 
 def warn_visible_secret(context: click.Context, option: click.Parameter, value: str | None) -> str | None:

@@ -1,7 +1,7 @@
-"""Access to the HTTPS API: tokens of operators and viewers, a rate limit of failures, and the audit trail.
+"""What all checks of callers share: signatures of devices, a rate limit of failures, rejections, error responses.
 
-Operators may do everything, viewers may read. Both send a bearer token; only hashes are stored. Errors are
-`{"v": 1, "error": CODE, "message": LINE}` with a 4xx or 5xx status, so that the client raises the same error.
+Errors are `{"v": 1, "error": CODE, "message": LINE}` with a 4xx or 5xx status, so that the client raises the same
+error. Who people are is decided in `api.access`.
 
 - Rate limit: an address may fail ten times at once and regains one try every six seconds. All addresses together may
   fail two hundred times; beyond that each address has one try, so that a device with a valid token and its own
@@ -9,27 +9,22 @@ Operators may do everything, viewers may read. Both send a bearer token; only ha
 - Rejections: events of the kind `request-rejected`, aggregated to bound their number. The first rejection is written
   at once. Further ones of the same kind from the same address or device are counted, and written as one row a minute.
   At most `MAX_SOURCES` are distinguished at a time; the others share a row.
-- Actions: every request with a valid token that changes something, by whom, from where, and what came of it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import ipaddress
 import logging
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import (
     EdgeflError,
     JoinError,
@@ -43,7 +38,6 @@ from edgefl.core.errors import (
 )
 from edgefl.core.protocol import BODY_HASH_HEADER, PROTOCOL_VERSION, error_code
 from edgefl.core.safe_parsing import sanitise_line, sanitise_text
-from edgefl.core.safe_text import escape_text
 from edgefl.storage.store import REJECTED_EVENT_KIND, Store
 
 log = logging.getLogger(__name__)
@@ -72,13 +66,7 @@ STATUS_BY_ERROR: Mapping[type[EdgeflError], int] = {
     TooManyTriesError: 429,
     NetworkError: 400,
 }
-MAX_TOKEN_CHARS = 200
 MAX_PATH_CHARS = 100
-ACTOR_HASH_CHARS = 8
-
-
-_READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-API_PREFIX = "/edgefl/v1/"
 
 
 def ignore_rejection(_kind: str, _source: str, _detail: str) -> None:
@@ -251,74 +239,6 @@ class RateLimiter:
 AccessCheck = Callable[[Request], object]
 
 
-class TokenAuth:
-    """Access by bearer token; the methods `require_viewer` and `require_operator` are FastAPI dependencies.
-
-    Args:
-        directory: has the hashes of the tokens.
-        listen_host: if it is loopback, every client may read.
-        record_rejection: called for wrong and missing tokens.
-    """
-
-    def __init__(
-        self,
-        directory: CoordinatorDirectory,
-        *,
-        listen_host: str,
-        record_rejection: RecordRejection = ignore_rejection,
-    ) -> None:
-        self._operators = directory.operator_sha256
-        self._viewers = (*directory.operator_sha256, *directory.viewer_sha256)
-        self._is_open, self._record_rejection = is_loopback(listen_host), record_rejection
-        self._rate_limiter = RateLimiter(monotonic=time.monotonic)
-
-    def require_operator(self, request: Request) -> None:
-        """Admits only operators.
-
-        Raises:
-            NotAllowedError: the token is missing or wrong, or a viewer's.
-            TooManyTriesError: too many wrong ones came from this address.
-        """
-        self._check(request, self._operators, "an operator token")
-
-    def require_viewer(self, request: Request) -> None:
-        """Admits operators and viewers; the errors are those of `require_operator`."""
-        if not self._is_open:
-            self._check(request, self._viewers, "a viewer or operator token")
-
-    def get_permissions(self, request: Request) -> tuple[bool, bool]:
-        """Returns whether a request may read, and whether it may act; rejects none."""
-        digest = _token_digest(request)
-        return self._is_open or _is_any_of(digest, self._viewers), _is_any_of(digest, self._operators)
-
-    def find_actor(self, request: Request) -> str | None:
-        """Returns who acts: the role, and the beginning of its token's hash; None for a token that does not count."""
-        digest = _token_digest(request)
-        if not _is_any_of(digest, self._viewers):
-            return None
-        role = "operator" if _is_any_of(digest, self._operators) else "viewer"
-        return f"{role} {str(digest)[:ACTOR_HASH_CHARS]}"
-
-    def _check(self, request: Request, accepted: Sequence[str], required_token: str) -> None:
-        digest = _token_digest(request)
-        if _is_any_of(digest, accepted):
-            return
-        address, path = get_request_source(request), request.url.path[:MAX_PATH_CHARS]
-        if digest is None:
-            if request.method != "GET":  # a page before its log-in requests much that it may not read
-                self._record_rejection("action without access token", address, path)
-            raise NotAllowedError(
-                f"this needs {required_token}; on the coordinator's machine: edgefl coordinator init"
-            )
-        self._record_rejection("access token", address, f"{path}: a wrong one; this needs {required_token}")
-        if _is_any_of(digest, self._viewers):  # no guess
-            raise NotAllowedError(f"a viewer may not do that; this needs {required_token}")
-        self._rate_limiter.check(address)
-        self._rate_limiter.record_failure(address)
-        log.warning("refused a wrong access token for %s", path)
-        raise NotAllowedError(f"the access token is wrong; this needs {required_token}")
-
-
 def require_device(
     get_signer: Callable[[Request], str], *, record_rejection: RecordRejection = ignore_rejection
 ) -> AccessCheck:
@@ -355,45 +275,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def record_actions(
-    app: ASGIApp, store: Store, *, find_actor: Callable[[Request], str | None], clock: Callable[[], float] = time.time
-) -> ASGIApp:
-    """Returns the application, which records actions in the store before the caller has their answer.
-
-    `find_actor` returns the name behind a request's token, None for a token that does not count.
-    """
-
-    async def record(scope: Scope, receive: Receive, send: Send) -> None:
-        is_action = (
-            scope["type"] == "http"
-            and scope["method"] not in _READ_METHODS
-            and str(scope["path"]).startswith(API_PREFIX)
-        )
-        actor = await to_thread.run_sync(find_actor, Request(scope)) if is_action else None
-        if actor is None:
-            await app(scope, receive, send)
-            return
-
-        async def send_recorded(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await to_thread.run_sync(write, int(message["status"]))
-            await send(message)
-
-        def write(status: int) -> None:
-            path = escape_text(str(scope["path"]).removeprefix(API_PREFIX))[:MAX_PATH_CHARS]
-            action, source = f"{scope['method']} {path}", get_request_source(Request(scope))
-            outcome = "done" if status < 400 else f"refused ({status})" if status < 500 else f"failed ({status})"
-            try:
-                store.record_audit(actor=actor, source=source, action=action, outcome=outcome, at=clock())
-            except StoreError as error:
-                # The log keeps what a full disk does not.
-                log.warning("%s from %s: %s, %s; not in the store: %s", actor, source, action, outcome, error)
-
-        await app(scope, receive, send_recorded)
-
-    return record
-
-
 def register_error_handler(app: FastAPI) -> None:
     """Makes the app answer every `EdgeflError` as JSON."""
 
@@ -408,14 +289,3 @@ def error_response(error: EdgeflError) -> JSONResponse:
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     content = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": sanitise_text(str(error))}
     return JSONResponse(content, status_code=status, headers=headers)
-
-
-def _token_digest(request: Request) -> str | None:
-    """Returns the hash of the request's bearer token, if it has one."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return hash_token(token[:MAX_TOKEN_CHARS]) if scheme.lower() == "bearer" and token else None
-
-
-def _is_any_of(digest: str | None, accepted: Sequence[str]) -> bool:
-    # All are compared, whichever matches, so that the time reveals nothing.
-    return digest is not None and bool(sum(hmac.compare_digest(digest, known) for known in accepted))

@@ -20,15 +20,14 @@ from typing import Self
 
 from starlette.requests import Request
 
+from edgefl.coordinator.api.access import Authenticator, record_actions
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.feed import Feed
 from edgefl.coordinator.api.feed_state import FeedState
 from edgefl.coordinator.api.server import WebServer, make_app, make_routers, open_listener
 from edgefl.coordinator.auth import (
     RejectedRequestLog,
-    TokenAuth,
     get_request_source,
-    record_actions,
     require_device,
 )
 from edgefl.coordinator.brokers.broker import get_connect_host
@@ -282,7 +281,7 @@ class Coordinator:
             self._superlink.api,
             make_routers(context),
             record_rejection=self._rejections.record,
-            is_operator=lambda request: context.get_permissions(request)[1],
+            is_operator=self._auth.can_act,
         )
         recorded = record_actions(app, self._store, find_actor=self._auth.find_actor)
         counted = self._monitoring.metrics.count_responses(recorded)
@@ -296,12 +295,15 @@ class Coordinator:
         directory, store = self._directory, self._store
         validator = RunValidator(self._build_run, self._registry, store)
         record_rejection = self._rejections.record
-        self._auth = auth = TokenAuth(directory, listen_host=self._options.host, record_rejection=record_rejection)
+        self._auth = auth = Authenticator(
+            directory, store, listen_host=self._options.host, record_rejection=record_rejection
+        )
         return ApiContext(
             viewer=auth.require_viewer,
             operator=auth.require_operator,
+            admin=auth.require_admin,
             device=require_device(self._members.get_signer, record_rejection=record_rejection),
-            get_permissions=auth.get_permissions,
+            auth=auth,
             record_rejection=record_rejection,
             directory=directory,
             store=store,

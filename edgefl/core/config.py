@@ -358,6 +358,43 @@ class CertificateSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OpenIdSettings:
+    """`[openid]` in the coordinator's `settings.toml`: where people sign in, and who may come.
+
+    A person gets the highest role whose list has the verified e-mail address, or a value of the claim.
+
+    Attributes:
+        issuer: URL of the OpenID provider, as it calls itself; None for no such sign-in.
+        name: of the provider, on the page; its host if empty.
+        client_id, client_secret: as registered there, with `https://HOST:PORT/edgefl/v1/sign-in/callback` for the way
+            back; None for a client without a secret.
+        scope: what the provider is asked to tell.
+        claim: whose values, a text or a list of texts, have roles.
+        viewers, operators, admins: e-mail addresses, and values of the claim.
+    """
+
+    issuer: str | None = None
+    name: str = ""
+    client_id: str = ""
+    client_secret: str | None = field(default=None, repr=False)
+    scope: str = "openid email"
+    claim: str = "groups"
+    viewers: tuple[str, ...] = ()
+    operators: tuple[str, ...] = ()
+    admins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.issuer is None:
+            return
+        if not is_secure_url(self.issuer):
+            raise ConfigError(f"openid.issuer must be a URL with https, got {self.issuer!r}")
+        if not self.client_id:
+            raise ConfigError("openid.client_id must be what the provider calls this coordinator, got none")
+        if not (self.viewers or self.operators or self.admins):
+            raise ConfigError("openid names nobody: give at least one of viewers, operators, admins")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
     """`[connections]` in the coordinator's `settings.toml`: limits of its HTTPS port and of its embedded broker.
 
@@ -387,6 +424,16 @@ class ConnectionSettings:
     stall_s: float = field(default=8.0, metadata={"above": 0, "at_most": 600})
     write_s: float = field(default=20.0, metadata={"above": 0, "at_most": 600})
     min_bytes_per_s: int = field(default=500, metadata={"at_least": 1, "at_most": 1_000_000})
+
+
+def is_secure_url(url: str) -> bool:
+    """Returns whether a URL is https, or http on this very machine."""
+    try:
+        parts = urlsplit(url)
+        is_local = parts.hostname in {"127.0.0.1", "::1", "localhost"}
+        return bool(parts.hostname) and (parts.scheme == "https" or (parts.scheme == "http" and is_local))
+    except ValueError:
+        return False
 
 
 def _is_web_url(text: str) -> bool:

@@ -101,7 +101,7 @@ def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-FIRST_REVISION, SCHEMA_REVISION = "0010", "0010"
+FIRST_REVISION, SCHEMA_REVISION = "0011", "0011"
 """The oldest and the newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 POSTGRES_DRIVER = "postgresql+psycopg"

@@ -52,6 +52,20 @@ class TokenTable(Base):
     created_at: Mapped[float | None]
 
 
+class UserTable(Base):
+    """A person: `token_sha256` is NULL for one who only signs in at an OpenID provider; rows are never deleted."""
+
+    __tablename__ = "users"
+    __table_args__ = (UniqueConstraint("token_sha256", name="uq_users"),)
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    role: Mapped[str]
+    token_sha256: Mapped[str | None]
+    created_at: Mapped[float]
+    expires_at: Mapped[float | None]
+    revoked_at: Mapped[float | None]
+
+
 class DeviceTable(Base):
     """A joined device; `removed_at` is set when it was removed, and its name is then free again."""
 

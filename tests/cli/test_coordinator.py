@@ -161,6 +161,35 @@ def test_grafana_prints_a_dashboard(coordinator):
     assert (dashboard["title"], len(dashboard["panels"]) > 15) == ("edgefl", True)
 
 
+def test_users_are_added_listed_and_revoked_and_only_a_hash_is_kept(coordinator, refused, root, tmp_path):
+    where = ("--dir", root)
+    token = coordinator("user", "add", "ada", "--role", "operator", *where).out.strip()
+    file = tmp_path / "bob.toml"
+    ran = coordinator("user", "add", "bob", "--expires", "7d", "--file", file, *where)
+    content = load_operator_file(file)
+    assert (file.stat().st_mode & 0o777, content.url, content.operator_token) == (0o600, "https://pi.local:9000", "")
+    assert content.viewer_token not in ran.out
+    assert token.encode() not in (root / "edgefl.db").read_bytes() + (root / "edgefl.db-wal").read_bytes()
+    refused(["coordinator", "user", "add", "ada", *where], 35, "'ada' already")
+    refused(["coordinator", "user", "add", "eve", "--file", file, *where], 2, "exists already")
+    refused(
+        ["coordinator", "user", "add", "eve", "--file", tmp_path / "no" / "file", *where], 10, "cannot be written"
+    )
+    refused(["coordinator", "user", "add", "eve", "--expires", "never", *where], 2, "lifetime")
+    coordinator("user", "revoke", "ada", *where)
+    refused(["coordinator", "user", "revoke", "ada", *where], 33, "no active user")
+    rows = coordinator("user", "list", "--format", "json", *where).rows
+    assert [(row["name"], row["role"], row["state"]) for row in rows] == [
+        ("ada", "operator", "revoked"), ("bob", "viewer", "active"),
+    ]  # fmt: skip
+    assert rows[1]["expires_at"] - rows[1]["created_at"] == 7 * 86400
+    actions = [row["action"] for row in coordinator("history", "audit", "--format", "json", *where).rows]
+    assert actions == [
+        "coordinator user add ada --role operator", "coordinator user add bob --role viewer",
+        "coordinator user revoke ada",
+    ]  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def own_config(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -199,7 +228,7 @@ def test_the_operator_file_is_private_and_its_secrets_stay_out_of_reprs(granted_
 def test_a_viewer_token_reads_and_changes_nothing_and_a_wrong_one_is_not_allowed(granted_door, monkeypatch):
     monkeypatch.setenv("EDGEFL_TOKEN", load_operator_file(get_operator_path()).viewer_token)
     assert CoordinatorClient.from_options().get("/edgefl/v1/seen")["v"] == 1
-    with pytest.raises(NotAllowedError, match="operator token"):
+    with pytest.raises(NotAllowedError, match="role operator"):
         CoordinatorClient.from_options().post("/edgefl/v1/done", {"what": "x"})
     monkeypatch.setenv("EDGEFL_TOKEN", "wrong")
     with pytest.raises(NotAllowedError, match="wrong"):

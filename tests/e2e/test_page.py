@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 from requirements import PARTS, needs
 
+from edgefl.coordinator.enrolment.tokens import make_user
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 from edgefl.system.api_client import load_operator_file
 
@@ -31,7 +34,7 @@ min = 2
 """
 EVIL = "<img src=x onerror=document.title='broken'>"
 EVIL_DEVICE = "<script>document.title='broken'</script>"
-VIEWS = ("", "fleet", "runs", "runs/latest", "devices/device-01", "start", "join")
+VIEWS = ("", "fleet", "runs", "runs/latest", "devices/device-01", "start", "join", "audit", "sign-in/refused")
 
 pytestmark = [pytest.mark.extended, needs("chromium")]
 
@@ -48,11 +51,11 @@ class Screen:
         self.page.goto(f"{self.url}/#/{view}")
         self.page.wait_for_selector("main h1, main h2", state="attached")
 
-    def log_in(self, token: str) -> None:
-        self.page.get_by_role("button", name="Log in").click()
+    def sign_in(self, token: str) -> None:
+        self.page.get_by_role("button", name="Sign in").click()
         self.page.get_by_label("Access token").fill(token)
-        self.page.get_by_role("dialog").get_by_role("button", name="Log in").click()
-        self.page.get_by_role("button", name="Log out").wait_for()
+        self.page.get_by_role("dialog").get_by_role("button", name="Sign in").click()
+        self.page.get_by_role("button", name="Sign out").wait_for()
 
 
 @dataclass
@@ -106,7 +109,7 @@ def test_a_run_is_started_watched_and_read_on_the_page(screens: House) -> None:
     screen = screens.screen()
     screen.open("runs")
     page = screen.page
-    screen.log_in(screens.token)
+    screen.sign_in(screens.token)
     page.get_by_role("link", name="Start a run").click()
     page.get_by_label("Run file (TOML)").fill(RUN_FILE)
     page.get_by_role("button", name="Check only").click()
@@ -148,15 +151,15 @@ def test_a_page_that_is_open_follows_a_run_without_asking_again(screens: House) 
     )
 
 
-def test_nothing_is_done_without_the_operator_s_token(screens: House) -> None:
+def test_nothing_is_done_without_a_role(screens: House) -> None:
     screen = screens.screen()
     screen.open("join")
     page = screen.page
     page.get_by_role("button", name="Make a token").click()
-    page.get_by_role("dialog").get_by_text("This needs the operator token.").wait_for()
+    page.get_by_role("dialog").get_by_text("This needs the role admin.").wait_for()
     page.get_by_label("Access token").fill("wrong")
-    page.get_by_role("dialog").get_by_role("button", name="Log in").click()
-    page.get_by_text("not one of this coordinator's").wait_for()
+    page.get_by_role("dialog").get_by_role("button", name="Sign in").click()
+    page.get_by_text("the access token is wrong").wait_for()
     ask = """async ([path, token]) => (await fetch('/edgefl/v1/' + path, { method: 'POST',
         headers: { 'Content-Type': 'application/json', ...(token && { Authorization: 'Bearer ' + token }) },
         body: '{}' })).status"""
@@ -165,10 +168,43 @@ def test_nothing_is_done_without_the_operator_s_token(screens: House) -> None:
     assert page.locator("img.qr").count() == 0
 
 
+def test_the_audit_trail_names_people_as_text_and_a_revoked_one_is_signed_out(screens: House) -> None:
+    with Store.open(screens.fleet.database) as store:
+        token = make_user(store, "ada", "operator", ttl_s=None, now=time.time())
+        for number in range(60):
+            store.record_audit(actor=EVIL, source=EVIL, action=f"{EVIL} {number}", outcome=EVIL, at=float(number))
+    screen = screens.screen()
+    screen.open("devices/device-01")
+    screen.sign_in(token)
+    page = screen.page
+    page.get_by_text("Signed in: ada, operator.").wait_for()
+    page.get_by_role("button", name="Drain").click()
+    page.get_by_role("heading", name="device-01 draining").wait_for()
+    page.get_by_role("button", name="Give it work again").click()
+    page.get_by_role("heading", name="device-01 online").wait_for()
+    page.get_by_role("link", name="Audit").click()
+    page.get_by_role("row", name=re.compile(r"ada \(operator\) POST devices/device-01/drain done")).wait_for()
+    page.get_by_text("50 rows, the newest.").wait_for()
+    while page.get_by_role("button", name="Older").is_visible():
+        page.get_by_role("button", name="Older").click()
+        page.wait_for_function("() => !document.querySelector('main button:disabled')")
+    page.get_by_text(re.compile("rows, back to the first")).wait_for()
+    with Store.open(screens.fleet.database) as store:
+        num_rows = len(read_history(store, "audit"))
+        assert page.locator("tbody tr").count() == num_rows >= 63
+        assert page.locator("tbody th").count() == num_rows, "each row once"
+        assert page.locator("main img").count() == 0
+        store.revoke_user("ada", at=time.time())
+    assert page.evaluate("async () => (await fetch('/edgefl/v1/history/audit')).status") == 401
+    page.get_by_role("link", name="Join").click()
+    page.reload()
+    page.get_by_role("button", name="Sign in").wait_for()
+
+
 def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) -> None:
     screen = screens.screen()
     screen.open("join")
-    screen.log_in(screens.token)
+    screen.sign_in(screens.token)
     page = screen.page
     page.get_by_label("How many boards").fill("3")
     page.get_by_role("button", name="Make a token").click()
@@ -184,7 +220,7 @@ def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) ->
 def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
     screen = screens.screen()
     screen.open("devices/device-02")
-    screen.log_in(screens.token)
+    screen.sign_in(screens.token)
     page = screen.page
     page.get_by_role("button", name="Drain").click()
     page.get_by_role("heading", name="device-02 draining").wait_for()
@@ -202,7 +238,7 @@ def test_a_run_is_stopped_after_a_question(screens: House) -> None:
     run_id = screens.fleet.submit(run_of("endless", 1_000_000))
     screen = screens.screen()
     screen.open(f"runs/{run_id}")
-    screen.log_in(screens.token)
+    screen.sign_in(screens.token)
     page = screen.page
     page.get_by_role("button", name="Stop", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Stop the run").click()
@@ -348,16 +384,18 @@ def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(
         fleet._wait_until(fleet._is_answering, "the coordinator to answer")
         screen = screens.screen(port=fleet.port)
         screen.open("fleet")
-        screen.page.get_by_text("needs a viewer or operator token").wait_for()
-        screen.page.get_by_role("main").get_by_role("button", name="Log in").click()
+        screen.page.get_by_text("Who reads this fleet has to sign in.").wait_for()
+        screen.page.get_by_role("main").get_by_role("button", name="Sign in").click()
         screen.page.get_by_label("Access token").fill(known.viewer_token)
-        screen.page.get_by_role("dialog").get_by_role("button", name="Log in").click()
+        screen.page.get_by_role("dialog").get_by_role("button", name="Sign in").click()
         screen.page.get_by_text("No device has joined yet.").wait_for()
         screen.page.evaluate("location.hash = '#/join'")
         screen.page.get_by_role("button", name="Make a token").click()
-        screen.page.get_by_text("This needs the operator token.").wait_for()
-        assert json.loads(screen.page.evaluate("JSON.stringify(Object.keys(localStorage))")) == []
-        assert screen.page.evaluate("document.cookie") == ""
+        screen.page.get_by_text("This needs the role admin.").wait_for()
+        kept = "JSON.stringify([Object.keys(localStorage), Object.keys(sessionStorage), document.cookie])"
+        assert json.loads(screen.page.evaluate(kept)) == [[], [], ""], "no script can take the session away"
+        screen.page.reload()
+        screen.page.get_by_role("button", name="Sign out").wait_for()
     finally:
         process.terminate()
         process.wait()

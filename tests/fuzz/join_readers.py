@@ -15,17 +15,22 @@ import httpx
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 from fuzz.reader import Form, Reader, Seed
+from joserfc import jwt
+from joserfc.jwk import ECKey
 from sqlalchemy import delete, update
 
 from edgefl import __version__
 from edgefl.coordinator import pki
+from edgefl.coordinator.api.sign_in import identify, parse_provider, verify_id_token
 from edgefl.coordinator.directory import init_directory
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
 from edgefl.coordinator.enrolment.renewal import RenewalService
 from edgefl.coordinator.enrolment.tokens import make_token
+from edgefl.core.config import OpenIdSettings
 from edgefl.core.protocol import JoinToken, certificate_fingerprint
 from edgefl.device.enrolment.certificates import (
     create_key,
@@ -281,3 +286,55 @@ class _Socket:
 def _own_certificate(authority: pki.KeyPair, key_pem: bytes) -> bytes:
     assert export_public_key(key_pem)
     return pki.sign_request(authority, create_signing_request(key_pem, "pi-1"), "pi-1")
+
+
+def openid_answers(_folder: Path) -> Reader:
+    """What an OpenID provider answers: its configuration, its keys, and ID tokens with any header and any claims."""
+    issuer, now, nonce = "https://id.example", 1_000_000.0, "n"
+    settings = OpenIdSettings(issuer=issuer, client_id="edgefl", admins=("a@b.c", "staff"))
+    key = ECKey.import_key(
+        {
+            "kty": "EC", "crv": "P-256", "kid": "k", "x": "f83OJ3D2xF1Bg8vub9tLe1gHMzV76e8Tus9uPHvRVEU",
+            "y": "x_FEzRu9m36HLN_tue659LNpXW6pCyStikYjKIWI5a0", "d": "jpsQnnGQmL-YBIffH1136cspYG6-0iY7X1fCE9-E9LI",
+        }
+    )  # fmt: skip
+    keys = {"keys": [key.as_dict(private=False)]}
+    claims = {
+        "iss": issuer, "aud": "edgefl", "sub": "1", "iat": int(now), "exp": int(now) + 300, "nonce": nonce,
+        "email": "a@b.c", "email_verified": True, "groups": ["staff", "x"],
+    }  # fmt: skip
+    header = {"alg": "ES256", "kid": "k"}
+    token = {"id_token": jwt.encode(header, claims, key), "access_token": "a"}
+    configuration = {
+        "issuer": issuer, "authorization_endpoint": f"{issuer}/a", "token_endpoint": f"{issuer}/t",
+        "jwks_uri": f"{issuer}/k", "token_endpoint_auth_methods_supported": ["client_secret_post"],
+    }  # fmt: skip
+
+    def verify(answer: bytes, key_set: bytes) -> object:
+        return identify(verify_id_token(answer, key_set, settings, nonce=nonce, now=now), settings)
+
+    def signed(content: bytes) -> bytes:
+        """The answer with an ID token of this header and these claims, whose signature is right."""
+        first, _, second = content.partition(b"\n")
+        text = b".".join(base64.urlsafe_b64encode(part).rstrip(b"=") for part in (first, second))
+        r, s = decode_dss_signature(key.private_key.sign(text, ec.ECDSA(hashes.SHA256())))
+        signature = base64.urlsafe_b64encode(r.to_bytes(32) + s.to_bytes(32)).rstrip(b"=")
+        return json.dumps({"id_token": (text + b"." + signature).decode("latin-1"), "access_token": "a"}).encode()
+
+    readers = {
+        b"c": lambda body: parse_provider(body, issuer, now=now),
+        b"k": lambda body: verify(json.dumps(token).encode(), body),
+        b"t": lambda body: verify(body, json.dumps(keys).encode()),
+        b"i": lambda body: verify(signed(json.dumps(header).encode() + b"\n" + body), json.dumps(keys).encode()),
+        b"h": lambda body: verify(signed(body + b"\n" + json.dumps(claims).encode()), json.dumps(keys).encode()),
+    }
+
+    def feed(data: bytes) -> None:
+        readers.get(data[:1], readers[b"c"])(data[1:])
+
+    values = {b"c": configuration, b"k": keys, b"t": token, b"i": claims, b"h": header}
+    seeds = [
+        Seed(content=json.dumps(value).encode(), form=Form.JSON, close=lambda body, kind=kind: kind + body)  # type: ignore[misc]
+        for kind, value in values.items()
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds), words=(b'"alg":"none"', b'"HS256"', b'"crit"', b'"kty":"oct"'))

@@ -123,6 +123,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/enrolment/certificates.py:_load_key",
             "device/flower/supernode.py:_parse_clone_reason",
         ),
+        "openid-answers": _entry(
+            join_readers.openid_answers,
+            "coordinator/api/sign_in.py:_parse_object",
+            "coordinator/api/sign_in.py:verify_id_token",
+        ),
         "operator-api": _entry(
             api_readers.operator_api,
             "coordinator/api/server.py:_require_valid_json.guard",

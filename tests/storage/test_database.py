@@ -267,13 +267,13 @@ def test_refuses_a_store_older_than_the_first_revision_and_leaves_it_alone(tmp_p
     path = tmp_path / "edgefl.db"
     Store.open(path).close()
     with sqlite3.connect(path) as raw:
-        raw.execute("UPDATE alembic_version SET version_num = '0009'")
+        raw.execute("UPDATE alembic_version SET version_num = '0010'")
     raw.close()
     before = path.read_bytes()
     for read_only in (False, True):
         with pytest.raises(StoreError) as error:
             Store.open(path, read_only=read_only)
-        assert re.search(rf"before 0.2 .*0009.*{FIRST_REVISION}", one_line(error))
+        assert re.search(rf"before 0.2 .*0010.*{FIRST_REVISION}", one_line(error))
     assert path.read_bytes() == before
 
 

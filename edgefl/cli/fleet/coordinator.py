@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from edgefl.cli.fleet import users
 from edgefl.cli.output import FullHelpGroup, text_format_option
 from edgefl.cli.signing import sign
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, url_option, warn_visible_secret
+from edgefl.cli.sources import FILE_TYPE, dir_option, make_client, record_command, url_option, warn_visible_secret
 from edgefl.core.errors import DataError, UsageError
 from edgefl.system.api_client import OperatorFile, get_operator_path, load_operator_file
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
     from edgefl.core.config import AlertSettings
-    from edgefl.storage.store import Store
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
@@ -70,21 +70,6 @@ def grant_access(
         viewer_token=viewer,
     )
     return directory, save_operator_file(content, path)
-
-
-def _resolve_root(_context: click.Context, _option: click.Parameter, value: Path | None) -> Path:
-    from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
-
-    return value or default_directory()
-
-
-dir_option = click.option(
-    "--dir",
-    "root",
-    type=FOLDER_TYPE,
-    callback=_resolve_root,
-    help="State directory [default: ~/.local/share/edgefl/coordinator].",
-)
 
 
 def _parse_store_option(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -142,9 +127,10 @@ modules_option = click.option(
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Set up and run the coordinator, make join tokens."""
+    """Set up and run the coordinator, make join tokens, name its users."""
 
 
+command.add_command(users.command)
 command.add_command(sign)
 
 
@@ -440,17 +426,6 @@ def _change_addresses(root: Path, hosts: Sequence[str], port: int | None) -> Coo
     if get_operator_path().exists():
         directory, _ = grant_access(directory)
     return directory
-
-
-def record_command(store: Store, action: str) -> None:
-    """Adds a command of this machine's user to the audit trail."""
-    import getpass  # noqa: PLC0415 fast start
-    from contextlib import suppress  # noqa: PLC0415 likewise
-
-    user = "?"
-    with suppress(KeyError, OSError):  # a user without an entry in the list of users
-        user = getpass.getuser()
-    store.record_audit(actor=f"user {user}", source="local", action=action, outcome="done", at=time.time())
 
 
 def _parse_test_shard(text: str) -> tuple[str, Path]:

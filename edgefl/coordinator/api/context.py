@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastapi import Request
-
+from edgefl.coordinator.api.access import Authenticator
 from edgefl.coordinator.api.feed import Feed
 from edgefl.coordinator.auth import AccessCheck, RecordRejection
 from edgefl.coordinator.device_clients import DeviceClients
@@ -26,8 +25,8 @@ class ApiContext:
     """Services of the routes.
 
     Attributes:
-        viewer, operator, device: admit those who may read, those who may act, and devices of the fleet.
-        get_permissions: request -> (may read, may act).
+        viewer, operator, admin, device: admit those who may read, run and deploy, manage, and devices of the fleet.
+        auth: finds out who calls, and has the sessions of pages.
         record_rejection: called for rejected requests.
         remove_device: removes a device from the fleet.
         check_run: raises an EdgeflError for an invalid run file, and returns notes on a valid one.
@@ -37,8 +36,9 @@ class ApiContext:
 
     viewer: AccessCheck
     operator: AccessCheck
+    admin: AccessCheck
     device: AccessCheck
-    get_permissions: Callable[[Request], tuple[bool, bool]]
+    auth: Authenticator
     record_rejection: RecordRejection
     directory: CoordinatorDirectory
     store: Store

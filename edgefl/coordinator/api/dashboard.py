@@ -13,7 +13,6 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
-from edgefl import __version__
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.feed import FeedResponse
 from edgefl.core.errors import NotFoundError
@@ -58,20 +57,19 @@ Curve = tuple[int, list[Json]]
 
 
 def dashboard_router(context: ApiContext) -> APIRouter:
-    """Returns the routes of the page's data: access, feed, and charts of a run."""
+    """Returns the routes of the page's data: feed, and charts of a run."""
     router = APIRouter(prefix="/edgefl/v1")
     store, viewer_only = context.store, [Depends(context.viewer)]
     get_curve = cache_curves(store)
 
-    @router.get("/access")
-    def get_access(request: Request) -> Json:
-        may_read, may_act = context.get_permissions(request)
-        details = {"version": __version__, "fleet": context.directory.fleet} if may_read else {}
-        return {"v": PROTOCOL_VERSION, "reads": may_read, "acts": may_act, **details}
-
     @router.get("/feed", dependencies=viewer_only)
     async def open_feed(request: Request) -> Response:
-        return FeedResponse(context.feed, context.feed.add_client(), request.headers.get("last-event-id"))
+        client = context.feed.add_client()
+        last_id, can_read = (
+            request.headers.get("last-event-id"),
+            functools.partial(context.auth.can_still_read, request),
+        )
+        return FeedResponse(context.feed, client, last_id, can_read=can_read)
 
     @router.get("/runs/{run}/curve", dependencies=viewer_only)
     def get_run_course(run: str, points: Annotated[int, Query(ge=2, le=MAX_POINTS)] = 400) -> Json:

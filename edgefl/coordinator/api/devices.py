@@ -36,7 +36,7 @@ QR_SCALE = 4
 def devices_router(context: ApiContext) -> APIRouter:
     """Returns the routes below `/edgefl/v1/devices`, and those of tokens and certificates."""
     router = APIRouter(prefix="/edgefl/v1")
-    operator_only = [Depends(context.operator)]
+    operator_only, admin_only = [Depends(context.operator)], [Depends(context.admin)]
     _add_read_routes(router, context)
 
     @router.post("/devices/{device}/drain", dependencies=operator_only)
@@ -49,18 +49,18 @@ def devices_router(context: ApiContext) -> APIRouter:
         context.drain_controller.resume(device)
         return {"v": PROTOCOL_VERSION, "device_id": device, "drained": False}
 
-    @router.post("/devices/{device}/remove", dependencies=operator_only)
+    @router.post("/devices/{device}/remove", dependencies=admin_only)
     def remove_device(device: str) -> Json:
         if device == EVALUATOR_NAME:
             raise UsageError(f"{device} is the coordinator's own; start the coordinator without --test-shard instead")
         context.remove_device(device)
         return {"v": PROTOCOL_VERSION, "device_id": device, "removed": True}
 
-    @router.post("/certificates/rotate", dependencies=operator_only)
+    @router.post("/certificates/rotate", dependencies=admin_only)
     def rotate_certificates() -> Json:
         return {"v": PROTOCOL_VERSION, "devices": context.rotation.rotate()}
 
-    @router.post("/tokens", dependencies=operator_only)
+    @router.post("/tokens", dependencies=admin_only)
     def create_token(
         ttl: Annotated[str, Body()] = DEFAULT_TTL,
         uses: Annotated[int, Body()] = 1,

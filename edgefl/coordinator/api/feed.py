@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from edgefl.coordinator.api.feed_state import FeedState
 from edgefl.coordinator.fleet.registry import RegistryEvent
-from edgefl.core.errors import EdgeflError, NetworkError
+from edgefl.core.errors import EdgeflError, NetworkError, StoreError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
 
@@ -41,6 +41,7 @@ MAX_RECENT_MESSAGES = 64
 MAX_DIGITS = 20
 """Maximum digits of the message number that a client sends."""
 KEEP_ALIVE_COMMENT = b": still here\n\n"
+ACCESS_CHECK_S = 2.0
 SEND_TIMEOUT_S = 60.0
 """A client that has read nothing for this long is disconnected."""
 _HEADERS = {
@@ -263,12 +264,19 @@ async def _wait_wakeup(event: asyncio.Event) -> bool:
 
 
 class FeedResponse(Response):
-    """Streams a feed; `last_id` is the id of the last message that the client has, if it reconnects."""
+    """Streams a feed to somebody who may read it, until that is over.
 
-    def __init__(self, feed: Feed, client: FeedClient, last_id: str | None) -> None:
+    `last_id` is the id of the last message that the client has, if it reconnects. `can_read` is asked again before a
+    message, at most every `ACCESS_CHECK_S`, in another thread.
+    """
+
+    def __init__(
+        self, feed: Feed, client: FeedClient, last_id: str | None, *, can_read: Callable[[], bool] = lambda: True
+    ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
-        self._feed, self._client, self._last_id = feed, client, last_id
+        self._feed, self._client, self._last_id, self._can_read = feed, client, last_id, can_read
+        self._checked_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -279,6 +287,8 @@ class FeedResponse(Response):
         stream = self._feed.stream(self._client, self._last_id)
         try:
             async for body in stream:
+                if not await self._is_allowed():
+                    break
                 message = {"type": "http.response.body", "body": body, "more_body": True}
                 # Waits while the client's connection is full; see `SEND_TIMEOUT_S`.
                 await asyncio.wait_for(send(message), SEND_TIMEOUT_S)
@@ -291,6 +301,15 @@ class FeedResponse(Response):
             with contextlib.suppress(asyncio.CancelledError):
                 await disconnected
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _is_allowed(self) -> bool:
+        if time.monotonic() - self._checked_s < ACCESS_CHECK_S:
+            return True
+        self._checked_s = time.monotonic()
+        try:
+            return await run_in_threadpool(self._can_read)
+        except StoreError:  # known at the next message
+            return True
 
 
 async def _wait_disconnect(receive: Receive) -> None:

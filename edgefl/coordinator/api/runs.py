@@ -106,6 +106,7 @@ def history_router(context: ApiContext) -> APIRouter:
     @router.get("/history/{kind}")
     def list_rows(  # noqa: PLR0913 one parameter per filter
         *,
+        request: Request,
         kind: str,
         run: str | None = None,
         device: str | None = None,
@@ -116,6 +117,8 @@ def history_router(context: ApiContext) -> APIRouter:
         by: str | None = None,
         after: str | None = None,
     ) -> Json:
+        if kind == "audit":
+            context.operator(request)
         filters = HistoryFilters(
             run=run, device=device, since=since, until=until, limit=limit, where=where or (), by=by
         )

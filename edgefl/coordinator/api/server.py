@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 import uvicorn
+from anyio import to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import ClientDisconnect
@@ -25,6 +26,7 @@ from edgefl.coordinator.api.dashboard import dashboard_router, page_router
 from edgefl.coordinator.api.devices import bundle_router, devices_router, rollout_router
 from edgefl.coordinator.api.http_connection import HttpConnection
 from edgefl.coordinator.api.runs import history_router, runs_router
+from edgefl.coordinator.api.sign_in import sign_in_router
 from edgefl.coordinator.auth import (
     MAX_PATH_CHARS,
     RecordRejection,
@@ -97,7 +99,7 @@ def make_app(
             )
             return
         slot = None if app_for_path is fleet_api else find_pending_slot(scope)
-        if slot is not None and is_operator(Request(scope)):
+        if slot is not None and await to_thread.run_sync(is_operator, Request(scope)):
             slot.authenticate(f"operator at {slot.address}")
         await app_for_path(scope, receive, send)
 
@@ -118,6 +120,7 @@ def make_routers(context: ApiContext) -> list[APIRouter]:
         rollout_router(context.clients.installations, viewer=viewer, operator=operator, device=device),
         bundle_router(context.clients.bundle_store, viewer=viewer, operator=operator),
         dashboard_router(context),
+        sign_in_router(context),
         page_router(),
     ]
 

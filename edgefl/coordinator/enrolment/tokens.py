@@ -1,4 +1,4 @@
-"""Join tokens: made here, shown once; the store has only the hash of the secret."""
+"""Join tokens of boards and access tokens of people: made here, shown once; the store has only their hashes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.core.errors import UsageError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE, JoinToken, validate_slug
+from edgefl.storage.repositories.records import UserRecord
 from edgefl.storage.store import Store
 
 DEFAULT_TTL = "24h"
@@ -16,6 +17,9 @@ UNIT_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 MAX_TTL_S = 10 * 365 * 86400.0
 MAX_USES = 1_000_000
 ROLES = ("trainer", "evaluator")
+USER_ROLES = ("viewer", "operator", "admin")
+"""Roles of people; each may do what those before it may."""
+_EMAIL = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,189}\Z")
 _TTL = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])\Z")
 
 
@@ -70,6 +74,42 @@ def make_token(  # noqa: PLR0913 the terms of a token, by name
         created_at=now,
     )
     return token
+
+
+def make_user(store: Store, name: str, role: str, *, ttl_s: float | None, now: float) -> str:
+    """Returns the access token of a new user, after the store has its hash.
+
+    Args:
+        store: has the users.
+        name: a slug, or an e-mail address.
+        role: one of `USER_ROLES`.
+        ttl_s: until it expires; None for never.
+        now: Unix seconds.
+
+    Raises:
+        UsageError: the name or the role is invalid.
+        NameTakenError: somebody who may do something has this name.
+    """
+    if role not in USER_ROLES:
+        raise UsageError(f"role must be one of {', '.join(USER_ROLES)}, got {role!r}")
+    token = secrets.token_urlsafe(32)
+    expires_at = None if ttl_s is None else now + ttl_s
+    user = UserRecord(name=check_user_name(name), role=role, created_at=now, expires_at=expires_at)
+    store.add_user(user, token_sha256=hash_token(token), now=now)
+    return token
+
+
+def check_user_name(text: str) -> str:
+    """Returns the name of a user if it is valid; an e-mail address in lower case.
+
+    Raises:
+        UsageError: it is neither a slug nor an e-mail address.
+    """
+    if "@" not in text:
+        return validate_slug(text, "user name")
+    if not _EMAIL.match(text):
+        raise UsageError(f"user name must be a slug or an e-mail address, got {text[:80]!r}")
+    return text.lower()
 
 
 def format_join_command(token: JoinToken, *, shard: str = "PATH") -> str:

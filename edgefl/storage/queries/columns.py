@@ -60,7 +60,7 @@ COLUMNS = MappingProxyType(
         ),
         "heartbeats": _HEARTBEAT_COLUMNS,
         "events": ("at", "kind", "run_id", "device_id", "message", "data"),
-        "audit": ("at", "actor", "source", "action", "outcome"),
+        "audit": ("id", "at", "actor", "source", "action", "outcome"),
         "evaluations": (
             "run_id", "round", "version", "device_id", "source", "loss", "accuracy", "num_examples", "bytes_up",
             "bytes_down", "at", "metrics", "subject",

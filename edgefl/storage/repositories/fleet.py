@@ -1,12 +1,13 @@
-"""Repository of tokens, devices, capabilities, and events."""
+"""Repository of users, tokens, devices, capabilities, and events."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Unpack
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from edgefl.core.errors import NameTakenError, NotFoundError, TokenExpiredError, TokenInvalidError, TokenUsedError
 from edgefl.storage.database import Repository
@@ -16,9 +17,13 @@ from edgefl.storage.repositories.records import (
     SimulatedDeviceRow,
     StoredDevice,
     TokenRecord,
+    UserRecord,
 )
 from edgefl.storage.repositories.row_writing import to_storable, upsert
-from edgefl.storage.tables import AuditTable, CapabilitiesTable, DeviceTable, EventTable, TokenTable
+from edgefl.storage.tables import AuditTable, CapabilitiesTable, DeviceTable, EventTable, TokenTable, UserTable
+
+_USER_COLUMNS = ("name", "role", "created_at", "expires_at", "revoked_at")
+_USER_QUERY = select(*(UserTable.__table__.c[name] for name in _USER_COLUMNS))
 
 
 class FleetRepository(Repository):
@@ -42,6 +47,62 @@ class FleetRepository(Repository):
         }  # fmt: skip
         with self.database.write(durable=True) as connection:
             connection.execute(insert(TokenTable), row)
+
+    def add_user(self, user: UserRecord, *, token_sha256: str | None, now: float) -> None:
+        """Adds a person, in place of one of the same name who may do nothing any more.
+
+        Args:
+            user: who, with which role, until when.
+            token_sha256: hex hash of the access token; None for one who signs in at an OpenID provider.
+            now: Unix seconds.
+
+        Raises:
+            NameTakenError: somebody who may do something has this name.
+        """
+        row = asdict(user) | {"token_sha256": token_sha256}
+        with self.database.write(durable=True) as connection:
+            former = _find_user(connection, UserTable.name == user.name)
+            if former is not None and former.is_active(now):
+                raise NameTakenError(
+                    f"there is a user {user.name!r} already; revoke that one first, or take another name"
+                )
+            upsert(connection, UserTable, [row], ("name",))
+
+    def list_users(self) -> list[UserRecord]:
+        """Returns all people by name, revoked ones too."""
+        return [_to_user(row) for row in self.database.read_rows(_USER_QUERY.order_by(UserTable.name))]
+
+    def find_user(self, *, name: str | None = None, token_sha256: str | None = None) -> UserRecord | None:
+        """Returns the person of this name, or with this token, active or not; None if there is none."""
+        where = UserTable.name == name if name is not None else UserTable.token_sha256 == token_sha256
+        with self.database.read() as connection:
+            return _find_user(connection, where)
+
+    def admit_user(self, name: str, role: str, *, now: float) -> UserRecord:
+        """Returns the person whom an OpenID provider knows by this name, added or with this role from now on.
+
+        One who is revoked or expired stays as stored.
+        """
+        with self.database.write(durable=True) as connection:
+            user = _find_user(connection, UserTable.name == name)
+            if user is None:
+                user = UserRecord(name=name, role=role, created_at=now)
+                connection.execute(insert(UserTable), asdict(user))
+            elif user.is_active(now) and user.role != role:
+                user = replace(user, role=role)
+                connection.execute(update(UserTable).where(UserTable.name == name).values(role=role))
+        return user
+
+    def revoke_user(self, name: str, *, at: float) -> None:
+        """Takes every right of a person away, from this moment on.
+
+        Raises:
+            NotFoundError: there is nobody of this name, or that one is revoked already.
+        """
+        query = update(UserTable).where(UserTable.name == name, UserTable.revoked_at.is_(None))
+        with self.database.write(durable=True) as connection:
+            if not connection.execute(query.values(revoked_at=at)).rowcount:
+                raise NotFoundError(f"there is no active user {name!r}; `edgefl coordinator user list` shows them")
 
     def add_simulated_devices(self, devices: Sequence[SimulatedDeviceRow], *, at: float) -> None:
         """Adds the devices of a simulation: they never join, and have no key."""
@@ -268,6 +329,15 @@ def _check_token_usable(token: Row[Any], now: float) -> None:
         )
     if token.uses_left < 1:
         raise TokenUsedError("the token has no uses left; make one with `edgefl coordinator token --uses N`")
+
+
+def _find_user(connection: Connection, where: ColumnElement[bool]) -> UserRecord | None:
+    row = connection.execute(_USER_QUERY.where(where)).first()
+    return None if row is None else _to_user(row)
+
+
+def _to_user(row: Row[Any]) -> UserRecord:
+    return UserRecord(**row._mapping)  # noqa: SLF001 SQLAlchemy's public name for a row as a mapping
 
 
 def find_key_holder(connection: Connection, public_key: bytes, device_id: str) -> str | None:

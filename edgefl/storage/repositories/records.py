@@ -40,6 +40,27 @@ class TokenRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UserRecord:
+    """A person who may use the coordinator, without the hash of the token."""
+
+    name: str
+    role: str
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    def get_state(self, now: float) -> str:
+        """Returns `active`, `expired` or `revoked`."""
+        if self.revoked_at is not None:
+            return "revoked"
+        return "active" if self.expires_at is None or now < self.expires_at else "expired"
+
+    def is_active(self, now: float) -> bool:
+        """Returns whether this person may do anything at this time."""
+        return self.get_state(now) == "active"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDevice:
     """A device in the store; `examples` counts its examples by task."""
 

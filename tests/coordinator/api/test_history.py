@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from fastapi import APIRouter, FastAPI, Request
 
+from edgefl.coordinator.api.access import Authenticator
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.runs import CHUNK_BYTES, MAX_ROWS, history_router
-from edgefl.coordinator.auth import AccessCheck, TokenAuth, register_error_handler
+from edgefl.coordinator.auth import AccessCheck, register_error_handler
 from edgefl.coordinator.directory import add_access_tokens, init_directory
 from edgefl.coordinator.runs.model_retention import ModelRetention
 from edgefl.core.config import ModelsSection
@@ -128,7 +129,7 @@ def ask(tmp_path: Path, models: Path) -> Iterator[Callable[..., httpx.Response]]
         app = FastAPI()
         register_error_handler(app)
         app.include_router(
-            make_router(store, models, viewer=TokenAuth(directory, listen_host="0.0.0.0").require_viewer)
+            make_router(store, models, viewer=Authenticator(directory, store, listen_host="0.0.0.0").require_viewer)
         )
 
         async def get(path: str, token: str) -> httpx.Response:

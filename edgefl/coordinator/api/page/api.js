@@ -1,7 +1,6 @@
-// Requests to the coordinator. The token lives in this tab's session storage and travels as a header: no cookie goes
-// along by itself, so no other site can act in its name, and it is gone with the tab.
+// Requests to the coordinator. Who is signed in is known by a cookie that no script can read. A change also carries the
+// CSRF token of the session, which the coordinator says to its own page alone; it is kept in memory.
 
-const KEY = "edgefl-token";
 const SILENT_MS = 40000;
 const MAX_PAUSE_MS = 15000;
 
@@ -13,18 +12,12 @@ export class Refused extends Error {
   }
 }
 
-export function token() {
-  return sessionStorage.getItem(KEY);
-}
+let csrfToken = null;
 
-export function setToken(text) {
-  if (text) sessionStorage.setItem(KEY, text);
-  else sessionStorage.removeItem(KEY);
-}
-
-function headers(more = {}) {
-  const known = token();
-  return known ? { Authorization: `Bearer ${known}`, ...more } : more;
+export async function getAccess() {
+  const access = await get("access");
+  csrfToken = access.csrf_token;
+  return access;
 }
 
 async function answer(response) {
@@ -36,15 +29,36 @@ async function answer(response) {
 
 export async function get(path, parameters = {}) {
   const query = new URLSearchParams(parameters).toString();
-  return answer(await fetch(`/edgefl/v1/${path}${query ? `?${query}` : ""}`, { headers: headers() }));
+  return answer(await fetch(`/edgefl/v1/${path}${query ? `?${query}` : ""}`));
 }
 
 export async function post(path, body = {}) {
-  const options = { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify({ v: 1, ...body }) };
-  return answer(await fetch(`/edgefl/v1/${path}`, options));
+  const known = csrfToken;
+  try {
+    return await send(path, body);
+  } catch (error) {
+    if (error.status !== 401) throw error;
+    // Another tab may have signed in anew meanwhile.
+    await getAccess();
+    if (!csrfToken || csrfToken === known) throw error;
+    return send(path, body);
+  }
 }
 
-// Reads the feed for ever; `fetch`, since an EventSource cannot show a token. A tab that is hidden lets go of its
+async function send(path, body) {
+  const headers = { "Content-Type": "application/json", ...(csrfToken ? { "X-Edgefl-Csrf": csrfToken } : {}) };
+  return answer(await fetch(`/edgefl/v1/${path}`, { method: "POST", headers, body: JSON.stringify({ v: 1, ...body }) }));
+}
+
+export async function startSession(token) {
+  return answer(await fetch("/edgefl/v1/session", { method: "POST", headers: { Authorization: `Bearer ${token}` } }));
+}
+
+export async function endSession() {
+  return answer(await fetch("/edgefl/v1/session", { method: "DELETE", headers: csrfToken ? { "X-Edgefl-Csrf": csrfToken } : {} }));
+}
+
+// Reads the feed for ever; `fetch`, since an EventSource does not say why it was refused. A tab that is hidden lets go of its
 // connection after a while, because browsers open no more than six to one server.
 export class Feed {
   constructor({ onMessage, onState }) {
@@ -98,7 +112,7 @@ export class Feed {
     const more = { Accept: "text/event-stream", ...(this.lastId ? { "Last-Event-ID": this.lastId } : {}) };
     let watchdog = setTimeout(() => this.controller.abort(), SILENT_MS);
     try {
-      const response = await fetch("/edgefl/v1/feed", { headers: headers(more), signal: this.controller.signal, cache: "no-store" });
+      const response = await fetch("/edgefl/v1/feed", { headers: more, signal: this.controller.signal, cache: "no-store" });
       if (!response.ok) await answer(response);
       this.onState("live");
       this.pauseMs = 500;

@@ -1,8 +1,9 @@
 // The page as a whole: one feed, one view at a time, chosen by what follows the # of the address.
 
-import { Feed, token } from "./api.js";
+import { Feed } from "./api.js";
+import { auditView } from "./audit.js";
 import { deviceView } from "./device.js";
-import { afterLogIn, askForToken, learnAccess, logOut } from "./dialogs.js";
+import { afterSignIn, learnAccess, signIn, signOut } from "./dialogs.js";
 import { framed, h, replace, setText, visible } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { joinView, startView } from "./forms.js";
@@ -12,12 +13,15 @@ import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 
 const HIDDEN_MS = 20000;
-const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", start: "Start a run" };
-const STATES = { live: "live", reconnecting: "reconnecting", refused: "log in to read", paused: "paused" };
+const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", audit: "Audit trail", start: "Start a run" };
+const STATES = { live: "live", reconnecting: "reconnecting", refused: "sign in to read", paused: "paused" };
+
+const SIGN_IN_REFUSED = "The sign-in was refused: nobody gave this account a role here, it was revoked, or it took too long. Ask an admin of this fleet; the reason is among the events.";
+const SIGN_IN_FAILED = "The provider could not be asked, or too many tried. The reason is among the events.";
 
 const main = document.getElementById("main");
 const stateOf = document.getElementById("link");
-const session = document.getElementById("log-in");
+const session = document.getElementById("sign-in");
 let view = null;
 
 function route() {
@@ -33,25 +37,34 @@ function show() {
     else entry.removeAttribute("aria-current");
   }
   document.title = visible(`${TITLES[name] ?? id ?? "Now"} · edgefl`);
-  if (!model.reads) {
+  if (name === "sign-in") {
     view = null;
-    replace(main, h("h1", {}, "edgefl"), h("p", {}, "Reading this fleet needs a viewer or operator token."), h("p", {}, h("button", { type: "button", class: "primary", onclick: () => askForToken("Reading this fleet needs a token.") }, "Log in")));
+    replace(main, h("h1", {}, "Not signed in"), h("p", {}, id === "refused" ? SIGN_IN_REFUSED : SIGN_IN_FAILED), h("p", {}, h("button", { type: "button", class: "primary", onclick: () => signIn("Try again, or use an access token.") }, "Sign in")));
     return;
   }
-  // A run and a device ask for what they show by themselves; the other views wait for the fleet.
-  if (!model.isLoaded && !(id && ["runs", "devices"].includes(name))) return;
+  if (!model.reads) {
+    view = null;
+    replace(main, h("h1", {}, "edgefl"), h("p", {}, "Who reads this fleet has to sign in."), h("p", {}, h("button", { type: "button", class: "primary", onclick: () => signIn("Who reads this fleet has to sign in.") }, "Sign in")));
+    return;
+  }
+  // A run, a device and the audit trail ask for what they show by themselves; the other views wait for the fleet.
+  if (!model.isLoaded && name !== "audit" && !(id && ["runs", "devices"].includes(name))) return;
   if (name === "fleet") view = fleetView(main);
   else if (name === "devices" && id) view = deviceView(main, id);
   else if (name === "runs" && id) view = runView(main, id);
   else if (name === "runs") view = runsView(main);
   else if (name === "start") view = startView(main);
+  else if (name === "audit") view = auditView(main);
   else if (name === "join") view = joinView(main);
   else view = nowView(main);
 }
 
 function showSession() {
   setText(document.getElementById("fleet-name"), model.fleet || "edgefl");
-  setText(session, token() ? "Log out" : "Log in");
+  setText(document.getElementById("user"), model.user ?? "");
+  document.getElementById("user").title = visible(model.role ?? "");
+  setText(session, model.user ? "Sign out" : "Sign in");
+  document.getElementById("audit").hidden = !model.acts;
 }
 
 const feed = new Feed({
@@ -59,6 +72,7 @@ const feed = new Feed({
   onState(state) {
     stateOf.className = `link ${state}`;
     setText(stateOf, STATES[state]);
+    if (state === "refused") learnAccess().then(onAccess, () => {});
   },
 });
 
@@ -86,8 +100,9 @@ async function begin() {
   show();
 }
 
-afterLogIn(() => {
+function onAccess() {
   view = null;
+  if (model.user && route()[0] === "sign-in") location.hash = "#/";
   showSession();
   if (model.reads) {
     feed.start();
@@ -97,9 +112,11 @@ afterLogIn(() => {
     model.isLoaded = false;
     show();
   }
-});
+}
 
-session.addEventListener("click", () => (token() ? logOut() : askForToken("To start and stop runs, drain devices and make tokens.")));
+afterSignIn(onAccess);
+
+session.addEventListener("click", () => (model.user ? signOut() : signIn("To start and stop runs, drain devices and make join tokens.")));
 addEventListener("hashchange", () => {
   show();
   main.focus({ preventScroll: true });

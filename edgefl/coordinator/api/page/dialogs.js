@@ -1,75 +1,65 @@
-// Logging in, and asking before something is ended.
+// Signing in, and asking before something is ended.
 
-import { get, setToken, token } from "./api.js";
+import { endSession, getAccess, startSession } from "./api.js";
 import { button, h, setText, toast } from "./dom.js";
 import { model, tell } from "./model.js";
 
 export async function learnAccess() {
-  const access = await get("access");
-  Object.assign(model, { reads: access.reads, acts: access.acts, fleet: access.fleet ?? "" });
-  return access;
+  const { reads, acts, user, role, fleet, openid } = await getAccess();
+  Object.assign(model, { reads, acts, user, role, fleet: fleet ?? "", openid });
 }
 
-let onLogIn = () => {};
+let onSignIn = () => {};
 
-export function afterLogIn(action) {
-  onLogIn = action;
+export function afterSignIn(action) {
+  onSignIn = action;
 }
 
-export function askForToken(why) {
-  const input = h("input", { id: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true });
+export function signIn(why) {
+  const input = h("input", { id: "token", name: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true });
   const wrong = h("p", { class: "error", role: "alert" });
   const form = h("form", { method: "dialog" },
-    h("h2", {}, "Log in"), h("p", {}, why),
+    h("h2", {}, "Sign in"), h("p", {}, why),
+    model.openid ? h("p", {}, h("a", { class: "button primary", href: "/edgefl/v1/sign-in" }, `Sign in with ${model.openid}`)) : null,
     h("label", { for: "token" }, "Access token"), input,
-    h("p", { class: "quiet" }, "The operator token acts, the viewer token reads; both are in operator.toml on the machine where ", h("code", {}, "edgefl coordinator init"), " ran. It is kept in this tab until the tab is closed."),
-    wrong, h("p", { class: "actions" }, h("button", { type: "submit", class: "primary" }, "Log in"), button("Cancel", () => dialog.close())));
+    h("p", { class: "quiet" }, "Printed by ", h("code", {}, "edgefl coordinator user add"), "; that of ", h("code", {}, "coordinator init"), " is in operator.toml. The page forgets it at once and keeps a session of 12 hours."),
+    wrong, h("p", { class: "actions" }, h("button", { type: "submit", class: model.openid ? null : "primary" }, "Sign in"), button("Cancel", () => dialog.close())));
   const dialog = show(form);
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
-    const before = token();
-    setToken(input.value.trim());
     try {
-      const access = await learnAccess();
-      if (!access.acts && !(access.reads && (await isViewer()))) throw new Error("This token is not one of this coordinator's.");
+      await startSession(input.value.trim());
+      await learnAccess();
       dialog.close();
-      toast(access.acts ? "Logged in: you can act." : "Logged in: you can read.");
+      toast(`Signed in: ${model.user}, ${model.role}.`);
       tell("access");
-      onLogIn();
+      onSignIn();
     } catch (error) {
-      setToken(before);
-      await learnAccess().catch(() => {});
       setText(wrong, error.message);
       input.select();
     }
   });
 }
 
-// On loopback everybody reads, so reading alone does not prove a viewer's token; there it adds nothing either.
-async function isViewer() {
-  const known = token();
-  setToken("");
-  const bare = await get("access");
-  setToken(known);
-  return !bare.reads;
+export function signOut() {
+  endSession().then(learnAccess).then(() => { tell("access"); onSignIn(); }, (error) => toast(error.message, "bad"));
 }
 
-export function logOut() {
-  setToken("");
-  learnAccess().then(() => { tell("access"); onLogIn(); }, () => {});
-}
-
-// Runs an action that needs the operator; asks for the token where there is none.
-export async function act(action) {
-  if (!model.acts) {
-    askForToken("This needs the operator token.");
+// Runs an action that needs a role; asks to sign in where there is none.
+export async function act(action, role = "operator") {
+  if (!(role === "admin" ? model.role === "admin" : model.acts)) {
+    signIn(`This needs the role ${role}.`);
     return;
   }
   try {
     await action();
   } catch (error) {
     toast(error.message, "bad");
-    if (error.status === 401) askForToken(error.message);
+    if (error.status !== 401) return;
+    // The session may be over, or the user revoked.
+    await learnAccess().catch(() => {});
+    tell("access");
+    signIn(error.message);
   }
 }
 

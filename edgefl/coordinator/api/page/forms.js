@@ -66,7 +66,7 @@ export function joinView(root) {
     const copy = button("Copy the command", () => navigator.clipboard.writeText(token.join).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")));
     replace(made, h("h2", {}, "On the board"), h("p", {}, `Lets in ${token.uses === 1 ? "one board" : `${token.uses} boards`} until ${moment(token.expires_at)}. It is shown once: only its hash is kept. Put what the board trains on in place of `, h("code", {}, "PATH"), "."),
       h("div", { class: "made" }, h("div", {}, line, h("p", {}, copy)), picture));
-  });
+  }, "admin");
   replace(root, h("h1", {}, "Let a device join"),
     h("form", { class: "grid", onsubmit: (event) => { event.preventDefault(); make(); } },
       h("p", {}, h("label", { for: "uses" }, "How many boards"), uses), h("p", {}, h("label", { for: "ttl" }, "Good for"), ttl),

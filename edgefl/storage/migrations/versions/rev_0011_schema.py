@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0010"
+revision = "0011"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -151,6 +151,12 @@ def _create_fleet() -> None:
         at="at",
         run="run_id id",
         device="device_id id",
+    )
+    _create_table(
+        "users",
+        "name:text role:text token_sha256:text? created_at:float expires_at:float? revoked_at:float?",
+        sa.UniqueConstraint("token_sha256", name="uq_users"),
+        primary_key="name",
     )
     _create_table("audit", "id:key at:float actor:text source:text action:text outcome:text", at="at")
 
