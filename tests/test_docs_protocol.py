@@ -38,7 +38,7 @@ from edgefl.coordinator.fleet import presence
 from edgefl.coordinator.flower import fleet_api, superlink
 from edgefl.coordinator.rollouts import deployments, installations, service
 from edgefl.core import protocol
-from edgefl.core.config import parse_run
+from edgefl.core.config import OpenIdSettings, parse_run
 from edgefl.core.protocol import Topic, peer_topic
 from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
 from edgefl.device.diagnostics import json_log
@@ -85,7 +85,7 @@ def guard():
     return lambda: None
 
 
-viewer, operator, device = guard(), guard(), guard()
+viewer, operator, admin, device = guard(), guard(), guard(), guard()
 KIND_OF_MODEL, KIND_OF_BUNDLE = (
     SimpleNamespace(repository=None, artefact=kind.artefact, request=kind.request)
     for kind in (deployments.Deployments, installations.Installations)
@@ -96,8 +96,9 @@ def served():
     """Every route of the HTTPS port, and who may call it."""
     # The routes are looked at, not called, so nothing has to stand behind them.
     context = SimpleNamespace(**dict.fromkeys(item.name for item in fields(ApiContext)))
-    context.viewer, context.operator, context.device = viewer, operator, device
-    context.directory = SimpleNamespace(models=None)
+    context.viewer, context.operator, context.admin, context.device = viewer, operator, admin, device
+    openid = OpenIdSettings(issuer="https://id.example", client_id="c", admins=("a@b.c",))
+    context.directory = SimpleNamespace(models=None, openid=openid, port=8000)
     context.clients = SimpleNamespace(
         deployments=SimpleNamespace(name="deployment", kind=KIND_OF_MODEL),
         installations=SimpleNamespace(name="installation", kind=KIND_OF_BUNDLE),
@@ -107,7 +108,7 @@ def served():
     for route in (route for router in make_routers(context) for route in router.routes):
         assert isinstance(route, APIRoute)
         guards = [item.dependency for item in route.dependencies]
-        known = {operator: "operator", viewer: "viewer", device: "device"}
+        known = {admin: "admin", operator: "operator", viewer: "viewer", device: "device"}
         who = next((name for guard, name in known.items() if guard in guards), "anyone")
         found |= {f"{method} {route.path}": who for method in route.methods or ()}
     return found
@@ -133,7 +134,7 @@ def test_the_page_lists_every_route_and_who_may_call_it():
     room = Path(fleet_api.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "dashboard", "devices", "enrolment_service", "renewal", "runs", "server",
+        "dashboard", "devices", "enrolment_service", "renewal", "runs", "server", "sign_in",
     }  # fmt: skip
 
 

@@ -61,6 +61,7 @@ FORBIDDEN = {
     "scikit-learn": ("device/agent.py", "import sklearn.datasets"),
     "safetensors": ("device/agent.py", "import safetensors"),
     "web": ("device/agent.py", "import fastapi"),
+    "openid": ("coordinator/service.py", "import authlib"),
     "metrics": ("device/agent.py", "import prometheus_client"),
     "mqtt": ("engine/round_loop.py", "import paho.mqtt.client"),
     "keys": ("storage/store.py", "import cryptography.x509"),

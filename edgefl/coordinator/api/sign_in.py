@@ -219,10 +219,10 @@ class OpenIdClient:
             NetworkError: the provider cannot be reached.
             TooManyTriesError: too many sign-ins at a time.
         """
-        begun_at = secret.partition(".")[0]
+        started_at = secret.partition(".")[0]
         if not hmac.compare_digest(state.encode(), self._derive("state", secret).encode()):
             raise NotAllowedError("the sign-in was not begun by this browser, or the coordinator has restarted since")
-        if not code or not begun_at.isdecimal() or not 0 <= self.clock() - int(begun_at) < SIGN_IN_S:
+        if not code or not started_at.isdecimal() or not 0 <= self.clock() - int(started_at) < SIGN_IN_S:
             raise NotAllowedError(f"the provider gave no code, or the sign-in took longer than {SIGN_IN_S:.0f} s")
         provider = self._get_provider()
         form = {
