@@ -213,18 +213,19 @@ class Authenticator:
         self, request: Request, response: Response, identity: Identity, token_sha256: str | None = None
     ) -> None:
         """Starts a session for somebody who was authenticated; replaces the one that the request came with."""
-        self.end_session(request, response)
+        self._end_session(request)
         secret, _ = self.sessions.start(identity.name, token_sha256)
         response.set_cookie(
             self._cookie, secret, max_age=int(SESSION_S), path="/", secure=True, httponly=True, samesite="strict"
         )
 
     def end_session(self, request: Request, response: Response) -> None:
-        """Ends the session that the request came with, if any."""
-        secret = request.cookies.get(self._cookie)
-        if secret is not None:
-            self.sessions.end(secret[:MAX_TOKEN_CHARS])
+        """Ends the session that the request came with, if any, and takes its cookie back."""
+        self._end_session(request)
         response.delete_cookie(self._cookie, path="/", secure=True, httponly=True, samesite="strict")
+
+    def _end_session(self, request: Request) -> None:
+        self.sessions.end(request.cookies.get(self._cookie, "")[:MAX_TOKEN_CHARS])
 
     @contextlib.contextmanager
     def limit_failures(self, request: Request) -> Iterator[None]:

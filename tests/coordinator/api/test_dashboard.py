@@ -20,7 +20,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from edgefl.coordinator.api import dashboard
+from edgefl.coordinator.api import dashboard, feed
 from edgefl.coordinator.api.dashboard import (
     INDEX,
     PAGE_FOLDER,
@@ -31,6 +31,7 @@ from edgefl.coordinator.api.dashboard import (
 from edgefl.coordinator.api.devices import render_qr_svg
 from edgefl.coordinator.auth import register_error_handler
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions, add_access_tokens, init_directory
+from edgefl.coordinator.enrolment.tokens import make_user
 from edgefl.coordinator.runs.recovery import RESUMABLE_STATUSES
 from edgefl.coordinator.service import Coordinator
 from edgefl.core.errors import NotFoundError
@@ -114,6 +115,21 @@ def test_reading_beyond_loopback_needs_a_token(open_site: Site, path: str) -> No
         assert open_site.ask("GET", path, None, token)[0] == 401
     if path != "feed":
         assert open_site.ask("GET", path, None, open_site.viewer)[0] in {200, 404}
+
+
+def test_an_open_feed_ends_when_its_user_is_revoked(open_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(feed, "ACCESS_CHECK_S", 0.05)
+    token = make_user(open_site.store, "ada", "viewer", ttl_s=None, now=time.time())
+    connection = open_site.connect()
+    connection.request("GET", "/edgefl/v1/feed", None, {"Authorization": f"Bearer {token}"})
+    answer = connection.getresponse()
+    assert (answer.status, answer.readline()[:3]) == (200, b"id:")
+    while answer.readline() != feed.KEEP_ALIVE_COMMENT.splitlines(keepends=True)[0]:
+        pass
+    open_site.store.revoke_user("ada", at=time.time())
+    answer.read()  # until its end; the socket has a deadline
+    connection.close()
 
 
 def test_access_says_what_a_token_is_good_for_and_refuses_nobody(site: Site, open_site: Site) -> None:
