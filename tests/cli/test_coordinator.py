@@ -177,7 +177,7 @@ def test_users_are_added_listed_and_revoked_and_only_a_hash_is_kept(coordinator,
     )
     refused(["coordinator", "user", "add", "eve", "--expires", "never", *where], 2, "lifetime")
     coordinator("user", "revoke", "ada", *where)
-    refused(["coordinator", "user", "revoke", "ada", *where], 33, "no active user")
+    refused(["coordinator", "user", "revoke", "ada", *where], 40, "no active user")
     rows = coordinator("user", "list", "--format", "json", *where).rows
     assert [(row["name"], row["role"], row["state"]) for row in rows] == [
         ("ada", "operator", "revoked"), ("bob", "viewer", "active"),
