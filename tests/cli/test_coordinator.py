@@ -10,6 +10,7 @@ from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
 from edgefl.core.protocol import JoinToken
 from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 from edgefl.system.api_client import CoordinatorClient, format_resource_path, get_operator_path, load_operator_file
 
@@ -183,7 +184,8 @@ def test_users_are_added_listed_and_revoked_and_only_a_hash_is_kept(coordinator,
         ("ada", "operator", "revoked"), ("bob", "viewer", "active"),
     ]  # fmt: skip
     assert rows[1]["expires_at"] - rows[1]["created_at"] == 7 * 86400
-    actions = [row["action"] for row in coordinator("history", "audit", "--format", "json", *where).rows]
+    with Store.open(root / "edgefl.db", read_only=True) as store:
+        actions = [row["action"] for row in read_history(store, "audit")]
     assert actions == [
         "coordinator user add ada --role operator", "coordinator user add bob --role viewer",
         "coordinator user revoke ada",
