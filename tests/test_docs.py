@@ -23,7 +23,14 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.registry import KIND as CODECS
-from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, RunConfig, parse_run
+from edgefl.core.config import (
+    AlertSettings,
+    CertificateSettings,
+    ConnectionSettings,
+    OpenIdSettings,
+    RunConfig,
+    parse_run,
+)
 from edgefl.core.errors import CodecError
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
@@ -137,7 +144,10 @@ def test_every_make_target_and_extra_exists():
 # Settings
 
 SECTIONS = {section.name: section.type for section in fields(RunConfig)}
-SETTINGS = {"alerts": AlertSettings, "certificates": CertificateSettings, "connections": ConnectionSettings}
+SETTINGS = {
+    "alerts": AlertSettings, "certificates": CertificateSettings, "connections": ConnectionSettings,
+    "openid": OpenIdSettings,
+}  # fmt: skip
 
 
 def toml_blocks():
