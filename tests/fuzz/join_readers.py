@@ -19,8 +19,6 @@ from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
 from fuzz.reader import Form, Reader, Seed
-from joserfc import jwt
-from joserfc.jwk import ECKey
 from sqlalchemy import delete, update
 
 from edgefl import __version__
@@ -290,6 +288,9 @@ def _own_certificate(authority: pki.KeyPair, key_pem: bytes) -> bytes:
 
 def openid_answers(_folder: Path) -> Reader:
     """What an OpenID provider answers: its configuration, its keys, and ID tokens with any header and any claims."""
+    from joserfc import jwt  # noqa: PLC0415 of one reader alone
+    from joserfc.jwk import ECKey  # noqa: PLC0415 likewise
+
     issuer, now, nonce = "https://id.example", 1_000_000.0, "n"
     settings = OpenIdSettings(issuer=issuer, client_id="edgefl", admins=("a@b.c", "staff"))
     key = ECKey.import_key(
