@@ -64,7 +64,8 @@ def slot_fleet(folder: Path, tools: Any, *also_importable: Path) -> Iterator[Slo
         LocalDeviceSpec(name="board", shards=board.shards, program=program),
         LocalDeviceSpec(name="manual", shards=manual.shards),
     ]
-    with tools.fleet(folder / "fleet", devices, also_importable=also_importable) as fleet:
+    confined = {"EDGEFL_CONFINE": "auto"}
+    with tools.fleet(folder / "fleet", devices, also_importable=also_importable, environment=confined) as fleet:
         made = SlotFleet(fleet, tools, signer, root, folder)
         for name in ("board", "manual"):
             tools.eventually(lambda name=name: "installs" in made.device(name)["capabilities"], 30, name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.device_join import join, save_temperature_limit, set_, shard, temperature_option
+from edgefl.cli.device_join import confine_option, join, save_temperature_limit, set_, shard, temperature_option
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state, state_option
@@ -149,8 +149,9 @@ def probe(
 @state_option
 @signers_option
 @temperature_option
+@confine_option
 @allow_module_option
-def start(root: Path | None, signers: Path, max_temperature: str | float | None) -> None:
+def start(root: Path | None, signers: Path, max_temperature: str | float | None, confine: str | None) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
     from edgefl.device.memory_tuning import reduce_memory  # noqa: PLC0415 fast start
 
@@ -162,6 +163,8 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None)
     state = DeviceStateDir.load(root)
     with state.lock():
         save_temperature_limit(state, max_temperature)
+        if confine is not None:
+            state.update(confine=confine)
         run_agent(state, load_update_config(signers))
 
 
@@ -171,6 +174,7 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None)
 def status(root: Path | None, style: str) -> None:
     """Print who this device is and whether it reaches its coordinator and the broker."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+    from edgefl.system.confinement import find_gaps  # noqa: PLC0415 likewise
 
     state = DeviceStateDir.load(root)
     device = state.settings
@@ -183,6 +187,8 @@ def status(root: Path | None, style: str) -> None:
         "accelerator": device.accelerator,
         "threads": device.threads,
         "max_temperature_c": device.max_temperature_c,
+        "confine": device.confine,
+        "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),
         **_check_reachability(state),
     }

@@ -57,6 +57,14 @@ temperature_option = click.option(
 )
 
 
+confine_option = click.option(
+    "--confine",
+    type=click.Choice(["auto", "always", "never"]),
+    envvar="EDGEFL_CONFINE",
+    help="What trains without the device's key and the network: what is not built in, all, nothing [default: auto].",
+)
+
+
 def _validate_accelerator(_context: click.Context, _option: click.Parameter, value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise click.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {value!r}")
@@ -226,16 +234,22 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
 @click.command("set")
 @state_option
 @temperature_option
-def set_(*, root: Path | None, max_temperature: str | float | None) -> None:
+@confine_option
+def set_(*, root: Path | None, max_temperature: str | float | None, confine: str | None) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if max_temperature is None:
-        raise UsageError("nothing to set; give --max-temperature CELSIUS, or none for no limit")
+    if max_temperature is None and confine is None:
+        raise UsageError("nothing to set; give --max-temperature CELSIUS, or none for no limit, or --confine POLICY")
     state = DeviceStateDir.load(root)
     save_temperature_limit(state, max_temperature)
-    limit = state.settings.max_temperature_c
-    click.echo(f"{state.device_id} rests " + ("never" if limit is None else f"between iterations above {limit:g} °C"))
+    if max_temperature is not None:
+        limit = state.settings.max_temperature_c
+        rest = "never" if limit is None else f"between iterations above {limit:g} °C"
+        click.echo(f"{state.device_id} rests {rest}")
+    if confine is not None:
+        state.update(confine=confine)
+        click.echo(f"{state.device_id} confines: {confine}; restart its agent")
 
 
 def save_temperature_limit(state: Any, max_temperature: str | float | None) -> None:

@@ -20,11 +20,16 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from edgefl.core.errors import EdgeflError, UsageError
+from edgefl.core.errors import EdgeflError, TaskError, UsageError
 
 ALLOW_VARIABLE = "EDGEFL_ALLOW_MODULES"
 """Names of modules, with commas between them."""
 MAX_NAME_CHARS = 200
+_is_refusing = False
+
+
+class ExtensionRefusedError(TaskError):
+    """A name of what is not built in, in a process that loads nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,17 @@ class ExtensionKind:
     is_declared: Callable[[type[Any]], bool]
     declaration: str
     error: type[EdgeflError]
+
+
+@contextmanager
+def refuse_extensions() -> Iterator[None]:
+    """Loads nothing into this process, within the block, that is not built in; processes that it starts may."""
+    global _is_refusing  # noqa: PLW0603 it belongs to the process, as its modules do
+    before, _is_refusing = _is_refusing, True
+    try:
+        yield
+    finally:
+        _is_refusing = before
 
 
 def inherits_from(*bases: type[Any]) -> Callable[[type[Any]], bool]:
@@ -168,6 +184,10 @@ def _is_standard(module: str) -> bool:
 
 def _load_class(kind: ExtensionKind, name: str, module: str, attribute: str) -> type[Any]:
     _reject_standard(module, name, kind.noun, kind.error)
+    if _is_refusing:
+        raise ExtensionRefusedError(
+            f"{kind.noun} {format_name(name)} is not built in: it is loaded in a confined process alone"
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # importing another author's code may raise anything

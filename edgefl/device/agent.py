@@ -6,6 +6,7 @@ that a board stays reachable while it trains.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,6 +16,7 @@ from functools import partial
 
 from edgefl import __version__
 from edgefl.core.errors import ClonedError, NetworkError, StoreError
+from edgefl.core.extensions import refuse_extensions
 from edgefl.core.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.core.types import derive_rng
 from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUpSignal
@@ -35,7 +37,8 @@ from edgefl.device.peers.transports import PeerTransportFactory
 from edgefl.device.rollouts.client import HandlerT, RolloutClient
 from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.state_dir import DeviceStateDir, check_not_locked_out, parse_lockout, save_lockout
-from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.device.training.confined_trainer import ConfiningTrainer
+from edgefl.device.training.trainer import TrainingAbortedError
 from edgefl.device.updates.installations import InstalledBundles
 from edgefl.device.updates.protocol import HealthWriter
 from edgefl.device.updates.slots import SoftwareUpdateConfig, get_install_facts, load_update_config
@@ -78,6 +81,7 @@ class Agent:
         rng = derive_rng("agent", state.device_id, time.time_ns())
         self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
         self._tls_context = create_pinned_context(state.ca.read_bytes())
+        self._confine = state.settings.confine
         self._accelerator = select_accelerator(state.settings.accelerator)
         self._renewal = CertificateRenewal(state, self._tls_context, make_signer=self._make_signer)
         self._connection = self._make_connection()
@@ -345,16 +349,18 @@ class Agent:
             next_session_no=state.next_session_no,
         )
 
-    def _make_trainer(self) -> DeviceTrainer:
+    def _make_trainer(self) -> ConfiningTrainer:
         state = self._state
-        return DeviceTrainer(
+        return ConfiningTrainer(
+            get_policy=lambda: self._confine,
+            next_incarnation=state.next_session_no,
+            get_temperature_limit_c=lambda: state.settings.max_temperature_c,
             device_id=state.device_id,
             role=state.settings.role,
             shards=lambda: state.settings.shards,
             accelerator=self._accelerator,
             threads=state.settings.threads,
             state_dir=state.root,
-            incarnation=state.next_session_no(),
             on_progress=self._publish_progress,
             make_transport=self._transports.make,
             health_sampler=HealthSampler(),
@@ -422,7 +428,9 @@ def run_agent(state: DeviceStateDir, update_config: SoftwareUpdateConfig | None 
             os._exit(ClonedError.exit_code)
 
     threading.Thread(target=stop_when_locked_out, name="lockout", daemon=True).start()
-    with on_stop_signal(stop), run_watchdog(SystemdNotifier.from_environment(), agent.liveness):
+    is_confining = state.settings.confine != "never"
+    refusing = refuse_extensions() if is_confining else contextlib.nullcontext()
+    with refusing, on_stop_signal(stop), run_watchdog(SystemdNotifier.from_environment(), agent.liveness):
         try:
             agent.run()
         except ClonedError as error:

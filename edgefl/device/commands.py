@@ -21,7 +21,7 @@ from edgefl.device.inference.deployments import DeployedModels
 from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection
 from edgefl.device.rollouts.client import RolloutClient
 from edgefl.device.state_dir import DeviceStateDir
-from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.device.training.confined_trainer import ConfiningTrainer
 from edgefl.device.updates.installations import InstalledBundles
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CapabilityReporter:
         self,
         state: DeviceStateDir,
         *,
-        trainer: DeviceTrainer,
+        trainer: ConfiningTrainer,
         step_rates: StepRateCache,
         accelerator: str,
         get_software_facts: Callable[[], Json],
@@ -97,12 +97,13 @@ class CapabilityReporter:
             self._published = fingerprint, facts
             blocks = self._trainer.list_blocks()
             device = self._state.settings
-            training_facts = get_training_facts(device.role, device.shards, facts)
+            training_facts = get_training_facts(device.role, device.shards, facts, self._trainer.read_task_traits)
             device_facts = {
                 **training_facts,
                 **self._get_peer_facts(),
                 **self._get_software_facts(),
                 **self._step_rates.get_facts(),
+                "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }
             examples, shard_errors = self._trainer.count_examples(), self._trainer.get_shard_errors()
             shard_facts = {
@@ -118,8 +119,9 @@ class CapabilityReporter:
             self._step_rates.on_work()
         elif device.role == Role.TRAINER and reported is not None:
             self._step_rates.on_idle(
-                device.shards, facts=reported[1], accelerator=self._accelerator, threads=device.threads
-            )
+                device.shards, facts=reported[1], accelerator=self._accelerator, threads=device.threads,
+                read_traits=self._trainer.read_task_traits, is_confined=device.confine != "never",
+            )  # fmt: skip
 
     def _get_peer_facts(self) -> Json:
         """Returns the peer address: the local address of the connection to the coordinator."""
@@ -141,7 +143,7 @@ class CommandDispatcher:
     """Dispatcher of commands to the agent's components."""
 
     state: DeviceStateDir
-    trainer: DeviceTrainer
+    trainer: ConfiningTrainer
     models: RolloutClient[DeployedModels]
     installations: RolloutClient[InstalledBundles]
     renewal: CertificateRenewal

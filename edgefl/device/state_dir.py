@@ -26,6 +26,8 @@ from edgefl.system.atomic_files import make_private_directory, remove_temporary_
 log = logging.getLogger(__name__)
 
 ROLES = ("trainer", "evaluator")
+CONFINE_POLICIES = ("auto", "always", "never")
+"""What runs in a confined process: what is not built in, all training, nothing."""
 LOCKOUT_FILE = "lockout.json"
 """Marks the directory of an agent that the coordinator has rejected as a clone."""
 
@@ -39,7 +41,7 @@ class DeviceSettings:
 
     `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
     task to a path; `threads` None means all cores; `peer_port` is its listening port for neighbours; above
-    `max_temperature_c` it pauses between iterations, None means no limit.
+    `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`.
     """
 
     device_id: str
@@ -54,6 +56,7 @@ class DeviceSettings:
     threads: int | None = None
     peer_port: int = PEER_PORT
     max_temperature_c: float | None = None
+    confine: str = "auto"
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -282,6 +285,10 @@ def _parse_settings(path: Path, value: object) -> DeviceSettings:
     limit = settings.max_temperature_c
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
         raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
+    if settings.confine not in CONFINE_POLICIES:
+        raise ConfigError(
+            f"{path} is damaged: confine must be one of {', '.join(CONFINE_POLICIES)}, got {settings.confine!r:.40}"
+        )
     return replace(settings, addresses=tuple(addresses))
 
 

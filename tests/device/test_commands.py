@@ -11,6 +11,7 @@ from peer_boards import eventually
 
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUpSignal
+from edgefl.device.hardware.requirements import read_task_traits
 from edgefl.device.state_dir import DeviceStateDir
 
 
@@ -105,6 +106,8 @@ class Site:
             list_blocks=dict,
             count_examples=lambda: {"digits": 9},
             get_shard_errors=lambda: self.faults,
+            read_task_traits=read_task_traits,
+            confinement_gaps=["no Landlock"],
         )
         self.speeds = SimpleNamespace(
             version=0,

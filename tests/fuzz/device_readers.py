@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import tarfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
-from edgefl.core.errors import ClonedError
+from edgefl.core.errors import ClonedError, EdgeflError
 from edgefl.device.diagnostics.diagnostic_report import format_summary, read_report
 from edgefl.device.diagnostics.json_log import read_page
 from edgefl.device.enrolment.certificates import create_key
@@ -33,6 +34,7 @@ from edgefl.device.state_dir import (
     load_pending_enrolment,
 )
 from edgefl.device.training.gossip_worker import load_node_instruction
+from edgefl.device.training.process_link import parse_description, parse_reply, read_message
 from edgefl.device.updates.installations import load_report
 from edgefl.device.updates.protocol import (
     AgentHealth,
@@ -44,6 +46,29 @@ from edgefl.device.updates.protocol import (
     read_status,
 )
 from edgefl.device.updates.slots import Slots
+
+
+def confined_messages(_folder: Path) -> Reader:
+    """What the agent reads of its confined training process: messages, replies and descriptions of tasks."""
+
+    def feed(data: bytes) -> None:
+        source = io.BytesIO(data)
+        while (message := read_message(source, MIB)) is not None:
+            parse_description(message[0])
+            if isinstance(reply := message[0].get("reply"), dict):
+                parse_reply(reply)
+
+    def pack(header: bytes) -> bytes:
+        return struct.pack("<II", len(header), 2) + header + b"ab"
+
+    metrics = {"iterations": 3, "loss": 0.5, "extra": {"messages": 2}, "health": {"paced_s": 0.0}}
+    values: tuple[Any, ...] = (
+        {"reply": {"metrics": metrics, "messages": []}},
+        {"reply": {"ready": False, "reason": "no shard", "error": "no"}},
+        {"needs_torch": True, "has_shape": False, "num_examples": 7, "error": "x"},
+    )
+    seeds = tuple(Seed(content=json.dumps(value).encode(), form=Form.JSON, close=pack) for value in values)
+    return Reader(feed=feed, seeds=seeds, refuses=(EdgeflError, ValueError))
 
 
 def states(folder: Path) -> Reader:

@@ -248,6 +248,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/state_dir.py:check_not_locked_out",
         ),
         "disk-logbook": _entry(device_readers.logbooks, "device/diagnostics/json_log.py:read_lines"),
+        "confined-process": _entry(device_readers.confined_messages, "device/training/process_link.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
         "bundle": _entry(
             bundle_readers.bundles, "system/bundles/archive.py:read_bundle", "system/bundles/archive.py:_read_header"
@@ -283,6 +284,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "flower/app_runtime.py:decode_content": (
             "a message between the halves of an exported app, which Flower carries"
         ),
+        "system/confinement.py:": "the command line that the parent made",
         "system/processes.py:call_in_subprocess": "the answer of a child of this very program",
         "system/processes.py:serve_call": "the question of this child's parent",
         "simulation/backends/process_pool.py:read_message": "the other end is this very program",

@@ -38,6 +38,7 @@ from edgefl.device.updates.slots import (
     load_update_config,
 )
 from edgefl.system.atomic_files import is_locked
+from edgefl.system.confinement import find_gaps
 from edgefl.system.diagnostics import (
     Finding,
     check_certificate,
@@ -172,6 +173,7 @@ def check_device(root: Path, *, now: float) -> list[Finding]:
         *check_private(root, [state.key, root / "device.json"]),
         _check_device_certificate(state, now),
         check_updates(load_update_config()),
+        check_confinement(device.confine),
         check_disk(root),
         *check_memory_limits(),
         check_clock(now),
@@ -248,6 +250,18 @@ def check_updates(update_config: SoftwareUpdateConfig) -> Finding:
         )
     packs = ", ".join(f"{name} {pack['version']}" for name, pack in facts["packs"].items()) or "no packs"
     return ok("updates", f"slot {facts['slot']}, {packs}, takes what {', '.join(facts['signers'])} sign")
+
+
+def check_confinement(policy: str) -> Finding:
+    """Returns whether code that is not built in runs here without the device's key, and what is missing for that."""
+    if policy == "never":
+        remedy = "edgefl device set --confine auto, and restart the agent"
+        return warning("confinement", "code of packs runs in the agent, beside the device's key", remedy)
+    if gaps := find_gaps():
+        remedy = "see docs/explanation/security.md, confined training; a kernel with Landlock has all of it"
+        return warning("confinement", "; ".join(gaps), remedy)
+    what = "all training" if policy == "always" else "code that is not built in"
+    return ok("confinement", f"{what} runs without the device's key, the network and other files")
 
 
 def check_coordinator(addresses: Sequence[str], ca_pem: bytes) -> tuple[CoordinatorInfo | None, list[Finding]]:

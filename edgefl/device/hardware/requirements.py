@@ -6,8 +6,10 @@ than 130 MB. They are checked before a run, so that a board reports the reason i
 
 from __future__ import annotations
 
+import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,58 @@ from edgefl.core.types import Json, Role, Scalar, Task
 from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import read_available_memory_bytes
+from edgefl.system.atomic_files import make_private_directory
+from edgefl.system.confinement import Confinement
+from edgefl.tasks.datasets.shards import get_metadata_path
 from edgefl.tasks.registry import is_torch_task, list_backends, list_numpy_models, make_task
 
 TORCH_BYTES = 300_000_000
 NUMPY_BYTES = 130_000_000
 MIN_TORCH_BOARD_BYTES = 600_000_000
 """Minimum total memory for torch beside a system and an agent: a board of 512 MB has 430 MB available."""
+MIN_CONFINED_BYTES = 512 * 1024 * 1024
+"""Least limit of a confined process's own data, of which much is never used."""
+CONFINED_FOLDER, TEMPORARY_FOLDER = "confined", "tmp"
+"""In the state directory: what confined processes may write, by name."""
 MIN_USERLAND_BITS = 64
 EVALUATE_ONLY_NOTE = "it evaluates where it can and sends heartbeats"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskTraits:
+    """What a board must know of a task before it loads its data: backend, and whether it declares an input shape."""
+
+    needs_torch: bool
+    has_shape: bool
+
+
+def read_task_traits(name: str) -> TaskTraits:
+    """Returns the traits of TASK or TASK/MODEL; raises as `make_task`."""
+    task = make_measurable_task(name)
+    return TaskTraits(needs_torch=is_torch_task(task), has_shape=getattr(task, "input_shape", None) is not None)
+
+
+def make_confinement(state_dir: Path, name: str, readable: Sequence[str], accelerator: str) -> Confinement:
+    """Returns the confinement of a process that reads some files, such as a shard, and writes in a folder of its own.
+
+    Args:
+        state_dir: of the device, closed but for these.
+        name: of the folder, which is made here.
+        readable: with the card beside each.
+        accelerator: cpu or cuda.
+    """
+    scratch, has_gpu = state_dir / CONFINED_FOLDER / name, accelerator != "cpu"
+    shutil.rmtree(scratch / TEMPORARY_FOLDER, ignore_errors=True)
+    for folder in (scratch, scratch / TEMPORARY_FOLDER):
+        make_private_directory(folder)
+    cards = [str(get_metadata_path(Path(path))) for path in readable if Path(path).name]
+    return Confinement(
+        secret=str(state_dir),
+        readable=(*readable, *cards),
+        writable=(str(scratch / TEMPORARY_FOLDER), str(scratch)),
+        memory_bytes=None if has_gpu else max(read_available_memory_bytes() or 0, MIN_CONFINED_BYTES),
+        has_gpu=has_gpu,
+    )
 
 
 def find_unsupported_backends(facts: Json) -> dict[str, str]:
@@ -48,10 +94,12 @@ def list_usable_backends(facts: Json) -> list[str]:
     return [name for name in list_backends() if name not in find_unsupported_backends(facts)]
 
 
-def select_training_paths(tasks: Sequence[str], facts: Json) -> dict[str, str]:
+def select_training_paths(
+    tasks: Sequence[str], facts: Json, read_traits: Callable[[str], TaskTraits] = read_task_traits
+) -> dict[str, str]:
     """Returns for each task the smallest backend that fits this board, or the smaller models."""
     usable = list_usable_backends(facts)
-    return {name: _select_training_path(name, usable) for name in tasks}
+    return {name: _select_training_path(name, usable, read_traits) for name in tasks}
 
 
 def format_numpy_models(name: str) -> str:
@@ -99,9 +147,9 @@ def _format_failure(name: str, options: Mapping[str, Any]) -> str:
     return f"cannot train {name}" + (f" with model {model}" if model else "")
 
 
-def _select_training_path(name: str, usable: Sequence[str]) -> str:
+def _select_training_path(name: str, usable: Sequence[str], read_traits: Callable[[str], TaskTraits]) -> str:
     try:
-        needs_torch = is_torch_task(make_task(name))
+        needs_torch = read_traits(name).needs_torch
     except EdgeflError:  # the agent reports the error of a task that it cannot make
         return "unknown"
     if not needs_torch:
@@ -116,7 +164,12 @@ def _format_mb(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def get_training_facts(role: str, tasks: Iterable[str], board_facts: Json | None = None) -> Json:
+def get_training_facts(
+    role: str,
+    tasks: Iterable[str],
+    board_facts: Json | None = None,
+    read_traits: Callable[[str], TaskTraits] = read_task_traits,
+) -> Json:
     """Returns the training part of the board's capabilities.
 
     That is `backends`, `trains`, where that is false `trains_reason`, `backend_reasons` of those that do not fit this
@@ -126,24 +179,31 @@ def get_training_facts(role: str, tasks: Iterable[str], board_facts: Json | None
         role: of the enrolment.
         tasks: with shards on the board, evaluated with their default options.
         board_facts: result of `capabilities.probe`; its memory and word size are used.
+        read_traits: returns what a task needs.
     """
     facts, names = board_facts or {}, sorted(tasks)
     usable, missing = list_usable_backends(facts), find_unsupported_backends(facts)
-    reason = _find_training_blocker(role, names, usable, missing)
+    reason = _find_training_blocker(role, names, usable, missing, read_traits)
     training_facts: Json = {"backends": usable, "trains": reason is None}
     if reason is not None:
         training_facts["trains_reason"] = reason
     if missing:
         training_facts["backend_reasons"] = missing
-    return {**training_facts, "paths": select_training_paths(names, facts)} if names else training_facts
+    return {**training_facts, "paths": select_training_paths(names, facts, read_traits)} if names else training_facts
 
 
-def _find_training_blocker(role: str, names: list[str], usable: list[str], missing: dict[str, str]) -> str | None:
+def _find_training_blocker(
+    role: str,
+    names: list[str],
+    usable: list[str],
+    missing: dict[str, str],
+    read_traits: Callable[[str], TaskTraits],
+) -> str | None:
     if role == Role.EVALUATOR:
         return "its role is evaluator"
     if "numpy" in missing:
         return missing["numpy"]
-    if not names or "torch" in usable or not all(_needs_torch(name) for name in names):
+    if not names or "torch" in usable or not all(_needs_torch(name, read_traits) for name in names):
         return None
     torch_reason = missing.get("torch", "torch is not installed")
     numpy_models = {name: format_numpy_models(name) for name in names}
@@ -153,8 +213,8 @@ def _find_training_blocker(role: str, names: list[str], usable: list[str], missi
     return f"{torch_reason}, and {', '.join(names)} needs it; it evaluates and runs deployed models{alternatives}"
 
 
-def _needs_torch(task: str) -> bool:
+def _needs_torch(task: str, read_traits: Callable[[str], TaskTraits]) -> bool:
     try:
-        return is_torch_task(make_task(task))
+        return read_traits(task).needs_torch
     except EdgeflError:  # the agent says what is wrong with a shard that it cannot use
         return False

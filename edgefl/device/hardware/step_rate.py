@@ -9,10 +9,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,13 +24,16 @@ from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import (
     NUMPY_BYTES,
     TORCH_BYTES,
+    TaskTraits,
     find_unsupported_backends,
     list_usable_backends,
-    make_measurable_task,
+    make_confinement,
+    read_task_traits,
 )
 from edgefl.system.atomic_files import write_atomic
+from edgefl.system.confinement import make_command, make_environment
 from edgefl.system.processes import exit_with_parent
-from edgefl.tasks.registry import is_torch_task, list_numpy_models, make_task
+from edgefl.tasks.registry import list_numpy_models
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +91,21 @@ class StepRateCache:
         if child is not None:
             child.kill()
 
-    def on_idle(self, shards: Mapping[str, str], *, facts: Json, accelerator: str, threads: int | None) -> None:
+    def on_idle(
+        self,
+        shards: Mapping[str, str],
+        *,
+        facts: Json,
+        accelerator: str,
+        threads: int | None,
+        read_traits: Callable[[str], TaskTraits] = read_task_traits,
+        is_confined: bool = True,
+    ) -> None:
         """Starts to measure the next unknown speed, if the board was idle for long enough."""
         if self._clock() - self._last_work_s < self._min_idle_s or self._child is not None:
             return
         try:
-            self._measure_next(shards, facts, accelerator, threads)
+            self._measure_next(shards, facts, accelerator, threads, read_traits, is_confined=is_confined)
         except Exception:
             # A custom task may raise anything in its constructor, and the board must survive.
             log.exception("cannot measure how fast this board is")
@@ -105,24 +115,38 @@ class StepRateCache:
         """Cancels a running measurement."""
         self.on_work()
 
-    def _measure_next(self, shards: Mapping[str, str], facts: Json, accelerator: str, threads: int | None) -> None:
-        tasks = dict(list_measurable_tasks(shards, facts))
+    def _measure_next(
+        self,
+        shards: Mapping[str, str],
+        facts: Json,
+        accelerator: str,
+        threads: int | None,
+        read_traits: Callable[[str], TaskTraits],
+        *,
+        is_confined: bool,
+    ) -> None:
+        tasks = dict(list_measurable_tasks(shards, facts, read_traits))
         self._remove_unlisted(tasks)
         for name, shard in tasks.items():
-            fingerprint = _make_fingerprint(name, shard, accelerator, threads)
-            if self._entries.get(name, {}).get("stamp") != fingerprint and _has_memory(name):
+            traits = read_traits(name)
+            fingerprint = _make_fingerprint(shard, accelerator, threads, has_shape=traits.has_shape)
+            if self._entries.get(name, {}).get("stamp") != fingerprint and _has_memory(traits):
                 request: Json = {"task": name, "shard": shard, "accelerator": accelerator, "threads": threads}
-                self._start_measurement(name, fingerprint, request)
+                self._start_measurement(name, fingerprint, request, is_confined=is_confined)
                 return
 
-    def _start_measurement(self, name: str, fingerprint: Json, request: Json) -> None:
+    def _start_measurement(self, name: str, fingerprint: Json, request: Json, *, is_confined: bool) -> None:
+        state_dir, shard = self._path.parent, str(request["shard"])
+        confinement = (
+            make_confinement(state_dir, "benchmark", [shard], str(request["accelerator"])) if is_confined else None
+        )
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "edgefl.device.hardware.benchmark"],
+                make_command("edgefl.device.hardware.benchmark", confinement),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+                env=make_environment(confinement),
                 start_new_session=True,
                 preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
             )
@@ -168,14 +192,16 @@ class StepRateCache:
             log.warning("cannot keep how fast this board is: %s", error)
 
 
-def list_measurable_tasks(shards: Mapping[str, str], facts: Json) -> list[tuple[str, str]]:
+def list_measurable_tasks(
+    shards: Mapping[str, str], facts: Json, read_traits: Callable[[str], TaskTraits] = read_task_traits
+) -> list[tuple[str, str]]:
     """Returns trainable tasks (TASK, or TASK/MODEL where only a smaller model fits) with their shards."""
     usable, tasks = list_usable_backends(facts), []
     if "numpy" in find_unsupported_backends(facts):
         return []
     for name, shard in sorted(shards.items()):
         try:
-            needs_torch = is_torch_task(make_task(name))
+            needs_torch = read_traits(name).needs_torch
         except EdgeflError:  # the agent reports the error of a shard that it cannot use
             continue
         if not needs_torch or "torch" in usable:
@@ -185,15 +211,13 @@ def list_measurable_tasks(shards: Mapping[str, str], facts: Json) -> list[tuple[
     return tasks
 
 
-def _has_memory(name: str) -> bool:
+def _has_memory(traits: TaskTraits) -> bool:
     """Returns whether a training process fits into the free memory."""
     free_bytes = read_available_memory_bytes()
-    needs_torch = is_torch_task(make_measurable_task(name))
-    return free_bytes is None or free_bytes >= NUMPY_BYTES + (TORCH_BYTES if needs_torch else 0)
+    return free_bytes is None or free_bytes >= NUMPY_BYTES + (TORCH_BYTES if traits.needs_torch else 0)
 
 
-def _make_fingerprint(name: str, shard: str, accelerator: str, threads: int | None) -> Json:
-    task, _, _ = name.partition("/")
+def _make_fingerprint(shard: str, accelerator: str, threads: int | None, *, has_shape: bool) -> Json:
     versions = {library: _get_installed_version(library) for library in LIBRARIES}
     fingerprint: Json = {
         "python": platform.python_version(),
@@ -201,7 +225,7 @@ def _make_fingerprint(name: str, shard: str, accelerator: str, threads: int | No
         "accelerator": accelerator,
         "threads": threads,
     }
-    if getattr(make_task(task), "input_shape", None) is None:
+    if not has_shape:
         fingerprint["shard"] = _make_shard_fingerprint(Path(shard))
     return fingerprint
 

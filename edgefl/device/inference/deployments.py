@@ -339,6 +339,7 @@ class DeployedModels:
                 shard=shard,
                 role=device.role,
                 test_fraction=offer.test_fraction,
+                state_dir=None if device.confine == "never" else str(self._state_dir),
             )
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from edgefl.core.errors import DataError, EdgeflError
 from edgefl.core.types import Dataset, Role
+from edgefl.device.hardware.requirements import make_confinement
 from edgefl.device.inference.onnx_model import OnnxModel, prepare_features
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.shards import split_train_test
@@ -26,7 +27,10 @@ MODULE = "edgefl.device.inference.model_check"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheckRequest:
-    """Models to check, and their data: a trainer's test split, all of an evaluator's shard."""
+    """Models to check, and their data: a trainer's test split, all of an evaluator's shard.
+
+    `state_dir` is kept from the process that checks; with None it is not confined.
+    """
 
     path: str
     former_path: str | None
@@ -35,6 +39,7 @@ class ModelCheckRequest:
     shard: str
     role: str
     test_fraction: float
+    state_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +52,23 @@ class ModelCheckResult:
 
 
 def check_in_subprocess(request: ModelCheckRequest, *, timeout_s: float = CHECK_TIMEOUT_S) -> ModelCheckResult:
-    """Returns the scores, computed in a child process.
+    """Returns the scores, computed in a child process, confined where the request has a `state_dir`.
 
     Raises:
         DataError: the model cannot be used.
     """
+    paths = [path for path in (request.shard, request.path, request.former_path) if path is not None]
+    state_dir = request.state_dir
+    confinement = None if state_dir is None else make_confinement(Path(state_dir), "model-check", paths, "cpu")
     try:
-        return ModelCheckResult(
-            **call_in_subprocess(MODULE, asdict(request), description="checking the model", timeout_s=timeout_s)
+        reply = call_in_subprocess(
+            MODULE,
+            asdict(request),
+            description="checking the model",
+            timeout_s=timeout_s,
+            confinement=confinement,
         )
+        return ModelCheckResult(**reply)
     except EdgeflError as error:
         raise DataError(str(error)) from None
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from edgefl import __version__
 from edgefl.compression.codec import decode_body
 from edgefl.core.errors import DataError, EdgeflError, TaskError
+from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
 from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
@@ -71,6 +72,8 @@ class ReadinessHandler:
                     (self._prepare if header["phase"] == ReadinessPhase.PREPARE else self._check_eligible)(
                         header, body
                     )
+        except ExtensionRefusedError:
+            raise
         except Exception as error:  # the boundary of one request: the board must survive for the next
             is_known = isinstance(error, EdgeflError)
             log.warning("cannot take part in run %s: %s", header.get("run"), error, exc_info=not is_known)

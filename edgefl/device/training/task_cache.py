@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,15 +109,18 @@ class TaskCache:
             )
         return Dataset(inputs=data.inputs[start:stop], labels=data.labels[start:stop])
 
-    def compute_fingerprint(self) -> object:
-        """Returns a value that changes when any shard does."""
-        return tuple((name, path, _compute_fingerprint(Path(path))) for name, path in sorted(self._shards().items()))
+    def compute_fingerprint(self, task: str | None = None) -> object:
+        """Returns a value that changes when any shard does, or that of one task."""
+        shards = sorted((name, path) for name, path in self._shards().items() if task in {None, name})
+        return tuple((name, path, _compute_fingerprint(Path(path))) for name, path in shards)
 
-    def count_examples(self) -> dict[str, int]:
-        """Returns the example count of each readable shard."""
+    def count_examples(self, *, without: Collection[str] = ()) -> dict[str, int]:
+        """Returns the example count of each readable shard, but for the tasks in `without`."""
         counts: dict[str, int] = {}
         self._shard_errors = {}
         for name, path in self._shards().items():
+            if name in without:
+                continue
             with _tolerate_errors(name, path, self._shard_errors):
                 counts[name] = len(make_task(name).read(path))
         return counts

@@ -18,6 +18,7 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
 from edgefl.core.errors import DataError, EdgeflError
+from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import INSTRUCTION_VERSION, finite_or_none
 from edgefl.core.types import (
     ZERO_CONTROL_VARIATE,
@@ -203,7 +204,7 @@ class DeviceTrainer:
                 cached_task = self._task_cache.get(instruction.task, instruction.options)
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)
-        except TrainingAbortedError:
+        except (TrainingAbortedError, ExtensionRefusedError):
             raise
         except FullModelRequiredError as error:
             log.info("assignment %s: %s", header.get("assignment"), error)

@@ -34,8 +34,9 @@ def question(shard, data, tmp_path_factory):
     )  # fmt: skip
 
 
-def test_both_models_are_judged_on_the_test_part_in_a_child(question, data):
-    scores = check_in_subprocess(question)
+@pytest.mark.parametrize("is_confined", [False, True])
+def test_both_models_are_judged_on_the_test_part_in_a_child(question, data, is_confined, tmp_path):
+    scores = check_in_subprocess(replace(question, state_dir=str(tmp_path) if is_confined else None))
     assert scores == check_model(question)
     assert scores.accuracy > 0.8
     assert scores.former_accuracy is not None

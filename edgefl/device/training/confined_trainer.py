@@ -1,0 +1,391 @@
+"""Trainer that runs code which is not built in beside the agent, in a confined process without the device's key.
+
+Tasks, codec stages and local algorithms of packages are loaded there alone. The process stays from one assignment to
+the next, for one task. Whatever it does, the agent lives: it is ended where it is silent for too long, and what it
+says is bounded and checked. Only connections to neighbours are the agent's, and used by messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
+from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
+from edgefl.core.extensions import ExtensionRefusedError
+from edgefl.core.protocol import INSTRUCTION_VERSION
+from edgefl.core.safe_text import escape_text
+from edgefl.core.types import GossipConfig, Json
+from edgefl.device.hardware.requirements import CONFINED_FOLDER, TaskTraits, make_confinement, read_task_traits
+from edgefl.device.peers.transport import MakePeerTransport, PeerTransport, get_peer_addresses
+from edgefl.device.training.gossip_worker import INSTRUCTION_FILE, load_node_instruction
+from edgefl.device.training.process_link import (
+    SILENCE_S,
+    ConfinedProcess,
+    ProcessEndedError,
+    TrainingSetup,
+    parse_description,
+    parse_reply,
+)
+from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.system.atomic_files import make_private_directory, write_atomic
+from edgefl.system.confinement import find_gaps
+from edgefl.tasks import registry as tasks
+from edgefl.tasks.local_algorithms import registry as local_algorithms
+
+log = logging.getLogger(__name__)
+
+STOP_S = 3.0
+IDLE_S = 900.0
+"""Time after which a process without work gives its memory back."""
+MAX_CONFINED_RUNS = 16
+PROGRESS_INTERVAL_S = 0.1
+BUILT_IN_STAGES = frozenset({*STAGES, AUTO, RICE, ""})
+
+
+def is_built_in(header: Json) -> bool:
+    """Returns whether an instruction names only what is built in; what makes no sense counts as that, and fails."""
+    plan = header.get("plan")
+    plan = plan if isinstance(plan, Mapping) else {}
+    node = plan.get("node")
+    codecs = [header.get("codec", ""), node.get("codec", "") if isinstance(node, Mapping) else ""]
+    return (
+        str(header.get("task")) in tasks.BUILT_IN
+        and plan.get("algorithm", "sgd") in local_algorithms.BUILT_IN
+        and all(_has_built_in_stages(str(codec)) for codec in codecs)
+    )
+
+
+def _has_built_in_stages(line: str) -> bool:
+    try:
+        spec = parse_spec(line)
+    except CodecError:
+        return True
+    return all(name in BUILT_IN_STAGES for name, _ in spec.stages) and all(
+        _has_built_in_stages(layer) for _, layer in spec.layers
+    )
+
+
+class ConfiningTrainer(DeviceTrainer):
+    """Trainer of a device that lends what is not built in to a confined process; used as `DeviceTrainer`.
+
+    Args:
+        get_policy: `auto` confines what is not built in, `always` all, `never` nothing.
+        next_incarnation: returns a number larger than every one before.
+        get_temperature_limit_c: above which a process pauses.
+        silence_s: see `SILENCE_S`.
+        options: of `DeviceTrainer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        get_policy: Callable[[], str],
+        next_incarnation: Callable[[], int],
+        get_temperature_limit_c: Callable[[], float | None] = lambda: None,
+        silence_s: float = SILENCE_S,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options, incarnation=next_incarnation())
+        self._get_policy, self._next_incarnation, self._silence_s = get_policy, next_incarnation, silence_s
+        self._get_temperature_limit_c = get_temperature_limit_c
+        self._shards: Callable[[], Mapping[str, str]] = options["shards"]
+        self._accelerator, self._threads = str(options["accelerator"]), options.get("threads")
+        self._make_transport: MakePeerTransport | None = options.get("make_transport")
+        self._confined_runs: deque[str] = deque(maxlen=MAX_CONFINED_RUNS)
+        self._process: ConfinedProcess | None = None
+        self._process_key: tuple[object, ...] = ()
+        self._transport: PeerTransport | None = None
+        self._node: GossipConfig | None = None
+        self._used_s, self._progress_s = time.monotonic(), 0.0
+        self._traits: dict[str, tuple[object, Json]] = {}
+
+    @functools.cached_property
+    def confinement_gaps(self) -> list[str]:
+        """What this machine lacks for a complete confinement."""
+        return find_gaps()
+
+    @property
+    def confined_task(self) -> str | None:
+        """Returns the task of the confined process, None without one."""
+        return None if self._process is None else str(self._process_key[0])
+
+    def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        return self._route("train", super().train, header, body)
+
+    def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        return self._route("evaluate", super().evaluate, header, body)
+
+    def finish_early(self, assignment_id: str) -> None:
+        super().finish_early(assignment_id)
+        self._notify("finish_early", assignment_id)
+
+    def abort(self) -> None:
+        super().abort()
+        self._notify("abort")
+
+    def complete_run(self, run: str) -> None:
+        super().complete_run(run)
+        self._notify("complete_run", run)
+
+    def pause(self) -> None:
+        super().pause()
+        self._notify("pause")
+
+    def close(self) -> None:
+        super().close()
+        self._stop_process()
+
+    def remove_expired(self) -> None:
+        super().remove_expired()
+        is_idle = self._process is not None and time.monotonic() - self._used_s > IDLE_S
+        if is_idle and self._transport is None:
+            self._stop_process()
+
+    def resume(self) -> None:
+        super().resume()
+        instruction = load_node_instruction(self._state_dir / CONFINED_FOLDER / INSTRUCTION_FILE) or {}
+        task = str(instruction.get("task"))
+        if self._get_policy() != "never" and (self._get_scratch(task) / INSTRUCTION_FILE).exists():
+            with self._tolerate_end(task):
+                self._update_node(instruction)
+                self._call(task, "resume", {}, b"")
+
+    def count_examples(self) -> dict[str, int]:
+        """Returns the example count of each readable shard; those of tasks not built in as their process says."""
+        confined_tasks = self._list_confined_tasks()
+        counts = self._task_cache.count_examples(without=confined_tasks)
+        for name in confined_tasks:
+            if "num_examples" in (facts := self._describe(name)):
+                counts[name] = facts["num_examples"]
+        return counts
+
+    def get_shard_errors(self) -> dict[str, str]:
+        others = {name: self._describe(name).get("error") for name in self._list_confined_tasks()}
+        return {**super().get_shard_errors(), **{name: error for name, error in others.items() if error}}
+
+    def read_task_traits(self, name: str) -> TaskTraits:
+        """Returns what a task (TASK or TASK/MODEL) needs; raises as `make_task`."""
+        if name not in self._list_confined_tasks():
+            return read_task_traits(name)
+        facts = self._describe(name)
+        if "needs_torch" not in facts:
+            raise TaskError(facts.get("error") or f"task {name} cannot be made")
+        return TaskTraits(needs_torch=facts["needs_torch"], has_shape=facts["has_shape"])
+
+    def _list_confined_tasks(self) -> list[str]:
+        policy = self._get_policy()
+        if policy == "never":
+            return []
+        return [name for name in self._shards() if policy == "always" or name not in tasks.BUILT_IN]
+
+    def _describe(self, task: str) -> Json:
+        """Returns facts of a task and its shard, as they were when it last changed."""
+        stamp = self._task_cache.compute_fingerprint(task)
+        if task not in self._traits or self._traits[task][0] != stamp:
+            facts: Json = {"error": "its process ended"}
+            with self._tolerate_end(task) as errors:
+                facts = parse_description(self._call(task, "describe", {"task": task}, b"")[0])
+            self._traits[task] = stamp, {"error": errors[0]} if errors else facts
+        return self._traits[task][1]
+
+    def _route(
+        self, name: str, run: Callable[[Json, bytes], tuple[Json, bytes]], header: Json, body: bytes
+    ) -> tuple[Json, bytes]:
+        policy, run_id = self._get_policy(), str(header.get("run"))
+        if policy == "never":
+            return run(header, body)
+        if policy == "auto" and run_id not in self._confined_runs and is_built_in(header):
+            try:
+                return run(header, body)
+            except ExtensionRefusedError:  # such as a codec stage in the body's own header
+                log.info("run %s uses what is not built in: it trains confined", run_id)
+        if run_id not in self._confined_runs:
+            self._confined_runs.append(run_id)
+        return self._run_confined(name, header, body)
+
+    def _run_confined(self, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
+        """Returns the reply of the confined process; its end fails this one instruction."""
+        assignment = str(header.get("assignment"))
+        reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
+        self._current = str(header.get("run")), assignment, 0
+        sampler = self._health_sampler if name == "train" and "phase" not in header else None
+        if sampler is not None:
+            sampler.start()
+        try:
+            self._update_node(header)
+            answer, result = self._call(str(header.get("task")), name, header, body)
+            if self._is_aborted and answer.get("is_aborted"):
+                raise TrainingAbortedError
+            answer = parse_reply(answer)
+        except (EdgeflError, OSError) as error:
+            if isinstance(error, ProcessEndedError) and self._is_aborted:
+                raise TrainingAbortedError from None
+            log.warning("assignment %s failed: %s", assignment, error)
+            self._stop_process()
+            text = f"{type(error).__name__}: {error}"
+            return {**reply, **({"ready": False, "reason": text} if "phase" in header else {"error": text})}, b""
+        finally:
+            self._current = None
+            with self._lock:
+                self._finish_early_ids.pop(assignment, None)
+        if sampler is not None and "metrics" in answer:
+            health = {**answer["metrics"].get("health", {}), **sampler.stop()}
+            answer["metrics"] = {**answer["metrics"], **({"health": health} if health else {})}
+        return {**reply, **answer}, result
+
+    def _call(self, task: str, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
+        def on_tick() -> None:
+            self._sample_health()
+            if self._is_aborted and time.monotonic() - self._used_s > STOP_S:
+                process.kill()
+
+        process = self._get_process(task)
+        self._used_s = time.monotonic()
+        try:
+            return process.call(name, header, body, on_tick=on_tick)
+        except ProcessEndedError:
+            self._stop_process()
+            raise
+        finally:
+            self._used_s = time.monotonic()
+
+    def _get_process(self, task: str) -> ConfinedProcess:
+        """Returns the process of a task, started unless it runs with the same settings."""
+        path = self._task_cache.get_shard_path(task)
+        key = task, path, self._get_temperature_limit_c()
+        if self._process is not None and self._process_key == key:
+            return self._process
+        self._stop_process()
+        if self._get_policy() == "always" and self.confinement_gaps:
+            raise TaskError(f"this board cannot confine, and its settings say always: {self.confinement_gaps[0]}")
+        confinement = make_confinement(self._state_dir, self._get_scratch(task).name, [path], self._accelerator)
+        setup = TrainingSetup(
+            device_id=self._device_id,
+            role=self._role,
+            shards={task: path},
+            accelerator=self._accelerator,
+            threads=self._threads,
+            scratch=str(self._get_scratch(task)),
+            incarnation=self._next_incarnation(),
+            max_temperature_c=self._get_temperature_limit_c(),
+        )
+        self._process_key = key
+        self._process = ConfinedProcess(setup, confinement, on_message=self._on_message, silence_s=self._silence_s)
+        return self._process
+
+    def _get_scratch(self, task: str) -> Path:
+        return self._state_dir / CONFINED_FOLDER / f"task-{re.sub(r'[^A-Za-z0-9_-]', '_', task)}"
+
+    def _stop_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
+        self._stop_transport()
+
+    def _stop_transport(self) -> None:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.stop()
+
+    @contextlib.contextmanager
+    def _tolerate_end(self, task: str) -> Iterator[list[str]]:
+        errors: list[str] = []
+        try:
+            yield errors
+        except (EdgeflError, OSError) as error:
+            log.warning("task %s cannot be used: %s", task, error)
+            errors.append(str(error))
+
+    def _notify(self, notice: str, argument: str = "") -> None:
+        process = self._process
+        if process is not None:
+            process.send({"notice": notice, "argument": argument})
+
+    def _on_message(self, process: ConfinedProcess, message: Json, body: bytes) -> None:
+        """Handles a notice or request of the process; raises `DataError` for a malformed one."""
+        transport = self._transport
+        match message.get("notice"):
+            case "alive" | "progress" as notice if isinstance(message.get("iteration"), int):
+                self._record_iteration(message, should_publish=notice == "progress")
+            case "message" if transport is not None and isinstance(message.get("receiver"), str):
+                with contextlib.suppress(EdgeflError):
+                    transport.send(message["receiver"], body, is_reply=message.get("is_reply") is True)
+            case "peers" if transport is not None and isinstance(message.get("peers"), list):
+                transport.set_peers([name for name in self._list_neighbours() if name in message["peers"]])
+            case "message" | "peers":
+                pass  # of a transport that is not open
+            case None:
+                process.send({"answer": 1, **self._answer(process, message)})
+            case _:
+                raise DataError(f"an unknown notice {escape_text(str(message.get('notice'))[:40])}")
+
+    def _record_iteration(self, message: Json, *, should_publish: bool) -> None:
+        current = self._current
+        if current is None:
+            return
+        self._current = current[0], current[1], message["iteration"]
+        seconds = message.get("seconds")
+        if not should_publish or not isinstance(seconds, int | float) or message.get("assignment") != current[1]:
+            return
+        if time.monotonic() - self._progress_s >= PROGRESS_INTERVAL_S:
+            self._progress_s = time.monotonic()
+            self._on_progress(current[1], message["iteration"], float(seconds))
+
+    def _answer(self, process: ConfinedProcess, message: Json) -> Json:
+        """Returns the answer to a request about the transport to neighbours."""
+        match message.get("request"):
+            case "is_drained":
+                return {"is_drained": self._transport is None or self._transport.is_drained()}
+            case "stop":
+                self._stop_transport()
+                return {}
+            case "start":
+                try:
+                    self._start_transport(process)
+                except EdgeflError as error:
+                    return {"error": str(error)}
+                return {}
+            case _:
+                raise DataError("an unknown request")
+
+    def _start_transport(self, process: ConfinedProcess) -> None:
+        self._stop_transport()
+        if self._make_transport is None or self._node is None:
+            raise NetworkError("this device cannot carry messages, only by relay")
+
+        def receive(sender: str, payload: bytes) -> None:
+            process.send({"notice": "message", "argument": sender}, payload)
+
+        transport = self._make_transport(self._node, receive)
+        transport.set_peers(self._list_neighbours())
+        transport.start()
+        self._transport = transport
+
+    def _update_node(self, header: Json) -> None:
+        """Takes over, and keeps, whom an instruction lets this device talk to: no process has a say in that."""
+        plan = header.get("plan")
+        node = plan.get("node") if isinstance(plan, Mapping) else None
+        if not isinstance(node, Mapping):
+            return
+        try:
+            self._node = GossipConfig.from_json(node)
+            addresses = get_peer_addresses(self._node)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"malformed plan of a node: {error}") from None
+        make_private_directory(self._state_dir / CONFINED_FOLDER)
+        write_atomic(self._state_dir / CONFINED_FOLDER / INSTRUCTION_FILE, json.dumps(header).encode())
+        if self._transport is not None:
+            self._transport.set_addresses(addresses)
+            self._transport.set_peers(self._list_neighbours())
+
+    def _list_neighbours(self) -> list[str]:
+        return [edge.neighbour for edge in self._node.edges] if self._node is not None else []

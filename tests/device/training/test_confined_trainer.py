@@ -1,0 +1,139 @@
+"""The confined training process: what code of others can do in it, and what its end does to the agent."""
+
+import hostile_task
+import numpy as np
+import pytest
+from digit_shards import digit_shard
+
+from edgefl.compression.codec import make_codec
+from edgefl.core.types import derive_rng
+from edgefl.device.hardware import requirements
+from edgefl.device.training.confined_trainer import ConfiningTrainer, is_built_in
+from edgefl.system.confinement import find_gaps
+from edgefl.tasks.registry import make_task
+
+pytestmark = pytest.mark.extended
+HOSTILE = "hostile_task:Hostile"
+MARK = "secret-of-the-agent"
+
+
+class Board:
+    """A trainer with a key, two shards, and a task of others."""
+
+    def __init__(self, root, policy="auto", **options):
+        self.root, self.progress = root / "device", []
+        self.root.mkdir(exist_ok=True)
+        self.secret = MARK.encode() + b" of the key"
+        for name in ("key.pem", "device.json", "other.npz"):
+            (self.root / name).write_bytes(self.secret)
+        np.savez(root / "shard.npz", inputs=np.zeros((40, 1), np.float32), labels=np.zeros(40, np.int64))
+        self.shards = {HOSTILE: str(root / "shard.npz"), "digits": str(digit_shard(root / "digits.npz", 120))}
+        self.trainer = ConfiningTrainer(
+            get_policy=lambda: policy,
+            next_incarnation=iter(range(1, 100)).__next__,
+            device_id="pi",
+            role="trainer",
+            shards=lambda: self.shards,
+            accelerator="cpu",
+            threads=1,
+            state_dir=self.root,
+            on_progress=lambda *report: self.progress.append(report),
+            **options,
+        )
+
+    def header(self, attack="", task=HOSTILE, **changes):
+        header = {
+            "v": 2, "run": "r", "task": task, "options": {"attack": attack, "place": str(self.root)}, "seed": 7,
+            "test_fraction": 0.25, "assignment": f"r/{attack}", "version": 0, "codec": "dense",
+            "used_assignments": [],
+            "plan": {"algorithm": "sgd", "iterations": 3, "batch_size": 16, "learning_rate": 0.5},
+        }  # fmt: skip
+        return {**header, **({"options": {}} if task != HOSTILE else {}), **changes}
+
+    def train(self, attack="", task=HOSTILE, **changes):
+        known = make_task(task)
+        return self.trainer.train(
+            self.header(attack, task, **changes),
+            make_codec("dense", known.shapes()).encode(known.init(1), derive_rng(0)),
+        )
+
+    def get_error(self, attack):
+        return self.train(attack)[0].get("error", "no error")
+
+
+@pytest.fixture(scope="module")
+def board(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EDGEFL_ALLOW_MODULES", "hostile_task")
+        patch.setenv("EDGEFL_OPERATOR_TOKEN", MARK)
+        board = Board(tmp_path_factory.mktemp("board"))
+        yield board
+        board.trainer.close()
+
+
+def test_this_machine_confines_completely():
+    assert find_gaps() == []
+
+
+@pytest.mark.parametrize("attack", hostile_task.ATTACKS)
+def test_an_attack_of_a_task_is_refused_and_the_agent_goes_on(board, attack):
+    key = board.root / "key.pem"
+    assert "refused: " in board.get_error(attack)
+    assert (key.read_bytes(), oct(key.stat().st_mode & 0o700)) == (board.secret, "0o600")
+    assert board.train()[0]["metrics"]["iterations"] == 3
+
+
+@pytest.mark.parametrize("place", hostile_task.FINDS)
+def test_the_process_holds_nothing_of_the_agent(board, place):
+    assert board.get_error(place) == "RuntimeError: found: []"
+
+
+def test_without_confinement_the_same_attacks_succeed(board, tmp_path):
+    free = Board(tmp_path, "never")
+    for attack in ("key-by-path", "settings", "other-shard", "socket", "write-outside", "agent-environment"):
+        assert "succeeded: " in free.get_error(attack), attack
+    assert free.get_error("environment") == "RuntimeError: found: ['EDGEFL_OPERATOR_TOKEN']"
+    assert "own-memory" in hostile_task.FINDS
+    assert free.get_error("own-memory") != "RuntimeError: found: []"
+
+
+@pytest.mark.parametrize(
+    ("attack", "reason"),
+    [
+        ("exit", "ended with code 3"),
+        ("crash", "was ended by SIGSEGV"),
+        ("hang", "said nothing for"),
+        ("loop", "said nothing for"),
+        ("memory", "MemoryError"),
+        ("junk", "made no sense"),
+        ("text", "made no sense"),
+        ("unasked", "answered nothing"),
+    ],
+)
+def test_a_process_that_ends_badly_fails_its_assignment_alone(board, attack, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(requirements, "MIN_CONFINED_BYTES", 600_000_000)
+    monkeypatch.setattr(requirements, "read_available_memory_bytes", lambda *_: 0)
+    own = Board(tmp_path, silence_s=3.0 if attack in {"hang", "loop"} else 60.0)
+    try:
+        assert own.train()[0]["metrics"]["iterations"] == 3
+        reply, body = own.train(attack)
+        assert (reply["run"], reply["assignment"], body) == ("r", f"r/{attack}", b"")
+        assert reason in reply["error"]
+        assert own.train()[0]["metrics"]["iterations"] == 3
+    finally:
+        own.trainer.close()
+
+
+def test_what_is_built_in_trains_in_the_agent_and_always_confines_that_too_with_the_same_bytes(board, tmp_path):
+    assert is_built_in(board.header(task="digits"))
+    free = board.train(task="digits", run="own")
+    assert board.trainer.confined_task in {None, HOSTILE}
+    always = Board(tmp_path, "always")
+    try:
+        confined = always.train(task="digits", run="own")
+        assert always.trainer.confined_task == "digits"
+        assert confined[1] == free[1]
+        assert confined[0]["metrics"]["loss"] == free[0]["metrics"]["loss"]
+        assert always.trainer.evaluate(board.header(task="digits"), b"")[0]["error"].startswith("CodecError")
+    finally:
+        always.trainer.close()
