@@ -161,7 +161,7 @@ class ConfinedProcess:
         )
         self._replies: queue.SimpleQueue[tuple[Json, bytes] | str] = queue.SimpleQueue()
         self._outgoing: queue.Queue[tuple[Json, bytes] | None] = queue.Queue(MAX_QUEUED_NOTICES)
-        self.heard_s, self._is_called, self._has_ended = time.monotonic(), False, False
+        self.received_s, self._is_called, self._has_ended = time.monotonic(), False, False
         for name, work in (("confined-in", self._receive), ("confined-out", self._send_queued)):
             threading.Thread(target=work, name=name, daemon=True).start()
         self.send(asdict(setup))
@@ -185,7 +185,7 @@ class ConfinedProcess:
         Raises:
             ProcessEndedError: it ended, said nothing for too long, or nothing that makes sense; it is ended then.
         """
-        self.heard_s = began_s = time.monotonic()
+        self.received_s = began_s = time.monotonic()
         self._is_called = True
         self.send({"call": name, "header": header}, body)
         while True:
@@ -194,7 +194,7 @@ class ConfinedProcess:
             except queue.Empty:
                 if self._has_ended:
                     raise ProcessEndedError("the confined training process has ended") from None
-                silence_s = time.monotonic() - self.heard_s
+                silence_s = time.monotonic() - self.received_s
                 if silence_s > self._silence_s or (timeout_s is not None and time.monotonic() - began_s > timeout_s):
                     self.kill()
                     raise ProcessEndedError(
@@ -233,7 +233,7 @@ class ConfinedProcess:
         assert self._process.stdout is not None
         try:
             while (message := read_message(self._process.stdout, self._max_body_bytes)) is not None:
-                self.heard_s = time.monotonic()
+                self.received_s = time.monotonic()
                 if isinstance(message[0].get("reply"), dict) and self._is_called:
                     self._is_called = False
                     self._replies.put((message[0]["reply"], message[1]))
