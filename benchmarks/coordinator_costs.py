@@ -30,7 +30,7 @@ FLEETS = (2, 10, 20)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="fold,memory,adacomp,heartbeats,wire")
+    parser.add_argument("--parts", default="fold,memory,robust,adacomp,heartbeats,wire")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--elements", type=int, default=ELEMENTS)
     parser.add_argument("--json", action="store_true")
@@ -40,6 +40,7 @@ def main() -> int:
     parts: dict[str, Callable[[], Sequence[Row]]] = {
         "fold": lambda: fold_costs.time_rows(asked.elements, asked.repeats),
         "memory": lambda: fold_costs.memory_rows(asked.elements, FLEETS),
+        "robust": lambda: fold_costs.robust_rows(asked.elements),
         "adacomp": lambda: adacomp_costs.rows(asked.repeats),
         "heartbeats": heartbeat_costs.rows,
         "wire": wire_costs.rows,

@@ -8,9 +8,9 @@ import tempfile
 import tracemalloc
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from edgefl.core.types import (
     Instruction,
     ModelProvider,
     ModelSpec,
+    Scalar,
     TensorSpec,
     TrainInstruction,
     Update,
@@ -35,12 +36,15 @@ from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.synchronous.update_rows import BLOCK_BYTES
 from edgefl.strategies.update_guard import UpdateGuard
 from harness.cost_rows import Row, interleaved, ratio
 
 KEPT = 10
 """Copies that a mean over kept updates is taken of; it needs so many models of memory."""
 MAX_RATIO, MAX_MODELS = 1.6, 3.0
+ROBUST_RULES = {"multi-krum": {}, "trimmed-mean": {}, "geometric-median": {"neighbours": True}}
+NUM_ROBUST_UPDATES = 20
 
 
 def resnet_shapes(num_elements: int) -> ModelSpec:
@@ -112,12 +116,26 @@ def memory_rows(num_elements: int, fleets: Sequence[int]) -> list[Row]:
     ]  # fmt: skip
 
 
-def _most_models(shapes: ModelSpec, num_devices: int) -> float:
+def robust_rows(num_elements: int) -> list[Row]:
+    """Returns what two rounds of robust rules take at most, the block of columns included."""
+    shapes = resnet_shapes(num_elements)
+    num_bytes = sum(spec.nbytes for spec in shapes)
+    block = min(BLOCK_BYTES / num_bytes, NUM_ROBUST_UPDATES)
+    return [
+        Row(part="robust", what=f"most that is in memory with {NUM_ROBUST_UPDATES} updates, {name}",
+            value=_most_models(shapes, NUM_ROBUST_UPDATES, name, options), unit="models", aim=block + MAX_MODELS)
+        for name, options in ROBUST_RULES.items()
+    ]  # fmt: skip
+
+
+def _most_models(
+    shapes: ModelSpec, num_devices: int, name: str = "fedavg", options: Mapping[str, Scalar] = MappingProxyType({})
+) -> float:
     """Returns the most bytes that a run of two rounds had allocated at a time, in models."""
     num_bytes, fleet = sum(spec.nbytes for spec in shapes), BackwardFleet(num_devices, shapes)
     tracemalloc.start()
     try:
-        strategy: Any = make_strategy("fedavg", {}, RoundRules(min_devices=num_devices))
+        strategy: Any = make_strategy(name, options, RoundRules(min_devices=num_devices))
         state = strategy.init({spec.name: np.zeros(spec.shape, np.float32) for spec in shapes})
         with tempfile.TemporaryDirectory() as root, _open(Path(root), shapes) as wal:
             state, _ = run_rounds(
@@ -129,7 +147,7 @@ def _most_models(shapes: ModelSpec, num_devices: int) -> float:
                 evaluate=EvaluationSchedule(evaluate_on="none"),
                 policy=RunParticipationPolicy(guard=UpdateGuard(shapes=shapes)),
             )
-        assert np.all(state.model["t0"] == 2.0)
+        assert np.allclose(state.model["t0"], 2.0)
         return tracemalloc.get_traced_memory()[1] / num_bytes
     finally:
         tracemalloc.stop()

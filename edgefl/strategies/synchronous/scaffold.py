@@ -4,6 +4,10 @@ y <- y - μ(g - c_i + c) on the device, then c_i <- c_i - c + (x - y)/(Kμ), whi
 displacement, and c by the mean of what the c_i moved by, over all devices ever asked. That follows from the
 displacements, so only c travels beside the model, and only downwards. Unequal K are normalised as in FedNova.
 
+A device's part in c is its mean gradient: its displacement by its steps. One that claims few steps for a long way
+would have a large part, so it counts for `MAX_GRADIENT_RATIO` times the largest median of earlier rounds at most. Not
+of the last round: near the optimum the gradients of honest devices differ by any factor.
+
 c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
 were used; and when one shows that it has lost its c_i, which nobody else knows, all variates begin at zero again.
 Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
@@ -22,9 +26,12 @@ from edgefl.strategies.aggregation import is_float
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
+from edgefl.strategies.update_guard import compute_norm
 
 COORDINATOR = "coordinator"
 """Sender of the messages beside the model."""
+MAX_GRADIENT_RATIO = 8.0
+"""Of the length of a device's mean gradient to the largest median of a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,8 @@ class ScaffoldState(RoundState):
         began: the version at which all variates were zero.
         counted: devices whose variates have moved since then.
         has_lost: one of these reported that it lost its variate.
+        lengths: of the mean gradients that arrived since the last version.
+        usual_length: the largest median of these in a round, 0 before the first.
     """
 
     control: dict[str, Array] = field(default_factory=dict)
@@ -64,6 +73,8 @@ class ScaffoldState(RoundState):
     began: int = 0
     counted: set[str] = field(default_factory=set)
     has_lost: bool = False
+    lengths: list[float] = field(default_factory=list)
+    usual_length: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +103,20 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         is_blank = bool(update.metrics.extra.get(ZERO_CONTROL_VARIATE))
         state.has_lost = state.has_lost or (is_blank and update.device_id in state.counted)
 
+    def compute_divisor(self, state: ScaffoldState, update: Update) -> float:
+        steps, moved = self.compute_norm(update), self._compute_length(state, update)
+        state.lengths.append(moved / steps)
+        if state.usual_length > 0:
+            steps = max(steps, moved / (MAX_GRADIENT_RATIO * state.usual_length))
+        return steps
+
+    def _compute_length(self, state: ScaffoldState, update: Update) -> float:
+        return compute_norm({name: update.tensors[name] for name in state.control if name in update.tensors})
+
     def compute_displacement(self, state: ScaffoldState, current_round: OpenRound) -> Mapping[str, Array]:
         displacement = SynchronousStrategy.compute_displacement(self, state, current_round)
+        if state.lengths:
+            state.usual_length, state.lengths = max(state.usual_length, float(np.median(state.lengths))), []
         if state.has_lost:
             state.control = {name: np.zeros_like(control) for name, control in state.control.items()}
             state.began, state.counted, state.has_lost = state.version + 1, set(), False

@@ -126,6 +126,10 @@ class SynchronousStrategy(Strategy[R]):
     def on_update(self, state: R, current_round: OpenRound, update: Update) -> None:
         """Called with every update that fills a slot, before it is counted."""
 
+    def compute_divisor(self, state: R, update: Update) -> float:  # noqa: ARG002 for subclasses
+        """Returns what the displacement of an update is divided by; see `StreamingMean.compute_mean`."""
+        return self.compute_norm(update)
+
     def schedule_during_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:  # noqa: ARG002 for subclasses
         """Returns further instructions of an open round; may set `current_round.alarm_s`."""
         return ()
@@ -181,7 +185,7 @@ class SynchronousStrategy(Strategy[R]):
             if slot is not None and not open_round.fold.has_update(slot):
                 self.on_update(state, open_round, update)
                 open_round.fold.add_update(
-                    slot, update, weight=self.compute_weight(update), norm=self.compute_norm(update)
+                    slot, update, weight=self.compute_weight(update), norm=self.compute_divisor(state, update)
                 )
                 if not self.should_keep_updates:
                     open_round.fold.add_next_updates(state.model, self.rules.server.buffers)

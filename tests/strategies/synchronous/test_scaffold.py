@@ -204,3 +204,26 @@ def test_a_variate_of_another_model_is_refused_and_one_that_was_kept_of_another_
     step.start(learner)
     step.restore({"w": np.ones(3)})
     assert step.state()["w"].tolist() == [0.0] * 10
+
+
+def test_a_device_that_claims_few_steps_for_a_long_way_has_a_bounded_part_in_the_control_variate():
+    def play(claimed):
+        strategy = make_strategy("scaffold", {"learning_rate": 0.1, "iterations": 100}, RoundRules())
+        state = strategy.init({"w": np.zeros(4)})
+        for number in range(2):
+            state, decision = strategy.assign(state, view_of(*NAMES, devices=NAMES))
+            for place, order in enumerate(decision.instructions):
+                iterations = claimed if number and not place else 100
+                tensors = {"w": np.full(4, 1.0)}
+                metrics = UpdateMetrics(num_examples=1, iterations=iterations)
+                state = strategy.receive(state, Update(
+                    assignment_id=order.assignment_id, device_id=order.device_id, base_version=order.base_version,
+                    tensors=tensors, metrics=metrics,
+                ))  # fmt: skip
+            before = state.control["w"].copy()
+            state = strategy.aggregate(state)
+        return np.abs(state.control["w"] - before).max()
+
+    # Mean gradients are 0.1 long; that of one in eight counts as 0.8 in place of 10.
+    assert play(100) == pytest.approx(0.0, abs=1e-12)
+    assert play(1) == pytest.approx((7 * 0.1 + 0.8) / 8 - 0.1)
