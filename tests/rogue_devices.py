@@ -140,8 +140,8 @@ class Outcome(RunSubscriber):
 
     @property
     def accuracy(self) -> float:
-        """Mean over the last evaluations, which differ by chance."""
-        return float(np.mean(self.accuracies[-3:]))
+        """Mean over the last tenth of the evaluations, which differ by chance."""
+        return float(np.mean(self.accuracies[-max(3, len(self.accuracies) // 10) :]))
 
 
 def load_fleet(

@@ -23,6 +23,7 @@ from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,
@@ -238,6 +239,7 @@ def _make_policy(
     devices, guard = config.devices, config.guard
     inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
     has_rounds = isinstance(inner, SynchronousStrategy)
+    is_buffered = isinstance(inner, AsynchronousStrategy) and inner.versions_per_round == 1
     # In rounds the first one is judged when it is complete, otherwise as soon as there are enough to judge by.
     hold_updates = config.run.min_updates if has_rounds else MIN_DIRECTION_PEERS + 1
     return RunParticipationPolicy(
@@ -254,7 +256,7 @@ def _make_policy(
             max_norm=guard.max_norm,
             norm_ratio=guard.norm_ratio if guard.enabled else None,
             min_cosine=guard.min_cosine if guard.enabled else None,
-            min_opposition=MIN_OPPOSITION if has_rounds else MIN_STALE_OPPOSITION,
+            min_opposition=MIN_OPPOSITION if has_rounds or is_buffered else MIN_STALE_OPPOSITION,
             refusals_before_quarantine=guard.refusals_before_quarantine,
             hold_updates=hold_updates,
         ),

@@ -6,11 +6,13 @@ synchronous result does not depend on who answers first, and no device can move 
 run have none before them; they are held in the journal until all are there, and judged against each other.
 
 - Not finite, of another shape, or above `max_norm`: refused.
-- Entries, tensors or a whole update beyond a multiple of the others' median: clipped to it; to the median itself
-  where a device is far above its peers in several versions in a row.
+- Entries, tensors or a whole update beyond a multiple of the others' median: clipped to it; below the median where a
+  device is far above its peers in several versions in a row, the further the more it is above; refused at hundreds of
+  times the median. A tensor of which most entries are too large is scaled, so that it keeps its direction.
 - Its part orthogonal to the others' direction adds up, version by version, to far more than theirs do (a slow creep):
   clipped to less than the median, by as much as it is ahead.
-- Opposed to the others' direction on average over several versions (a changed sign): refused.
+- Opposed to the others' direction on average over several versions (a changed sign): clipped to the median, since an
+  honest device of other data is no longer than its peers; where they agree with each other: refused.
 
 A device whose updates are refused several times in a row is quarantined. The memory is bounded: `MAX_RECORDS`
 records of two numbers per tensor and one sketch, and some numbers per device. The held updates stay in the journal.
@@ -54,14 +56,22 @@ MIN_DIRECTION_PEERS = 4
 """Other devices without which there is no usual direction."""
 TENSOR_RATIO_FACTOR, PEAK_RATIO_FACTOR = 2.0, 2.5
 """A single tensor varies more than the whole, and its largest entry more than the tensor."""
+MAX_PEAK_FRACTION = 0.05
+"""Of a tensor's entries that are cut off; where more are too large it is scaled, which keeps its direction."""
 NUM_LONG_VERSIONS = 3
-"""Versions in a row with a norm far above the peers', after which clipping goes down to the median."""
+"""Versions in a row with a norm far above the peers', after which clipping goes below the median."""
+MAX_EXCESS_POWER = 4
+"""Of `norm_ratio`, 256 times by default: a device that is still so far above its peers then is refused."""
 NUM_AGREEMENTS, MIN_AGREEMENTS = 8, 5
 """Newest cosines of a device that are averaged, and how many it needs to be refused for them."""
 MIN_UNITY, MIN_OPPOSITION, MIN_STALE_OPPOSITION = 0.25, 0.75, 1.0
 """How much the others must agree with each other, and more than the device does with them: where shards differ much,
-honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.69. It has to
-be larger where updates of different versions are compared, as in asynchronous runs."""
+honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.68, of `fedavg`
+and of `fedbuff`. It has to be larger where every update makes a version, so that updates of several are compared: there
+it was at most 0.94."""
+NUM_EARLY_VERSIONS, MORE_OPPOSITION = 15, 0.25
+"""After so many versions it has to be larger by that: near an optimum the displacements of honest devices with different
+data add up to nothing, so that one device is always opposed to the others. A changed sign is opposed from the start."""
 DRIFT_RATIO, DRIFT_DECAY, MIN_DRIFT_VERSIONS = 3.0, 0.98, 10
 _DEVIATIONS = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
@@ -159,7 +169,7 @@ class UpdateGuard:
             return None
         reason = self._find_mismatch(update.tensors) or self._find_norm_violation(update)
         if reason is None:
-            reason = self._find_opposition(update.device_id)
+            reason = self._find_opposition(update.device_id) or self._find_excess(update)
         if reason is None:
             self.state.refusals.pop(update.device_id, None)
             return None
@@ -200,16 +210,38 @@ class UpdateGuard:
         return None
 
     def _find_opposition(self, device_id: str) -> str | None:
-        trust = self.state.trust.get(device_id)
-        if self.min_cosine is None or trust is None or len(trust.agreements) < MIN_AGREEMENTS:
+        trust = self.state.trust.get(device_id, _NO_TRUST)
+        if not self._is_opposed(trust):
             return None
         mean, unity = float(np.mean(trust.agreements)), float(np.mean(trust.unities))
-        if mean >= self.min_cosine or unity < MIN_UNITY or unity - mean < self.min_opposition:
+        least = self.min_opposition + (MORE_OPPOSITION if trust.num_versions > NUM_EARLY_VERSIONS else 0.0)
+        if unity < MIN_UNITY or unity - mean < least:
             return None
         return (
             f"its last {len(trust.agreements)} updates are opposed to those of the others: their mean cosine is "
             f"{mean:.2f}, at least {self.min_cosine:g} is let in, and the others agree by {unity:.2f}"
         )
+
+    def _find_excess(self, update: Update) -> str | None:
+        """Returns the reason for refusing an update beyond all clipping, of a device that has been far above for long."""
+        trust = self.state.trust.get(update.device_id, _NO_TRUST)
+        if self.norm_ratio is None or self._measured is None or trust.num_long < NUM_LONG_VERSIONS:
+            return None
+        peers = [peer.raw_norm for name, peer in self.state.records.items() if name != update.device_id]
+        usual = float(compute_low_medians(np.array(peers)[:, None])[0])
+        norm = self._measured[1].norm
+        if not norm > usual * self.norm_ratio**MAX_EXCESS_POWER:
+            return None
+        return (
+            f"its norm {norm:.3g} is {norm / usual:.3g} times the usual {usual:.3g}, after "
+            f"{trust.num_long} versions in a row that were far above it"
+        )
+
+    def _is_opposed(self, trust: DeviceTrust) -> bool:
+        """Returns whether the newest cosines are below `min_cosine` on average."""
+        if self.min_cosine is None or len(trust.agreements) < MIN_AGREEMENTS:
+            return False
+        return float(np.mean(trust.agreements)) < self.min_cosine
 
     # Behind the journal.
 
@@ -302,7 +334,7 @@ class UpdateGuard:
         if clip is not None:
             update = replace(update, tensors=clip.apply_to(update.tensors))
             clipped = measure_update(update, self._float_specs())
-            record = replace(clipped, raw_norm=record.norm)
+            record = replace(record, norm=clipped.norm, sketch=clipped.sketch)
             self._clipped.append(
                 ClippedUpdate(assignment_id=update.assignment_id, device_id=update.device_id, reason=clip.reason)
             )
@@ -334,33 +366,34 @@ class UpdateGuard:
         if scales:
             times = self.norm_ratio * TENSOR_RATIO_FACTOR / next(iter(scales.values()))
             reasons.append(f"the norm of {next(iter(scales))!r} is {times:.3g} times the usual")
-        norms = np.array([peer.norm for peer in peers])
+        norms = np.array([peer.raw_norm for peer in peers])
         usual = float(compute_low_medians(norms[:, None])[0])
-        limit = usual * self._compute_ratio(norms)
-        if record.norm > limit and trust.num_long >= NUM_LONG_VERSIONS:
+        most = usual * self._compute_ratio(norms)
+        limit, is_opposed = most, self._is_opposed(trust)
+        if is_opposed:
             limit = usual
+        if record.norm > most and trust.num_long >= NUM_LONG_VERSIONS:
+            limit = usual * most / record.norm
         if trust.damping < 1.0:
             limit = min(limit, usual * trust.damping)
         if record.norm > limit:
             reasons.append(f"its norm {record.norm:.3g} is {record.norm / usual:.3g} times the usual {usual:.3g}")
-        if record.norm > limit and trust.damping < 1.0:
-            reasons.append("what it adds beside the others' direction grows far faster than theirs")
+            if is_opposed:
+                reasons.append(f"its last {len(trust.agreements)} updates are opposed to those of the others")
+            if trust.damping < 1.0:
+                reasons.append("what it adds beside the others' direction grows far faster than theirs")
         if not reasons:
             return None
         return TensorClip(peaks=peaks, scales=scales, norm=limit, specs=specs, reason="; ".join(reasons))
 
     def _compute_ratio(self, norms: Array) -> float:
-        """Returns how far above the median a norm may lie: further where those of the peers differ much."""
         assert self.norm_ratio is not None
-        logs = np.log(norms[norms > 0])
-        if not len(logs):
-            return self.norm_ratio
-        spread = float(np.median(np.abs(logs - np.median(logs))))
-        return min(max(self.norm_ratio, math.exp(_DEVIATIONS * spread)), self.norm_ratio**2)
+        return compute_outlier_ratio(norms, self.norm_ratio)
 
     def _record_trust(self, newest: Mapping[str, UpdateRecord]) -> None:
         names, incoming = list(newest), self.state.incoming
         if len(names) <= MIN_DIRECTION_PEERS:
+            self.state.trust.clear()  # what was found among more devices is out of date
             return
         sketches = np.stack([newest[name].sketch for name in names])
         gram, total = sketches @ sketches.T, sketches.sum(axis=0)
@@ -394,8 +427,9 @@ class UpdateGuard:
         for name in incoming:
             if name not in drifts or len(drifts) <= MIN_DIRECTION_PEERS:
                 continue
-            usual = float(compute_low_medians(np.array([[d] for other, d in drifts.items() if other != name]))[0])
-            trust[name].damping = min(1.0, DRIFT_RATIO * usual / drifts[name]) if drifts[name] > 0 else 1.0
+            others = np.array([drift for other, drift in drifts.items() if other != name])
+            limit = float(np.median(others)) * compute_outlier_ratio(others, DRIFT_RATIO)
+            trust[name].damping = min(1.0, limit / drifts[name]) if drifts[name] > 0 else 1.0
 
 
 _NO_TRUST = DeviceTrust()
@@ -428,7 +462,9 @@ class TensorClip:
     def _clip_tensor(self, name: str, tensor: Tensor) -> Tensor:
         if name in self.peaks:
             values = tensor.values if isinstance(tensor, SparseTensor) else tensor
-            limit = self.peaks[name]
+            limit, sizes = self.peaks[name], np.abs(values)
+            if np.count_nonzero(sizes > limit) > MAX_PEAK_FRACTION * values.size:
+                return _scale(tensor, limit / float(sizes.max()))
             values = np.clip(values, -limit, limit).astype(values.dtype, copy=False)
             tensor = replace(tensor, values=values) if isinstance(tensor, SparseTensor) else values
         return _scale(tensor, self.scales[name]) if name in self.scales else tensor
@@ -455,6 +491,20 @@ def compute_low_medians(values: Array) -> Array:
     num_positive = np.isfinite(ordered).sum(axis=0)
     medians = ordered[np.maximum(num_positive - 1, 0) // 2, np.arange(values.shape[1])]
     return np.where(2 * num_positive >= num_rows, medians, np.inf)
+
+
+def compute_outlier_ratio(values: Array, least: float) -> float:
+    """Returns how far above the median a value may lie: `least` times, or up to its square where they differ much.
+
+    Args:
+        values: [n], at least 0; of the other devices.
+        least: above 1.
+    """
+    logs = np.log(values[values > 0])
+    if not len(logs):
+        return least
+    spread = float(np.median(np.abs(logs - np.median(logs))))
+    return min(max(least, math.exp(_DEVIATIONS * spread)), least**2)
 
 
 def compute_unity(gram: Array) -> float:

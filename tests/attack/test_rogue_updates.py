@@ -1,6 +1,7 @@
 """One rogue device of five against default settings: what it sends, and what it costs.
 
-Fashion-MNIST where `EDGEFL_DATA` has it, otherwise digits. The measure is the same fleet without the rogue.
+Fashion-MNIST where `EDGEFL_DATA` has it, otherwise digits. The measure is the same fleet without the rogue, when the
+run has learned; each cell is one process's work: `make attack ARGS="-n 15"`.
 """
 
 import os
@@ -11,14 +12,30 @@ import numpy as np
 import pytest
 from rogue_devices import flip_labels, load_fleet, noise, one_coordinate, play, scaled, slow_creep
 
-pytestmark = pytest.mark.attack
+pytestmark = [pytest.mark.attack, pytest.mark.timeout(900)]
 
 DATA = Path(os.environ.get("EDGEFL_DATA", "nowhere")) / "fashion-mnist"
 TASK = "fashion-mnist" if DATA.is_dir() else "digits"
 SCHEMES = ("iid", "dirichlet:0.3")
 NUM_DEVICES, NUM_EXAMPLES, NUM_SEEDS = 5, 4000, 20
-STRATEGIES = {"fedavg": 15, "fedprox": 15, "fedbuff": 25}
-"""Name and rounds."""
+EPOCHS = {"epochs": 1.0, "learning_rate": 0.1}
+STEPS = {"iterations": 5, "learning_rate": 0.02}
+STRATEGIES = {
+    "fedavg": (40, EPOCHS),
+    "fedprox": (40, EPOCHS),
+    "fednova": (40, EPOCHS),
+    "scaffold": (40, EPOCHS),
+    "ssgd": (150, {"iterations": 5, "learning_rate": 0.1}),
+    "signsgd": (150, {"iterations": 5, "learning_rate": 0.1}),
+    "esync": (150, {"learning_rate": 0.1}),
+    "fedbuff": (60, EPOCHS),
+    "fedasync": (60, EPOCHS),
+    "asgd": (100, STEPS),
+    "dc-asgd": (100, STEPS),
+    "bounded": (100, STEPS),
+    "adacomp": (100, {**STEPS, "learning_rate": 0.05, "compression": 0.05}),
+}
+"""Rounds and options with which each one learns."""
 ATTACKS = {
     "update x -1": scaled(-1),
     "update x 10": scaled(10),
@@ -30,13 +47,14 @@ ATTACKS = {
 }
 
 
-def make_tables(strategy, rounds, seed=1):
-    options = {"learning_rate": 0.1, "batch_size": 32, "epochs": 1.0} if TASK == "fashion-mnist" else {}
+def make_tables(strategy, seed=1, rounds=None):
+    usual_rounds, options = STRATEGIES[strategy]
+    is_fashion = TASK == "fashion-mnist"
     tables = {
-        "run": {"task": TASK, "rounds": rounds, "seed": seed, "local_test_fraction": 0.0},
-        "strategy": {"name": strategy, **options},
+        "run": {"task": TASK, "rounds": rounds or usual_rounds, "seed": seed, "local_test_fraction": 0.0},
+        "strategy": {"name": strategy, "batch_size": 32, **options} if is_fashion else {"name": strategy},
     }
-    return {**tables, "task": {"model": "mlp"}} if TASK == "fashion-mnist" else tables
+    return {**tables, "task": {"model": "mlp"}} if is_fashion else tables
 
 
 @cache
@@ -53,43 +71,48 @@ def get_fleet(scheme, seed=1):
 
 
 @cache
-def get_baseline(strategy, rounds, scheme):
-    return play(make_tables(strategy, rounds), get_fleet(scheme), without_rogues=True).accuracy
+def get_baseline(strategy, scheme, rounds=None):
+    return play(make_tables(strategy, rounds=rounds), get_fleet(scheme), without_rogues=True).accuracy
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_one_rogue_of_five_costs_at_most_two_points(attack, scheme, strategy, attack_table):
-    rounds = STRATEGIES[strategy]
-    outcome = play(make_tables(strategy, rounds), get_fleet(scheme), attack=ATTACKS[attack])
-    loss = get_baseline(strategy, rounds, scheme) - outcome.accuracy
-    attack_table.add(f"{attack}, {strategy}, {TASK} {scheme}", "<= 2 points", f"{100 * loss:.1f} points")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rogue_of_five_costs_at_most_two_points(strategy, scheme, attack, attack_table):
+    outcome = play(make_tables(strategy), get_fleet(scheme), attack=ATTACKS[attack])
+    baseline = get_baseline(strategy, scheme)
+    loss = baseline - outcome.accuracy
+    attack_table.add(
+        f"{attack}, {strategy}, {TASK} {scheme}", "<= 2 points", f"{100 * loss:.1f} points of {100 * baseline:.1f}"
+    )
     assert loss <= 0.02
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_flipped_labels_cost_at_most_five_points(scheme, attack_table):
     fleet = flip_labels(get_fleet(scheme), [NUM_DEVICES - 1])
-    loss = get_baseline("fedavg", 15, scheme) - play(make_tables("fedavg", 15), fleet).accuracy
+    loss = get_baseline("fedavg", scheme) - play(make_tables("fedavg"), fleet).accuracy
     attack_table.add(f"label flip, fedavg, {TASK} {scheme}", "<= 5 points", f"{100 * loss:.1f} points")
     assert loss <= 0.05
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_slow_creep_over_a_hundred_rounds_costs_at_most_five_points(scheme, attack_table):
-    outcome = play(make_tables("fedavg", 100), get_fleet(scheme), attack=slow_creep)
-    loss = get_baseline("fedavg", 100, scheme) - outcome.accuracy
+    outcome = play(make_tables("fedavg", rounds=100), get_fleet(scheme), attack=slow_creep)
+    loss = get_baseline("fedavg", scheme, rounds=100) - outcome.accuracy
     attack_table.add(f"slow creep, fedavg, {TASK} {scheme}", "<= 5 points", f"{100 * loss:.1f} points")
     assert loss <= 0.05
     assert {device for device, _ in outcome.clipped} >= {f"device-{NUM_DEVICES:02}"}
 
 
+@pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_honest_device_is_refused_in_twenty_seeds(scheme, attack_table):
-    refused = []
-    for seed in range(1, NUM_SEEDS + 1):
-        outcome = play(make_tables("fedavg", 15, seed), get_fleet(scheme, seed), num_rogues=0)
-        refused += [(seed, device, reason) for device, reason in outcome.refused]
-    attack_table.add(f"no attack, {NUM_SEEDS} seeds, {TASK} {scheme}", "0 refused", f"{len(refused)} refused")
-    assert not refused
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "fedasync", "asgd"])
+def test_no_honest_device_is_refused(strategy, scheme, seed, attack_table):
+    outcome = play(make_tables(strategy, seed), get_fleet(scheme, seed), num_rogues=0)
+    attack_table.add(
+        f"no attack, seed {seed}, {strategy}, {TASK} {scheme}",
+        "0 refused",
+        f"{len(outcome.refused)} refused, {len(outcome.clipped)} clipped",
+    )
+    assert not outcome.refused

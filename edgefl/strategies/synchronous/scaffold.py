@@ -9,7 +9,8 @@ would have a large part, so it counts for `MAX_GRADIENT_RATIO` times the largest
 of the last round: near the optimum the gradients of honest devices differ by any factor.
 
 c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
-were used; and when one shows that it has lost its c_i, which nobody else knows, all variates begin at zero again.
+were used; and when one shows that it has lost its c_i, which nobody else knows, or is blocked, all variates begin at zero
+again.
 Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
 from edgefl.strategies.aggregation import is_float
+from edgefl.strategies.participation import is_blocked
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
@@ -90,8 +92,11 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         state: ScaffoldState,
         plan: TrainConfig,
         devices: Sequence[str],
-        view: FleetView,  # noqa: ARG002 all get the same c
+        view: FleetView,
     ) -> Mapping[str, TrainConfig]:
+        blocked = {name for name in state.members if is_blocked(name, view)}
+        state.members.difference_update(blocked)
+        state.has_lost = state.has_lost or not blocked.isdisjoint(state.counted)
         state.members.update(devices)
         body = encode_control_variate(state.control)
         return {
