@@ -256,7 +256,9 @@ def test_no_name_of_foreign_code_is_imported_or_constructed_by_a_simulation(site
     ended = [json.loads(line) for each in done for line in each.stdout.splitlines()]
     assert len(ended) == len(files), "".join(each.stderr[-2000:] for each in done)
     # A local algorithm that is installed is looked at by the simulated boards: their run fails (41).
-    codes = {3, 5, 6, 7, 41} if "EDGEFL_DATA" in os.environ else {3, 4, 5, 6, 7, 41}  # without MNIST no model is looked at
+    codes = (
+        {3, 5, 6, 7, 41} if "EDGEFL_DATA" in os.environ else {3, 4, 5, 6, 7, 41}
+    )  # without MNIST no model is looked at
     wrong = [row for row in ended if row[1] not in codes or "Traceback" in row[2]]
     assert not wrong, f"{len(wrong)}: {wrong[:3]}"
     words = [sys.executable, "-m", "edgefl.cli.main", "simulate"]
