@@ -20,10 +20,10 @@ from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy,
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
-from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,

@@ -66,12 +66,12 @@ NUM_AGREEMENTS, MIN_AGREEMENTS = 8, 5
 """Newest cosines of a device that are averaged, and how many it needs to be refused for them."""
 MIN_UNITY, MIN_OPPOSITION, MIN_STALE_OPPOSITION = 0.25, 0.75, 1.0
 """How much the others must agree with each other, and more than the device does with them: where shards differ much,
-honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.68, of `fedavg`
-and of `fedbuff`. It has to be larger where every update makes a version, so that updates of several are compared: there
-it was at most 0.94."""
+honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.68 in the
+first versions, of `fedavg` and of `fedbuff`. It has to be larger where every update makes a version, so that updates of
+several are compared: there it was at most 0.94."""
 NUM_EARLY_VERSIONS, MORE_OPPOSITION = 15, 0.25
-"""After so many versions it has to be larger by that: near an optimum the displacements of honest devices with different
-data add up to nothing, so that one device is always opposed to the others. A changed sign is opposed from the start."""
+"""After so many versions it has to be larger by that: near an optimum the displacements of honest devices with
+different data add up to nothing, so that one is always opposed to the others. A changed sign is it from the start."""
 DRIFT_RATIO, DRIFT_DECAY, MIN_DRIFT_VERSIONS = 3.0, 0.98, 10
 _DEVIATIONS = 3 * 1.4826
 """Three standard deviations, in median absolute deviations of a normal distribution."""
@@ -223,7 +223,7 @@ class UpdateGuard:
         )
 
     def _find_excess(self, update: Update) -> str | None:
-        """Returns the reason for refusing an update beyond all clipping, of a device that has been far above for long."""
+        """Returns why an update is refused for its norm, of a device that was far above the others for long."""
         trust = self.state.trust.get(update.device_id, _NO_TRUST)
         if self.norm_ratio is None or self._measured is None or trust.num_long < NUM_LONG_VERSIONS:
             return None
@@ -366,25 +366,29 @@ class UpdateGuard:
         if scales:
             times = self.norm_ratio * TENSOR_RATIO_FACTOR / next(iter(scales.values()))
             reasons.append(f"the norm of {next(iter(scales))!r} is {times:.3g} times the usual")
-        norms = np.array([peer.raw_norm for peer in peers])
+        limit = self._bound_norm(record.norm, trust, np.array([peer.raw_norm for peer in peers]), reasons)
+        if not reasons:
+            return None
+        return TensorClip(peaks=peaks, scales=scales, norm=limit, specs=specs, reason="; ".join(reasons))
+
+    def _bound_norm(self, norm: float, trust: DeviceTrust, norms: Array, reasons: list[str]) -> float:
+        """Returns the most norm of an update, by those of the others; adds why it is too long to the reasons."""
         usual = float(compute_low_medians(norms[:, None])[0])
-        most = usual * self._compute_ratio(norms)
-        limit, is_opposed = most, self._is_opposed(trust)
+        limit = most = usual * self._compute_ratio(norms)
+        is_opposed = self._is_opposed(trust)
         if is_opposed:
             limit = usual
-        if record.norm > most and trust.num_long >= NUM_LONG_VERSIONS:
-            limit = usual * most / record.norm
+        if norm > most and trust.num_long >= NUM_LONG_VERSIONS:
+            limit = usual * most / norm
         if trust.damping < 1.0:
             limit = min(limit, usual * trust.damping)
-        if record.norm > limit:
-            reasons.append(f"its norm {record.norm:.3g} is {record.norm / usual:.3g} times the usual {usual:.3g}")
+        if norm > limit:
+            reasons.append(f"its norm {norm:.3g} is {norm / usual:.3g} times the usual {usual:.3g}")
             if is_opposed:
                 reasons.append(f"its last {len(trust.agreements)} updates are opposed to those of the others")
             if trust.damping < 1.0:
                 reasons.append("what it adds beside the others' direction grows far faster than theirs")
-        if not reasons:
-            return None
-        return TensorClip(peaks=peaks, scales=scales, norm=limit, specs=specs, reason="; ".join(reasons))
+        return limit
 
     def _compute_ratio(self, norms: Array) -> float:
         assert self.norm_ratio is not None

@@ -247,8 +247,8 @@ def test_no_name_of_foreign_code_is_imported_or_constructed_by_a_simulation(site
     def simulate(number: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-c", SIMULATE, str(site.folder / f"history-{number}")],
-            input="\n".join(parts[number]), cwd=site.folder, env=environment, capture_output=True, text=True, check=False,
-            timeout=1700,
+            input="\n".join(parts[number]), cwd=site.folder, env=environment, capture_output=True, text=True,
+            check=False, timeout=1700,
         )  # fmt: skip
 
     with ThreadPoolExecutor(num_processes) as pool:

@@ -9,8 +9,8 @@ would have a large part, so it counts for `MAX_GRADIENT_RATIO` times the largest
 of the last round: near the optimum the gradients of honest devices differ by any factor.
 
 c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
-were used; and when one shows that it has lost its c_i, which nobody else knows, or is blocked, all variates begin at zero
-again.
+were used; and when one shows that it has lost its c_i, which nobody else knows, or is blocked, all variates begin at
+zero again.
 Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
 """
 
