@@ -66,9 +66,9 @@ NUM_AGREEMENTS, MIN_AGREEMENTS = 8, 5
 """Newest cosines of a device that are averaged, and how many it needs to be refused for them."""
 MIN_UNITY, MIN_OPPOSITION, MIN_STALE_OPPOSITION = 0.25, 0.75, 1.0
 """How much the others must agree with each other, and more than the device does with them: where shards differ much,
-honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.68 at first
-(`fedavg`, `fedbuff`). It has to be larger where every update makes a version, so that updates of several are compared:
-there it was at most 0.94."""
+honest devices pull against each other, too. In 20 runs with Dirichlet 0.3 the difference was at most 0.68 at first,
+of `fedavg` and of `fedbuff`. It has to be larger where every update makes a version, so that updates of several
+are compared: there it was at most 0.94."""
 NUM_EARLY_VERSIONS, MORE_OPPOSITION = 15, 0.25
 """After so many versions it has to be larger by that: near an optimum the displacements of honest devices with
 different data add up to nothing, so that one is always opposed to the others. A changed sign is it from the start."""
