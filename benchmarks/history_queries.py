@@ -145,7 +145,7 @@ def measure(path: Path, size: Size, repeat: int) -> list[dict[str, Any]]:
         after: str | None = ""
         for _ in range(repeat):
             with times.of("updates, a page of 1000"):
-                after = read_history_page(store, "updates", after or "", limit=1000).next_cursor
+                _, after = read_history_page(store, "updates", after or "", limit=1000)
     return times.rows()
 
 

@@ -15,7 +15,7 @@ from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.brokers.mqtt_service import make_broker
-from edgefl.device.mqtt.connection import MqttConnection, ReconnectPolicy
+from edgefl.device.mqtt.connection import MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity, create_tls_context
 from edgefl.device.state_dir import TlsFiles
 from edgefl.simulation.local_fleet import find_free_port
@@ -84,7 +84,8 @@ class BrokerSite:
             MqttIdentity(fleet="lab", device_id=name, boot_id="boot", version="1.2.3"),
             MqttCallbacks(**{"on_wake_up": lambda: None, "on_command": lambda _: None, **callbacks}),
             next_session_no=next_session_no,
-            policy=ReconnectPolicy(keep_alive_s=keep_alive_s, max_backoff_s=0.2),
+            keep_alive_s=keep_alive_s,
+            max_backoff_s=0.2,
         )
         self.links.append(link)
         if is_up:

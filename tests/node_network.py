@@ -135,8 +135,8 @@ class Network:
             if name not in self.nodes:
                 continue
             node = self.nodes[name]
-            self.train(node, burst.iterations)
-            for mail in node.make_messages(burst.neighbours):
+            self.train(node, burst[0])
+            for mail in node.make_messages(burst[1]):
                 number += 1
                 heapq.heappush(late, (now + self.delay * self.rng.random(), number, mail))
             node.mix()
@@ -144,13 +144,13 @@ class Network:
     def _bursts(self, firing: dict, starts: list, iterations: int) -> Iterator:
         heap = []
         for place, (now, name) in enumerate(starts):
-            burst = firing[name].next_exchange(0, self.nodes[name].neighbours)
-            heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))
+            burst = firing[name](0, self.nodes[name].neighbours)
+            heapq.heappush(heap, (now + burst[0] * self.speeds.get(name, 1.0), place, name, burst))
         until = float(iterations)
         while heap and heap[0][0] <= until:
             now, place, name, burst = heapq.heappop(heap)
             yield now, name, burst
             if name in self.nodes:
                 node = self.nodes[name]
-                burst = firing[name].next_exchange(node.iterations, node.neighbours)
-                heapq.heappush(heap, (now + burst.iterations * self.speeds.get(name, 1.0), place, name, burst))
+                burst = firing[name](node.iterations, node.neighbours)
+                heapq.heappush(heap, (now + burst[0] * self.speeds.get(name, 1.0), place, name, burst))

@@ -17,12 +17,16 @@ from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.core.types import Array, Dataset, Learner, PeerMessage, Task, derive_rng
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.registry import ALGORITHMS, make_algorithm
-from edgefl.strategies.peer_algorithms.topology import EdgeSchedule, NextExchange, make_edge_schedule, make_topology
+from edgefl.strategies.peer_algorithms.topology import EdgeSchedule, make_edge_schedule, make_topology
 from edgefl.tasks.local_algorithms.local_training import start_node, train_node
 from harness.class_shards import CUTS, NUM_NODES, class_shards
 from harness.isvr_cell import Cell
 
 Parts = Mapping[str, Mapping[str, Array]]
+
+
+Burst = tuple[int, tuple[str, ...]]
+"""Iterations of a node, and the neighbours it exchanges with after them."""
 
 
 class Network:
@@ -92,7 +96,7 @@ class Network:
 
     def run(self) -> Iterator[int]:
         """Lets every node do its iterations, and stops at each point of the curve to give the time."""
-        bursts: dict[str, NextExchange] = {}
+        bursts: dict[str, Burst] = {}
         due: list[tuple[int, str]] = []
         for name in self.engines:
             self._begin_burst(name, 0, bursts, due)
@@ -110,27 +114,26 @@ class Network:
                 self._begin_burst(name, now, bursts, due)
         yield from marks
 
-    def _begin_burst(self, name: str, now: int, bursts: dict[str, NextExchange], due: list[tuple[int, str]]) -> None:
+    def _begin_burst(self, name: str, now: int, bursts: dict[str, Burst], due: list[tuple[int, str]]) -> None:
         engine = self.engines[name]
         messages, self._inboxes[name] = self._inboxes[name], []
         self._send(engine.receive(messages))
         engine.finish_exchange()
         node = engine.algorithm
         if not engine.should_train_next():
-            bursts[name] = NextExchange(iterations=0, neighbours=node.neighbours)
+            bursts[name] = 0, node.neighbours
         elif node.iterations < self._cell.iterations:
-            drawn = self._firing[name].next_exchange(node.iterations, node.neighbours)
-            left = self._cell.iterations - node.iterations
-            bursts[name] = NextExchange(iterations=min(drawn.iterations, left), neighbours=drawn.neighbours)
+            iterations, neighbours = self._firing[name](node.iterations, node.neighbours)
+            bursts[name] = min(iterations, self._cell.iterations - node.iterations), neighbours
         else:
             return
-        heapq.heappush(due, (now + bursts[name].iterations, name))
+        heapq.heappush(due, (now + bursts[name][0], name))
 
-    def _end_burst(self, name: str, burst: NextExchange) -> None:
-        engine = self.engines[name]
-        if burst.iterations:
+    def _end_burst(self, name: str, burst: Burst) -> None:
+        engine, (iterations, neighbours) = self.engines[name], burst
+        if iterations:
             # Mail waits for the end of a burst, so that training now is as good as training all the while.
-            plan = self._cell.plan(engine.algorithm.iterations, burst.iterations)
+            plan = self._cell.plan(engine.algorithm.iterations, iterations)
             train_node(
                 engine,
                 self._learner,
@@ -140,7 +143,7 @@ class Network:
                 clock=no_time,
                 on_iteration=never,
             )
-        self._send(engine.start_exchange(burst.neighbours))
+        self._send(engine.start_exchange(neighbours))
 
     def _send(self, messages: tuple[PeerMessage, ...]) -> None:
         self.num_messages += len(messages)

@@ -51,16 +51,14 @@ def infer(*, source: Path, file: Path | None, root: Path | None, signers: Path, 
     from edgefl.device.inference.onnx_model import OnnxModel, read_inputs  # noqa: PLC0415 likewise
 
     model = OnnxModel(file or _find_deployed_file(root, signers), threads=threads)
-    rows = read_inputs(source, model)
-    predictions = [
-        {"row": number, **prediction.to_json()} for number, prediction in enumerate(model.predict(rows.inputs))
-    ]
+    inputs, labels = read_inputs(source, model)
+    predictions = [{"row": number, **prediction} for number, prediction in enumerate(model.predict(inputs))]
     columns = PREDICTION_COLUMNS
-    if rows.labels is not None:
-        predictions = [{**row, "label": int(label)} for row, label in zip(predictions, rows.labels, strict=True)]
+    if labels is not None:
+        predictions = [{**row, "label": int(label)} for row, label in zip(predictions, labels, strict=True)]
         columns = (*PREDICTION_COLUMNS, "label")
     print_rows(predictions, columns, fmt, kind="predictions")
-    if rows.labels is not None and predictions:
+    if labels is not None and predictions:
         right = float(np.mean([row["index"] == row["label"] for row in predictions]))
         click.echo(f"accuracy {right:.4f} on {len(predictions)} labelled rows", err=True)
 

@@ -33,11 +33,11 @@ def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str)
 
     Without options it looks at all that it finds here: a coordinator's directory, a device's, an operator file.
     """
-    from edgefl.system.diagnostics import Severity, check_software  # noqa: PLC0415 fast start
+    from edgefl.system.diagnostics import check_software  # noqa: PLC0415 fast start
 
     software = check_software()
     parts = _select_checks(root, state, url) or _find_local_checks()
-    if not parts and all(finding.level is Severity.OK for finding in software):
+    if not parts and all(finding.level == "ok" for finding in software):
         from edgefl.device.updates.slots import PROVISIONED_COMMAND  # noqa: PLC0415 fast start
 
         raise NotJoinedError(
@@ -54,7 +54,7 @@ def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str)
         _print_findings(rows)
     else:
         print_rows(rows, COLUMNS, fmt, kind="findings")
-    if num_problems := sum(row["level"] == Severity.PROBLEM for row in rows):
+    if num_problems := sum(row["level"] == "problem" for row in rows):
         raise UnsoundError(f"{num_problems} problem{'s' if num_problems > 1 else ''} found")
 
 

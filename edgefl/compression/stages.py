@@ -31,25 +31,38 @@ class StageKind(StrEnum):
     LOSSLESS = "lossless"
 
 
-class ValueStage(Protocol):
-    """Writes float32 values and reads them back as a flat array; `decode` needs only the written bytes.
-
-    `is_unbiased`: the mean of many decodings is the value itself; `is_finite_only`: NaN and infinity are a
-    CodecError and not preserved; `is_contraction`: the (expected) squared error is smaller than
-    the squared norm of the values: without that, error feedback piles up noise until it drowns the updates.
-    """
+class Stage(Protocol):
+    """A class of stages, by the name in a spec."""
 
     kind: ClassVar[StageKind]
-    is_finite_only: ClassVar[bool]
 
     @classmethod
     def parse(cls, argument: str) -> Self:
         """Returns the stage for the argument behind the colon of a spec; an empty text for none."""
 
+
+class LossyStage(Stage, Protocol):
+    """A stage that may alter values.
+
+    `is_unbiased`: the mean of many decodings is the value itself; `is_contraction`: the (expected) squared error is
+    smaller than the squared norm of the values: without that, error feedback piles up noise until it drowns the
+    updates.
+    """
+
     @property
     def is_unbiased(self) -> bool: ...
     @property
     def is_contraction(self) -> bool: ...
+
+
+class ValueStage(LossyStage, Protocol):
+    """Writes float32 values and reads them back as a flat array; `decode` needs only the written bytes.
+
+    `is_finite_only`: NaN and infinity are a CodecError and not preserved.
+    """
+
+    is_finite_only: ClassVar[bool]
+
     def encode(self, values: Array, rng: Generator) -> Iterable[Array]:
         """Yields the arrays to write.
 
@@ -61,11 +74,8 @@ class ValueStage(Protocol):
         """Returns `size` values, flat; bytes that are no such values are a CodecError."""
 
 
-class TensorStage(Protocol):
-    """Writes the shared tensors, in the order of the shapes, and reads them back.
-
-    `is_unbiased`: the mean of many decodings is the tensor itself, given an unbiased value stage;
-    `is_contraction` as for a value stage.
+class TensorStage(LossyStage, Protocol):
+    """Writes the shared tensors, in the order of the shapes, and reads them back; unbiased given unbiased values.
 
     A stage with `remembers = True` encodes better with memory of the last update: its `encode` takes a keyword
     `memory` as well, a dict of one device in one run, None where it is not kept (a codec without `ef`). Keys are the
@@ -74,16 +84,6 @@ class TensorStage(Protocol):
     error the old ones stay. The decoder does not use it.
     """
 
-    kind: ClassVar[StageKind]
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """Returns the stage for the argument behind the colon of a spec; an empty text for none."""
-
-    @property
-    def is_unbiased(self) -> bool: ...
-    @property
-    def is_contraction(self) -> bool: ...
     def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterable[Array]:
         """Yields the arrays to write; float32 parameters pass through `values`."""
 
@@ -92,14 +92,8 @@ class TensorStage(Protocol):
         """Returns the tensors, dense or sparse; bytes that are no such tensors are a CodecError."""
 
 
-class LosslessStage(Protocol):
+class LosslessStage(Stage, Protocol):
     """Packs a payload as a whole. Where that saves nothing the payload travels without this stage."""
-
-    kind: ClassVar[StageKind]
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        """Returns the stage for the argument behind the colon of a spec; an empty text for none."""
 
     def encode(self, parts: Sequence[Array]) -> Sequence[Array]:
         """Returns the packed payload, whose arrays follow each other."""
@@ -126,6 +120,15 @@ class StageWithoutArgument:
         if argument:
             raise CodecError(f"codec stage {cls.name!r} takes no argument, got {cls.name}:{argument}")
         return cls()
+
+
+class FiniteValueStage:
+    """Base of value stages that reject NaN and infinity."""
+
+    __slots__ = ()
+
+    kind: ClassVar[StageKind] = StageKind.VALUES
+    is_finite_only: ClassVar[bool] = True
 
 
 class EachTensorStage:

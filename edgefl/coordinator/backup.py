@@ -118,10 +118,10 @@ def create_backup(
 def _copy_store(store: Path, copy: Path) -> str:
     """Copies the store, checks the copy, and returns its revision: later damage would be found too late."""
     copy_database(store, copy)
-    report = check_database(copy)
-    if report.problems:
-        raise StoreError(f"store {store} is damaged: {report.problems[0]}; see edgefl doctor")
-    return report.revision
+    revision, problems = check_database(copy)
+    if problems:
+        raise StoreError(f"store {store} is damaged: {problems[0]}; see edgefl doctor")
+    return revision
 
 
 @contextlib.contextmanager
@@ -345,9 +345,9 @@ def _check_store(stage: Path, manifest: BackupManifest) -> None:
             f"the backup's store has revision {manifest.revision}, this program knows {SCHEMA_REVISION}; "
             "update edgefl"
         )
-    report = check_database(stage / DATABASE_NAME)
-    if report.problems:
-        raise StoreError(f"the backup's store is damaged: {report.problems[0]}; take an earlier backup")
+    _, problems = check_database(stage / DATABASE_NAME)
+    if problems:
+        raise StoreError(f"the backup's store is damaged: {problems[0]}; take an earlier backup")
 
 
 def _sync_to_disk(stage: Path) -> None:

@@ -127,7 +127,7 @@ def _check_store_server(directory: CoordinatorDirectory) -> Finding:
 
 def _check_database(store: Path) -> list[Finding]:
     try:
-        report = check_database(store)
+        revision, problems = check_database(store)
     except StoreError as error:
         if not store.exists():
             return [warning("database", f"there is no store at {store} yet", "edgefl coordinator start makes it")]
@@ -136,11 +136,11 @@ def _check_database(store: Path) -> list[Finding]:
                 "database", str(error), RESTORE_HINT if error.exit_code == StoreError.exit_code else "update edgefl"
             )
         ]
-    findings = [problem("database", f"{store} is damaged: {message}", RESTORE_HINT) for message in report.problems]
-    if report.revision != SCHEMA_REVISION:
-        message = f"its schema is of revision {report.revision}, this program's of {SCHEMA_REVISION}"
+    findings = [problem("database", f"{store} is damaged: {message}", RESTORE_HINT) for message in problems]
+    if revision != SCHEMA_REVISION:
+        message = f"its schema is of revision {revision}, this program's of {SCHEMA_REVISION}"
         findings.append(warning("database", message, "make a backup; the next start upgrades it"))
-    return [*(findings or [ok("database", f"{store} is sound, revision {report.revision}")]), *_check_versions(store)]
+    return [*(findings or [ok("database", f"{store} is sound, revision {revision}")]), *_check_versions(store)]
 
 
 def _check_versions(store: Path) -> list[Finding]:

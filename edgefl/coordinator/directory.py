@@ -29,6 +29,7 @@ from edgefl.core.settings import from_mapping
 from edgefl.system.atomic_files import (
     DATABASE_NAME,
     DISK_FULL_ERRNOS,
+    ChildPath,
     make_private_directory,
     make_store_error,
     remove_temporary_files,
@@ -67,54 +68,22 @@ class CoordinatorDirectory:
     store: str | None = field(default=None, repr=False)
     allow_modules: tuple[str, ...] = ()
 
-    @property
-    def settings(self) -> Path:
-        return self.root / "settings.toml"
-
-    @property
-    def ca_cert(self) -> Path:
-        return self.root / "ca.pem"
-
-    @property
-    def ca_key(self) -> Path:
-        return self.root / "ca.key"
-
-    @property
-    def server_cert(self) -> Path:
-        return self.root / "server.pem"
-
-    @property
-    def server_key(self) -> Path:
-        return self.root / "server.key"
-
-    @property
-    def client_cert(self) -> Path:
-        return self.root / "coordinator.pem"
-
-    @property
-    def client_key(self) -> Path:
-        return self.root / "coordinator.key"
-
-    @property
-    def database(self) -> Path:
-        return self.root / DATABASE_NAME
+    settings = ChildPath("settings.toml")
+    ca_cert = ChildPath("ca.pem")
+    ca_key = ChildPath("ca.key")
+    server_cert = ChildPath("server.pem")
+    server_key = ChildPath("server.key")
+    client_cert = ChildPath("coordinator.pem")
+    client_key = ChildPath("coordinator.key")
+    database = ChildPath(DATABASE_NAME)
+    models = ChildPath("models")
+    runs = ChildPath("runs")
+    broker = ChildPath("broker")
 
     @property
     def store_url(self) -> str | Path:
         """Location of the store, for `Store.open`."""
         return self.store or self.database
-
-    @property
-    def models(self) -> Path:
-        return self.root / "models"
-
-    @property
-    def runs(self) -> Path:
-        return self.root / "runs"
-
-    @property
-    def broker(self) -> Path:
-        return self.root / "broker"
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
 from edgefl.coordinator.enrolment.renewal import RenewalService
-from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneRejected
+from edgefl.coordinator.fleet.clone_detection import CloneRejected
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
@@ -367,7 +367,7 @@ class Coordinator:
 
     def _notify_clone(self, event: RegistryEvent) -> None:
         """Notifies a clone that it is rejected, on the topic of its device."""
-        if isinstance(event, CloneDetected | CloneRejected):
+        if isinstance(event, CloneRejected):
             argument = json.dumps({"boot_id": event.rejected_boot_id, "reason": event.reason})
             command = Command(id=uuid.uuid4().hex, kind=CommandKind.LOCKOUT, argument=argument)
             self._send_command(event.device_id, command)
@@ -397,20 +397,13 @@ def _reject_export(task: str, _options: object, _model: Path, _out: Path) -> Non
     raise TaskError(f"this coordinator cannot export models of task {task}")
 
 
-def serve(
-    directory: CoordinatorDirectory,
-    options: StartOptions,
-    build_run: BuildRun,
-    prepare_directory: PrepareDirectory = _keep_unchanged,
-    export: ExportModel | None = None,
-) -> None:
-    """Runs a coordinator until SIGTERM or SIGINT; the arguments are those of `Coordinator`.
+def serve(coordinator: Coordinator) -> None:
+    """Runs a coordinator until SIGTERM or SIGINT.
 
     Raises:
         EdgeflError: it could not start, or cannot go on.
     """
     log.info("up to %d files and connections at a time", raise_file_limit())
-    coordinator = Coordinator(directory, options, build_run, prepare_directory, export)
     notifier = (
         SystemdNotifier.from_environment()
     )  # before there are child processes, which must not notify in our name

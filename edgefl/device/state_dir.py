@@ -21,7 +21,7 @@ from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreEr
 from edgefl.core.protocol import PEER_PORT, host_and_port
 from edgefl.core.safe_parsing import parse_json, parse_message
 from edgefl.device.hardware.board_reader import read_text
-from edgefl.system.atomic_files import make_private_directory, remove_temporary_files, write_atomic
+from edgefl.system.atomic_files import ChildPath, make_private_directory, remove_temporary_files, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,11 @@ class TlsFiles:
 class DeviceStateDir:
     """State directory of an enrolled device."""
 
+    ca = ChildPath("ca.pem")
+    key = ChildPath("key.pem")
+    pending_key = ChildPath(".renewal.pem")
+    """The key of an unfinished renewal; it may be registered already."""
+
     def __init__(self, root: Path, settings: DeviceSettings) -> None:
         self.root = root
         self.settings = settings
@@ -125,10 +130,6 @@ class DeviceStateDir:
         return self.settings.device_id
 
     @property
-    def ca(self) -> Path:
-        return self.root / "ca.pem"
-
-    @property
     def cert(self) -> Path:
         """Returns the certificate's path; after a renewal the key's file, so that both change in one write."""
         try:
@@ -136,10 +137,6 @@ class DeviceStateDir:
         except OSError:
             is_behind_key = False
         return self.key if is_behind_key else self.root / "cert.pem"
-
-    @property
-    def key(self) -> Path:
-        return self.root / "key.pem"
 
     @property
     def tls_files(self) -> TlsFiles:
@@ -160,11 +157,6 @@ class DeviceStateDir:
     def set_shard(self, task: str, path: str) -> None:
         """Sets the path of the data for `task`."""
         self.update(shards={**DeviceStateDir.load(self.root).settings.shards, task: path})
-
-    @property
-    def pending_key(self) -> Path:
-        """Returns the path of the key of an unfinished renewal; it may be registered already."""
-        return self.root / ".renewal.pem"
 
     def save_certificate(self, *, key_pem: bytes, cert_pem: bytes) -> None:
         """Replaces certificate and key atomically."""

@@ -115,32 +115,39 @@ class SimulatedNetwork:
         self, device: SimulatedDevice, num_bytes: int, callback: Callable[[Any], None], argument: Any
     ) -> None:
         """Calls `callback` with the subject when the device has received all bytes."""
-        device.downlink_free_s = self._compute_link_end_s(
-            device, device.downlink_free_s, num_bytes, device.profile.down_bytes_per_s
-        )
-        self._start_transfer(
+        device.downlink_free_s = self._send(
             self._downlink,
+            device,
+            device.downlink_free_s,
+            device.profile.down_bytes_per_s,
             num_bytes,
-            (callback, argument, device.downlink_free_s, device.compute_latency_s(self._event_queue.now_s)),
+            callback,
+            argument,
         )
 
     def send_up(
         self, device: SimulatedDevice, num_bytes: int, callback: Callable[[Any], None], argument: Any
     ) -> None:
         """Calls `callback` with the subject when the coordinator has received all bytes."""
-        device.uplink_free_s = self._compute_link_end_s(
-            device, device.uplink_free_s, num_bytes, device.profile.up_bytes_per_s
-        )
-        self._start_transfer(
-            self._uplink,
-            num_bytes,
-            (callback, argument, device.uplink_free_s, device.compute_latency_s(self._event_queue.now_s)),
+        device.uplink_free_s = self._send(
+            self._uplink, device, device.uplink_free_s, device.profile.up_bytes_per_s, num_bytes, callback, argument
         )
 
-    def _compute_link_end_s(
-        self, device: SimulatedDevice, free_s: float, num_bytes: int, bytes_per_s: float
+    def _send(  # noqa: PLR0913, PLR0917 both directions of one device
+        self,
+        link: SharedLink[Transfer] | None,
+        device: SimulatedDevice,
+        free_s: float,
+        bytes_per_s: float,
+        num_bytes: int,
+        callback: Callable[[Any], None],
+        argument: Any,
     ) -> float:
-        return device.compute_transfer_end_s(max(self._event_queue.now_s, free_s), num_bytes / bytes_per_s)
+        """Starts a transfer and returns when the device's own link is free again."""
+        now_s = self._event_queue.now_s
+        end_s = device.compute_transfer_end_s(max(now_s, free_s), num_bytes / bytes_per_s)
+        self._start_transfer(link, num_bytes, (callback, argument, end_s, device.compute_latency_s(now_s)))
+        return end_s
 
     def _start_transfer(self, link: SharedLink[Transfer] | None, num_bytes: int, transfer: Transfer) -> None:
         if link is None:

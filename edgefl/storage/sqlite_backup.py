@@ -6,7 +6,6 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from edgefl.core.errors import StoreError
 from edgefl.storage.database import BUSY_TIMEOUT_S, check_revision, translate_disk_full
 
 _MAX_PROBLEMS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IntegrityReport:
-    """Integrity of a store: its schema's revision, and the complaints of `PRAGMA quick_check`."""
-
-    revision: str
-    problems: tuple[str, ...]
 
 
 def copy_database(source: Path, target: Path) -> None:
@@ -48,8 +39,8 @@ def copy_database(source: Path, target: Path) -> None:
         raise StoreError(f"store {source} cannot be copied: {error}") from None
 
 
-def check_database(path: Path) -> IntegrityReport:
-    """Returns a store's integrity report, without writing a byte.
+def check_database(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Returns a store's revision, and what `PRAGMA quick_check` complains of; writes no byte.
 
     Raises:
         StoreTooNewError: a newer edgefl wrote it.
@@ -60,8 +51,7 @@ def check_database(path: Path) -> IntegrityReport:
     with _open_read_only(path) as connection:
         revision = _read_revision(connection, path)
         messages = _run_quick_check(connection)
-    problems = () if messages == ["ok"] else tuple(messages[:_MAX_PROBLEMS])
-    return IntegrityReport(revision=revision, problems=problems)
+    return revision, () if messages == ["ok"] else tuple(messages[:_MAX_PROBLEMS])
 
 
 def _run_quick_check(connection: sqlite3.Connection) -> list[str]:

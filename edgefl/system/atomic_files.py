@@ -11,7 +11,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from edgefl.core.errors import StoreError, StoreFullError
 
@@ -22,6 +22,17 @@ DATABASE_NAME = "edgefl.db"
 _CHUNK_BYTES = 1 << 20
 _TEMPORARY_NAME = re.compile(r"\..+\.[a-z0-9_]{8}" + re.escape(TEMPORARY_SUFFIX))
 """Names of the temporary files of `open_atomic`."""
+
+
+class ChildPath:
+    """Attribute of an object with a folder `root`: the path of this name in it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, _owner_type: type | None = None) -> Path:
+        path: Path = owner.root / self._name
+        return path
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:

@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+from typing import Literal
 
 from edgefl import DISTRIBUTION, __version__
 
@@ -31,34 +31,29 @@ MAX_SKEW_S = 5.0
 EARLIEST_CLOCK_S = datetime(2025, 1, 1, tzinfo=UTC).timestamp()
 
 
-class Severity(StrEnum):
-    """Severity of a finding: a `problem` means that something does not work, a `warning` may become one."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """Result of one check; `remedy` is empty when all is well."""
+    """Result of one check: of a `problem` something does not work, a `warning` may become one.
+
+    `remedy` is empty when all is well.
+    """
 
     check: str
-    level: Severity
+    level: Literal["ok", "warning", "problem"]
     text: str
     remedy: str = ""
 
 
 def ok(check: str, text: str) -> Finding:
-    return Finding(check=check, level=Severity.OK, text=text)
+    return Finding(check=check, level="ok", text=text)
 
 
 def warning(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check=check, level=Severity.WARNING, text=text, remedy=remedy)
+    return Finding(check=check, level="warning", text=text, remedy=remedy)
 
 
 def problem(check: str, text: str, remedy: str) -> Finding:
-    return Finding(check=check, level=Severity.PROBLEM, text=text, remedy=remedy)
+    return Finding(check=check, level="problem", text=text, remedy=remedy)
 
 
 def check_software() -> list[Finding]:

@@ -10,7 +10,6 @@ from edgefl.coordinator import pki
 from edgefl.system.diagnostics import (
     DAY_S,
     FLOWER_RELEASE,
-    Severity,
     check_certificate,
     check_clock,
     check_disk,
@@ -36,13 +35,11 @@ def signed(days, key=AUTHORITY):
 
 def level_of(cert_pem, **options):
     found = check_certificate("it", cert_pem, AUTHORITY.cert_pem, now=NOW, remedy="do this", **options)
-    assert (found.level is Severity.OK) == (found.remedy == "")
+    assert (found.level == "ok") == (found.remedy == "")
     return found.level
 
 
-@pytest.mark.parametrize(
-    ("days", "expected"), [(31, Severity.OK), (29, Severity.WARNING), (0.5, Severity.WARNING), (-1, Severity.PROBLEM)]
-)
+@pytest.mark.parametrize(("days", "expected"), [(31, "ok"), (29, "warning"), (0.5, "warning"), (-1, "problem")])
 def test_a_certificate_that_ends_soon_is_a_warning_and_one_that_has_ended_a_problem(days, expected):
     assert level_of(signed(days)) is expected
 
@@ -52,35 +49,35 @@ def test_a_certificate_must_be_of_this_ca_and_fit_its_key():
         pki.issue_client_certificate(AUTHORITY, "pi"),
         pki.issue_client_certificate(pki.create_authority("lab"), "pi"),
     )
-    assert level_of(own.cert_pem, key_pem=own.key_pem) is Severity.OK
-    assert level_of(AUTHORITY.cert_pem, key_pem=AUTHORITY.key_pem) is Severity.OK
+    assert level_of(own.cert_pem, key_pem=own.key_pem) == "ok"
+    assert level_of(AUTHORITY.cert_pem, key_pem=AUTHORITY.key_pem) == "ok"
     stranger = signed(90, pki.create_authority("lab"))
-    assert {level_of(pem) for pem in (other.cert_pem, stranger, b"no certificate")} == {Severity.PROBLEM}
-    assert {level_of(own.cert_pem, key_pem=key) for key in (other.key_pem, b"no key")} == {Severity.PROBLEM}
+    assert {level_of(pem) for pem in (other.cert_pem, stranger, b"no certificate")} == {"problem"}
+    assert {level_of(own.cert_pem, key_pem=key) for key in (other.key_pem, b"no key")} == {"problem"}
 
 
 def test_clocks_that_are_seconds_apart_or_stand_in_1970_are_warnings():
-    levels = {0.2: Severity.OK, -4.9: Severity.OK, 5.1: Severity.WARNING}
+    levels = {0.2: "ok", -4.9: "ok", 5.1: "warning"}
     assert {skew_s: check_skew(skew_s).level for skew_s in levels} == levels
     assert ("behind" in check_skew(-86400.0).text, "ahead" in check_skew(86400.0).text) == (True, True)
-    assert (check_clock(100.0).level, check_clock(NOW).level) == (Severity.WARNING, Severity.OK)
+    assert (check_clock(100.0).level, check_clock(NOW).level) == ("warning", "ok")
 
 
 def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_path):
     root, key = tmp_path / "state", tmp_path / "state" / "key.pem"
     root.mkdir(mode=0o700)
     key.touch(mode=0o600)
-    assert [found.level for found in check_private(root, [key])] == [Severity.OK]
+    assert [found.level for found in check_private(root, [key])] == ["ok"]
     key.chmod(0o640)
     root.chmod(0o755)
     assert [found.remedy for found in check_private(root, [key])] == [f"chmod 700 {root}", f"chmod 600 {key}"]
     (found,) = [one for one in check_private(root, [root / "gone"]) if "missing" in one.text]
-    assert found.level is Severity.PROBLEM
+    assert found.level == "problem"
 
 
 def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path):
     found = check_software()[0]
-    assert (found.level, "flwr 1." in found.text) == (Severity.OK, True)
+    assert (found.level, "flwr 1." in found.text) == ("ok", True)
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     pinned = [text for text in tomllib.loads(project)["project"]["dependencies"] if text.startswith("flwr")]
     assert pinned[0].startswith(f"flwr>={FLOWER_RELEASE.rstrip('.')},")
@@ -90,14 +87,14 @@ def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins
 @pytest.mark.parametrize(
     ("file", "text", "levels"),
     [
-        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n", [Severity.OK]),
-        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids\n", [Severity.WARNING]),
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n", ["ok"]),
+        ("sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids\n", ["warning"]),
         (
             "proc/cgroups",
             "#subsys_name hierarchy num_cgroups enabled\ncpu 1 2 1\nmemory 0 80 0\n",
-            [Severity.WARNING],
+            ["warning"],
         ),
-        ("proc/cgroups", "#subsys_name hierarchy num_cgroups enabled\nmemory 7 80 1\n", [Severity.OK]),
+        ("proc/cgroups", "#subsys_name hierarchy num_cgroups enabled\nmemory 7 80 1\n", ["ok"]),
         ("etc/nothing", "", []),
     ],
 )
@@ -106,4 +103,4 @@ def test_a_kernel_without_its_memory_controller_is_told(tmp_path, file, text, le
     (tmp_path / file).write_text(text)
     found = check_memory_limits(tmp_path)
     assert [finding.level for finding in found] == levels
-    assert all("cgroup_enable=memory" in finding.remedy for finding in found if finding.level is Severity.WARNING)
+    assert all("cgroup_enable=memory" in finding.remedy for finding in found if finding.level == "warning")

@@ -214,7 +214,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
         load_directory,
         set_store,
     )
-    from edgefl.coordinator.service import serve  # noqa: PLC0415 likewise
+    from edgefl.coordinator.service import Coordinator, serve  # noqa: PLC0415 likewise
     from edgefl.core.extensions import allow_modules  # noqa: PLC0415 likewise
     from edgefl.engine.build import build_run  # noqa: PLC0415 fast start
 
@@ -222,21 +222,24 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     directory = load_directory(root)
     port = port or directory.port
     with allow_modules([*directory.allow_modules, *modules]):
+        options = StartOptions(
+            host=host,
+            port=port,
+            broker=broker,
+            broker_port=broker_port,
+            test_shards=shards,
+            device_metrics=device_metrics,
+            alerts=resolve_alert_settings(directory, webhook, secret),
+            keep_history_days=keep_history_days,
+        )
         serve(
-            directory,
-            StartOptions(
-                host=host,
-                port=port,
-                broker=broker,
-                broker_port=broker_port,
-                test_shards=shards,
-                device_metrics=device_metrics,
-                alerts=resolve_alert_settings(directory, webhook, secret),
-                keep_history_days=keep_history_days,
-            ),
-            build_run,
-            lambda current: add_allowed_modules(set_store(_save_port(current, port), store), modules),
-            export_for_devices,
+            Coordinator(
+                directory,
+                options,
+                build_run,
+                lambda current: add_allowed_modules(set_store(_save_port(current, port), store), modules),
+                export_for_devices,
+            )
         )
 
 
@@ -366,7 +369,7 @@ def restore(root: Path, file: Path) -> None:
 def alert_test(root: Path, webhook: str | None, secret: str | None) -> None:
     """Send one alert to the webhook, to see that it arrives."""
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
-    from edgefl.coordinator.monitoring.alerts import TEST_ALERT, Alert, AlertCondition  # noqa: PLC0415 fast start
+    from edgefl.coordinator.monitoring.alerts import TEST_ALERT, Alert  # noqa: PLC0415 fast start
     from edgefl.coordinator.monitoring.webhook import WebhookConfig, send_alert  # noqa: PLC0415 likewise
 
     directory = load_directory(root)
@@ -374,10 +377,14 @@ def alert_test(root: Path, webhook: str | None, secret: str | None) -> None:
     if settings.webhook is None:
         raise UsageError(f"no webhook is set: give --alert-webhook URL, or [alerts] in {directory.settings}")
     hook = WebhookConfig(url=settings.webhook, secret=settings.secret)
-    condition = AlertCondition(kind=TEST_ALERT, subject="coordinator", message="this is a test, nothing is wrong")
-    send_alert(
-        hook, Alert(alert_id=uuid.uuid4().hex, condition=condition, started_at=time.time()).to_json(directory.fleet)
+    alert = Alert(
+        kind=TEST_ALERT,
+        subject="coordinator",
+        message="this is a test, nothing is wrong",
+        alert_id=uuid.uuid4().hex,
+        started_at=time.time(),
     )
+    send_alert(hook, alert.to_json(directory.fleet))
     click.echo(f"{hook.host} took the test alert")
 
 

@@ -21,6 +21,7 @@ from edgefl.compression.entropy.golomb import pack_bits, read_binary_values, rea
 from edgefl.compression.stages import (
     FLOAT32,
     UNEXPECTED_SCALE,
+    FiniteValueStage,
     StageKind,
     StageWithoutArgument,
     compute_max_magnitude,
@@ -153,14 +154,12 @@ _MAX_STEP = np.float32(127)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8:
+class Int8(FiniteValueStage):
     """Rounds to the nearest 127th of the largest magnitude of the tensor, or of its slice along the first axis.
 
     Where only some entries of a tensor travel there are no slices, and `int8:channel` is `int8`.
     """
 
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
 
@@ -202,15 +201,13 @@ class Int8:
         return values.reshape(num_rows, -1)
 
 
-class ScaledSign(StageWithoutArgument):
+class ScaledSign(StageWithoutArgument, FiniteValueStage):
     """Signs and one scale; zero counts as positive: with one bit there is no third case.
 
     Source: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
     """
 
     name: ClassVar[str] = "sign"
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
 
@@ -230,15 +227,13 @@ _MAX_BUCKET = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class OneBitSgd:
+class OneBitSgd(FiniteValueStage):
     """One bit a value; zero counts as positive. `onebit:512`: two means per 512 values, else per tensor.
 
     Source: Seide et al., 1-Bit Stochastic Gradient Descent, INTERSPEECH 2014, section 3; error feedback is from that
     paper too.
     """
 
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
 

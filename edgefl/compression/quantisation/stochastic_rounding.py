@@ -18,7 +18,7 @@ from edgefl.compression.entropy.levels import read_labels, read_levels, write_la
 from edgefl.compression.stages import (
     FLOAT32,
     UNEXPECTED_SCALE,
-    StageKind,
+    FiniteValueStage,
     StageWithoutArgument,
     compute_max_magnitude,
     parse_int_argument,
@@ -35,7 +35,7 @@ _MAX_FLOAT32 = np.finfo(np.float32).max
 
 
 @dataclass(frozen=True, slots=True)
-class Qsgd:
+class Qsgd(FiniteValueStage):
     """Rounds each value at random to one of 2**bits - 1 levels of its bucket's norm.
 
     Buckets are `bucket` values in the order of the tensor; the last one may be shorter. The expected squared
@@ -46,8 +46,6 @@ class Qsgd:
     2017, section 3. Differs from the paper: levels are coded as in `levels.py` and not with Elias codes.
     """
 
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     codes_indices: ClassVar[bool] = True
     is_unbiased: ClassVar[bool] = True
 
@@ -136,7 +134,7 @@ DEFAULT_CLIP = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class TernGrad:
+class TernGrad(FiniteValueStage):
     """Rounds each value at random to -s, 0 or s, the largest magnitude.
 
     Clips each tensor to `clip` standard deviations first; `terngrad:inf` clips nothing and is unbiased. Without
@@ -147,8 +145,6 @@ class TernGrad:
     tensor of equal numbers would vanish; and s is each device's own.
     """
 
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     codes_indices: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = False
 
@@ -207,7 +203,7 @@ _EXPONENT_BIAS = 127
 _FRACTION_MASK = 2**_FRACTION_BITS - 1
 
 
-class NaturalCompression(StageWithoutArgument):
+class NaturalCompression(StageWithoutArgument, FiniteValueStage):
     """Sends signs and exponents: |v| becomes 2**e with chance 2 - |v| / 2**e, else 2**(e + 1); zeros stay zeros.
 
     The expected squared error is at most an eighth of the squared norm. Written are the mask of non-zero values,
@@ -218,8 +214,6 @@ class NaturalCompression(StageWithoutArgument):
     """
 
     name: ClassVar[str] = "natural"
-    kind: ClassVar[StageKind] = StageKind.VALUES
-    is_finite_only: ClassVar[bool] = True
     codes_indices: ClassVar[bool] = True
     is_unbiased: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = True

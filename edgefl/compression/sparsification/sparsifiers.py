@@ -119,21 +119,29 @@ class _Sparsifier(EachTensorStage):
 
 
 @dataclass(frozen=True, slots=True)
-class TopK(_Sparsifier):
+class _FractionSparsifier(_Sparsifier):
+    """Base of stages that keep max(1, floor(fraction * n)) entries of each tensor."""
+
+    name: ClassVar[str]
+
+    fraction: Fraction
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        return cls(fraction=_parse_fraction(cls.name, argument))
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(_FractionSparsifier):
     """Keeps max(1, floor(fraction * n)) entries of each tensor, the largest by magnitude; the lowest index wins ties.
 
     Source: Hardy et al., Distributed Deep Learning on Edge-devices: Feasibility via Adaptive Compression, NCA 2017,
     the selection of AdaComp.
     """
 
+    name: ClassVar[str] = "topk"
     is_unbiased: ClassVar[bool] = False
     is_contraction: ClassVar[bool] = True
-
-    fraction: Fraction
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        return cls(fraction=_parse_fraction("topk", argument))
 
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:  # noqa: ARG002 interface of selections
         indices = find_top_k(flat, count_kept(self.fraction, flat.size))
@@ -167,17 +175,12 @@ class Threshold(_Sparsifier):
 
 
 @dataclass(frozen=True, slots=True)
-class RandK(_Sparsifier):
+class RandK(_FractionSparsifier):
     """Keeps max(1, floor(fraction * n)) random entries of each tensor, times n over their number: unbiased."""
 
+    name: ClassVar[str] = "randk"
     is_unbiased: ClassVar[bool] = True
     is_contraction: ClassVar[bool] = False
-
-    fraction: Fraction
-
-    @classmethod
-    def parse(cls, argument: str) -> Self:
-        return cls(fraction=_parse_fraction("randk", argument))
 
     def _select(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
         count = count_kept(self.fraction, flat.size)

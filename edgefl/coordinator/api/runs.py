@@ -124,8 +124,8 @@ def history_router(context: ApiContext) -> APIRouter:
         )
         response = {"v": PROTOCOL_VERSION, "kind": kind}
         if after is not None:
-            page = read_history_page(store, kind, after, **filters)
-            return {**response, "rows": page.rows, "next": page.next_cursor}
+            rows, next_cursor = read_history_page(store, kind, after, **filters)
+            return {**response, "rows": rows, "next": next_cursor}
         if limit is not None and limit > MAX_ROWS:
             raise UsageError(f"one answer holds {MAX_ROWS} rows at most, got {limit}; ask page by page with `after`")
         filters["limit"] = limit or PAGE_ROWS

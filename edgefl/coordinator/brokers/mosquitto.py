@@ -39,7 +39,7 @@ from edgefl.coordinator.brokers.broker import (
     render_acl_file,
 )
 from edgefl.core.errors import BrokerError, EdgeflError, StoreError, StoreFullError
-from edgefl.system.atomic_files import make_private_directory, write_atomic
+from edgefl.system.atomic_files import ChildPath, make_private_directory, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,10 @@ def find_mosquitto() -> str | None:
 class Mosquitto:
     """Runs `program` with a configuration in `directory`; see `edgefl.coordinator.brokers.broker.Broker`."""
 
+    _acl_path = ChildPath("acl")
+    _crl_path = ChildPath("crl.pem")
+    _config_path = ChildPath("mosquitto.conf")
+
     def __init__(  # noqa: PLR0913 one keyword per fact
         self,
         program: str,
@@ -96,7 +100,7 @@ class Mosquitto:
     ) -> None:
         self._program = program
         self._authority = authority
-        self._directory = directory
+        self.root = directory
         self._fleet = fleet
         self._tls = tls
         self._host = host
@@ -161,27 +165,15 @@ class Mosquitto:
         process = self._process
         return None if process is None or process.poll() is not None else process.pid
 
-    @property
-    def _acl_path(self) -> Path:
-        return self._directory / "acl"
-
-    @property
-    def _crl_path(self) -> Path:
-        return self._directory / "crl.pem"
-
-    @property
-    def _config_path(self) -> Path:
-        return self._directory / "mosquitto.conf"
-
     def _write_files(self) -> None:
         try:
-            make_private_directory(self._directory)
+            make_private_directory(self.root)
             self._write_rules()
             write_atomic(self._config_path, self._render_config().encode())
         except StoreFullError:
             raise
         except (OSError, StoreError) as error:
-            raise BrokerError(f"the broker's files cannot be written to {self._directory}: {error}") from None
+            raise BrokerError(f"the broker's files cannot be written to {self.root}: {error}") from None
 
     def _write_rules(self) -> None:
         write_atomic(self._acl_path, render_acl_file(self._fleet, self._revoked_names).encode())

@@ -60,13 +60,8 @@ REISSUE_WINDOW_S = 600.0
 MAX_PEM_CHARS = 8192
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IssuedCertificate:
-    """Certificate of a device, and when it was issued, in Unix seconds."""
-
-    public_key: bytes
-    certificate: bytes
-    issued_at: float
+IssuedCertificate = tuple[bytes, bytes, float]
+"""Public key of a device, its certificate, and when it was issued, in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +160,7 @@ class EnrolmentService:
             )
             with self._lock:
                 self._issued.pop(request.name, None)  # the newest are last
-                self._issued[request.name] = IssuedCertificate(
-                    public_key=request.public_key, certificate=cert_pem, issued_at=now
-                )
+                self._issued[request.name] = request.public_key, cert_pem, now
         record_capabilities(self._store, request.name, request.facts, request.shards, at=now)
         self._on_enrolled(request.name, request.public_key)
         log.info("%s joined as %s", device.device_id, device.role)
@@ -177,14 +170,14 @@ class EnrolmentService:
     def _find_issued(self, request: EnrolmentRequest, now: float) -> bytes | None:
         """Returns the certificate recently issued for this key and device, if it is still valid."""
         with self._lock:
-            while self._issued and next(iter(self._issued.values())).issued_at <= now - REISSUE_WINDOW_S:
+            while self._issued and next(iter(self._issued.values()))[2] <= now - REISSUE_WINDOW_S:
                 self._issued.popitem(last=False)
-            issued = self._issued.get(request.name)
-        if issued is None or issued.public_key != request.public_key:
+            public_key, certificate, _ = self._issued.get(request.name, (b"", b"", 0.0))
+        if public_key != request.public_key:
             return None
         device = self._store.get_device(request.name)
-        is_valid = device.removed_at is None and device.certificate_serial == pki.get_serial(issued.certificate)
-        return issued.certificate if is_valid else None
+        is_valid = device.removed_at is None and device.certificate_serial == pki.get_serial(certificate)
+        return certificate if is_valid else None
 
     def _endpoints(self) -> Json:
         return {
@@ -201,7 +194,7 @@ def enrolment_router(
     record_rejection: RecordRejection = ignore_rejection,
 ) -> APIRouter:
     """Returns the three routes, without access token. `record_rejection` is called for rejected joins."""
-    router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
+    router = APIRouter(prefix="/edgefl/v1")
 
     @router.get("/ca")
     async def ca() -> Response:
@@ -211,17 +204,9 @@ def enrolment_router(
     async def hello() -> JSONResponse:
         return JSONResponse(service.hello())
 
-    @router.post("/enroll")
-    async def enroll(request: Request) -> JSONResponse:
-        return await handle_unauthenticated(
-            request,
-            service.enroll,
-            kind="join",
-            is_bad_attempt=_is_bad_attempt,
-            rate_limiter=limiter,
-            record_rejection=record_rejection,
-        )
-
+    add_unauthenticated_route(
+        router, "/enroll", service.enroll, "join", _is_bad_attempt, rate_limiter, record_rejection
+    )
     return router
 
 
@@ -281,36 +266,41 @@ def _load_public_key(pem: bytes) -> ec.EllipticCurvePublicKey:
     return key
 
 
-async def handle_unauthenticated(
-    request: Request,
+def add_unauthenticated_route(  # noqa: PLR0913, PLR0917 as its callers say them
+    router: APIRouter,
+    path: str,
     handler: Callable[[bytes], Json],
-    *,
     kind: str,
     is_bad_attempt: Callable[[EdgeflError], bool],
-    rate_limiter: RateLimiter,
+    rate_limiter: RateLimiter | None,
     record_rejection: RecordRejection,
-) -> JSONResponse:
-    """Returns the response to an unauthenticated request.
+) -> None:
+    """Adds a POST route whose requests nobody has signed.
 
     Args:
-        request: its body is read here.
+        router: of the route.
+        path: of the route.
         handler: body -> answer, in another thread; may raise an EdgeflError.
         kind: of the request, in a word.
         is_bad_attempt: returns whether an error counts as a failed try.
-        rate_limiter: limits failed tries by address.
+        rate_limiter: limits failed tries by address; None for one of its own.
         record_rejection: called for rejected requests.
     """
-    address = get_request_source(request)
-    try:
-        rate_limiter.check(address)
-        return JSONResponse(await run_in_threadpool(handler, await read_limited_body(request)))
-    except EdgeflError as error:
-        if is_bad_attempt(error):
-            rate_limiter.record_failure(address)
-        level = logging.DEBUG if isinstance(error, TooManyTriesError) else logging.WARNING
-        log.log(level, "refused a %s from %s: %s", kind, address, error)
-        record_rejection(f"{kind} ({error_code(error)})", address, str(error))
-        return error_response(error)
+    limiter = rate_limiter or RateLimiter(monotonic=time.monotonic)
+
+    @router.post(path)
+    async def handle(request: Request) -> JSONResponse:
+        address = get_request_source(request)
+        try:
+            limiter.check(address)
+            return JSONResponse(await run_in_threadpool(handler, await read_limited_body(request)))
+        except EdgeflError as error:
+            if is_bad_attempt(error):
+                limiter.record_failure(address)
+            level = logging.DEBUG if isinstance(error, TooManyTriesError) else logging.WARNING
+            log.log(level, "refused a %s from %s: %s", kind, address, error)
+            record_rejection(f"{kind} ({error_code(error)})", address, str(error))
+            return error_response(error)
 
 
 async def read_limited_body(request: Request, limit: int = MAX_JSON_BYTES) -> bytes:

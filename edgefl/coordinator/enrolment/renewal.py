@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,7 +23,6 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from edgefl.coordinator import pki
@@ -33,8 +31,8 @@ from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.enrolment_service import (
     REISSUE_WINDOW_S,
     IssuedCertificate,
+    add_unauthenticated_route,
     encode_public_key,
-    handle_unauthenticated,
     parse_pem,
     read_limited_body,
 )
@@ -79,14 +77,14 @@ class RenewalService:
         key = encode_public_key(pki.verify_request(csr))
         with self._lock:
             since = self.clock() - REISSUE_WINDOW_S
-            self._recent = {name: kept for name, kept in self._recent.items() if kept[-1].issued_at > since}
+            self._recent = {name: kept for name, kept in self._recent.items() if kept[-1][2] > since}
             recent = self._recent.get(device_id)
-            issued = recent[-1] if recent and recent[-1].public_key == key else self._renew(device_id, csr, key)
-        return {"v": PROTOCOL_VERSION, "device_id": device_id, "certificate": issued.certificate.decode()}
+            certificate = recent[-1][1] if recent and recent[-1][0] == key else self._renew(device_id, csr, key)
+        return {"v": PROTOCOL_VERSION, "device_id": device_id, "certificate": certificate.decode()}
 
-    def _renew(self, device_id: str, csr: bytes, key: bytes) -> IssuedCertificate:
+    def _renew(self, device_id: str, csr: bytes, key: bytes) -> bytes:
         now = self.clock()
-        recent = [one for one in self._recent.get(device_id, ()) if one.issued_at > now - REISSUE_WINDOW_S]
+        recent = [one for one in self._recent.get(device_id, ()) if one[2] > now - REISSUE_WINDOW_S]
         if len(recent) >= MAX_RENEWALS:
             raise TooManyTriesError(
                 f"{device_id} has renewed its certificate {len(recent)} times "
@@ -100,9 +98,8 @@ class RenewalService:
         )  # fmt: skip
         self.on_renewed(device_id, key)
         log.info("%s has a new certificate, for %g days", device_id, days)
-        issued = IssuedCertificate(public_key=key, certificate=certificate, issued_at=now)
-        self._recent[device_id] = [*recent, issued]
-        return issued
+        self._recent[device_id] = [*recent, (key, certificate, now)]
+        return certificate
 
     def reenroll(self, body: bytes) -> Json:
         """Re-enrols a device and returns the answer for it.
@@ -142,24 +139,16 @@ def renewal_router(
     `device_check` admits requests signed by a device of the fleet. Failed re-enrolments are counted by address, and
     `record_rejection` is called with them.
     """
-    router, limiter = APIRouter(prefix="/edgefl/v1"), rate_limiter or RateLimiter(monotonic=time.monotonic)
+    router = APIRouter(prefix="/edgefl/v1")
 
     @router.post("/renew", dependencies=[Depends(device_check)])
     async def renew(request: Request) -> Json:
         body = await read_limited_body(request)
         return await run_in_threadpool(service.renew, request.state.device_id, body)
 
-    @router.post("/re-enroll")
-    async def reenroll(request: Request) -> JSONResponse:
-        return await handle_unauthenticated(
-            request,
-            service.reenroll,
-            kind="certificate",
-            is_bad_attempt=_is_bad_attempt,
-            rate_limiter=limiter,
-            record_rejection=record_rejection,
-        )
-
+    add_unauthenticated_route(
+        router, "/re-enroll", service.reenroll, "certificate", _is_bad_attempt, rate_limiter, record_rejection
+    )
     return router
 
 

@@ -57,21 +57,13 @@ class AgentInstance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CloneDetected:
-    """Two agents with one identity are live at once; the later one is rejected from now on."""
-
-    device_id: str
-    rejected_boot_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CloneRejected:
-    """A rejected agent has reconnected to the broker."""
+    """The later of two live agents with one identity is rejected: just `detected`, or connected again."""
 
     device_id: str
     rejected_boot_id: str
     reason: str
+    detected: bool = False
 
 
 @dataclass(slots=True)
@@ -101,7 +93,7 @@ class CloneDetector:
 
     def on_request(
         self, device_id: str, instance_id: str, *, stamp: str, address: str, now_s: float
-    ) -> list[CloneDetected]:
+    ) -> list[CloneRejected]:
         """Handles a signed request; `stamp` is the newest that the instance has read, empty before the first."""
         device, instance = self._find_or_add(device_id, instance_id, now_s)
         if instance is None:
@@ -116,7 +108,7 @@ class CloneDetector:
 
     def on_connect(
         self, device_id: str, instance_id: str, *, session_no: int, board: str, now_s: float
-    ) -> list[CloneDetected]:
+    ) -> list[CloneRejected]:
         """Handles an MQTT status sent by a present device itself, not by the broker for it."""
         device, instance = self._find_or_add(device_id, instance_id, now_s)
         if instance is None:
@@ -168,7 +160,7 @@ class CloneDetector:
     @staticmethod
     def _reject_clones(
         device_id: str, device: _DeviceInstances, alive: AgentInstance, later: list[AgentInstance], now_s: float
-    ) -> list[CloneDetected]:
+    ) -> list[CloneRejected]:
         events = []
         for clone in later:
             del device.instances[clone.instance_id]
@@ -181,7 +173,9 @@ class CloneDetector:
             device.rejected[clone.instance_id], device.last_rejected_s = reason, now_s
             if len(device.rejected) > MAX_INSTANCES:
                 del device.rejected[next(iter(device.rejected))]
-            events.append(CloneDetected(device_id=device_id, rejected_boot_id=clone.instance_id, reason=reason))
+            events.append(
+                CloneRejected(device_id=device_id, rejected_boot_id=clone.instance_id, reason=reason, detected=True)
+            )
         return events
 
 

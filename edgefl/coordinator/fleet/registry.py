@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from edgefl.coordinator.fleet.clone_detection import CloneDetected, CloneDetector, CloneRejected
+from edgefl.coordinator.fleet.clone_detection import CloneDetector, CloneRejected
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
 from edgefl.core.claims import bound_reported_examples
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
@@ -90,7 +90,6 @@ RegistryEvent = (
     | DeviceChanged
     | ExamplesChanged
     | DeviceRemoved
-    | CloneDetected
     | CloneRejected
 )
 RegistrySubscriber = Callable[[RegistryEvent], None]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edgefl.coordinator.fleet.clone_detection import CloneDetected
+from edgefl.coordinator.fleet.clone_detection import CloneRejected
 from edgefl.coordinator.fleet.presence import PresenceChanged, SessionConflict
 from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, ExamplesChanged, RegistryEvent
 from edgefl.core.claims import EXAMPLES_CHANGED
@@ -186,7 +186,9 @@ class TelemetryWriter:
     def _on_registry_event(self, event: RegistryEvent) -> None:
         if isinstance(event, ExamplesChanged) and not self._rate_limit.is_due(event.device_id):
             return
-        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneDetected | ExamplesChanged):
+        if isinstance(event, CloneRejected) and not event.detected:
+            return
+        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneRejected | ExamplesChanged):
             with self._lock:
                 self._pending.events.append((event, self._clock()))
 
@@ -216,7 +218,7 @@ class TelemetryWriter:
             case SessionConflict():
                 log.warning("%s: two of it take turns; was its card cloned?", event.device_id)
                 self._store.record_event("device-flapping", event.reason, at=at, device_id=event.device_id)
-            case CloneDetected():
+            case CloneRejected():
                 log.warning("%s: its card or state directory was copied: %s", event.device_id, event.reason)
                 self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)
             case ExamplesChanged():

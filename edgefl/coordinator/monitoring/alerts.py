@@ -61,48 +61,42 @@ class Readings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlertCondition:
-    """A condition to alert about; kind and subject are its identity."""
+class Alert:
+    """A condition to alert about; kind and subject are its identity.
+
+    Once it is active it has an `alert_id` and its start, once it is over its end, in Unix seconds.
+    """
 
     kind: str
     subject: str
     message: str
+    alert_id: str = ""
+    started_at: float = 0.0
+    ended_at: float | None = None
 
     @property
     def key(self) -> AlertKey:
         return self.kind, self.subject
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alert:
-    """A condition with its start and, once it is over, its end, in Unix seconds; both have one `alert_id`."""
-
-    alert_id: str
-    condition: AlertCondition
-    started_at: float
-    ended_at: float | None = None
-
     def to_json(self, fleet: str) -> Json:
         """Returns the body for the webhook; chat services show `text` and ignore the rest."""
-        condition, state = self.condition, "started" if self.ended_at is None else "ended"
+        state = "started" if self.ended_at is None else "ended"
         label = "ALERT" if self.ended_at is None else "OVER"
         return {
             "v": FORMAT_VERSION,
             "id": self.alert_id,
             "fleet": fleet,
-            "alert": condition.kind,
-            "subject": condition.subject,
+            "alert": self.kind,
+            "subject": self.subject,
             "state": state,
             "started_at": self.started_at,
             "ended_at": self.ended_at,
-            "message": condition.message,
-            "text": f"[{fleet}] {label} {condition.kind} {condition.subject}: {condition.message}",
+            "message": self.message,
+            "text": f"[{fleet}] {label} {self.kind} {self.subject}: {self.message}",
         }
 
 
-def evaluate_rules(
-    readings: Readings, settings: AlertSettings, active: Collection[AlertKey] = ()
-) -> list[AlertCondition]:
+def evaluate_rules(readings: Readings, settings: AlertSettings, active: Collection[AlertKey] = ()) -> list[Alert]:
     """Returns the conditions that hold; `active` are the alerts that have started and not ended."""
     return [
         *_check_gone(readings.gone_s, settings),
@@ -114,38 +108,28 @@ def evaluate_rules(
     ]
 
 
-class AlertTracker:
-    """Tracks active alerts: a condition starts one alert, and its end ends it."""
-
-    def __init__(self) -> None:
-        self._active: dict[AlertKey, Alert] = {}
-
-    @property
-    def active(self) -> Collection[AlertKey]:
-        return self._active.keys()
-
-    def update(self, conditions: Iterable[AlertCondition], now: float) -> list[Alert]:
-        """Returns the alerts that started or ended with these conditions."""
-        by_key = {condition.key: condition for condition in conditions}
-        ended = [replace(alert, ended_at=now) for key, alert in self._active.items() if key not in by_key]
-        started = [
-            Alert(alert_id=uuid.uuid4().hex, condition=condition, started_at=now)
-            for key, condition in by_key.items()
-            if key not in self._active
-        ]
-        for alert in ended:
-            del self._active[alert.condition.key]
-        self._active |= {alert.condition.key: alert for alert in started}
-        return [*ended, *started]
+def update_alerts(active: dict[AlertKey, Alert], conditions: Iterable[Alert], now: float) -> list[Alert]:
+    """Returns the alerts that these conditions start, and the `active` ones that end without them; updates those."""
+    by_key = {condition.key: condition for condition in conditions}
+    ended = [replace(alert, ended_at=now) for key, alert in active.items() if key not in by_key]
+    started = [
+        replace(condition, alert_id=uuid.uuid4().hex, started_at=now)
+        for key, condition in by_key.items()
+        if key not in active
+    ]
+    for alert in ended:
+        del active[alert.key]
+    active |= {alert.key: alert for alert in started}
+    return [*ended, *started]
 
 
-def _check_gone(gone_s: Mapping[str, float], settings: AlertSettings) -> Iterator[AlertCondition]:
+def _check_gone(gone_s: Mapping[str, float], settings: AlertSettings) -> Iterator[Alert]:
     for device_id, seconds in gone_s.items():
         if seconds >= settings.device_gone_s:
-            yield AlertCondition(kind=DEVICE_GONE, subject=device_id, message=f"gone for {format_duration(seconds)}")
+            yield Alert(kind=DEVICE_GONE, subject=device_id, message=f"gone for {format_duration(seconds)}")
 
 
-def _check_stalled(run: ActiveRun | None, settings: AlertSettings) -> Iterator[AlertCondition]:
+def _check_stalled(run: ActiveRun | None, settings: AlertSettings) -> Iterator[Alert]:
     if run is None:
         return
     limit_s = max(settings.run_stalled_s, settings.run_stalled_factor * (run.typical_round_s or 0.0))
@@ -155,34 +139,32 @@ def _check_stalled(run: ActiveRun | None, settings: AlertSettings) -> Iterator[A
         )
         waited = format_duration(run.since_last_round_s)
         message = f"no round has closed for {waited}{typical}; the last was round {run.round}"
-        yield AlertCondition(kind=RUN_STALLED, subject=run.run_id, message=message)
+        yield Alert(kind=RUN_STALLED, subject=run.run_id, message=message)
 
 
-def _check_failed(failed: Sequence[FailedRun]) -> Iterator[AlertCondition]:
+def _check_failed(failed: Sequence[FailedRun]) -> Iterator[Alert]:
     for run in failed:
-        yield AlertCondition(kind=RUN_FAILED, subject=run.run_id, message=run.reason)
+        yield Alert(kind=RUN_FAILED, subject=run.run_id, message=run.reason)
 
 
-def _check_disk(
-    free: Mapping[str, int], settings: AlertSettings, active: Collection[AlertKey]
-) -> Iterator[AlertCondition]:
+def _check_disk(free: Mapping[str, int], settings: AlertSettings, active: Collection[AlertKey]) -> Iterator[Alert]:
     for place, num_bytes in free.items():
         slack = DISK_HYSTERESIS if (DISK_LOW, place) in active else 1.0
         if num_bytes < slack * settings.disk_free_bytes:
             message = f"{num_bytes / 1e6:.0f} MB are free, {settings.disk_free_bytes / 1e6:.0f} MB should be"
-            yield AlertCondition(kind=DISK_LOW, subject=place, message=message)
+            yield Alert(kind=DISK_LOW, subject=place, message=message)
 
 
-def _check_broker(lost_s: float, settings: AlertSettings) -> Iterator[AlertCondition]:
+def _check_broker(lost_s: float, settings: AlertSettings) -> Iterator[Alert]:
     if lost_s > 0 and lost_s >= settings.broker_lost_s:
-        yield AlertCondition(kind=BROKER_LOST, subject="broker", message=f"not reached for {format_duration(lost_s)}")
+        yield Alert(kind=BROKER_LOST, subject="broker", message=f"not reached for {format_duration(lost_s)}")
 
 
-def _check_certificates(left_s: Mapping[str, float], settings: AlertSettings) -> Iterator[AlertCondition]:
+def _check_certificates(left_s: Mapping[str, float], settings: AlertSettings) -> Iterator[Alert]:
     for name, seconds in left_s.items():
         if seconds < settings.certificate_days * DAY_S:
             remaining = f"ends in {seconds / DAY_S:.0f} days" if seconds > 0 else "has ended"
-            yield AlertCondition(kind=CERTIFICATE_ENDS, subject=name, message=f"the {name} certificate {remaining}")
+            yield Alert(kind=CERTIFICATE_ENDS, subject=name, message=f"the {name} certificate {remaining}")
 
 
 def format_duration(seconds: float) -> str:
@@ -227,7 +209,7 @@ class AlertMonitor:
         self._expiries, self._expected = expiries, frozenset(expected)
         self._clock, self._monotonic = clock, monotonic
         self._sender = WebhookSender(WebhookConfig(url=settings.webhook or "", secret=settings.secret))
-        self._tracker = AlertTracker()
+        self._active: dict[AlertKey, Alert] = {}
         self._gone_since: dict[str, float] = {}
         self._broker_lost_since: float | None = None
         self._failed_runs: list[FailedRun] = []
@@ -252,8 +234,8 @@ class AlertMonitor:
 
     def _check(self) -> None:
         try:
-            conditions = evaluate_rules(self._collect_readings(), self._settings, self._tracker.active)
-            for alert in self._tracker.update(conditions, self._clock()):
+            conditions = evaluate_rules(self._collect_readings(), self._settings, self._active)
+            for alert in update_alerts(self._active, conditions, self._clock()):
                 body = alert.to_json(self._fleet)
                 log.warning("%s", body["text"])
                 self._sender.send(body)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
@@ -20,6 +20,7 @@ from edgefl.core.types import (
     InstructionFailed,
     TrainInstruction,
     Update,
+    UpdateMetrics,
     UpdateStatus,
 )
 from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter, VersionAccuracy
@@ -45,6 +46,10 @@ DERIVED_EVENT_KINDS = (
     "assignment-failed", UPDATE_CLIPPED, UPDATE_REJECTED, DEVICE_QUARANTINED, ACCURACY_UNTRUSTED,
 )  # fmt: skip
 """Kinds of events derived from the journal."""
+
+
+_METRIC_COLUMNS = tuple({field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra"})
+"""Metrics of an update that its row has under the same names."""
 
 
 @dataclass(slots=True)
@@ -297,22 +302,10 @@ class HistoryRecorder(RunSubscriber):
             device_id=update.device_id,
             round=self._rounds.get_round(update.base_version + 1),
             base_version=update.base_version,
-            iterations=metrics.iterations,
-            num_examples=metrics.num_examples,
-            bytes_up=metrics.bytes_up,
-            bytes_down=metrics.bytes_down,
-            compute_s=metrics.compute_s,
-            send_s=metrics.send_s,
-            loss=metrics.loss,
             received_at=now,
             ended_at=now,
-            max_temperature_c=metrics.max_temperature_c,
-            throttled=metrics.throttled,
-            signal_dbm=metrics.signal_dbm,
-            link_bits_per_s=metrics.link_bits_per_s,
-            energy_j=metrics.energy_j,
-            paced_s=metrics.paced_s,
             metrics=dict(metrics.extra),
+            **{name: getattr(metrics, name) for name in _METRIC_COLUMNS},
         )
 
     def _create_evaluation_row(self, result: EvaluateResult) -> EvaluationRow:
@@ -326,18 +319,5 @@ class HistoryRecorder(RunSubscriber):
             result.num_examples,
             result.device_id,
         )
-        return EvaluationRow(
-            assignment_id=result.assignment_id,
-            round=result.round,
-            version=result.version,
-            device_id=result.device_id,
-            source=result.source,
-            loss=result.loss,
-            accuracy=result.accuracy,
-            num_examples=result.num_examples,
-            bytes_up=result.bytes_up,
-            bytes_down=result.bytes_down,
-            at=self._clock(),
-            metrics=dict(result.metrics),
-            subject=result.subject,
-        )
+        values = {field.name: getattr(result, field.name) for field in fields(result)}
+        return EvaluationRow(**values | {"at": self._clock(), "metrics": dict(result.metrics)})

@@ -162,7 +162,7 @@ def _run_with_timeout(timeout_s: float, run: Callable[[], Any]) -> Any:
 def _sample_health(context: ReportContext, samples: list[Json], stop: threading.Event) -> None:
     reader = HealthReader(context.scratch, root=context.root)
     while len(samples) < MAX_HEALTH_SAMPLES and not stop.wait(HEALTH_INTERVAL_S):
-        values = {name: value for name, value in asdict(reader.read()).items() if value is not None}
+        values = {name: value for name, value in reader.read().items() if value is not None}
         samples.append({"at_s": len(samples) * HEALTH_INTERVAL_S, **values})
 
 

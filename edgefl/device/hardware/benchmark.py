@@ -46,21 +46,16 @@ SLOW_AFTER_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationTiming:
-    """Cost of an iteration: fixed seconds, seconds per example, and `jitter` of the logarithm."""
-
-    fixed_s: float
-    example_s: float
-    jitter: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BoardProfile:
-    """Simulator's model of a board; `sources` gives the origin of each number."""
+    """Simulator's model of a board; `sources` gives the origin of each number.
+
+    `iterations` has for each task the cost of an iteration: fixed seconds `fixed_s`, seconds per example `example_s`,
+    and `jitter` of the logarithm.
+    """
 
     name: str
     model: str
-    iterations: Mapping[str, IterationTiming]
+    iterations: Mapping[str, Mapping[str, float]]
     memory_bytes: int | None
     accelerators: Sequence[str]
     up_bytes_per_s: float
@@ -115,8 +110,8 @@ def measure_board(
 
 def measure_task(
     name: str, shard: str | None, accelerator: str = "cpu", threads: int | None = None
-) -> IterationTiming:
-    """Returns the iteration timing of a task on this machine.
+) -> dict[str, float]:
+    """Returns the cost of an iteration of a task on this machine, as in a profile.
 
     Raises:
         EdgeflError: the task is unknown, its shard cannot be read, or it cannot be trained here.
@@ -127,12 +122,12 @@ def measure_task(
     small_batch_s, large_batch_s = (statistics.median(samples[size]) for size in BATCH_SIZES)
     example_s = max(0.0, (large_batch_s - small_batch_s) / (BATCH_SIZES[1] - BATCH_SIZES[0]))
     logarithms = [math.log(seconds / small_batch_s) for seconds in samples[BATCH_SIZES[0]]]
-    return IterationTiming(
-        fixed_s=max(0.0, small_batch_s - BATCH_SIZES[0] * example_s),
-        example_s=example_s,
+    return {
+        "fixed_s": max(0.0, small_batch_s - BATCH_SIZES[0] * example_s),
+        "example_s": example_s,
         # From the quartiles, so that a single pause of the machine does not dominate.
-        jitter=float(np.subtract(*np.percentile(logarithms, [75, 25]))) / 1.349,
-    )
+        "jitter": float(np.subtract(*np.percentile(logarithms, [75, 25]))) / 1.349,
+    }
 
 
 def write_profile(path: Path, profile: BoardProfile) -> None:
@@ -233,11 +228,11 @@ def _format_toml(profile: BoardProfile) -> str:
     if profile.memory_bytes is not None:
         values["memory_bytes"] = profile.memory_bytes
     if profile.iterations:
-        values["jitter"] = round(statistics.median(cost.jitter for cost in profile.iterations.values()), 4)
+        values["jitter"] = round(statistics.median(cost["jitter"] for cost in profile.iterations.values()), 4)
     values["source"] = profile.sources
     if profile.iterations:
         values["iterations"] = {
-            task: {"fixed_s": float(f"{cost.fixed_s:.4g}"), "example_s": float(f"{cost.example_s:.4g}")}
+            task: {name: float(f"{cost[name]:.4g}") for name in ("fixed_s", "example_s")}
             for task, cost in profile.iterations.items()
         }
     return "# made by edgefl device probe --profile\n" + format_toml({"profile": {profile.name: values}}).lstrip()

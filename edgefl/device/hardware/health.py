@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl.core.types import Json
@@ -34,21 +33,6 @@ PLAUSIBLE_C = (-40.0, 150.0)
 MAX_UPTIME_S = 1e10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthReading:
-    """Health reading; fractions lie in 0-1. `memory_bytes` is this process's PSS, or RSS where that is unknown."""
-
-    uptime_s: float = 0.0
-    temperature_c: float | None = None
-    throttled: str | None = None
-    cpu_fraction: float | None = None
-    memory_fraction: float | None = None
-    memory_bytes: int | None = None
-    disk_free_bytes: int | None = None
-    battery_fraction: float | None = None
-    power_w: float | None = None
-
-
 class HealthReader:
     """Health reader; keeps CPU counters, since load is the difference of two readings."""
 
@@ -57,19 +41,23 @@ class HealthReader:
         self._root, self._board = root, BoardReader(root)
         self._cpu_counters = _read_cpu_counters(root)
 
-    def read(self) -> HealthReading:
+    def read(self) -> Json:
+        """Returns the fields of a heartbeat that tell the board's health.
+
+        `memory_bytes` is this process's PSS, or RSS where that is unknown.
+        """
         former_counters, self._cpu_counters = self._cpu_counters, _read_cpu_counters(self._root)
-        return HealthReading(
-            uptime_s=_read_uptime_s(self._root),
-            temperature_c=read_temperature_c(self._board),
-            throttled=read_throttled(self._board),
-            cpu_fraction=_compute_load(former_counters, self._cpu_counters),
-            memory_fraction=read_memory_fraction(self._root),
-            memory_bytes=read_process_memory_bytes(self._root),
-            disk_free_bytes=_read_disk_free_bytes(self._state_dir),
-            battery_fraction=read_battery_fraction(self._board),
-            power_w=read_power_w(self._board),
-        )
+        return {
+            "uptime_s": _read_uptime_s(self._root),
+            "temperature_c": read_temperature_c(self._board),
+            "throttled": read_throttled(self._board),
+            "cpu_fraction": _compute_load(former_counters, self._cpu_counters),
+            "memory_fraction": read_memory_fraction(self._root),
+            "memory_bytes": read_process_memory_bytes(self._root),
+            "disk_free_bytes": _read_disk_free_bytes(self._state_dir),
+            "battery_fraction": read_battery_fraction(self._board),
+            "power_w": read_power_w(self._board),
+        }
 
 
 def read_temperature_c(board: BoardReader) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,6 @@ from edgefl.tasks.registry import make_task
 LOGITS_OUTPUT = "logits"
 MAX_BATCH_VALUES = 200_000
 """Approximate input values of a batch: enough to be fast, few enough for a small board."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """Most probable class of one row, its name, and its probability."""
-
-    index: int
-    name: str
-    probability: float
-
-    def to_json(self) -> Json:
-        return {"class": self.name, "index": self.index, "probability": round(self.probability, 6)}
 
 
 class OnnxModel:
@@ -81,8 +68,8 @@ class OnnxModel:
         parts = [self._run(rows[batch_slice]) for batch_slice in _make_batch_slices(rows)]
         return np.concatenate(parts) if parts else np.zeros((0, max(1, len(self.classes))), np.float32)
 
-    def predict(self, rows: Array) -> list[Prediction]:
-        """Returns the most probable class of every row; raises as `logits`."""
+    def predict(self, rows: Array) -> list[Json]:
+        """Returns the most probable `class` of every row, its `index` and its `probability`; raises as `logits`."""
         return [self._make_prediction(row) for row in softmax(self.logits(rows))]
 
     def accuracy(self, data: Dataset) -> float:
@@ -130,10 +117,10 @@ class OnnxModel:
     def _is_flat(self, shape: tuple[int, ...]) -> bool:
         return None not in self.input_shape and shape == (_product(self.input_shape),)
 
-    def _make_prediction(self, probabilities: Array) -> Prediction:
+    def _make_prediction(self, probabilities: Array) -> Json:
         index = int(probabilities.argmax())
         name = self.classes[index] if index < len(self.classes) else str(index)
-        return Prediction(index=index, name=name, probability=float(probabilities[index]))
+        return {"class": name, "index": index, "probability": round(float(probabilities[index]), 6)}
 
 
 def prepare_features(model: OnnxModel, inputs: Array) -> Array:
@@ -205,16 +192,10 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 SUPPORTED_FORMATS = ".npy, .npz, .csv, an IDX file, or a shard (file or folder) of the model's task"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputBatch:
-    """Batch of rows [n, ...] and, where the file has them, labels [n]."""
+def read_inputs(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
+    """Returns the rows [n, ...] at `path` and, where it has them, their labels [n].
 
-    inputs: Array
-    labels: Array | None = None
-
-
-def read_inputs(path: Path, model: OnnxModel) -> InputBatch:
-    """Returns the rows at `path`; a row without the batch dimension counts as one row.
+    A row without the batch dimension counts as one row.
 
     Raises:
         DataError: it is missing, or cannot be read as numbers.
@@ -225,13 +206,13 @@ def read_inputs(path: Path, model: OnnxModel) -> InputBatch:
     if path.is_dir() or path.with_suffix(".json").is_file():
         return _read_shard(path, model)
     if path.suffix == ".npy":
-        return InputBatch(inputs=model.to_batch(parse_npy(path.read_bytes(), str(path))))
+        return model.to_batch(parse_npy(path.read_bytes(), str(path))), None
     if path.suffix == ".npz":
         return _read_npz_file(path, model)
     if path.suffix in {".csv", ".txt"}:
-        return InputBatch(inputs=_read_csv_file(path))
+        return _read_csv_file(path), None
     if "idx" in path.name:
-        return InputBatch(inputs=read_idx(path))
+        return read_idx(path), None
     raise DataError(f"{path} is none of {SUPPORTED_FORMATS}")
 
 
@@ -247,14 +228,14 @@ def parse_npy(content: bytes, source: str) -> Array:
         raise DataError(f"{source} is no .npy array ({error})") from None
 
 
-def _read_shard(path: Path, model: OnnxModel) -> InputBatch:
+def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if not model.task:
         raise UsageError(f"{path} is a shard, and {model.path} does not say of which task it is; give a .npy file")
     data = make_task(model.task, model.options).read(str(path))
-    return InputBatch(inputs=prepare_features(model, data.inputs), labels=data.labels)
+    return prepare_features(model, data.inputs), data.labels
 
 
-def _read_npz_file(path: Path, model: OnnxModel) -> InputBatch:
+def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     try:
         with path.open("rb") as file:
             arrays = read_npz(file)
@@ -263,7 +244,7 @@ def _read_npz_file(path: Path, model: OnnxModel) -> InputBatch:
     if "inputs" not in arrays and len(arrays) != 1:
         raise DataError(f"{path} must hold an array 'inputs', or one array alone; it has {list(arrays)}")
     inputs = arrays["inputs"] if "inputs" in arrays else next(iter(arrays.values()))
-    return InputBatch(inputs=model.to_batch(inputs), labels=arrays.get("labels"))
+    return model.to_batch(inputs), arrays.get("labels")
 
 
 def _read_csv_file(path: Path) -> Array:

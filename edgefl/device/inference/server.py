@@ -236,7 +236,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         return {
             "model": model_ids[0],
             "deployment": model_ids[1],
-            "rows": [prediction.to_json() for prediction in predictions],
+            "rows": predictions,
         }
 
     def _require_model(self) -> tuple[OnnxModel, DeployedModel | None]:

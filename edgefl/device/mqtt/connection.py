@@ -32,7 +32,6 @@ from edgefl.core.protocol import (
     Topic,
 )
 from edgefl.core.types import Json, derive_rng
-from edgefl.device.hardware.health import HealthReading
 from edgefl.device.mqtt.peer_publisher import PeerPublisher
 from edgefl.device.mqtt.session import (
     CONNECT_TIMEOUT_S,
@@ -57,17 +56,6 @@ OFFLINE_PUBLISH_TIMEOUT_S = 2.0
 STABLE_AFTER_S = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReconnectPolicy:
-    """Keep-alive and back-off; the broker sends our will after 1.5 times `keep_alive_s` of silence."""
-
-    keep_alive_s: int = KEEP_ALIVE_S
-    max_backoff_s: float = MAX_BACKOFF_S
-
-
-_DEFAULT_POLICY = ReconnectPolicy()
-
-
 class MqttConnection:
     """Connection to the broker that reconnects whenever it breaks.
 
@@ -77,13 +65,14 @@ class MqttConnection:
         identity: see `MqttIdentity`.
         callbacks: see `MqttCallbacks`.
         next_session_no: returns a number that grows with every call, over restarts too.
-        policy: keep-alive and retry intervals.
+        keep_alive_s: the broker sends our will after 1.5 times this much silence.
+        max_backoff_s: between two attempts.
 
     Attributes:
         peers: values for other devices, and the subscription to theirs.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 a keyword for each part
         self,
         addresses: Sequence[tuple[str, int]],
         tls_files: TlsFiles,
@@ -91,7 +80,8 @@ class MqttConnection:
         callbacks: MqttCallbacks,
         *,
         next_session_no: Callable[[], int],
-        policy: ReconnectPolicy = _DEFAULT_POLICY,
+        keep_alive_s: int = KEEP_ALIVE_S,
+        max_backoff_s: float = MAX_BACKOFF_S,
     ) -> None:
         if not addresses:
             raise NotJoinedError("the device knows no address of its broker; join again")
@@ -99,7 +89,7 @@ class MqttConnection:
         self._tls_context = create_tls_context(tls_files)
         self._identity = identity
         self._next_session_no = next_session_no
-        self._policy = policy
+        self._keep_alive_s, self._max_backoff_s = keep_alive_s, max_backoff_s
         self._rng = derive_rng("link", identity.device_id, identity.boot_id)
         self._state = PresenceState.ONLINE
         self._capabilities: Capabilities | None = None
@@ -208,7 +198,7 @@ class MqttConnection:
         return session is not None
 
     def _run(self) -> None:
-        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=self._policy.max_backoff_s, rng=self._rng)
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=self._max_backoff_s, rng=self._rng)
         while not self._stopping.is_set():
             self._interrupted.clear()
             started_s = time.monotonic()
@@ -249,7 +239,7 @@ class MqttConnection:
     def _run_session(self, session: MqttSession, host: str, port: int) -> None:
         """Connects, and runs the session until it ends."""
         try:
-            session.client.connect(host, port, keepalive=self._policy.keep_alive_s)
+            session.client.connect(host, port, keepalive=self._keep_alive_s)
         except (OSError, ValueError) as error:  # ValueError: a host name that cannot be one
             self._unused_session_no = session.number
             self._rate_limited_log.warning(
@@ -374,7 +364,7 @@ class HeartbeatPublisher:
     Args:
         publish: sends one heartbeat, such as `MqttConnection.publish_heartbeat`, which also fills in the session
             number.
-        read_health: reads the board, such as `HealthReader.read`.
+        read_health: reads the board's health, such as `HealthReader.read`.
         get_activity: returns the current activity; must not wait for the trainer.
         seed: of the jitter that spreads a fleet's heartbeats, such as the device id.
     """
@@ -382,7 +372,7 @@ class HeartbeatPublisher:
     def __init__(
         self,
         publish: Callable[[Heartbeat], bool],
-        read_health: Callable[[], HealthReading],
+        read_health: Callable[[], Json],
         get_activity: Callable[[], DeviceActivity] = DeviceActivity,
         *,
         interval_s: float = HEARTBEAT_S,
@@ -430,4 +420,4 @@ class HeartbeatPublisher:
 
     def _make_heartbeat(self) -> Heartbeat:
         self._seq += 1
-        return Heartbeat(seq=self._seq, session_no=0, **asdict(self._read_health()), **asdict(self._get_activity()))
+        return Heartbeat(seq=self._seq, session_no=0, **self._read_health(), **asdict(self._get_activity()))

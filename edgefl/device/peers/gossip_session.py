@@ -173,8 +173,7 @@ class GossipSession:
         iterations, neighbours = 0, self._node.algorithm.neighbours
         if self._node.should_train_next():
             schedule = make_edge_schedule(gossip.schedule, edges=gossip.edges, period=gossip.period, rng=self._rng)
-            exchange = schedule.next_exchange(self.iterations, neighbours)
-            iterations, neighbours = exchange.iterations, exchange.neighbours
+            iterations, neighbours = schedule(self.iterations, neighbours)
         if iterations:
             started_s = self._clock()
             num_done, loss = self._train(self._node, replace(plan, iterations=iterations), lambda: self._is_stopping)

@@ -142,31 +142,6 @@ class NamedColumns(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-def apply_query(
-    query: Select[Any],
-    criteria: HistoryQuery,
-    order: Sequence[Any],
-    columns: NamedColumns,
-    *,
-    is_ranking: bool = False,
-) -> Select[Any]:
-    """Returns the query with conditions, cursor position, order and limit.
-
-    Args:
-        query: with all other filters.
-        criteria: to apply.
-        order: two columns that identify a row, the first of them a number that grows, a time or a measure.
-        columns: by the names that conditions use.
-        is_ranking: descending on every page; else only the newest rows are.
-    """
-    is_descending = is_ranking or criteria.after is None
-    query = query.where(*criteria.build_conditions(columns))
-    if criteria.after:
-        row_position, page_position = tuple_(*order), tuple_(*criteria.after)
-        query = query.where(row_position < page_position if is_descending else row_position > page_position)
-    return query.order_by(*(column.desc() if is_descending else column for column in order)).limit(criteria.limit)
-
-
 def build_paged_query(
     query: Select[Any],
     criteria: HistoryQuery,
@@ -174,10 +149,26 @@ def build_paged_query(
     columns: NamedColumns,
     *,
     is_ranking: bool = False,
+    has_cursor: bool = True,
 ) -> Select[Any]:
-    """Returns the query of `apply_query` with the cursor columns: the newest rows, or a page."""
-    cursor = [column.label(name) for column, name in zip(order, CURSOR_COLUMNS, strict=True)]
-    return apply_query(query.add_columns(*cursor), criteria, order, columns, is_ranking=is_ranking)
+    """Returns the query with conditions, cursor position, order and limit: the newest rows, or a page.
+
+    Args:
+        query: with all other filters.
+        criteria: to apply.
+        order: two columns that identify a row, the first of them a number that grows, a time or a measure.
+        columns: by the names that conditions use.
+        is_ranking: descending on every page; else only the newest rows are.
+        has_cursor: it returns the cursor's columns, too.
+    """
+    if has_cursor:
+        query = query.add_columns(*(column.label(name) for column, name in zip(order, CURSOR_COLUMNS, strict=True)))
+    is_descending = is_ranking or criteria.after is None
+    query = query.where(*criteria.build_conditions(columns))
+    if criteria.after:
+        row_position, page_position = tuple_(*order), tuple_(*criteria.after)
+        query = query.where(row_position < page_position if is_descending else row_position > page_position)
+    return query.order_by(*(column.desc() if is_descending else column for column in order)).limit(criteria.limit)
 
 
 def encode_cursor(values: Sequence[Any]) -> str:

@@ -36,14 +36,6 @@ MIN_TIME, MAX_TIME = -62_135_596_800.0, 253_402_300_799.0
 """The years 1 to 9999."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryPage:
-    """A page of rows; `next_cursor` is the position of the next page, None at the end."""
-
-    rows: list[Json]
-    next_cursor: str | None
-
-
 def read_history(store: Store, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
     """Returns the newest rows of one kind, oldest first; devices by name, slow rounds slowest first.
 
@@ -58,8 +50,12 @@ def read_history(store: Store, kind: str, **filters: Unpack[HistoryFilters]) -> 
     return _select_columns(rows[::-1] if is_time_ordered else rows, kind, criteria)
 
 
-def read_history_page(store: Store, kind: str, cursor: str, **filters: Unpack[HistoryFilters]) -> HistoryPage:
-    """Returns the rows after a cursor, oldest first (slow rounds slowest first), up to `PAGE_ROWS`.
+def read_history_page(
+    store: Store, kind: str, cursor: str, **filters: Unpack[HistoryFilters]
+) -> tuple[list[Json], str | None]:
+    """Returns the rows after a cursor, and the cursor of the next page, None at the end.
+
+    They are the oldest first (slow rounds slowest first), up to `PAGE_ROWS`.
 
     Args:
         store: to query.
@@ -79,16 +75,15 @@ def read_history_page(store: Store, kind: str, cursor: str, **filters: Unpack[Hi
         rows = connection.execute(QUERIES[kind](connection, criteria)).mappings().all()
     is_last = criteria.limit is None or len(rows) < criteria.limit
     next_cursor = None if is_last or not rows else encode_cursor([rows[-1][name] for name in CURSOR_COLUMNS])
-    return HistoryPage(rows=_select_columns(rows, kind, criteria), next_cursor=next_cursor)
+    return _select_columns(rows, kind, criteria), next_cursor
 
 
 def read_history_pages(store: Store, kind: str, **filters: Unpack[HistoryFilters]) -> Iterator[list[Json]]:
     """Yields all rows page by page, so that a long history is never in memory whole."""
     cursor: str | None = ""
     while cursor is not None:
-        page = read_history_page(store, kind, cursor, **filters)
-        yield page.rows
-        cursor = page.next_cursor
+        rows, cursor = read_history_page(store, kind, cursor, **filters)
+        yield rows
 
 
 def find_run_id(store: Store, text: str) -> str:

@@ -12,7 +12,7 @@ from sqlalchemy import JSON, Connection, Float, Select, cast, column, func, lite
 from sqlalchemy.sql.selectable import TableClause
 
 from edgefl.storage.queries.columns import AGGREGATE_KINDS, COLUMNS, get_columns
-from edgefl.storage.queries.filters import HistoryQuery, apply_query, build_paged_query
+from edgefl.storage.queries.filters import HistoryQuery, build_paged_query
 from edgefl.storage.repositories.totals import build_merged_columns, format_day
 from edgefl.storage.tables import (
     AuditTable,
@@ -88,11 +88,8 @@ def _build_accuracy_query(_connection: Connection, criteria: HistoryQuery) -> Se
     if criteria.limit is not None and not criteria.where:
         # Limit before the view looks up evaluations, which it would for every round of the run.
         order = (sums.c.round, sums.c.id)
-        limited = apply_query(
-            select(sums).where(*criteria.build_filters(time=sums.c.started_at)),
-            criteria,
-            order,
-            {},
+        limited = build_paged_query(
+            select(sums).where(*criteria.build_filters(time=sums.c.started_at)), criteria, order, {}, has_cursor=False
         ).subquery()
     computed_names = ("at_s", "bytes_up", "bytes_down")
     view_columns = [view.c[name] for name in COLUMNS["accuracy"] if name not in computed_names]
@@ -152,7 +149,8 @@ def _build_heartbeat_half(rows: Any, count: Any, criteria: HistoryQuery) -> Sele
     )
     if criteria.run_id is not None and criteria.device is not None:
         query = query.where(*_build_device_run_filter(rows, criteria.run_id))
-    return apply_query(query, criteria, (rows.c.at, rows.c.device_id), {**columns, "num_heartbeats": count})
+    columns["num_heartbeats"] = count
+    return build_paged_query(query, criteria, (rows.c.at, rows.c.device_id), columns, has_cursor=False)
 
 
 def _build_device_run_filter(rows: Any, run_id: str) -> list[Any]:

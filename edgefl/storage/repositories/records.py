@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, TypedDict
 
 from edgefl.core.protocol import Heartbeat
-from edgefl.core.types import UpdateStatus
+from edgefl.core.types import EvaluateResult, UpdateStatus
 
 
 class RunStatus(StrEnum):
@@ -198,22 +198,10 @@ class UpdateRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRow:
-    """One evaluation; `source` is coordinator, evaluator or device, `subject` as in `EvaluateInstruction`."""
+class EvaluationRow(EvaluateResult):
+    """One evaluation of the history, at a Unix time."""
 
-    assignment_id: str
-    round: int
-    version: int
-    device_id: str
-    source: str
-    loss: float
-    accuracy: float
-    num_examples: int
     at: float
-    bytes_up: int = 0
-    bytes_down: int = 0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    subject: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

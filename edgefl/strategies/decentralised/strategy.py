@@ -438,8 +438,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             if ALGORITHMS[self.method].should_train_before(node.exchanges + 1):
                 rng = derive_rng(self.rules.seed, "firing", name, node.iterations)
                 schedule = make_edge_schedule(self.config.exchange, edges=edges, period=period, rng=rng)
-                exchange = schedule.next_exchange(node.iterations, fires)
-                iterations, fires = exchange.iterations, exchange.neighbours
+                iterations, fires = schedule(node.iterations, fires)
         messages = node.sent = tuple(node.queue)
         node.queue, node.edges_sent = [], format_edges(state, graph, name)
         node.until = node.iterations + self._iterations_per_round

@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.random import Generator
@@ -282,60 +283,35 @@ class EdgeScheduleKind(StrEnum):
     POISSON = "poisson"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextExchange:
-    """Number of local iterations (at least one), and the neighbours whose edges fire after them."""
-
-    iterations: int
-    neighbours: tuple[str, ...]
+EdgeSchedule = Callable[[int, Sequence[str]], tuple[int, tuple[str, ...]]]
+"""(local iterations done, neighbours) -> iterations to the next exchange, one at least, and whose edges fire then."""
 
 
-class EdgeSchedule(Protocol):
-    def next_exchange(self, iteration: int, neighbours: Sequence[str]) -> NextExchange:
-        """Returns the next exchange of a node after `iteration` local iterations, among these neighbours."""
+def _find_next_slot(
+    iteration: int, neighbours: Sequence[str], *, slots: Mapping[str, int], period: int
+) -> tuple[int, tuple[str, ...]]:
+    """An edge fires when the iterations done, modulo `period`, reach its slot; one without a slot has slot 0."""
+    iterations_until = {neighbour: (slots.get(neighbour, 0) - iteration - 1) % period + 1 for neighbour in neighbours}
+    iterations = min(iterations_until.values(), default=period)
+    return iterations, tuple(neighbour for neighbour in neighbours if iterations_until[neighbour] == iterations)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimeSlotSchedule:
-    """Schedule that fires an edge when the iterations done, modulo `period`, reach its slot; all edges at slot 0."""
-
-    slots: Mapping[str, int] = field(default_factory=dict)
-    period: int
-
-    def next_exchange(self, iteration: int, neighbours: Sequence[str]) -> NextExchange:
-        iterations_until = {
-            neighbour: (self.slots.get(neighbour, 0) - iteration - 1) % self.period + 1 for neighbour in neighbours
-        }
-        iterations = min(iterations_until.values(), default=self.period)
-        return NextExchange(
-            iterations=iterations,
-            neighbours=tuple(neighbour for neighbour in neighbours if iterations_until[neighbour] == iterations),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoissonSchedule:
-    """Schedule that fires each edge with probability 1 / `period` after every iteration, by the node's `rng`."""
-
-    period: int
-    rng: Generator
-
-    def next_exchange(self, iteration: int, neighbours: Sequence[str]) -> NextExchange:  # noqa: ARG002 it is memoryless
-        # The first of n edges fires after a geometric number of iterations; conditioned on that, any of them may
-        # fire.
-        if not neighbours or self.period == 1:
-            return NextExchange(iterations=self.period, neighbours=tuple(neighbours))
-        none_fires_probability = (1 - 1 / self.period) ** len(neighbours)
-        iterations = int(self.rng.geometric(1 - none_fires_probability))
-        fires_mask = self.rng.random(len(neighbours)) < 1 / self.period
-        while not fires_mask.any():
-            fires_mask = self.rng.random(len(neighbours)) < 1 / self.period
-        return NextExchange(
-            iterations=iterations,
-            neighbours=tuple(
-                neighbour for neighbour, is_firing in zip(neighbours, fires_mask, strict=True) if is_firing
-            ),
-        )
+def _draw_next_exchange(
+    _iteration: int, neighbours: Sequence[str], *, period: int, rng: Generator
+) -> tuple[int, tuple[str, ...]]:
+    """Each edge fires with probability 1 / `period` after every iteration, by the node's `rng`; memoryless."""
+    # The first of n edges fires after a geometric number of iterations; conditioned on that, any of them may
+    # fire.
+    if not neighbours or period == 1:
+        return period, tuple(neighbours)
+    none_fires_probability = (1 - 1 / period) ** len(neighbours)
+    iterations = int(rng.geometric(1 - none_fires_probability))
+    fires_mask = rng.random(len(neighbours)) < 1 / period
+    while not fires_mask.any():
+        fires_mask = rng.random(len(neighbours)) < 1 / period
+    return iterations, tuple(
+        neighbour for neighbour, is_firing in zip(neighbours, fires_mask, strict=True) if is_firing
+    )
 
 
 def make_edge_schedule(
@@ -351,11 +327,12 @@ def make_edge_schedule(
     """
     match EdgeScheduleKind(schedule):
         case EdgeScheduleKind.SYNC:
-            return TimeSlotSchedule(period=period)
+            return partial(_find_next_slot, slots={}, period=period)
         case EdgeScheduleKind.SLOTS:
-            return TimeSlotSchedule(slots={edge.neighbour: edge.slot for edge in edges}, period=period)
+            slots = {edge.neighbour: edge.slot for edge in edges}
+            return partial(_find_next_slot, slots=slots, period=period)
         case _:
-            return PoissonSchedule(period=period, rng=rng)
+            return partial(_draw_next_exchange, period=period, rng=rng)
 
 
 _MAX_PORT = 65535

@@ -43,10 +43,11 @@ _READ_ERRORS = (
 
 
 def read_npz(file: IO[bytes], names: Collection[str] | None = None) -> dict[str, Array]:
-    """Returns the arrays of an open `.npz` file by name; with `names`, the existing ones of these.
+    """Returns the arrays of an open `.npz` file by name; with `names`, these.
 
     Raises:
-        ValueError: it is damaged, no archive of arrays, holds objects, or would unpack to more than its limit.
+        ValueError: it is damaged, no archive of arrays, lacks one of `names`, holds objects, or would unpack to more
+            than its limit.
         OSError: it cannot be read.
     """
     if file.read(len(_NPY_MAGIC)) == _NPY_MAGIC:
@@ -55,7 +56,9 @@ def read_npz(file: IO[bytes], names: Collection[str] | None = None) -> dict[str,
         with zipfile.ZipFile(file) as archive:
             infos = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             _check_sizes(list(infos.values()), os.fstat(file.fileno()).st_size)
-            requested = infos if names is None else {name: infos[name] for name in names if name in infos}
+            if missing := sorted(set(names or ()) - set(infos)):
+                raise ValueError(f"it has no array {missing[0]!r}, only {', '.join(infos)[:200] or 'others'}")
+            requested = infos if names is None else {name: infos[name] for name in names}
             return {name: _read_member(archive, info) for name, info in requested.items()}
     except _READ_ERRORS as error:
         raise ValueError(str(error) or type(error).__name__) from None

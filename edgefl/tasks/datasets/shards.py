@@ -228,8 +228,6 @@ def _load_file(path: Path) -> Dataset:
             arrays = read_npz(file, _ARRAYS)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
-    if missing := [name for name in _ARRAYS if name not in arrays]:
-        raise DataError(f"shard {path} has no array {missing[0]!r}, only {', '.join(arrays) or 'others'}")
     return Dataset(inputs=arrays["inputs"], labels=arrays["labels"])
 
 

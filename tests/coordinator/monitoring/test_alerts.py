@@ -14,11 +14,11 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.monitoring.alerts import (
     DAY_S,
-    AlertCondition,
+    Alert,
     AlertMonitor,
-    AlertTracker,
     Readings,
     evaluate_rules,
+    update_alerts,
 )
 from edgefl.coordinator.runs.history_writer import HistoryRows
 from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun, RunMetrics
@@ -78,19 +78,19 @@ def test_failed_runs_a_lost_broker_and_old_certificates_are_told() -> None:
 
 
 def test_an_alert_starts_once_and_ends_once_and_may_start_again() -> None:
-    book, gone = AlertTracker(), AlertCondition(kind="device-gone", subject="pi", message="gone for 5 min")
-    (started,) = book.update([gone], 10.0)
+    active, gone = {}, Alert(kind="device-gone", subject="pi", message="gone for 5 min")
+    (started,) = update_alerts(active, [gone], 10.0)
     assert (started.started_at, started.ended_at) == (10.0, None)
-    assert book.update([replace(gone, message="gone for 6 min")], 20.0) == []
-    (ended,) = book.update([], 30.0)
+    assert update_alerts(active, [replace(gone, message="gone for 6 min")], 20.0) == []
+    (ended,) = update_alerts(active, [], 30.0)
     assert (ended.alert_id, ended.started_at, ended.ended_at) == (started.alert_id, 10.0, 30.0)
-    assert book.update([], 40.0) == []
-    (again,) = book.update([gone], 50.0)
+    assert update_alerts(active, [], 40.0) == []
+    (again,) = update_alerts(active, [gone], 50.0)
     assert again.alert_id != started.alert_id
 
 
 def test_the_body_has_a_version_and_a_line_for_chat_services() -> None:
-    (started,) = AlertTracker().update([AlertCondition(kind="run-failed", subject="r1", message="why")], 10.0)
+    (started,) = update_alerts({}, [Alert(kind="run-failed", subject="r1", message="why")], 10.0)
     assert started.to_json("lab") == {
         "v": 1, "id": started.alert_id, "fleet": "lab", "alert": "run-failed", "subject": "r1", "state": "started",
         "started_at": 10.0, "ended_at": None, "message": "why", "text": "[lab] ALERT run-failed r1: why",

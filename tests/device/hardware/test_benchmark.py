@@ -14,7 +14,6 @@ from edgefl.core.errors import DataError, TaskError
 from edgefl.device.hardware.benchmark import (
     DEFAULT_BYTES_PER_S,
     BoardProfile,
-    IterationTiming,
     measure_board,
     measure_task,
     write_profile,
@@ -31,7 +30,7 @@ def profile(**changes):
     values: dict[str, Any] = {
         "name": "pi 5 in the shed",
         "model": 'a "Pi"',
-        "iterations": {"digits": IterationTiming(fixed_s=0.001, example_s=0.0001, jitter=0.02)},
+        "iterations": {"digits": {"fixed_s": 0.001, "example_s": 0.0001, "jitter": 0.02}},
         "memory_bytes": 4_000_000_000,
         "accelerators": ["cuda"],
         "up_bytes_per_s": 1e6,
@@ -60,9 +59,9 @@ def test_the_simulator_reads_what_was_written(tmp_path):
 def test_a_task_is_measured_on_its_own_shard_or_on_examples_at_random(tmp_path, monkeypatch):
     for shard in (None, str(digit_shard(tmp_path / "digits.npz", 50))):
         measured = measure_task("digits/logistic", shard)
-        assert 0 <= measured.fixed_s < 0.1
-        assert 64 * measured.example_s + measured.fixed_s > 0
-        assert measured.jitter >= 0
+        assert 0 <= measured["fixed_s"] < 0.1
+        assert 64 * measured["example_s"] + measured["fixed_s"] > 0
+        assert measured["jitter"] >= 0
     (tmp_path / "folder").mkdir()
     np.savez(tmp_path / "folder" / "none.npz", inputs=np.zeros((0, 8, 8), np.uint8), labels=np.zeros(0, np.int64))
     for shard, told in (("none.npz", "does not exist"), ("folder", "no examples")):

@@ -24,8 +24,7 @@ from edgefl.core.protocol import (
     ProgressReport,
     StatusMessage,
 )
-from edgefl.device.hardware.health import HealthReading
-from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection, ReconnectPolicy
+from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.simulation.local_fleet import find_free_port
 
@@ -192,9 +191,8 @@ def test_a_missing_key_or_address_asks_to_join_again(site):
 def made_link(site, next_session_no, addresses):
     identity = MqttIdentity(fleet="lab", device_id="pi-1", boot_id="b")
     callbacks = MqttCallbacks(on_wake_up=lambda: None, on_command=lambda _: None)
-    pace = ReconnectPolicy(max_backoff_s=0.2)
     return MqttConnection(
-        addresses, site.tls("pi-1"), identity, callbacks, next_session_no=next_session_no, policy=pace
+        addresses, site.tls("pi-1"), identity, callbacks, next_session_no=next_session_no, max_backoff_s=0.2
     )
 
 
@@ -350,8 +348,12 @@ def ear():
     return Ear()
 
 
+def health(uptime_s=0.0, **readings):
+    return {"uptime_s": uptime_s, **readings}
+
+
 def test_it_beats_at_once_counts_and_keeps_its_pace_within_the_jitter(ear):
-    with beating(HeartbeatPublisher(ear, HealthReading, interval_s=0.1, seed="pi-1")):
+    with beating(HeartbeatPublisher(ear, health, interval_s=0.1, seed="pi-1")):
         ear.wait_for(6)
     gaps_s = [later - earlier for earlier, later in itertools.pairwise(ear.times_s)]
     assert all(gap_s >= 0.09 for gap_s in gaps_s)
@@ -360,7 +362,7 @@ def test_it_beats_at_once_counts_and_keeps_its_pace_within_the_jitter(ear):
 
 
 def test_it_tells_the_board_and_what_the_device_is_at(ear):
-    signs = HealthReading(uptime_s=9.0, temperature_c=51.5, throttled="ok", cpu_fraction=0.5, memory_bytes=7)
+    signs = health(uptime_s=9.0, temperature_c=51.5, throttled="ok", cpu_fraction=0.5, memory_bytes=7)
     activity = DeviceActivity(run="r", assignment="r-1", iteration=3, holding=["r-0"], clock_skew_s=-2.5)
     with beating(HeartbeatPublisher(ear, lambda: signs, lambda: activity)):
         ear.wait_for(1)
@@ -372,10 +374,10 @@ def test_it_tells_the_board_and_what_the_device_is_at(ear):
 
 
 def test_a_reading_that_fails_costs_one_beat_and_not_the_heart(ear, caplog):
-    readings = iter([RuntimeError("sensor"), HealthReading(), HealthReading()])
+    readings = iter([RuntimeError("sensor"), health(), health()])
 
     def read():
-        reading = next(readings, HealthReading())
+        reading = next(readings, health())
         if isinstance(reading, Exception):
             raise reading
         return reading
@@ -386,7 +388,7 @@ def test_a_reading_that_fails_costs_one_beat_and_not_the_heart(ear, caplog):
 
 
 def test_beat_now_does_not_wait_for_the_interval_and_stopping_ends_the_thread(ear):
-    with beating(HeartbeatPublisher(ear, HealthReading, interval_s=60.0)) as heart:
+    with beating(HeartbeatPublisher(ear, health, interval_s=60.0)) as heart:
         ear.wait_for(1)
         heart.publish_now()
         ear.wait_for(2)
@@ -395,7 +397,7 @@ def test_beat_now_does_not_wait_for_the_interval_and_stopping_ends_the_thread(ea
 
 
 def test_it_beats_while_the_main_thread_is_busy(ear):
-    with beating(HeartbeatPublisher(ear, HealthReading, interval_s=0.02)):
+    with beating(HeartbeatPublisher(ear, health, interval_s=0.02)):
         until_s = time.monotonic() + 10
         while len(ear.beats) < 4 and time.monotonic() < until_s:
             sum(range(1000))
