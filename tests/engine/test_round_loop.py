@@ -1,10 +1,14 @@
 """The round loop over a scripted fleet with a clock of its own, real strategies and a journal that watches."""
 
+from __future__ import annotations
+
 import heapq
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from edgefl.core.types import (
     DeviceInfo,
     EvaluateInstruction,
     EvaluateResult,
+    Event,
     FinishEarlyInstruction,
     InstructionFailed,
     Role,
@@ -34,8 +39,9 @@ from edgefl.engine.progress import (
     ProgressTracker,
     RoundCounter,
     StoppingCriteria,
+    VersionAccuracy,
 )
-from edgefl.engine.round_loop import DRAIN_TIMEOUT_S, AcceptAllPolicy, run_rounds
+from edgefl.engine.round_loop import DRAIN_TIMEOUT_S, AcceptAllPolicy, RunLog, RunSubscriber, run_rounds
 from edgefl.strategies.participation import EvaluationSchedule
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
@@ -762,3 +768,78 @@ def test_a_strategy_that_drops_a_model_before_it_was_sent_is_told_so():
 
     with pytest.raises(StrategyError, match="node_models: there is no model of 'a' any more"):
         run(ScriptedFleet({"a": 1.0, "b": 1.5}), strategy=Forgetful(), goal=StoppingCriteria(rounds=3))
+
+
+STOP = StopRequested(reason="enough")
+
+
+class Wal:
+    """Notes what it writes; fails at the kinds of entries in `refuses`."""
+
+    def __init__(self, told: list[Any], refuses: Sequence[str] = ()) -> None:
+        self.told, self.refuses = told, refuses
+
+    def note(self, kind: str) -> None:
+        if kind in self.refuses:
+            raise OSError(kind)
+        self.told.append(("wal", kind))
+
+    def record_events(self, events: Sequence[Event]) -> Sequence[Event]:
+        self.note("events")
+        return [*events, STOP]
+
+    def record_decision(self, decision: Decision) -> None:
+        self.note("decision")
+
+    def record_aggregation(self, version: int, assignment_ids: Sequence[str]) -> None:
+        self.note("aggregation")
+
+    def commit(self) -> None:
+        self.note("commit")
+
+
+class Listener(RunSubscriber):
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
+
+    def on_events(self, events: Sequence[Event]) -> None:
+        self.told.append(("listener", "events"))
+
+    def on_decision(self, decision: Decision) -> None:
+        self.told.append(("listener", "decision"))
+
+    def on_aggregation(self, version: int, assignment_ids: Sequence[str], state: object) -> None:
+        self.told.append(("listener", "aggregation"))
+
+    def on_commit(self) -> None:
+        self.told.append(("listener", "commit"))
+
+
+def drive(log: RunLog) -> Sequence[Event]:
+    events = log.record_events([STOP])
+    log.record_decision(Decision(instructions=()))
+    log.record_aggregation(1, ["a"], None)
+    log.record_score(VersionAccuracy(version=1, accuracy=0.5, is_newest=True))  # which it need not care about
+    log.finish()
+    return events
+
+
+def test_every_entry_is_in_the_write_ahead_log_first() -> None:
+    told: list[Any] = []
+    assert drive(RunLog(Wal(told), [Listener(told), RunSubscriber()])) == [STOP, STOP]
+    kinds = ("events", "decision", "aggregation", "commit")
+    assert told == [(who, kind) for kind in kinds for who in ("wal", "listener")]
+
+
+@pytest.mark.parametrize("kind", ["events", "decision", "aggregation", "commit"])
+def test_nothing_is_derived_from_what_could_not_be_written(kind: str) -> None:
+    told: list[Any] = []
+    with pytest.raises(OSError, match=kind):
+        drive(RunLog(Wal(told, [kind]), [Listener(told)]))
+    assert ("listener", kind) not in told
+
+
+def test_without_a_write_ahead_log_events_stay_as_they_are() -> None:
+    told: list[Any] = []
+    assert drive(RunLog(None, [Listener(told)])) == [STOP]
+    assert len(told) == 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgefl.coordinator.fleet.clone_detection import MAX_INSTANCES, WARNING_TTL_S, CloneDetected, CloneDetector
+from edgefl.coordinator.fleet.clone_detection import MAX_INSTANCES, WARNING_TTL_S, CloneDetector, CloneRejected
 
 
 class Fleet:
@@ -27,7 +27,7 @@ class Fleet:
         return refused(found)
 
 
-def refused(events: list[CloneDetected]) -> list[str]:
+def refused(events: list[CloneRejected]) -> list[str]:
     return [event.rejected_boot_id for event in events]
 
 
