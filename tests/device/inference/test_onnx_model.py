@@ -163,9 +163,9 @@ def test_an_idx_file_gives_its_images(model, tmp_path):
 
 
 def test_a_shard_and_a_folder_that_grows_are_read_as_the_task_does(model, tmp_path):
-    rows = read_inputs(digit_shard(tmp_path / "digits.npz", 50), model)
-    assert rows.labels is not None
-    assert len(rows.inputs) == len(rows.labels) == 50
+    inputs, labels = read_inputs(digit_shard(tmp_path / "digits.npz", 50), model)
+    assert labels is not None
+    assert len(inputs) == len(labels) == 50
     folder = tmp_path / "collected"
     folder.mkdir()
     np.savez(folder / "monday.npz", inputs=ROWS.astype(np.uint8), labels=np.array([1, 2]))

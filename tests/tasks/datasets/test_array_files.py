@@ -46,7 +46,9 @@ def test_what_was_saved_comes_back_as_it_was(tmp_path, save):
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name], array)
         assert (found[name].dtype, found[name].flags.writeable) == (array.dtype, True)
-    assert list(read(tmp_path, out.getvalue(), names=("c", "z"))) == ["c"]
+    assert list(read(tmp_path, out.getvalue(), names=("c", "a"))) == ["c", "a"]
+    with pytest.raises(ValueError, match="no array 'z', only a, b"):
+        read(tmp_path, out.getvalue(), names=("c", "z"))
 
 
 def test_an_array_that_is_said_to_be_larger_than_it_is_and_a_bomb_cost_no_memory(tmp_path):
