@@ -102,7 +102,7 @@ def test_this_machine_can_be_read(tmp_path):
     assert 0 < signs["memory_fraction"] < 1
     assert 1_000_000 < signs["memory_bytes"] < 100_000_000_000
     disk = os.statvfs(tmp_path)
-    assert signs.disk_free_bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
+    assert signs["disk_free_bytes"] == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
 
 
 def test_sensors_are_searched_for_once_a_minute_and_read_each_time(tmp_path):
