@@ -9,7 +9,7 @@ from numpy.random import Generator
 
 from edgefl.core.types import Array
 from edgefl.strategies.peer_algorithms.algorithm import GossipAlgorithm, GossipMessage
-from edgefl.strategies.peer_algorithms.registry import make_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import make_algorithm
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind, Topology, make_edge_schedule
 
 Gradient = Callable[[Array], Array]

@@ -15,8 +15,7 @@ from numpy.random import Generator
 
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.core.types import Array, Dataset, Learner, PeerMessage, Task, derive_rng
-from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS, make_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS, GossipNode, make_algorithm
 from edgefl.strategies.peer_algorithms.topology import EdgeSchedule, make_edge_schedule, make_topology
 from edgefl.tasks.local_algorithms.local_training import start_node, train_node
 from harness.class_shards import CUTS, NUM_NODES, class_shards

@@ -120,9 +120,16 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     max_temperature: str | float | None,
 ) -> None:
     """Join the fleet of the coordinator at HOST:PORT (or at the token's own addresses)."""
-    from edgefl.device.enrolment.enroll import EnrolmentOptions, enroll, get_host_slug  # noqa: PLC0415 fast start
+    from edgefl.device.enrolment.enroll import (  # noqa: PLC0415 fast start
+        EnrolmentOptions,
+        RetryPolicy,
+        delete_secret_file,
+        enroll,
+        enroll_with_retry,
+        get_host_slug,
+        wait_for_clock,
+    )
     from edgefl.device.enrolment.join_file import JoinFile  # noqa: PLC0415 likewise
-    from edgefl.device.enrolment.retry import RetryPolicy, delete_secret_file, enroll_with_retry, wait_for_clock  # noqa: PLC0415 likewise
     from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
     if join_file is not None:

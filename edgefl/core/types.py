@@ -203,7 +203,7 @@ class GossipConfig:
     """Configuration of a device as a node of a graph; see `edgefl.strategies.peer_algorithms`.
 
     Attributes:
-        method: one of `peer_algorithms.registry.ALGORITHMS`.
+        method: one of `peer_algorithms.gossip_node.ALGORITHMS`.
         edges: the node's edges; their number is its degree.
         learning_rate: that of the run's first iteration, which step sizes of edges follow from.
         period: K, local iterations between two exchanges of an edge.

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from edgefl.core.types import Dataset
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS
 from edgefl.tasks.registry import make_task
 
 STEP_BY_STEP = ("d2", "gradient-tracking")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from edgefl.compression.registry import STAGES
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 

@@ -21,8 +21,7 @@ from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.core.errors import CodecError, ConfigError, StoreError
 from edgefl.core.types import Array, GossipConfig, Learner, ModelSpec, derive_rng
-from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
-from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_configured_algorithm
 from edgefl.system.atomic_files import open_atomic
 from edgefl.system.retries import RateLimitedLog
 from edgefl.tasks.datasets.array_files import read_npz

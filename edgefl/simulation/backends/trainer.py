@@ -35,8 +35,7 @@ from edgefl.core.types import (
     derive_rng,
 )
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
-from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
-from edgefl.strategies.peer_algorithms.registry import make_configured_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_configured_algorithm
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,

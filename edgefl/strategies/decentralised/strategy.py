@@ -46,7 +46,7 @@ from edgefl.strategies.decentralised.membership import (
     update_bridges,
 )
 from edgefl.strategies.participation import is_blocked
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS
 from edgefl.strategies.peer_algorithms.topology import (
     EdgeScheduleKind,
     Topology,

@@ -1,4 +1,4 @@
-"""Gossip node: encoded messages in and out, local steps in between; and the framing of these messages.
+"""Gossip node: encoded messages in and out, local steps in between; message framing; the algorithms by name.
 
 A trainer reads the algorithm's `correction`, trains from its `weights`, and calls its `apply_local_steps`. A
 transport passes messages to `receive` and sends those that `receive` and `start_exchange` return. Both do not depend
@@ -12,16 +12,19 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import CodecError, NetworkError
+from edgefl.core.errors import CodecError, ConfigError, NetworkError
 from edgefl.core.protocol import INSTRUCTION_VERSION
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.types import Array, PeerLinkConfig, PeerMessage
+from edgefl.core.types import Array, GossipConfig, PeerLinkConfig, PeerMessage
 from edgefl.strategies.peer_algorithms.algorithm import GossipAlgorithm, GossipMessage
+from edgefl.strategies.peer_algorithms.gossip_averaging import D2, AdPsgd, Dsgd, GradientTracking, KGradientTracking
+from edgefl.strategies.peer_algorithms.isvr import AdmmIsvr, PdmmIsvr
 
 log = logging.getLogger(__name__)
 
@@ -225,3 +228,52 @@ def _parse_entry(entry: Any) -> tuple[str, str, int, int, int]:
         if isinstance(sender, str) and isinstance(receiver, str) and is_whole:
             return sender, receiver, step, is_reply, length
     raise NetworkError(f"a message of an edge must be [sender, receiver, step, reply, bytes], got {entry!r:.80}")
+
+
+ALGORITHMS: Mapping[str, type[GossipAlgorithm]] = MappingProxyType(
+    {
+        "pdmm-isvr": PdmmIsvr,
+        "admm-isvr": AdmmIsvr,
+        "dsgd": Dsgd,
+        "ad-psgd": AdPsgd,
+        "gradient-tracking": GradientTracking,
+        "k-gt": KGradientTracking,
+        "d2": D2,
+    }
+)
+
+
+def make_algorithm(
+    method: str,
+    name: str,
+    edges: Sequence[PeerLinkConfig],
+    *,
+    learning_rate: float,
+    period: int,
+    incarnation: int = 0,
+) -> GossipAlgorithm:
+    """Returns an algorithm, not yet started (`start`).
+
+    Args:
+        method: one of `ALGORITHMS`.
+        name: of the node.
+        edges: the node's own, from `Topology.make_link_configs`.
+        learning_rate: μ₀, above 0.
+        period: K, local iterations between two exchanges of an edge, 1 or more.
+        incarnation: grows with every start of its device.
+
+    Raises:
+        ConfigError: the method is unknown, or does not support these numbers.
+    """
+    if method not in ALGORITHMS:
+        raise ConfigError(f"decentralised method {method!r} is unknown; known: {', '.join(ALGORITHMS)}")
+    node = ALGORITHMS[method](name, edges, learning_rate=learning_rate, period=period)
+    node.incarnation = incarnation
+    return node
+
+
+def make_configured_algorithm(plan: GossipConfig, name: str, *, incarnation: int = 0) -> GossipAlgorithm:
+    """Returns the algorithm of device `name` under a plan; see `make_algorithm`."""
+    return make_algorithm(
+        plan.method, name, plan.edges, learning_rate=plan.learning_rate, period=plan.period, incarnation=incarnation
+    )

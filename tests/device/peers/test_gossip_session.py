@@ -13,8 +13,7 @@ from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import GossipConfig, TensorSpec, TrainConfig
 from edgefl.device.peers import gossip_session as module
 from edgefl.device.peers.gossip_session import GossipSession
-from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
-from edgefl.strategies.peer_algorithms.registry import make_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_algorithm
 from edgefl.strategies.peer_algorithms.topology import make_topology
 
 NAMES = ("a", "b")

@@ -7,7 +7,7 @@ import pytest
 from node_network import Network, Quadratics
 
 from edgefl.core.errors import ConfigError
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS, make_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS, make_algorithm
 from edgefl.strategies.peer_algorithms.topology import make_topology
 
 NAMES = tuple(f"n{place}" for place in range(8))

@@ -12,8 +12,13 @@ from numpy.random import Generator
 
 from edgefl.core.errors import CodecError, NetworkError
 from edgefl.core.types import Array, PeerMessage
-from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, decode_messages, encode_messages
-from edgefl.strategies.peer_algorithms.registry import ALGORITHMS, make_algorithm
+from edgefl.strategies.peer_algorithms.gossip_node import (
+    ALGORITHMS,
+    GossipNode,
+    decode_messages,
+    encode_messages,
+    make_algorithm,
+)
 from edgefl.strategies.peer_algorithms.topology import Topology, make_topology
 
 NAMES = ("a", "b", "c", "d")

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from edgefl.core.errors import JoinError, TokenExpiredError, TokenInvalidError, TokenUsedError, UsageError
-from edgefl.device.enrolment.enroll import EnrolmentOptions
-from edgefl.device.enrolment.retry import (
+from edgefl.device.enrolment.enroll import (
+    EnrolmentOptions,
     RetryPolicy,
     delete_secret_file,
     enroll_with_retry,
