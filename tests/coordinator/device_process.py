@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 
 from edgefl.device.hardware.health import HealthReader
-from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection, ReconnectPolicy
+from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.device.state_dir import TlsFiles
 
@@ -43,7 +43,7 @@ def main() -> None:
             on_connection=lambda up: say("up" if up else "down"),
         ),
         next_session_no=next_session_no,
-        policy=ReconnectPolicy(max_backoff_s=settings["max_backoff_s"]),
+        max_backoff_s=settings["max_backoff_s"],
     )
     heart = HeartbeatPublisher(
         link.publish_heartbeat, HealthReader(counter.parent).read, interval_s=settings["heartbeat_s"]

@@ -205,7 +205,13 @@ def enrolment_router(
         return JSONResponse(service.hello())
 
     add_unauthenticated_route(
-        router, "/enroll", service.enroll, "join", _is_bad_attempt, rate_limiter, record_rejection
+        router,
+        "/enroll",
+        lambda body: service.enroll(body),  # noqa: PLW0108 the reference lists the routes of no service
+        "join",
+        _is_bad_attempt,
+        rate_limiter,
+        record_rejection,
     )
     return router
 

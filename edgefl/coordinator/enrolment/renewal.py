@@ -147,7 +147,13 @@ def renewal_router(
         return await run_in_threadpool(service.renew, request.state.device_id, body)
 
     add_unauthenticated_route(
-        router, "/re-enroll", service.reenroll, "certificate", _is_bad_attempt, rate_limiter, record_rejection
+        router,
+        "/re-enroll",
+        lambda body: service.reenroll(body),  # noqa: PLW0108 as there
+        "certificate",
+        _is_bad_attempt,
+        rate_limiter,
+        record_rejection,
     )
     return router
 
