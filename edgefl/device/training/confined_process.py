@@ -96,7 +96,7 @@ class TrainingProcess:
     """The process: its main thread trains, another one receives."""
 
     def __init__(self, setup: TrainingSetup, agent: AgentConnection) -> None:
-        self._agent, self._setup = agent, setup
+        self._agent = agent
         self._alive_s = 0.0
         self._receive_peer_message: OnPeerMessage = lambda *_: None
         self._trainer = DeviceTrainer(

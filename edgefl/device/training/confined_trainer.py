@@ -113,11 +113,6 @@ class ConfiningTrainer(DeviceTrainer):
         """What this machine lacks for a complete confinement."""
         return find_gaps()
 
-    @property
-    def confined_task(self) -> str | None:
-        """Returns the task of the confined process, None without one."""
-        return None if self._process is None else str(self._process_key[0])
-
     def train(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         return self._route("train", super().train, header, body)
 
