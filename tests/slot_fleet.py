@@ -49,7 +49,7 @@ class SlotFleet:
         return [
             row["kind"]
             for row in self.fleet.list_history("events", device="board")
-            if row["kind"].startswith("update")
+            if row["kind"].startswith("installation")
         ]
 
 
