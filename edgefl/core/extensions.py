@@ -14,6 +14,8 @@ import importlib
 import inspect
 import os
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,9 @@ from edgefl.core.errors import EdgeflError, TaskError, UsageError
 ALLOW_VARIABLE = "EDGEFL_ALLOW_MODULES"
 """Names of modules, with commas between them."""
 MAX_NAME_CHARS = 200
+_num_blocks: Counter[str] = Counter()
+"""Of each module that is allowed beside the variable's own, how many blocks allow it."""
+_lock = threading.Lock()
 _is_refusing = False
 
 
@@ -125,28 +130,49 @@ def list_allowed_modules() -> tuple[str, ...]:
 
 @contextmanager
 def allow_modules(modules: Sequence[str]) -> Iterator[None]:
-    """Allows modules too, for this block and for the processes that it starts.
+    """Allows modules too, for this block and for the processes that it starts; threads may have blocks at a time.
 
     Raises:
         UsageError: one is no module's name, or is of Python's own library.
     """
-    before = os.environ.get(ALLOW_VARIABLE)
-    add_allowed_modules(modules)
+    added = add_allowed_modules(modules)
     try:
         yield
     finally:
-        if before is not None:
-            os.environ[ALLOW_VARIABLE] = before
-        elif modules:
-            del os.environ[ALLOW_VARIABLE]
+        _remove_allowed_modules(added)
 
 
-def add_allowed_modules(modules: Sequence[str]) -> None:
-    """Allows modules too, until this process ends; raises as `allow_modules`."""
+def add_allowed_modules(modules: Sequence[str]) -> Sequence[str]:
+    """Allows modules too, until this process ends; returns those that were not allowed by the variable itself.
+
+    Raises:
+        UsageError: as `allow_modules`.
+    """
     for module in modules:
         check_module_name(module)
-    if modules:
-        os.environ[ALLOW_VARIABLE] = ",".join(dict.fromkeys([*list_allowed_modules(), *modules]))
+    with _lock:
+        allowed = list_allowed_modules()
+        for module in set(_num_blocks) - set(allowed):  # somebody else took it out of the variable
+            del _num_blocks[module]
+        added = [one for one in dict.fromkeys(modules) if one not in allowed or one in _num_blocks]
+        _num_blocks.update(added)
+        if added:
+            os.environ[ALLOW_VARIABLE] = ",".join(dict.fromkeys([*allowed, *added]))
+    return added
+
+
+def _remove_allowed_modules(modules: Sequence[str]) -> None:
+    """Ends one permission of each module, and takes away those that no other block has."""
+    with _lock:
+        _num_blocks.subtract(modules)
+        ended = {module for module in modules if _num_blocks[module] <= 0}
+        for module in ended:
+            del _num_blocks[module]
+        left = [module for module in list_allowed_modules() if module not in ended]
+        if left:
+            os.environ[ALLOW_VARIABLE] = ",".join(left)
+        elif ended:
+            os.environ.pop(ALLOW_VARIABLE, None)
 
 
 def check_module_name(module: str) -> None:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from flwr.app import ArrayRecord, Message, MessageType
 from flwr.serverapp import Grid
 
+from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, BoundedClaim, ClaimLimits, bound_reported_examples
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError
 from edgefl.core.types import (
     DeviceAvailable,
@@ -91,6 +92,7 @@ class GridFleet:
         encode: (model, version) -> body.
         decode: body -> displacement.
         clock: seconds, monotone.
+        max_weight_ratio: of what one node may weigh to the median; see `ClaimLimits`.
     """
 
     def __init__(
@@ -101,9 +103,17 @@ class GridFleet:
         encode: Callable[[Tensors, int], bytes],
         decode: Callable[[bytes], Tensors],
         clock: Callable[[], float],
+        max_weight_ratio: float = DEFAULT_WEIGHT_RATIO,
     ) -> None:
         self._grid, self._header, self._encode, self._decode = grid, header, encode, decode
         self._clock, self._view = clock, GridFleetView(clock)
+        self._limits = ClaimLimits(
+            task=str(header["task"]),
+            max_weight_ratio=max_weight_ratio,
+            test_fraction=float(header["test_fraction"]),
+            on_bounded=_log_bounded,
+        )
+        self._reported: dict[str, dict[str, int]] = {}
         self._pending: dict[str, _PendingMessage] = {}
         self._device_ids: dict[int, str] = {}
         self._next_query_s: dict[int, float] = {}
@@ -140,6 +150,7 @@ class GridFleet:
             body, num_bytes = self._encode_model(
                 instruction.subject if isinstance(instruction, EvaluateInstruction) else "", source
             )
+            self._limits.record_order(instruction.device_id, self._view.devices.get(instruction.device_id))
             kind = MessageType.TRAIN if isinstance(instruction, TrainInstruction) else MessageType.EVALUATE
             messages.append(Message(encode_content(self._make_header(instruction), body), node_id, kind))
             limit_s = instruction.deadline_s if isinstance(instruction, TrainInstruction) else EVALUATION_TIMEOUT_S
@@ -277,8 +288,16 @@ class GridFleet:
             return self._add_node(pending.node_id, header)
         metrics = header["metrics"]
         if isinstance(instruction, EvaluateInstruction):
-            return _parse_evaluation(instruction, metrics, len(body), pending.num_bytes)
-        update_metrics = _parse_metrics(metrics, now_s - pending.sent_s, len(body), pending.num_bytes)
+            result = _parse_evaluation(instruction, metrics, len(body), pending.num_bytes)
+            return self._limits.bound_evaluation(result, self._view.devices.get(instruction.device_id))
+        elapsed_s = now_s - pending.sent_s
+        update_metrics = self._limits.bound_metrics(
+            _parse_metrics(metrics, elapsed_s, len(body), pending.num_bytes),
+            instruction,
+            elapsed_s=elapsed_s,
+            is_finishing_early=False,
+            speeds=self._view.speeds,
+        )
         if update_metrics.iterations:
             seconds = update_metrics.compute_s / update_metrics.iterations
             self._view.speeds[instruction.device_id] = DeviceThroughput(seconds_per_iteration=seconds)
@@ -292,9 +311,11 @@ class GridFleet:
         )
 
     def _add_node(self, node_id: int, header: Json) -> DeviceAvailable:
-        device_id, examples = str(header["device"]), dict(header["examples"])
+        device_id = str(header["device"])
         if device_id in self._device_ids.values():
             raise ValueError(f"two nodes are called {device_id}")
+        examples = bound_reported_examples(self._reported.get(device_id, {}), dict(header["examples"]))
+        self._reported[device_id] = examples
         blocks = {str(task): tuple(map(int, numbers)) for task, numbers in dict(header.get("blocks", {})).items()}
         self._device_ids[node_id] = device_id
         self._view.devices[device_id] = DeviceInfo(
@@ -318,6 +339,10 @@ class GridFleet:
             outstanding.remove(instruction.assignment_id)
             if not outstanding:
                 del self._view.busy[instruction.device_id]
+
+
+def _log_bounded(claim: BoundedClaim) -> None:
+    log.warning("%s: %s", claim.device_id, claim)
 
 
 def _make_failure(

@@ -1,6 +1,9 @@
 import importlib
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
@@ -115,6 +118,27 @@ def test_modules_are_allowed_for_a_block_and_the_processes_that_it_starts(monkey
             assert list_allowed_modules() == ("mine", "mine.tasks", "other")
         assert list_allowed_modules() == ("mine", "mine.tasks")
     assert (list_allowed_modules(), ALLOW_VARIABLE in os.environ) == ((), False)
+
+
+def test_blocks_of_two_threads_that_overlap_take_nothing_from_each_other(monkeypatch):
+    monkeypatch.setenv(ALLOW_VARIABLE, "always")
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(allow_modules(["mine", "shared", "always"]))
+    second.enter_context(allow_modules(["other", "shared"]))
+    first.close()
+    assert set(list_allowed_modules()) == {"always", "other", "shared"}
+    second.close()
+    assert os.environ[ALLOW_VARIABLE] == "always"
+
+    def use(number):
+        with allow_modules([f"own{number}", "shared"]):
+            turn.wait(10)
+            assert {f"own{number}", "shared", "always"} <= set(list_allowed_modules())
+
+    turn = threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(64)))
+    assert os.environ[ALLOW_VARIABLE] == "always"
 
 
 @pytest.mark.parametrize("module", ["subprocess", "os.path", "a-b", "", "a:b", ".a", "a..b", "x" * 300])

@@ -38,7 +38,7 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.flower.app_export import EXCLUDED_FOLDERS, export_flower_app
-from edgefl.flower.app_runtime import InMemoryJournal, decode_content, encode_content
+from edgefl.flower.app_runtime import InMemoryJournal, decode_content, encode_content, make_body_record
 from edgefl.flower.grid_fleet import GridFleet
 from edgefl.flower.strategy import ensure_identity
 from edgefl.storage.checkpoints import load_model_file
@@ -384,6 +384,22 @@ def test_work_keeps_a_device_busy_until_its_update_is_there(export):
     assert (evaluated.device_id, evaluated.source, evaluated.num_examples > 10) == ("device-02", "device", True)
     assert fleet.view().busy == {}
     assert fleet.view().speeds["device-01"].seconds_per_iteration > 0
+
+
+def test_what_a_node_claims_of_its_own_work_is_bounded(export):
+    fleet, grid = node_fleet(export(), partitions(2))
+    events_of(fleet, 2)
+    known = fleet.view().devices["device-01"].examples["digits"]
+    claims = {"num_examples": 2**53, "iterations": 2**53, "compute_s": 1e9, "loss": 0.1, "accuracy": 1.0}
+    for kind in ("train", "evaluate"):
+        grid.wrong[100, kind] = encode_content({"v": 2, "metrics": claims}, make_body_record(b"x"))
+    fleet.dispatch(
+        [order(), EvaluateInstruction(assignment_id="e1", device_id="device-01", version=0, round=0)], Source()
+    )
+    events = {type(event): event for event in events_of(fleet, 2)}
+    metrics = events[Update].metrics
+    assert (metrics.num_examples, metrics.iterations, metrics.compute_s < 60) == (known, 1, True)
+    assert events[EvaluateResult].num_examples == known
 
 
 NONSENSE = "its answer makes no sense: "

@@ -13,6 +13,13 @@ OWN = """
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.datasets.shards import read_shard
 from edgefl import Task
+from edgefl.tasks.classification import ClassificationTask
+
+class Gate(ClassificationTask):
+    def __init__(self, *, hidden: int = 8):
+        super().__init__(
+            name="gate", model=Doorbell(hidden=hidden).model, input_shape=(4,), labels=("shut", "open"), defaults={}
+        )
 
 class Doorbell(Task):
     name = "doorbell"
@@ -72,6 +79,13 @@ def test_what_is_no_class_of_a_task_is_refused_before_it_is_called(own_module, n
     with pytest.raises(TaskError, match=r"inherits from edgefl\.Task|of Python's own library"):
         make_task(name, {"command" if name == "os:system" else "args": f"touch {marker}"})
     assert not marker.exists()
+
+
+def test_a_task_that_builds_on_ours_for_classification_is_the_users_own_and_ours_itself_is_none(own_module):
+    task = make_task("own_tasks:Gate", {"hidden": 3})
+    assert (task.name, task.num_classes, task.shapes()[0].shape) == ("gate", 2, (3, 4))
+    with pytest.raises(TaskError, match="ClassificationTask of edgefl"):
+        make_task("own_tasks:ClassificationTask", {})
 
 
 def test_a_task_of_the_users_own_module_or_of_an_installed_package_is_found_and_takes_options(own_module):
