@@ -37,7 +37,8 @@ from edgefl.core.errors import (
     VersionError,
 )
 from edgefl.core.protocol import BODY_HASH_HEADER, PROTOCOL_VERSION, error_code
-from edgefl.core.safe_parsing import sanitise_line, sanitise_text
+from edgefl.core.safe_parsing import sanitise_text
+from edgefl.core.safe_text import escape_start
 from edgefl.storage.store import REJECTED_EVENT_KIND, Store
 
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class RejectedRequestLog:
 
     def record(self, kind: str, source: str, detail: str) -> None:
         """Counts a rejected request."""
-        line = sanitise_line(detail, MAX_DETAIL_CHARS)
+        line = escape_start(detail, MAX_DETAIL_CHARS)
         with self._lock:
             key = (kind, source or "?")
             if key not in self._buckets and len(self._buckets) >= MAX_SOURCES:

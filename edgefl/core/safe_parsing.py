@@ -193,10 +193,5 @@ def sanitise_text(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def sanitise_line(text: str, max_chars: int) -> str:
-    """Returns the start of the text as one line, with question marks for what cannot be printed."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))[:max_chars]
-
-
 def _make_nesting_error(max_depth: int = MAX_NESTING) -> ValueError:
     return ValueError(f"it is nested deeper than {max_depth} levels")

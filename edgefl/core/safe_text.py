@@ -35,6 +35,11 @@ def escape_text(text: str) -> str:
     return "".join(char if is_safe_text(char) else _escape(char) for char in text)
 
 
+def escape_start(text: str, max_chars: int) -> str:
+    """Returns the first characters of the text as `escape_text`, with its white space joined."""
+    return escape_text(" ".join(text.split()))[:max_chars]
+
+
 def escape_lines(text: str) -> str:
     """Returns the text with its line breaks, and everything else as `escape_text`."""
     return "\n".join(map(escape_text, text.split("\n")))

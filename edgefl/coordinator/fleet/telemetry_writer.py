@@ -15,7 +15,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, E
 from edgefl.core.claims import EXAMPLES_CHANGED
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Capabilities, Heartbeat, ProgressReport, StatusMessage, Topic
-from edgefl.core.safe_parsing import sanitise_line
+from edgefl.core.safe_text import escape_start
 from edgefl.core.types import Json, Progress
 from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
@@ -233,7 +233,7 @@ def parse_shard_errors(facts: Json) -> dict[str, str]:
     if not isinstance(reported, dict):
         return {}
     errors = [(str(task), reason) for task, reason in reported.items() if isinstance(reason, str)][:MAX_SHARD_ERRORS]
-    return {sanitise_line(task, MAX_ERROR_CHARS): sanitise_line(reason, MAX_ERROR_CHARS) for task, reason in errors}
+    return {escape_start(task, MAX_ERROR_CHARS): escape_start(reason, MAX_ERROR_CHARS) for task, reason in errors}
 
 
 def record_capabilities(store: Store, device_id: str, facts: Json, shards: Json, *, at: float) -> None:

@@ -168,9 +168,9 @@ class Site(Members):
             self.store,
             name,
             public_key=export_public_key(create_key()),
-            serial=f"{hash(name) % 2**60:x}",
+            serial=f"{hash((name, self.now)) % 2**60:x}",
             expires_at=AT,
-            at=AT,
+            at=self.now,
         )
         self.rotation.mark_renewed(name)
 
@@ -200,6 +200,28 @@ def test_who_has_not_renewed_is_asked_again_and_nobody_else(site: Site) -> None:
     site.registry.names.add("pi-2")
     site.renew("pi-2")
     assert site.look() == []
+
+
+def test_two_rotations_in_a_row_ask_those_again_who_renewed_between_and_revoke_both_former_certificates(
+    site: Site,
+) -> None:
+    former = [get_own_serial(site.directory)]
+    site.rotation.rotate()
+    former.append(get_own_serial(site.directory))
+    site.now += 1.0
+    site.renew("pi-1")
+    site.now += 1.0
+    site.asked.clear()
+    assert site.rotation.rotate() == ["pi-1", "pi-2"] == site.asked
+    assert site.look() == ["pi-1", "pi-2"]
+    site.now += 1.0
+    for name in ("pi-1", "pi-2"):
+        site.renew(name)
+    assert site.look() == []
+    present = get_own_serial(site.directory)
+    assert len({*former, present}) == 3
+    assert set(former) <= set(list_revoked_serials(site.store, now=0.0, own_serial=present))
+    assert site.taken_up == 2
 
 
 def test_a_device_that_was_away_is_asked_when_it_comes(site: Site) -> None:

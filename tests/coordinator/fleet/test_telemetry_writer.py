@@ -19,8 +19,9 @@ from edgefl.coordinator.fleet.telemetry_writer import (
     parse_shard_errors,
     record_capabilities,
 )
+from edgefl.core.claims import EXAMPLES_CHANGED
 from edgefl.core.errors import StoreFullError
-from edgefl.core.protocol import Heartbeat, Topic
+from edgefl.core.protocol import Capabilities, Heartbeat, Topic
 from edgefl.storage import store as retention
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import AssignmentRow, HeartbeatRow, RunStatus
@@ -184,11 +185,19 @@ def test_what_strangers_tried_is_kept_up_to_a_bound_for_as_long_as_it_lasts(
     )
 
 
+def test_a_report_of_other_numbers_of_examples_is_an_event_that_says_what_counts(site: Site) -> None:
+    for count in (5, 40_000):
+        site.diary.on_message("pi", Topic.CAPABILITIES, Capabilities(facts={}, shards={"digits": count}).dump())
+    site.diary.flush()
+    (row,) = [row for row in site.rows("events") if row["kind"] == EXAMPLES_CHANGED]
+    assert (row["device_id"], row["message"]) == ("pi", "digits: 5 before, reported 40000, counted 10005")
+
+
 @pytest.mark.parametrize(
     ("told", "faults"),
     [
         ({"digits": "away"}, {"digits": "away"}),
-        ({"digits": "a\n\x1b[2Jb"}, {"digits": "a ?[2Jb"}),
+        ({"digits": "a\n\x1b[2Jb"}, {"digits": r"a \x1b[2Jb"}),
         ({"digits": 7, "mnist": None}, {}),
         (["digits"], {}),
         ("digits", {}),

@@ -25,7 +25,7 @@ from edgefl.coordinator.runs.planning import (
 )
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import Capabilities, StatusMessage
+from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, StatusMessage
 from edgefl.core.types import Json, UpdateStatus
 from edgefl.engine.build import build_run
 from edgefl.storage.repositories.records import UpdateRow
@@ -142,6 +142,30 @@ def test_a_run_that_would_wait_says_so(registry: DeviceRegistry, store: Store) -
     told = plan(registry, store, devices={"min": 3})
     assert rows(told)["pi-1"]["reason"] == "the run would wait: it begins with 3 devices, 2 are there"
     assert told["num_devices"] == 0
+
+
+@pytest.mark.parametrize(
+    ("section", "evaluators", "warns"),
+    [
+        ({}, (), True),
+        ({"rounds": 5}, (), False),
+        ({"trust_single_evaluation": True}, (), False),
+        ({}, ("judge-2",), True),
+        ({}, ("judge-2", "judge-3"), False),
+        ({"evaluate_on": "coordinator"}, ("judge-2", "judge-3"), True),
+        ({}, (EVALUATOR_NAME,), False),
+        ({"evaluate_on": "devices"}, (EVALUATOR_NAME, "judge-2", "judge-3"), True),
+    ],
+)
+def test_a_goal_that_nobody_s_word_can_reach_is_warned_of(
+    registry: DeviceRegistry, store: Store, section: dict[str, Any], evaluators: tuple[str, ...], warns: bool
+) -> None:
+    for node, name in enumerate(evaluators, 10):
+        registry.add(name, node_id=node, role="evaluator", groups=(), examples={"digits": 10})
+        registry.record_status(name, StatusMessage(state="online", boot_id="b", session_no=1))
+    config = parse_run({"run": {"task": "digits", "accuracy": 0.9, **section}})
+    told = plan_run(build_run(config, "plan"), registry, store)
+    assert [line.startswith("accuracy is the only stop rule") for line in told["warnings"]] == [True] * warns
 
 
 def test_those_who_are_not_drawn_first_are_told(registry: DeviceRegistry, store: Store) -> None:
