@@ -60,13 +60,25 @@ def list_cuts(method: str, path: str, headers: str) -> Iterator[bytes]:
     yield chunked + CHUNKED
 
 
+def _connect(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Connects, as soon as the coordinator takes more connections from here: their rate is limited."""
+    deadline_s = time.monotonic() + 30
+    while True:
+        plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+        try:
+            return context.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=True)
+        except (ConnectionResetError, ssl.SSLEOFError):
+            plain.close()
+            assert time.monotonic() < deadline_s, "it takes no connection any more"
+            time.sleep(0.05)
+
+
 def send_cut(port: int, context: ssl.SSLContext, request: bytes, ending: str) -> int:
     """Sends the beginning of a request and hangs up; returns the status of an answer, 0 for none.
 
     A whole one is `answered` before.
     """
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as plain:
-        connection = context.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=True)
+    with _connect(port, context) as connection:
         connection.sendall(request)
         answer = b""
         if ending == "answered":

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from edgefl.coordinator.connections import REFUSAL_REASONS, ConnectionLimiter
 from edgefl.coordinator.directory import StartOptions, add_access_tokens, init_directory
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.monitoring.metrics import (
+    ConnectionCollector,
     FleetCollector,
     Metrics,
     load_grafana_dashboard,
@@ -21,6 +23,7 @@ from edgefl.coordinator.monitoring.metrics import (
 from edgefl.coordinator.runs.history_writer import HistoryRows
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.coordinator.service import Coordinator
+from edgefl.core.config import ConnectionSettings
 from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.core.types import UpdateStatus
 from edgefl.engine.build import build_run
@@ -230,6 +233,32 @@ def test_the_process_and_the_house_are_measured(site: Site, tmp_path: Path) -> N
     assert (site.value("process_resident_memory_bytes") or 0) > 1e7
     assert (site.value("process_cpu_seconds_total") or 0) > 0
     assert (site.value("edgefl_disk_free_bytes") or 0) > 0
+
+
+def test_connections_are_counted_by_listener_state_and_reason_of_a_refusal() -> None:
+    made = {
+        name: ConnectionLimiter(name, ConnectionSettings(max_pending_per_address=2), 100)
+        for name in ("https", "mqtt")
+    }
+    slots = [made["https"].admit("192.0.2.1") for _ in range(4)]
+    assert [slot is not None for slot in slots] == [True, True, False, False]
+    assert slots[0] is not None
+    slots[0].authenticate("board-1")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in ConnectionCollector(list(made.values())).collect()
+        for sample in metric.samples
+    }
+    assert {key[1:]: value for key, value in samples.items() if key[0] == "edgefl_connections"} == {
+        ("https", "pending"): 1,
+        ("https", "authenticated"): 1,
+        ("mqtt", "pending"): 0,
+        ("mqtt", "authenticated"): 0,
+    }
+    refused = {key[1:]: value for key, value in samples.items() if key[0] == "edgefl_connections_refused_total"}
+    assert {key for key, value in refused.items() if value} == {("https", "address")}
+    assert refused["https", "address"] == 2
+    assert {reason for _, reason in refused} == set(REFUSAL_REASONS)
 
 
 def test_names_follow_the_conventions_and_no_label_grows_with_rounds_or_assignments(site: Site) -> None:
