@@ -64,8 +64,10 @@ def _connect(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
     """Connects, as soon as the coordinator takes more connections from here: their rate is limited."""
     deadline_s = time.monotonic() + 30
     while True:
-        plain = socket.create_connection(("127.0.0.1", port), timeout=20)
+        plain = socket.socket()
+        plain.settimeout(20)
         try:
+            plain.connect(("127.0.0.1", port))
             return context.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=True)
         except (ConnectionResetError, ssl.SSLEOFError):
             plain.close()

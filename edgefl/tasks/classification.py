@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Task
 from edgefl.tasks.datasets.shards import read_shard
 
 
@@ -20,7 +20,7 @@ class TrainableModel(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassificationTask:
+class ClassificationTask(Task):
     """A built-in task. `input_shape` is that of one shard example, `labels` names the classes in order."""
 
     name: str

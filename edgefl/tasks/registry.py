@@ -16,12 +16,11 @@ from edgefl.core.errors import EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_extension
 from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import Scalar, Task
-from edgefl.tasks.classification import ClassificationTask
 
 KIND = ExtensionKind(
     noun="task",
     group="edgefl.tasks",
-    is_declared=inherits_from(Task, ClassificationTask),
+    is_declared=inherits_from(Task),
     declaration="inherits from edgefl.Task",
     error=TaskError,
 )
