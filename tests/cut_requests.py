@@ -64,15 +64,16 @@ def _connect(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
     """Connects, as soon as the coordinator takes more connections from here: their rate is limited."""
     deadline_s = time.monotonic() + 30
     while True:
-        plain = socket.socket()
-        plain.settimeout(20)
+        connection = context.wrap_socket(socket.socket(), server_hostname="127.0.0.1", suppress_ragged_eofs=True)
+        connection.settimeout(20)
         try:
-            plain.connect(("127.0.0.1", port))
-            return context.wrap_socket(plain, server_hostname="127.0.0.1", suppress_ragged_eofs=True)
+            connection.connect(("127.0.0.1", port))
         except (ConnectionResetError, ssl.SSLEOFError):
-            plain.close()
+            connection.close()
             assert time.monotonic() < deadline_s, "it takes no connection any more"
             time.sleep(0.05)
+        else:
+            return connection
 
 
 def send_cut(port: int, context: ssl.SSLContext, request: bytes, ending: str) -> int:
