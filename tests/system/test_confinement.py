@@ -3,13 +3,13 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from onnx_graphs import constant_model
+from requirements import needs
 
 from edgefl.provision.provisioning_files import load_text
 from edgefl.system.confinement import Confinement, list_import_paths, make_command, make_environment
@@ -74,10 +74,10 @@ def test_the_key_the_network_and_other_processes_are_closed_and_numpy_and_onnxru
     assert (state / "own" / "x").read_text() == "x"
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze, of the package systemd")
+@needs("systemd")
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_and_onnxruntime_work_confined_under_the_system_calls_of_the_device_s_unit(kind, state):
-    pytest.importorskip("torch")
+    pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
     names = list_unit_calls()
     assert {"landlock_restrict_self", "seccomp", "mount", "clone3", "socket"} <= set(names)
     assert not {"bpf", "init_module", "reboot", "chroot", "setuid", "swapon"} & set(names)

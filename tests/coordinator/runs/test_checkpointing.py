@@ -27,7 +27,7 @@ class Site:
     def __init__(self, **options: Any) -> None:
         self.now_s = 1000.0
         directory: Any = SimpleNamespace(runs=Path("unused"))
-        assert hasattr(CoordinatorDirectory, "runs")
+        assert "runs" in vars(CoordinatorDirectory)
         nothing: Any = None
         self.keeper = Checkpointer(
             directory, "run-1", wal=nothing, history=nothing, clock=lambda: self.now_s, **options
