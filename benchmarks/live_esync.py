@@ -92,9 +92,9 @@ def main() -> int:
 def _measure(
     root: Path, runs: Mapping[str, Mapping[str, Any]], arguments: argparse.Namespace
 ) -> tuple[dict[str, Outcome], dict[str, Probed]]:
-    devices, test_shards = partition_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
+    partitions, test_shards = partition_devices("digits", "iid", len(FACTORS), root / "shards", None, arguments.seed)
     devices = []
-    for device, factor in zip(devices, FACTORS, strict=True):
+    for device, factor in zip(partitions, FACTORS, strict=True):
         shard = device.shards["digits"]
         Path(shard).with_suffix(".delay").write_text(str(factor * arguments.base))
         devices.append(LocalDeviceSpec(name=device.name, shards={NAME: shard}))

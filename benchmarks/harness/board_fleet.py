@@ -68,10 +68,10 @@ class BoardFleet:
 @contextmanager
 def board_fleet(root: Path, num_devices: int, *, delay_s: float, broker: str = "mosquitto") -> Iterator[BoardFleet]:
     """Yields a fleet whose devices take `delay_s` for an iteration of `throttled_task`."""
-    devices, _ = partition_devices("digits", "iid", num_devices, root / "shards", None, 7)
-    with BoardNetwork([device.name for device in devices]) as network:
+    partitions, _ = partition_devices("digits", "iid", num_devices, root / "shards", None, 7)
+    with BoardNetwork([device.name for device in partitions]) as network:
         devices = []
-        for device in devices:
+        for device in partitions:
             shard = Path(device.shards["digits"])
             shard.with_suffix(".delay").write_text(str(delay_s))
             program = network.program(device.name)
