@@ -113,8 +113,17 @@ def test_models_of_rounds_before_a_kill_are_kept_can_be_used_and_are_those_of_th
     fleet.start_coordinator()
     reached = tools.wait_rounds(fleet, run_id, 30)
     tools.wait_rounds(fleet, run_id, reached + 3)
+
+    def list_kept() -> list[Any]:
+        rows: list[Any] = fleet.make_client().get("/edgefl/v1/models", {"run": run_id})["rows"]
+        return rows
+
+    # Rounds are quicker than the evaluator, which skips most of them.
+    tools.eventually(
+        lambda: [row for row in list_kept() if row["accuracy"] is not None], what="a kept model is scored"
+    )
     last = tools.stop(fleet, run_id)["rounds"]
-    kept = fleet.make_client().get("/edgefl/v1/models", {"run": run_id})["rows"]
+    kept = list_kept()
     assert [row["round"] for row in kept if row["latest"]] == [last]
     assert all(row["round"] <= last and fleet.get_model_path(row["sha256"]).exists() for row in kept)
     words = ("model", "evaluate", "--run", run_id, "--on", "coordinator", "--dir", fleet.directory)
