@@ -428,12 +428,10 @@ class ConnectionSettings:
 
 def is_secure_url(url: str) -> bool:
     """Returns whether a URL is https, or http on this very machine."""
-    try:
-        parts = urlsplit(url)
-        is_local = parts.hostname in {"127.0.0.1", "::1", "localhost"}
-        return bool(parts.hostname) and (parts.scheme == "https" or (parts.scheme == "http" and is_local))
-    except ValueError:
+    if not _is_web_url(url):
         return False
+    parts = urlsplit(url)
+    return parts.scheme == "https" or parts.hostname in {"127.0.0.1", "::1", "localhost"}
 
 
 def _is_web_url(text: str) -> bool:
