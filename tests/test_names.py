@@ -73,7 +73,7 @@ TERMS = {
 LABELS = {
     ("tasks/motionsense.py", "standing"),  # a class of the data set
     ("cli/catalogue.py", "drawn"),  # seeds random numbers
-    ("device/diagnostics/redaction.py", "mail"),  # stands for an e-mail address
+    ("device/diagnostics/json_log.py", "mail"),  # stands for an e-mail address
 }
 """Texts that are no names of ours, by file."""
 

@@ -151,7 +151,7 @@ def probe(
 @allow_module_option
 def start(root: Path | None, signers: Path, max_temperature: str | float | None, confine: str | None) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
-    from edgefl.device.memory_tuning import reduce_memory  # noqa: PLC0415 fast start
+    from edgefl.system.processes import reduce_memory  # noqa: PLC0415 fast start
 
     reduce_memory()  # before all other imports
     from edgefl.device.agent import run_agent  # noqa: PLC0415 likewise

@@ -31,7 +31,7 @@ NO_LIMIT = "none"
 
 
 def _parse_limit(_context: click.Context, _option: click.Parameter, value: str | None) -> str | float | None:
-    from edgefl.device.hardware.thermal_pacing import LIMIT_RANGE_C  # noqa: PLC0415 fast start
+    from edgefl.device.hardware.health import LIMIT_RANGE_C  # noqa: PLC0415 fast start
 
     if value is None or value == NO_LIMIT:
         return value

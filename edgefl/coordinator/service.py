@@ -45,7 +45,6 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.lineage import open_lineage
 from edgefl.coordinator.monitoring.metrics import Monitoring
 from edgefl.coordinator.rollouts.deployments import ExportModel
 from edgefl.coordinator.runs.model_retention import remove_orphans
@@ -54,6 +53,7 @@ from edgefl.coordinator.runs.scheduler import RunContext
 from edgefl.coordinator.runs.stalls import PausedRuns, check_room
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
+from edgefl.storage.lineage import open_lineage
 from edgefl.storage.queries.dashboard import get_last_seen_times
 from edgefl.storage.store import Store
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, raise_file_limit, run_watchdog
@@ -183,7 +183,9 @@ class Coordinator:
         self._store = Store.open(self._directory.store_url)
         self._closers.callback(self._store.close)
         self._store.database.check()
-        self._lineage = open_lineage(self._directory, self._store, now=time.time())
+        self._lineage = open_lineage(
+            self._store, self._directory.root, runs_folder=self._directory.runs, now=time.time()
+        )
         self._closers.callback(self._lineage.close)
         self._store_guard = StoreOutageGuard(
             record=lambda kind, message, at: self._store.record_event(kind, message, at=at)

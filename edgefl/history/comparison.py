@@ -18,7 +18,7 @@ from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Array
 from edgefl.history import plot_style
 from edgefl.history.series import RoundSeries
-from edgefl.storage.queries.downsampling import downsample_indices
+from edgefl.storage.queries.dashboard import downsample_indices
 
 MARKERS_PER_LINE = 9
 MAX_POINTS = 2000

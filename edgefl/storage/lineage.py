@@ -4,21 +4,26 @@ Two marks count the durable transactions: a row of the database, written with ea
 place after each. A database behind the file has lost transactions: its write-ahead log is gone. The file's directory
 is a copy where inode or time of change differ from what was recorded: no program can set the latter. A snapshot of a
 whole disk has the same, so devices are a third place: they remember the newest journal record that they heard of.
+Runs whose rows were lost are restored from their folders.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from sqlalchemy import Connection, delete, insert, select, update
 
-from edgefl.core.errors import StoreError
+from edgefl.core.errors import StoreError, StoreFullError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
 from edgefl.storage.tables import LineageTable
 from edgefl.system.atomic_files import write_atomic
@@ -29,6 +34,11 @@ LINEAGE_FILE = "lineage"
 """The id and the inode of the other file; never changed after it was written."""
 MARK_FILE = "lineage.mark"
 """The id, the time of change of the other file, and the number of durable transactions; overwritten in place."""
+LINEAGE_BEGAN = "lineage-began"
+"""Event kind: why devices' answers to the former lineage are not used any more."""
+RUN_FILE = "run.json"
+"""File beside a run's journal: its row, which nothing else could rebuild."""
+MAX_RUN_FILE_BYTES = 4 * 1024 * 1024
 _ID_BYTES = 16
 _SECOND_NS = 1_000_000_000
 _ROW = 1
@@ -185,3 +195,62 @@ class Lineage:
         if not is_same_change or lineage_id != mark.lineage_id or inode != str(mark_inode):
             return f"{self._folder} is a copy of the directory in which it was written, perhaps an older one"
         return None
+
+
+def open_lineage(store: Store, folder: Path, *, runs_folder: Path, now: float) -> Lineage:
+    """Returns the lineage of the store of a coordinator's folder; a new one is recorded, and lost runs are restored.
+
+    Raises:
+        StoreFullError: no room.
+        StoreError: its files or the store cannot be written.
+    """
+    lineage = Lineage(store, folder)
+    if lineage.finding is None:
+        return lineage
+    restored_ids = _restore_lost_runs(runs_folder, store)
+    message = f"{lineage.finding}; a new lineage begins, and devices' answers to the former one are not used"
+    if lineage.num_lost_commits:
+        message += f"; lost are the last {lineage.num_lost_commits} changes of runs, devices and tokens"
+        message += f", but for {', '.join(restored_ids)}, from the journal" if restored_ids else ""
+    log.warning("%s", message)
+    with store.batch(durable=True):
+        store.record_event(LINEAGE_BEGAN, message, at=now, data={"lineage": lineage.lineage_id})
+    return lineage
+
+
+def save_run_record(runs_folder: Path, record: RunRecord) -> None:
+    """Writes a run's row beside its journal, for a store that loses it.
+
+    Raises:
+        StoreFullError: no room.
+        StoreError: it cannot be written.
+    """
+    content = json.dumps({**asdict(record), "config": dict(record.config)}).encode()
+    write_atomic(runs_folder / record.run_id / RUN_FILE, content)
+
+
+def _restore_lost_runs(folder: Path, store: Store) -> list[str]:
+    """Returns the runs that have a journal and no row any more; each gets a row, as one whose coordinator died."""
+    known_ids = {record.run_id for record in store.list_runs()}
+    restored_ids = []
+    for path in sorted(folder.glob(f"*/{RUN_FILE}")):
+        run_id = path.parent.name
+        if run_id in known_ids:
+            continue
+        try:
+            store.restore_run(_parse_run_record(run_id, path))
+        except StoreFullError:
+            raise
+        except (StoreError, OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("run %s cannot be restored from %s: %s", run_id, path, error)
+            continue
+        restored_ids.append(run_id)
+    return restored_ids
+
+
+def _parse_run_record(run_id: str, path: Path) -> RunRecord:
+    with path.open("rb") as file:
+        value: Any = parse_json(file.read(MAX_RUN_FILE_BYTES))
+    if not isinstance(value, Mapping) or value.get("run_id") != run_id:
+        raise ValueError(f"it must be the row of {run_id}")
+    return RunRecord(**{**value, "status": RunStatus.RUNNING, "finished_at": None, "reason": None})

@@ -223,7 +223,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "disk-tensors": _entry(storage_readers.tensors, "storage/state_serialisation.py:_read_arrays"),
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
-        "disk-run-rows": _entry(storage_readers.run_rows, "coordinator/lineage.py:_parse_run_record"),
+        "disk-run-rows": _entry(storage_readers.run_rows, "storage/lineage.py:_parse_run_record"),
         "disk-backup": _entry(
             storage_readers.backups,
             "coordinator/backup.py:_extract_archive",

@@ -17,7 +17,6 @@ from fuzz.reader import MIB, Form, Reader, Seed
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.backup import _check_manifest, _extract_archive
-from edgefl.coordinator.lineage import _parse_run_record
 from edgefl.core.types import (
     Array,
     Decision,
@@ -49,6 +48,7 @@ from edgefl.storage.journal.file_format import (
 )
 from edgefl.storage.journal.record_encoding import decode_record, encode_decision, encode_event
 from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.lineage import _parse_run_record
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.state_serialisation import (
     decode_model,

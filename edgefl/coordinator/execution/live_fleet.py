@@ -72,6 +72,7 @@ from edgefl.core.types import (
     size_of_tensors,
 )
 from edgefl.engine.fleet_state import DispatchedInstruction
+from edgefl.storage.lineage import LINEAGE_BEGAN
 from edgefl.storage.store import REJECTED_EVENT_KIND
 
 log = logging.getLogger(__name__)
@@ -81,8 +82,6 @@ MAX_REASON_CHARS = 500
 MAX_DECODED_BYTES = 32 * 1024 * 1024
 MAX_FOREIGN_REPLIES = 1
 """An assignment is rejected after more answers of another lineage or model than these."""
-LINEAGE_BEGAN = "lineage-began"
-"""Event kind: why devices' answers to the former lineage are not used any more."""
 
 
 class InterruptedRunError(EdgeflError):

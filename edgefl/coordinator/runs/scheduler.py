@@ -22,7 +22,6 @@ from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.lineage import save_run_record
 from edgefl.coordinator.runs.checkpointing import Checkpointer
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
@@ -71,7 +70,7 @@ from edgefl.core.errors import (
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.storage.journal.wal_journal import WalJournal
-from edgefl.storage.lineage import Lineage
+from edgefl.storage.lineage import Lineage, save_run_record
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
 from edgefl.storage.store import Store
@@ -493,7 +492,7 @@ class RunScheduler:
         folder = context.directory.runs / run_id / "journal"
         damage = self._repair_journal(run_id)
         with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
-            save_run_record(context.directory, record)
+            save_run_record(context.directory.runs, record)
             if damage is not None and not is_autonomous:  # autonomous devices repeat no ids
                 self._replay_to_damage(record, components, wal, history)
                 raise ReplayError(damage)

@@ -1,6 +1,6 @@
 """Diagnostic report of a board: facts, health, findings, timings and logs in one file.
 
-Every section has a time limit, and one that fails holds its error instead. Secrets are removed: see `redaction`.
+Every section has a time limit, and one that fails holds its error instead. Secrets are removed: see `json_log`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from edgefl.core.safe_text import dump_readable_json
 from edgefl.core.types import Json, Role
 from edgefl.device.diagnostics import timings
 from edgefl.device.diagnostics.device_checks import check_board, check_device
-from edgefl.device.diagnostics.json_log import LOG_FOLDER, read_lines
-from edgefl.device.diagnostics.redaction import Redactor
+from edgefl.device.diagnostics.json_log import LOG_FOLDER, Redactor, read_lines
 from edgefl.device.hardware.board_reader import BoardReader, RunProgram, no_program, run_program, sanitise_text
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import HealthReader, read_available_memory_bytes, read_board_status

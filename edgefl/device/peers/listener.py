@@ -20,6 +20,8 @@ from functools import partial
 from edgefl.core.errors import NetworkError, PortInUseError
 from edgefl.device.peers.peer_connection import (
     FrameKind,
+    OnPeerMessage,
+    PeerMetrics,
     PeerTimeouts,
     PeerTls,
     TransportFrame,
@@ -28,7 +30,6 @@ from edgefl.device.peers.peer_connection import (
     wrap_tls,
     write_frame,
 )
-from edgefl.device.peers.transport import OnPeerMessage, PeerMetrics
 
 log = logging.getLogger(__name__)
 

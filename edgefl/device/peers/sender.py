@@ -14,6 +14,7 @@ from edgefl.core.errors import NetworkError
 from edgefl.core.types import derive_rng
 from edgefl.device.peers.peer_connection import (
     FrameKind,
+    PeerMetrics,
     PeerTimeouts,
     PeerTls,
     TransportFrame,
@@ -22,7 +23,6 @@ from edgefl.device.peers.peer_connection import (
     wrap_tls,
     write_frame,
 )
-from edgefl.device.peers.transport import PeerMetrics
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)

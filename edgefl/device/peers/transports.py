@@ -11,9 +11,16 @@ from edgefl.core.protocol import MAX_PEER_BYTES, host_and_port
 from edgefl.core.types import GossipConfig
 from edgefl.device.mqtt.peer_publisher import PeerPublisher
 from edgefl.device.peers.listener import PeerListener
-from edgefl.device.peers.peer_connection import PeerTimeouts, PeerTls
+from edgefl.device.peers.peer_connection import (
+    OnPeerMessage,
+    PeerCounters,
+    PeerMetrics,
+    PeerTimeouts,
+    PeerTls,
+    PeerTransport,
+    get_peer_addresses,
+)
 from edgefl.device.peers.sender import PeerSender, SocketAddress
-from edgefl.device.peers.transport import OnPeerMessage, PeerCounters, PeerMetrics, PeerTransport, get_peer_addresses
 from edgefl.device.state_dir import DeviceStateDir, TlsFiles
 
 _DEFAULT_TIMEOUTS = PeerTimeouts()

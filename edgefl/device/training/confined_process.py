@@ -19,8 +19,8 @@ from typing import IO
 from edgefl.core.errors import EdgeflError, NetworkError
 from edgefl.core.protocol import MAX_BODY_BYTES
 from edgefl.core.types import GossipConfig, Json
-from edgefl.device.hardware.thermal_pacing import create_thermal_pacer
-from edgefl.device.peers.transport import OnPeerMessage
+from edgefl.device.hardware.health import create_thermal_pacer
+from edgefl.device.peers.peer_connection import OnPeerMessage
 from edgefl.device.training.process_link import TrainingSetup, read_message, write_message
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.tasks.registry import is_torch_task, make_task

@@ -25,7 +25,7 @@ from edgefl.core.protocol import INSTRUCTION_VERSION
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.hardware.requirements import CONFINED_FOLDER, TaskTraits, make_confinement, read_task_traits
-from edgefl.device.peers.transport import MakePeerTransport, PeerTransport, get_peer_addresses
+from edgefl.device.peers.peer_connection import MakePeerTransport, PeerTransport, get_peer_addresses
 from edgefl.device.training.gossip_worker import INSTRUCTION_FILE, load_node_instruction
 from edgefl.device.training.process_link import (
     SILENCE_S,

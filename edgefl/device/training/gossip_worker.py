@@ -18,7 +18,7 @@ from edgefl.core.protocol import finite_or_none
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Dataset, GossipConfig, Json, PeerMessage, TrainConfig, derive_rng
 from edgefl.device.peers.gossip_session import GossipSession, TrainLocally
-from edgefl.device.peers.transport import MakePeerTransport, PeerTransport, get_peer_addresses
+from edgefl.device.peers.peer_connection import MakePeerTransport, PeerTransport, get_peer_addresses
 from edgefl.device.training.client_state import GossipStateStore
 from edgefl.device.training.instruction import FullModelRequiredError, ParsedInstruction, parse_instruction
 from edgefl.device.training.task_cache import CachedTask, TaskCache

@@ -1,17 +1,39 @@
-"""Queries of the dashboard: the change feed, a round's timeline, a run's curve."""
+"""Queries of the dashboard: the change feed, a round's timeline, a run's curve, with down-sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection, func, select
 
-from edgefl.core.types import Json
-from edgefl.storage.queries.downsampling import downsample_indices
+from edgefl.core.types import Array, Json
 from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EvaluationTable, EventTable, RoundTable, RunTable, UpdateTable
+
+
+def downsample_indices(columns: Sequence[Array], points: int) -> list[int]:
+    """Returns the row indices for a chart: first, last, and the extremes of each stretch.
+
+    Args:
+        columns: [n] each, not empty, NaN where unknown.
+        points: number of points; fewer than the extremes of one stretch make one stretch.
+    """
+    count = len(columns[0])
+    if count <= points:
+        return list(range(count))
+    num_stretches = max(1, points // (2 * len(columns)))
+    edges = [count * edge // num_stretches for edge in range(num_stretches + 1)]
+    indices = {0, count - 1}
+    for column in columns:
+        for begin, end in pairwise(edges):
+            stretch = column[begin:end]
+            if not np.isnan(stretch).all():
+                indices |= {begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))}
+    return sorted(indices)
+
 
 DRAIN_REQUESTED = "drain-requested"
 RESUME_REQUESTED = "resume-requested"
