@@ -127,6 +127,19 @@ take() {
     sync
 }
 
+# wait_until CONDITION MESSAGE: goes on all the same after time_wait_s.
+wait_until() {
+    waited_s=0
+    until "$1"; do
+        if [ "$waited_s" -ge "$time_wait_s" ]; then
+            say "$2 after $time_wait_s s; going on all the same"
+            return 0
+        fi
+        sleep 2
+        waited_s=$((waited_s + 2))
+    done
+}
+
 is_time_kept() {
     [ -n "$root" ] || [ "$(timedatectl show -p NTP --value 2>/dev/null)" = yes ]
 }
@@ -152,15 +165,7 @@ wait_for_time() {
     if has_all_wheels || ! is_time_kept; then
         return 0
     fi
-    waited_s=0
-    until is_time_set; do
-        if [ "$waited_s" -ge "$time_wait_s" ]; then
-            say "the clock is not set after $time_wait_s s; going on all the same"
-            return 0
-        fi
-        sleep 2
-        waited_s=$((waited_s + 2))
-    done
+    wait_until is_time_set "the clock is not set"
 }
 
 install_edgefl() {
@@ -189,16 +194,8 @@ hand_over() {
 }
 
 # cloud-init must not be robbed of its files while it works with them; it ends after the rest of the boot.
-wait_for_cloud_init() {
-    waited_s=0
-    while [ -e "$root/run/cloud-init/enabled" ] && [ ! -e "$root/var/lib/cloud/instance/boot-finished" ]; do
-        if [ "$waited_s" -ge "$time_wait_s" ]; then
-            say "cloud-init has not ended after $time_wait_s s; going on all the same"
-            return 0
-        fi
-        sleep 2
-        waited_s=$((waited_s + 2))
-    done
+is_cloud_init_done() {
+    [ ! -e "$root/run/cloud-init/enabled" ] || [ -e "$root/var/lib/cloud/instance/boot-finished" ]
 }
 
 # The token never lies in user-data; somebody may have pasted it there all the same, and cloud-init keeps copies.
@@ -211,7 +208,7 @@ scrub() {
         done
         destroy "$boot"/edgefl*/join.json
     done
-    wait_for_cloud_init
+    wait_until is_cloud_init_done "cloud-init has not ended"
     for instance in "$root"/var/lib/cloud/instance "$root"/var/lib/cloud/instances/*; do
         destroy "$instance"/user-data.txt* "$instance/cloud-config.txt" "$instance/obj.pkl"
     done
