@@ -6,7 +6,7 @@ The live fleet fills it from registry events, a resumed run from its journal, th
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from edgefl.core.claims import ClaimLimits
@@ -73,120 +73,82 @@ class FleetState:
     Args:
         health: of the devices.
         limits: of what devices claim; None for those without a task.
+
+    Attributes:
+        in_flight: instructions by assignment id, in the order of dispatch; `busy` has those that train.
+        finishing_early: ids of those in flight that were asked to finish early.
     """
 
     def __init__(
         self, health: Mapping[str, HealthMetrics] | None = None, *, limits: ClaimLimits | None = None
     ) -> None:
-        self._limits = limits or ClaimLimits()
-        self._now_s = 0.0
-        self._devices = _PresentDevices()
-        self._idle: list[str] = []
-        self._in_flight: dict[str, DispatchedInstruction] = {}
-        self._finishing_early: set[str] = set()
-        self._busy: dict[str, list[str]] = {}
-        self._speeds: dict[str, DeviceThroughput] = {}
-        self._progress: dict[str, Progress] = {}
-        self._health: Mapping[str, HealthMetrics] = {} if health is None else health
-
-    @property
-    def now_s(self) -> float:
-        return self._now_s
-
-    @property
-    def devices(self) -> Mapping[str, DeviceInfo]:
-        return self._devices
-
-    @property
-    def idle(self) -> Sequence[str]:
-        return self._idle
-
-    @property
-    def busy(self) -> Mapping[str, Sequence[str]]:
-        return self._busy
-
-    @property
-    def speeds(self) -> Mapping[str, DeviceThroughput]:
-        return self._speeds
-
-    @property
-    def progress(self) -> Mapping[str, Progress]:
-        return self._progress
-
-    @property
-    def health(self) -> Mapping[str, HealthMetrics]:
-        return self._health
-
-    @property
-    def in_flight(self) -> Mapping[str, DispatchedInstruction]:
-        """Instructions in flight by assignment id, in the order of dispatch; `busy` has those that train."""
-        return self._in_flight
-
-    @property
-    def finishing_early(self) -> Collection[str]:
-        """Ids of those in flight that were asked to finish early."""
-        return self._finishing_early
-
-    @property
-    def claim_limits(self) -> ClaimLimits:
-        return self._limits
+        self.claim_limits = limits or ClaimLimits()
+        self.now_s = 0.0
+        self.devices = _PresentDevices()
+        self.idle: list[str] = []
+        self.in_flight: dict[str, DispatchedInstruction] = {}
+        self.finishing_early: set[str] = set()
+        self.busy: dict[str, list[str]] = {}
+        self.speeds: dict[str, DeviceThroughput] = {}
+        self.progress: dict[str, Progress] = {}
+        self.health: Mapping[str, HealthMetrics] = {} if health is None else health
 
     def start_turn(self, now_s: float) -> None:
         """Starts a turn, with its time."""
-        self._now_s = now_s
+        self.now_s = now_s
 
     def update_device(self, device_id: str, info: DeviceInfo | None) -> None:
         """Updates a device; None removes one that may not work any more."""
         if info is not None:
-            self._devices.by_id[device_id] = info
+            self.devices.by_id[device_id] = info
         else:
-            self._devices.by_id.pop(device_id, None)
+            self.devices.by_id.pop(device_id, None)
         self._update_idle(device_id)
 
     def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         """Adds an instruction that is dispatched in this turn."""
-        self._in_flight[instruction.assignment_id] = DispatchedInstruction(
-            instruction=instruction, dispatched_s=self._now_s
+        self.in_flight[instruction.assignment_id] = DispatchedInstruction(
+            instruction=instruction, dispatched_s=self.now_s
         )
         if not isinstance(instruction, TrainInstruction):
             return
-        self._limits.record_order(instruction.device_id, self._devices.by_id.get(instruction.device_id))
-        self._busy.setdefault(instruction.device_id, []).append(instruction.assignment_id)
+        self.claim_limits.record_order(instruction.device_id, self.devices.by_id.get(instruction.device_id))
+        self.busy.setdefault(instruction.device_id, []).append(instruction.assignment_id)
         self._update_idle(instruction.device_id)
 
     def finish_early(self, assignment_id: str) -> None:
         """Marks an instruction in flight as asked to finish early."""
-        if assignment_id in self._in_flight:
-            self._finishing_early.add(assignment_id)
+        if assignment_id in self.in_flight:
+            self.finishing_early.add(assignment_id)
 
     def complete(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         """Removes an instruction that was answered or given up."""
-        del self._in_flight[instruction.assignment_id]
-        self._finishing_early.discard(instruction.assignment_id)
+        del self.in_flight[instruction.assignment_id]
+        self.finishing_early.discard(instruction.assignment_id)
         if not isinstance(instruction, TrainInstruction):
             return
-        outstanding = self._busy[instruction.device_id]
+        outstanding = self.busy[instruction.device_id]
         outstanding.remove(instruction.assignment_id)
         if not outstanding:
-            del self._busy[instruction.device_id]
-        report = self._progress.get(instruction.device_id)
+            del self.busy[instruction.device_id]
+        report = self.progress.get(instruction.device_id)
         if report is not None and report.assignment_id == instruction.assignment_id:
-            del self._progress[instruction.device_id]
+            del self.progress[instruction.device_id]
         self._update_idle(instruction.device_id)
 
     def record_progress(self, progress: Progress) -> None:
-        self._progress[progress.device_id] = progress
+        self.progress[progress.device_id] = progress
 
     def bound_progress(self, report: Progress, *, elapsed_s: float) -> Progress:
         """Returns the report with its claims bounded; `elapsed_s` are since its instruction was dispatched."""
-        dispatched = self._in_flight.get(report.assignment_id)
+        dispatched = self.in_flight.get(report.assignment_id)
         if dispatched is None or not isinstance(dispatched.instruction, TrainInstruction):
             return report
-        return self._limits.bound_progress(report, dispatched.instruction.plan, elapsed_s=elapsed_s)
+        return self.claim_limits.bound_progress(report, dispatched.instruction.plan, elapsed_s=elapsed_s)
 
     def bound_evaluation(self, result: EvaluateResult) -> EvaluateResult:
         """Returns the evaluation with its claims bounded."""
-        return self._limits.bound_evaluation(result, self._devices.by_id.get(result.device_id))
+        return self.claim_limits.bound_evaluation(result, self.devices.by_id.get(result.device_id))
 
     def accept_metrics(
         self, instruction: TrainInstruction, metrics: UpdateMetrics, *, elapsed_s: float
@@ -198,12 +160,12 @@ class FleetState:
             metrics: as the device claims.
             elapsed_s: from dispatch to arrival.
         """
-        metrics = self._limits.bound_metrics(
+        metrics = self.claim_limits.bound_metrics(
             metrics,
             instruction,
             elapsed_s=elapsed_s,
-            is_finishing_early=instruction.assignment_id in self._finishing_early,
-            speeds=self._speeds,
+            is_finishing_early=instruction.assignment_id in self.finishing_early,
+            speeds=self.speeds,
         )
         self.record_speed(instruction.device_id, metrics)
         return metrics
@@ -211,14 +173,14 @@ class FleetState:
     def record_speed(self, device_id: str, metrics: UpdateMetrics) -> None:
         """Updates the moving average of a device's speed from an update."""
         if metrics.iterations:
-            previous = self._speeds.get(device_id, DeviceThroughput())
+            previous = self.speeds.get(device_id, DeviceThroughput())
             average_s = update_moving_average(previous.seconds_per_iteration, metrics.compute_s / metrics.iterations)
-            self._speeds[device_id] = replace(previous, seconds_per_iteration=average_s)
+            self.speeds[device_id] = replace(previous, seconds_per_iteration=average_s)
 
     def record_transfer(self, device_id: str, *, up_bytes_per_s: float, down_bytes_per_s: float) -> None:
         """Updates the moving averages of a device's link, once its speed is known."""
-        if (previous := self._speeds.get(device_id)) is not None:
-            self._speeds[device_id] = replace(
+        if (previous := self.speeds.get(device_id)) is not None:
+            self.speeds[device_id] = replace(
                 previous,
                 up_bytes_per_s=update_moving_average(previous.up_bytes_per_s, up_bytes_per_s),
                 down_bytes_per_s=update_moving_average(previous.down_bytes_per_s, down_bytes_per_s),
@@ -234,25 +196,25 @@ class FleetState:
         """Restores work and measurements from a snapshot, in a state without work."""
         for dispatched in in_flight.values():
             self.assign(dispatched.instruction)
-        self._in_flight, self._finishing_early = dict(in_flight), set(finishing_early)
-        self._speeds, self._progress = dict(speeds), dict(progress)
+        self.in_flight, self.finishing_early = dict(in_flight), set(finishing_early)
+        self.speeds, self.progress = dict(speeds), dict(progress)
 
     def restore_from(self, other: FleetState) -> None:
         """Copies work, speeds and progress from another state; the devices stay its own."""
-        self._in_flight, self._finishing_early = dict(other.in_flight), set(other.finishing_early)
-        self._busy = {device_id: list(names) for device_id, names in other.busy.items()}
-        self._speeds, self._progress = dict(other.speeds), dict(other.progress)
-        self._limits.restore(other.claim_limits.examples)
-        for device_id in [*self._devices]:
+        self.in_flight, self.finishing_early = dict(other.in_flight), set(other.finishing_early)
+        self.busy = {device_id: list(names) for device_id, names in other.busy.items()}
+        self.speeds, self.progress = dict(other.speeds), dict(other.progress)
+        self.claim_limits.restore(other.claim_limits.examples)
+        for device_id in [*self.devices]:
             self._update_idle(device_id)
 
     def _update_idle(self, device_id: str) -> None:
         """Adds a device to the idle list or removes it, by its present state."""
-        info = self._devices.by_id.get(device_id)
-        is_idle = info is not None and info.role == Role.TRAINER and device_id not in self._busy
-        index = bisect_left(self._idle, device_id)
-        is_listed = index < len(self._idle) and self._idle[index] == device_id
+        info = self.devices.by_id.get(device_id)
+        is_idle = info is not None and info.role == Role.TRAINER and device_id not in self.busy
+        index = bisect_left(self.idle, device_id)
+        is_listed = index < len(self.idle) and self.idle[index] == device_id
         if is_listed and not is_idle:
-            del self._idle[index]
+            del self.idle[index]
         elif is_idle and not is_listed:
-            insort(self._idle, device_id)
+            insort(self.idle, device_id)

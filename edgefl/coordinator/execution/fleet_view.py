@@ -350,7 +350,7 @@ class LiveFleetView(FleetState):
 
     def assign(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
         if isinstance(instruction, TrainInstruction):
-            self._eligibility.on_first_dispatch(self._devices)
+            self._eligibility.on_first_dispatch(self.devices)
         super().assign(instruction)
 
     def record_progress(self, progress: Progress) -> None:
@@ -363,7 +363,7 @@ class LiveFleetView(FleetState):
             self._eligibility.on_first_dispatch(other.devices)
         super().restore_from(other)
         absent: dict[str, DeviceInfo | None] = dict.fromkeys(other.devices)
-        self._changes = {**absent, **self._devices}
+        self._changes = {**absent, **self.devices}
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
         if isinstance(event, PresenceChanged | DeviceAdded | DeviceChanged | DeviceRemoved):
@@ -374,7 +374,7 @@ class LiveFleetView(FleetState):
         info = self._registry.get_schedulable(device_id)
         may_work = info is not None and (info.role == Role.EVALUATOR or self._is_admitted(device_id))
         listed_info = info if info is not None and may_work and self._eligibility.is_eligible(info) else None
-        if listed_info != self._devices.get(device_id):
+        if listed_info != self.devices.get(device_id):
             self._changes[device_id] = listed_info
         self.update_device(device_id, listed_info)
 
