@@ -11,6 +11,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Scalar
+from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_reduction,
@@ -22,7 +23,6 @@ from edgefl.tasks.export.onnx_graph import (
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name, make_resizing_prepare
-from edgefl.tasks.registry import ClassificationTask, TrainableModel, validate_choice
 
 DIGITS_LAYER_SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
 DIGITS_MAX_PIXEL = 16.0

@@ -16,6 +16,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
@@ -27,7 +28,6 @@ from edgefl.tasks.export.onnx_graph import (
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name
-from edgefl.tasks.registry import ClassificationTask, TrainableModel, validate_choice
 
 WINDOW_SAMPLES = 128
 STRIDE_SAMPLES = 64

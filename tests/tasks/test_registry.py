@@ -13,7 +13,7 @@ OWN = """
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.datasets.shards import read_shard
 from edgefl import Task
-from edgefl.tasks.registry import ClassificationTask
+from edgefl.tasks.classification import ClassificationTask
 
 class Gate(ClassificationTask):
     def __init__(self, *, hidden: int = 8):
