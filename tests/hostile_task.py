@@ -146,7 +146,7 @@ ENDS = {
     "exit": lambda: os._exit(3),
     "crash": lambda: ctypes.string_at(1),
     "hang": lambda: time.sleep(600),
-    "loop": lambda: [None for _ in iter(int, 1)],
+    "loop": lambda: sum(iter(int, 1)),
     "memory": fill_memory,
     "junk": lambda: write_to_agent(b"\xff" * 4096),
     "text": lambda: write_to_agent(b"GET / HTTP/1.1\r\n\r\n" * 100),
