@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from edgefl import DISTRIBUTION
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.stalls import PAUSED, PausedRuns
-from edgefl.core.protocol import Heartbeat
+from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import (
     find_newest_rounds,
@@ -28,7 +29,11 @@ NUM_LATE_ROUNDS = 8
 MAX_ROUNDS = 200
 """After a longer gap the page reloads the course of the run."""
 MAX_SPAN_ROUNDS = 12
-_LIVE_STATUSES = frozenset({"running", "stopping", PAUSED})
+MAX_ATTENTION = 30
+HOT_C = 80.0
+MAX_VERSION_LENGTH = 40
+_PROBLEM_PRESENCES = {"gone": "bad", "late": "warn", "offline": "warn"}
+_LIVE_STATUSES = frozenset({"running", "stopping", "waiting", PAUSED})
 # Rounded, so that a healthy idle device causes no changes.
 _HEALTH_STEPS = {
     "temperature_c": 0.5,
@@ -49,6 +54,7 @@ class FeedState:
     devices: dict[str, Json] = field(default_factory=dict)
     runs: dict[str, Json] = field(default_factory=dict)
     events: list[Json] = field(default_factory=list)
+    attention: list[Json] = field(default_factory=list)
     last_event: int = 0
     live_run: str | None = None
     rounds: dict[int, Json] = field(default_factory=dict)
@@ -60,6 +66,7 @@ class FeedState:
             "devices": list(self.devices.values()),
             "runs": list(self.runs.values()),
             "events": self.events,
+            "attention": self.attention,
             "live_run": self.live_run,
         }
 
@@ -72,6 +79,7 @@ class FeedState:
         self.runs = self._list_run_summaries()
         self.events = list_events_after(self.store, 0, limit=NUM_EVENTS)
         self.last_event = self.events[-1]["id"] if self.events else 0
+        self.attention = list_attention(self.devices.values(), self.runs.values())
         self._follow_run(_find_live_run(self.runs.values()))
 
     def pop_changes(self, changed: dict[str, float]) -> Json:
@@ -81,6 +89,9 @@ class FeedState:
             changed: devices with events, and when, in Unix seconds.
         """
         changes: Json = {**self._pop_device_changes(changed), **self._pop_run_changes(), **self._pop_events()}
+        attention = list_attention(self.devices.values(), self.runs.values())
+        if attention != self.attention:
+            self.attention = changes["attention"] = attention
         live_run = _find_live_run(self.runs.values())
         courses = self._pop_round_changes()
         if live_run != self.live_run:
@@ -167,11 +178,55 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
         "drained": registry.is_drained(device_id),
         "cloned": registry.get_clone_warning(device_id),
         "seconds_per_iteration": _round_significant(registry.get_seconds_per_iteration(device_id)),
-        "model": info.capabilities.get("model"),
+        "model": info.capabilities.get("model") or info.capabilities.get("family"),
+        "version": _get_version(info.capabilities),
+        "examples": sum(info.examples.values()),
+        "built_in": device_id == EVALUATOR_NAME,
     }
     if heartbeat is not None and state in PRESENT_STATES:
         row |= _make_health_row(heartbeat)
     return {name: value for name, value in row.items() if value not in (None, False, [], ())}
+
+
+def _get_version(capabilities: Mapping[str, Any]) -> str | None:
+    """Returns a device's version of edgefl, as it reports it."""
+    libraries = capabilities.get("libraries")
+    version = libraries.get(DISTRIBUTION) if isinstance(libraries, Mapping) else None
+    return version[:MAX_VERSION_LENGTH] if isinstance(version, str) else None
+
+
+def list_attention(devices: Iterable[Json], runs: Iterable[Json]) -> list[Json]:
+    """Returns what an owner should look at, the worst first: `level` (bad or warn), `text`, a device or run, a time.
+
+    At most `MAX_ATTENTION` rows; the last then says how many more there are.
+    """
+    rows = [
+        {"run_id": run["run_id"], "level": "bad" if run["status"] == PAUSED else "warn", "text": run["reason"]}
+        for run in runs
+        if run["status"] in _LIVE_STATUSES and run["reason"]
+    ]
+    for device in devices:
+        rows += [
+            {"device_id": device["device_id"], "level": level, "text": text, "at": device.get("since")}
+            for level, text in _list_problems(device)
+        ]
+    rows.sort(key=lambda row: row["level"])
+    if len(rows) > MAX_ATTENTION:
+        more = {"level": "warn", "text": f"{len(rows) - MAX_ATTENTION + 1} more"}
+        rows = [*rows[: MAX_ATTENTION - 1], more]
+    return rows
+
+
+def _list_problems(device: Json) -> Iterator[tuple[str, str]]:
+    """Yields the problems of a device, each with its level."""
+    if device.get("cloned"):
+        yield "bad", device["cloned"]
+    if device["presence"] in _PROBLEM_PRESENCES:
+        yield _PROBLEM_PRESENCES[device["presence"]], device["presence"]
+    if device.get("throttled"):
+        yield "warn", f"throttled: {device['throttled'].replace(',', ', ')}"
+    if device.get("temperature_c", 0.0) >= HOT_C:
+        yield "warn", f"hot: {device['temperature_c']:.0f} °C"
 
 
 def _make_health_row(heartbeat: Heartbeat) -> Json:

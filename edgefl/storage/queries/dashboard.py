@@ -54,12 +54,13 @@ def list_events_after(store: Store, event_id: int, *, limit: int) -> list[Json]:
 
 
 def list_run_summaries(store: Store, *, limit: int) -> list[Json]:
-    """Returns the newest runs, newest first, with their progress and goal in rounds."""
+    """Returns the newest runs, newest first, with their progress and their goals in rounds and accuracy."""
     query = (
         select(
             RunTable.run_id, RunTable.name, RunTable.task, RunTable.strategy, RunTable.status, RunTable.reason,
             RunTable.submitted_at, RunTable.started_at, RunTable.finished_at, RunTable.rounds, RunTable.accuracy,
             RunTable.config["run"]["rounds"].as_integer().label("goal_rounds"),
+            RunTable.config["run"]["accuracy"].as_float().label("goal_accuracy"),
         )
         .order_by(RunTable.submitted_at.desc(), RunTable.run_id.desc())
         .limit(limit)

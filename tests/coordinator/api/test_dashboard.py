@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import http.client
 import json
 import re
@@ -263,6 +264,11 @@ def _message(answer: http.client.HTTPResponse) -> Any:
 
 
 ASSETS = load_assets()
+UPLOT = {
+    "uplot.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    "uplot.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+}
+"""SHA-256 of `uPlot.min.css` and `uPlot.iife.min.js` of the npm package uplot 1.6.32."""
 
 
 class Client:
@@ -316,6 +322,12 @@ def test_nothing_else_of_the_package_is_served(client: Client, name: str) -> Non
     assert client.get(f"/edgefl/page/{name}").status_code == 404
 
 
+def test_the_chart_library_is_that_of_its_release_to_the_byte_with_its_licence_beside_it() -> None:
+    assert {name: hashlib.sha256(ASSETS[name].body).hexdigest() for name in UPLOT} == UPLOT
+    assert b"uPlot (v1.6.32)" in ASSETS["uplot.js"].body
+    assert "The MIT License" in (PAGE_FOLDER / "uplot.LICENSE").read_text()
+
+
 def test_every_file_that_the_page_names_is_there_and_every_module_is_loaded_early() -> None:
     index = ASSETS[INDEX].body.decode()
     named = set(re.findall(r'(?:href|src)="/edgefl/page/([^"]+)"', index))
@@ -330,6 +342,7 @@ def test_every_file_that_the_page_names_is_there_and_every_module_is_loaded_earl
 @pytest.mark.parametrize("name", sorted(ASSETS))
 def test_no_file_needs_another_network_or_makes_markup_of_text(name: str) -> None:
     text = ASSETS[name].body.decode().replace("http://www.w3.org/2000/svg", "")
+    text = text.replace("https://github.com/leeoniya/uPlot", "")  # its name, in a comment
     assert not re.search(r"https?://|\b(?:innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval)\b", text)
     if name.endswith(".html"):
         assert not re.search(r"<script(?![^>]*src=)|\sstyle=|\son\w+=", text)

@@ -11,11 +11,11 @@ import pytest
 from edgefl.coordinator.api import feed as feed_response
 from edgefl.coordinator.api import feed as feeds
 from edgefl.coordinator.api.feed import Feed, FeedClient, FeedResponse
-from edgefl.coordinator.api.feed_state import FeedState
+from edgefl.coordinator.api.feed_state import MAX_ATTENTION, FeedState, list_attention, make_device_row
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.errors import NetworkError, StoreError
-from edgefl.core.protocol import Heartbeat, StatusMessage
+from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat, StatusMessage
 from edgefl.storage.repositories.records import EvaluationRow, RunStatus
 from edgefl.storage.store import Store
 
@@ -280,6 +280,47 @@ def test_a_device_that_left_says_since_when_and_one_that_was_removed_is_named(si
         assert news["removed"] == ["c"]
 
     told(story)
+
+
+def test_what_needs_attention_is_told_the_worst_first_and_no_more_than_a_page_can_show(site: Site) -> None:
+    async def story() -> None:
+        page = Page(site.feed)
+        assert (await page.next())[2]["attention"] == []
+        site.beat("a", temperature_c=81.0, throttled="under-voltage,capped")
+        site.beat("b")
+        site.registry.record_status("b", StatusMessage(state="offline", boot_id="b", session_no=1))
+        site.begin_run()
+        site.store.set_run_status("r", RunStatus.RUNNING, at=2.0, reason="waits for 2 more devices")
+        site.update()
+        rows = (await page.next())[2]["attention"]
+        assert [(row.get("device_id") or row.get("run_id"), row["text"]) for row in rows] == [
+            ("r", "waits for 2 more devices"),
+            ("a", "throttled: under-voltage, capped"),
+            ("a", "hot: 81 °C"),
+            ("b", "offline"),
+        ]
+
+    told(story)
+    crowd = [{"device_id": str(n), "presence": "offline" if n < 50 else "gone", "since": 5.0} for n in range(60)]
+    crowd[7]["cloned"] = "two boards share its card"
+    rows = list_attention(crowd, [])
+    assert len(rows) == MAX_ATTENTION
+    assert [row["level"] for row in rows] == ["bad"] * 11 + ["warn"] * 19
+    assert rows[0] == {"device_id": "7", "level": "bad", "text": "two boards share its card", "at": 5.0}
+    assert rows[-1] == {"level": "warn", "text": f"{61 - MAX_ATTENTION + 1} more"}
+
+
+def test_a_board_says_what_it_is_and_the_evaluator_of_the_coordinator_is_none(site: Site) -> None:
+    facts = {"family": "pi", "model": "Raspberry Pi 5", "libraries": {"edgefl-fleet": "0.2.0"}}
+    site.registry.add("a", node_id=1, role="trainer", groups=(), examples={"digits": 5}, facts=facts)
+    site.registry.add(EVALUATOR_NAME, node_id=9, role="evaluator", groups=(), examples={"digits": 7, "mnist": 3})
+    rows = {row["device_id"]: row for row in (make_device_row(site.registry, name) for name in ("a", EVALUATOR_NAME))}
+    assert [rows["a"][name] for name in ("model", "version", "examples")] == ["Raspberry Pi 5", "0.2.0", 5]
+    assert "built_in" not in rows["a"]
+    assert (rows[EVALUATOR_NAME]["built_in"], rows[EVALUATOR_NAME]["examples"]) == (True, 10)
+    for libraries in (None, [], {"edgefl-fleet": 7}):
+        site.registry.add("a", node_id=1, role="trainer", groups=(), examples={}, facts={"libraries": libraries})
+        assert "version" not in make_device_row(site.registry, "a")
 
 
 def test_whatever_a_name_holds_the_message_stays_one_line(site: Site) -> None:

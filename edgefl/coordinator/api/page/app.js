@@ -2,6 +2,7 @@
 
 import { Feed } from "./api.js";
 import { auditView } from "./audit.js";
+import { compareView } from "./compare.js";
 import { deviceView } from "./device.js";
 import { afterSignIn, learnAccess, signIn, signOut } from "./dialogs.js";
 import { framed, h, replace, setText, visible } from "./dom.js";
@@ -13,7 +14,7 @@ import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 
 const HIDDEN_MS = 20000;
-const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", audit: "Audit trail", start: "Start a run" };
+const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", audit: "Audit trail", start: "Start a run", compare: "Compare runs" };
 const STATES = { live: "live", reconnecting: "reconnecting", refused: "sign in to read", paused: "paused" };
 
 const SIGN_IN_REFUSED = "The sign-in was refused: nobody gave this account a role here, it was revoked, or it took too long. Ask an admin of this fleet; the reason is among the events.";
@@ -29,10 +30,10 @@ function route() {
 }
 
 function show() {
-  const [name, id] = route();
+  const [name, id, ...more] = route();
   for (const entry of document.querySelectorAll("nav a")) {
     const part = entry.getAttribute("href").slice(2);
-    const isHere = part === name || (part === "fleet" && name === "devices") || (part === "runs" && name === "start");
+    const isHere = part === name || (part === "fleet" && name === "devices") || (part === "runs" && ["start", "compare"].includes(name));
     if (isHere) entry.setAttribute("aria-current", "page");
     else entry.removeAttribute("aria-current");
   }
@@ -48,11 +49,12 @@ function show() {
     return;
   }
   // A run, a device and the audit trail ask for what they show by themselves; the other views wait for the fleet.
-  if (!model.isLoaded && name !== "audit" && !(id && ["runs", "devices"].includes(name))) return;
+  if (!model.isLoaded && name !== "audit" && !(id && ["runs", "devices", "compare"].includes(name))) return;
   if (name === "fleet") view = fleetView(main);
   else if (name === "devices" && id) view = deviceView(main, id);
   else if (name === "runs" && id) view = runView(main, id);
   else if (name === "runs") view = runsView(main);
+  else if (name === "compare" && id) view = compareView(main, [id, ...more]);
   else if (name === "start") view = startView(main);
   else if (name === "audit") view = auditView(main);
   else if (name === "join") view = joinView(main);

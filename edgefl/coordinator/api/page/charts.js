@@ -1,174 +1,203 @@
-// Line charts in SVG: axes with units, a legend, and a reading line for mouse, finger and arrow keys.
+// Line charts, drawn by uPlot on a canvas: zoom by dragging, a double click shows all again. A chart reads its points
+// aloud by mouse, finger and arrow keys, and says in words whether it loads, failed or has nothing to show.
 
-import { extent, linear, niceTicks, timeTicks } from "./axes.js";
-import { framed, h, replace, s } from "./dom.js";
+import { framed, h, replace, s, setText } from "./dom.js";
+import { clock, seconds } from "./format.js";
 
-const MARGIN = { top: 10, right: 14, bottom: 38, left: 52 };
-const LETTER_PX = 6.4;
-const TICK_PX = { x: 84, y: 42 };
+const KEY_STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
+const MARKED_POINTS = 40;
+const charts = new Set();
 
-// `chart.show({ x, y, series })`: x and y are { label, format, isTime, min, max }; a series is
-// { name, tone, points: [[x, y], …], isDashed }. A point whose y is null breaks the line.
+// The canvas does not follow the theme by itself.
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.drawAnew()));
+
+// `chart.show({ x, y, series, marks })`: x and y are { label, name, format, exact, isTime, isClock, min, max }; a series
+// is { name, tone, points: [[x, y], …], isDashed }, all with x ascending; a mark is { y, text } or { x, text }. A point
+// whose y is null is skipped. Charts of one `group` share cursor and zoom.
 export class LineChart {
-  constructor(title, { height = 230, empty = "Nothing to draw yet." } = {}) {
-    this.height = height;
-    this.svg = s("svg", { class: "chart", tabindex: "0", role: "img" });
+  constructor(title, { height = 220, group = null } = {}) {
+    Object.assign(this, { title, height, group, data: null, plot: null, isZoomed: false });
+    this.frame = h("div", { class: "plot", tabindex: "0", role: "img" });
     this.reading = h("p", { class: "reading", "aria-live": "off" }, "\u00a0");
     this.legend = h("ul", { class: "legend" });
-    this.empty = h("p", { class: "quiet empty" }, empty);
+    this.note = h("p", { class: "state quiet" }, "Loading…");
     this.heading = h("figcaption", {}, title);
-    this.frame = h("div", { class: "plot" }, this.svg);
-    this.element = h("figure", {}, h("div", { class: "figure-head" }, this.heading, this.legend), this.frame, this.reading, this.empty);
-    this.title = title;
-    this.data = null;
-    this.index = null;
+    this.element = h("figure", {}, h("div", { class: "figure-head" }, this.heading, this.legend), this.frame, this.reading, this.note);
+    this.frame.hidden = this.reading.hidden = true;
     this.draw = framed(() => this.drawNow());
-    new ResizeObserver(this.draw).observe(this.frame);
-    this.svg.addEventListener("pointermove", (event) => this.pointAt(event));
-    this.svg.addEventListener("pointerleave", () => this.point(null));
-    this.svg.addEventListener("blur", () => this.point(null));
-    this.svg.addEventListener("keydown", (event) => this.key(event));
+    new ResizeObserver(() => this.resize()).observe(this.element);
+    this.frame.addEventListener("keydown", (event) => this.key(event));
+    this.frame.addEventListener("blur", () => this.plot?.setCursor({ left: -10, top: -10 }));
   }
 
-  show(data) {
-    this.data = data;
+  // Without data there is one line of text: that it loads, why it failed, or why there is nothing.
+  say(text, isError = false) {
+    this.data = null;
+    setText(this.note, text);
+    this.note.className = `state ${isError ? "error" : "quiet"}`;
+    this.note.hidden = false;
+    this.frame.hidden = this.reading.hidden = true;
+    replace(this.legend);
+  }
+
+  show(data, empty = "No values yet.") {
+    const drawn = data.series.filter((line) => line.points.some((point) => isKnown(point[1])));
+    if (!drawn.length) {
+      this.say(empty);
+      return;
+    }
+    this.data = { marks: [], ...data, drawn };
     this.draw();
   }
 
   drawNow() {
     if (!this.data) return;
-    const { x, y, series } = this.data;
-    const drawn = series.filter((line) => line.points.some((point) => point[1] !== null && point[1] !== undefined));
-    this.empty.hidden = drawn.length > 0;
-    this.frame.hidden = this.reading.hidden = drawn.length === 0;
-    replace(this.legend, series.length > 1 ? series.map((line) => h("li", {}, swatch(line), line.name)) : []);
-    if (!drawn.length) return;
-    const width = Math.max(240, this.frame.clientWidth);
-    const points = drawn.flatMap((line) => line.points);
-    const xs = padded(extent(points.map((point) => point[0])), x, 0);
-    const ys = padded(extent(points.map((point) => point[1])), y, 0.06);
-    const yTicks = niceTicks(ys[0], ys[1], (this.height - MARGIN.top - MARGIN.bottom) / TICK_PX.y);
-    const labels = yTicks.map((tick) => y.format(tick));
-    this.left = Math.max(MARGIN.left, 31 + LETTER_PX * Math.max(...labels.map((text) => text.length)));
-    const xTicks = (x.isTime ? timeTicks : niceTicks)(xs[0], xs[1], (width - this.left - MARGIN.right) / TICK_PX.x)
-      .filter((tick) => !x.isWhole || Number.isInteger(tick));
-    this.toX = linear(xs, [this.left, width - MARGIN.right]);
-    this.toY = linear(ys, [this.height - MARGIN.bottom, MARGIN.top]);
-    this.drawn = drawn;
-    this.svg.setAttribute("viewBox", `0 0 ${width} ${this.height}`);
-    this.svg.setAttribute("height", this.height);
-    this.svg.setAttribute("aria-label", this.summary());
-    this.cursor = s("g", { class: "cursor" });
-    replace(this.svg, this.grid(width, xTicks, yTicks), drawn.map((line) => this.line(line)), this.cursor);
-    if (this.index !== null) this.point(Math.min(this.index, drawn[0].points.length - 1));
+    const { drawn, series } = this.data;
+    this.note.hidden = true;
+    this.frame.hidden = this.reading.hidden = false;
+    replace(this.legend, series.length > 1 ? drawn.map((line) => h("li", {}, swatch(line), line.name)) : []);
+    const table = uPlot.join(drawn.map((line) => columns(line.points)));
+    const shape = JSON.stringify([this.data.x.label, this.data.y.label, drawn.map((line) => [line.name, line.tone, line.points.length <= MARKED_POINTS])]);
+    this.frame.setAttribute("aria-label", this.summary());
+    this.element.dataset.points = table[0].length;
+    if (this.plot && this.shape === shape) {
+      // Someone who has zoomed in stays there.
+      this.plot.setData(table, !this.isZoomed);
+      return;
+    }
+    this.shape = shape;
+    this.plot?.destroy();
+    this.plot = new uPlot(this.options(), table, this.frame);
+    charts.add(this);
   }
 
-  grid(width, xTicks, yTicks) {
-    const { x, y } = this.data;
-    const bottom = this.height - MARGIN.bottom;
-    const group = s("g", { class: "axes" });
-    for (const tick of yTicks) {
-      const at = this.toY(tick);
-      group.append(s("line", { x1: this.left, x2: width - MARGIN.right, y1: at, y2: at }));
-      group.append(s("text", { x: this.left - 7, y: at + 4, "text-anchor": "end" }, y.format(tick)));
-    }
-    const step = xTicks.length > 1 ? xTicks[1] - xTicks[0] : undefined;
-    for (const tick of xTicks) {
-      const at = this.toX(tick);
-      group.append(s("line", { class: "tick", x1: at, x2: at, y1: bottom, y2: bottom + 4 }));
-      const anchor = at > width - 30 ? "end" : at < this.left + 12 ? "start" : "middle";
-      group.append(s("text", { x: at, y: bottom + 16, "text-anchor": anchor }, x.format(tick, step)));
-    }
-    group.append(s("line", { class: "base", x1: this.left, x2: width - MARGIN.right, y1: bottom, y2: bottom }));
-    group.append(s("text", { class: "label", x: (this.left + width - MARGIN.right) / 2, y: this.height - 5, "text-anchor": "middle" }, x.label));
-    const middle = (MARGIN.top + bottom) / 2;
-    group.append(s("text", { class: "label", x: 11, y: middle, "text-anchor": "middle", transform: `rotate(-90 11 ${middle})` }, y.label));
-    return group;
+  drawAnew() {
+    this.shape = "";
+    this.drawNow();
   }
 
-  line(line) {
-    const group = s("g", { class: `line ${line.tone}${line.isDashed ? " dashed" : ""}` });
-    const pieces = [];
-    let isOpen = false;
-    for (const [px, py] of line.points) {
-      if (py === null || py === undefined) {
-        isOpen = !line.breaks && isOpen;
-        continue;
+  resize() {
+    if (!this.frame.isConnected) charts.delete(this);
+    else if (this.plot && !this.frame.hidden && this.frame.clientWidth !== this.plot.width) this.plot.setSize({ width: this.frame.clientWidth, height: this.height });
+  }
+
+  options() {
+    const { x, y, drawn } = this.data;
+    const style = getComputedStyle(this.element);
+    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
+    const font = `${style.getPropertyValue("--small-px")} ${style.fontFamily}`;
+    const axis = { stroke: colour("quiet"), font, labelFont: font, labelSize: 16, labelGap: 2, grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule"), width: 1, size: 4 } };
+    const isCoarse = matchMedia("(pointer: coarse)").matches;
+    return {
+      width: Math.max(200, this.frame.clientWidth), height: this.height, padding: [8, 14, 0, 0], legend: { show: false },
+      cursor: { y: false, drag: { x: !isCoarse, y: false }, points: { size: 8 }, ...(this.group ? { sync: { key: this.group, setSeries: false, scales: ["x", null] } } : {}) },
+      scales: { x: { time: false, range: (plot, low, high) => (high > low ? [low, high] : [low - 0.5, high + 0.5]) }, y: { range: (plot, low, high) => padded(low, high, y, this.data.marks) } },
+      axes: [
+        { ...axis, label: x.label, grid: { show: false }, size: 32, space: 80, values: (plot, ticks) => ticks.map((tick) => (x.isWhole && !Number.isInteger(tick) ? "" : x.format(tick, ticks[1] - ticks[0]))), ...(x.isTime ? { incrs: TIME_STEPS } : {}) },
+        { ...axis, label: y.label, space: 34, values: (plot, ticks) => ticks.map((tick) => y.format(tick)), size: (plot, values) => Math.max(40, 16 + 6.6 * Math.max(...(values ?? [""]).map((text) => text.length))) },
+      ],
+      series: [{}, ...drawn.map((line) => ({ label: line.name, stroke: colour(`tone-${line.tone}`), width: 1.7, dash: line.isDashed ? [5, 3] : undefined, spanGaps: true, points: { show: line.points.length <= MARKED_POINTS, size: 5 } }))],
+      hooks: {
+        setCursor: [() => this.read()],
+        setScale: [(plot, key) => {
+          if (key === "x") this.isZoomed = plot.scales.x.min > plot.data[0][0] || plot.scales.x.max < plot.data[0].at(-1);
+        }],
+        draw: [(plot) => this.drawMarks(plot, colour)],
+      },
+    };
+  }
+
+  // Targets as lines, best values as rings.
+  drawMarks(plot, colour) {
+    const { ctx, bbox } = plot;
+    const scale = devicePixelRatio;
+    ctx.save();
+    ctx.fillStyle = ctx.strokeStyle = colour("ink");
+    ctx.lineWidth = scale;
+    ctx.font = `${11 * scale}px ${getComputedStyle(this.element).fontFamily}`;
+    for (const mark of this.data?.marks ?? []) {
+      const top = plot.valToPos(mark.y, "y", true);
+      ctx.beginPath();
+      if (mark.x === undefined) {
+        ctx.setLineDash([3 * scale, 4 * scale]);
+        ctx.moveTo(bbox.left, top);
+        ctx.lineTo(bbox.left + bbox.width, top);
+        ctx.textAlign = "right";
+        ctx.fillText(mark.text, bbox.left + bbox.width - 4 * scale, top - 4 * scale);
+      } else {
+        const left = plot.valToPos(mark.x, "x", true);
+        if (left < bbox.left || left > bbox.left + bbox.width) continue;
+        ctx.setLineDash([]);
+        ctx.arc(left, top, 4.5 * scale, 0, 2 * Math.PI);
+        ctx.textAlign = left > bbox.left + bbox.width / 2 ? "right" : "left";
+        ctx.fillText(mark.text, left + (ctx.textAlign === "right" ? -8 : 8) * scale, top + 14 * scale);
       }
-      pieces.push(`${isOpen ? "L" : "M"}${this.toX(px).toFixed(1)} ${this.toY(py).toFixed(1)}`);
-      isOpen = true;
+      ctx.stroke();
     }
-    group.append(s("path", { d: pieces.join("") }));
-    const known = line.points.filter((point) => point[1] !== null && point[1] !== undefined);
-    if (known.length <= 40) known.forEach((point) => group.append(s("circle", { cx: this.toX(point[0]), cy: this.toY(point[1]), r: known.length > 1 ? 1.8 : 3 })));
-    return group;
+    ctx.restore();
   }
 
   summary() {
-    const { x, y } = this.data;
-    const told = this.drawn.map((line) => {
-      const known = line.points.filter((point) => point[1] !== null && point[1] !== undefined);
-      const [low, high] = extent(known.map((point) => point[1]));
-      return `${line.name}: newest ${y.format(known.at(-1)[1])}, from ${y.format(low)} to ${y.format(high)}`;
+    const { x, y, drawn, marks } = this.data;
+    const told = drawn.map((line) => {
+      const known = line.points.map((point) => point[1]).filter(isKnown);
+      const [low, high] = known.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+      const format = y.exact ?? y.format;
+      return `${line.name}: newest ${format(known.at(-1))}, from ${format(low)} to ${format(high)}`;
     });
-    return `${this.title}, ${y.label} by ${x.label}. ${told.join("; ")}. Arrow keys read single points.`;
-  }
-
-  pointAt(event) {
-    if (!this.drawn?.length) return;
-    const box = this.svg.getBoundingClientRect();
-    const at = ((event.clientX - box.left) / box.width) * this.svg.viewBox.baseVal.width;
-    const points = this.drawn[0].points;
-    let best = 0;
-    points.forEach((point, index) => {
-      if (Math.abs(this.toX(point[0]) - at) < Math.abs(this.toX(points[best][0]) - at)) best = index;
-    });
-    this.point(best);
+    return `${this.title}, ${y.label} by ${x.label}. ${[...told, ...marks.map((mark) => mark.text)].join("; ")}. Arrow keys read single points.`;
   }
 
   key(event) {
-    const count = this.drawn?.[0]?.points.length ?? 0;
-    const steps = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -count, End: count };
-    if (!count || !(event.key in steps)) return;
+    if (event.key === "Escape" && this.plot) this.plot.setData(this.plot.data, true);
+    if (!this.plot || !(event.key in KEY_STEPS)) return;
     event.preventDefault();
     this.reading.setAttribute("aria-live", "polite");
-    this.point(Math.max(0, Math.min(count - 1, (this.index ?? count) + steps[event.key])));
+    const last = this.plot.data[0].length - 1;
+    const index = Math.max(0, Math.min(last, (this.plot.cursor.idx ?? last + 1) + KEY_STEPS[event.key]));
+    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][index], "x"), top: this.height / 2 });
   }
 
-  point(index) {
-    this.index = index;
-    if (!this.drawn?.length || !this.cursor) return;
-    if (index === null) {
-      replace(this.cursor);
-      replace(this.reading, "\u00a0");
+  read() {
+    const index = this.plot?.cursor.idx;
+    if (!this.data || index === null || index === undefined) {
+      setText(this.reading, "\u00a0");
       return;
     }
-    const { x, y } = this.data;
-    const at = this.drawn[0].points[index][0];
-    const px = this.toX(at);
-    replace(this.cursor, s("line", { x1: px, x2: px, y1: MARGIN.top, y2: this.height - MARGIN.bottom }));
-    const told = [];
-    for (const line of this.drawn) {
-      const value = line.points.find((point) => point[0] === at)?.[1];
-      if (value === null || value === undefined) continue;
-      this.cursor.append(s("circle", { class: line.tone, cx: px, cy: this.toY(value), r: 4 }));
-      told.push(`${line.name} ${(y.exact ?? y.format)(value)}`);
-    }
-    replace(this.reading, `${x.name ?? x.label} ${(x.exact ?? x.format)(at)}: ${told.join(", ") || "not known"}`);
+    const { x, y, drawn } = this.data;
+    const at = this.plot.data[0][index];
+    const told = drawn.map((line, number) => [line.name, this.plot.data[number + 1][index]]).filter(([, value]) => isKnown(value))
+      .map(([name, value]) => `${name} ${(y.exact ?? y.format)(value)}`);
+    setText(this.reading, `${x.name} ${(x.exact ?? x.format)(at)}: ${told.join(", ") || "not known"}`);
   }
 }
 
 export function swatch(line) {
-  return s("svg", { class: `swatch line ${line.tone}${line.isDashed ? " dashed" : ""}`, width: 22, height: 10, viewBox: "0 0 22 10", "aria-hidden": "true" },
+  return s("svg", { class: `swatch tone-${line.tone}${line.isDashed ? " dashed" : ""}`, width: 22, height: 10, viewBox: "0 0 22 10", "aria-hidden": "true" },
     s("path", { d: "M1 5H21" }));
 }
 
-function padded(found, axis, share) {
-  let [low, high] = found;
-  const room = (high - low || Math.abs(high) || 1) * share;
-  low = axis.min ?? low - room;
-  high = Math.max(axis.max ?? -Infinity, high + room);
-  if (axis.most !== undefined) high = Math.min(high, axis.most);
-  if (axis.least !== undefined) low = Math.max(low, axis.least);
+const TIME_STEPS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+
+// Axes of time: what the clock says, or how long after a start.
+export const CLOCK_AXIS = { label: "time", name: "at", format: clock, exact: (value) => clock(value, 1), isTime: true };
+export const DURATION_AXIS = { label: "time since the first round began", name: "after", format: seconds, isTime: true };
+
+function isKnown(value) {
+  return value !== null && value !== undefined;
+}
+
+function columns(points) {
+  return [points.map((point) => point[0]), points.map((point) => point[1] ?? null)];
+}
+
+function padded(low, high, axis, marks) {
+  if (low === null) return [0, 1];
+  const lines = marks.filter((mark) => mark.x === undefined).map((mark) => mark.y);
+  low = axis.min ?? Math.min(low, ...lines);
+  high = Math.max(axis.max ?? -Infinity, high, ...lines);
+  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  if (axis.min === undefined) low = Math.max(axis.least ?? -Infinity, low - room);
+  high = Math.min(axis.most ?? Infinity, high + room);
   return high > low ? [low, high] : [low, low + 1];
 }

@@ -1,17 +1,17 @@
-// One device: how it feels, what it has done lately, what it can do; and letting it rest.
+// One device: its state, what it has done lately, what it can do, its log; draining and removing it.
 
-import { get, post } from "./api.js";
-import { LineChart } from "./charts.js";
-import { act } from "./dialogs.js";
-import { button, h, link, replace, toast, visible } from "./dom.js";
-import { bytes, clock, count, exactClock, moment, percent, plain, seconds, shortHash, words } from "./format.js";
-import { presence, temperature, work } from "./fleet.js";
+import { get } from "./api.js";
+import { CLOCK_AXIS, LineChart } from "./charts.js";
+import { button, h, link, refresh, replace, toast, visible } from "./dom.js";
+import { bytes, count, moment, percent, plain, seconds, shortHash, words } from "./format.js";
+import { deviceActions, presence, temperature, work } from "./fleet.js";
 import { model } from "./model.js";
-import { eventList } from "./now.js";
-import { facts } from "./run.js";
+import { eventList } from "./events.js";
+import { facts, section } from "./run.js";
+import { scroller } from "./tables.js";
 
 const NUM_BEATS = 720;
-const NUM_ROWS = 25;
+const NUM_ROWS = 12;
 
 function number(text) {
   return h("td", { class: "number" }, text);
@@ -20,12 +20,12 @@ function number(text) {
 export function deviceView(root, deviceId) {
   const head = h("div", { class: "head" });
   const numbers = h("div");
-  const time = { label: "time", name: "at", format: clock, exact: exactClock, isTime: true };
-  const heat = new LineChart("Temperature", { height: 190, empty: "This board has told no temperature yet." });
-  const load = new LineChart("Load", { height: 190 });
+  const heat = new LineChart("Temperature", { height: 190, group: `device-${deviceId}` });
+  const load = new LineChart("Load", { height: 190, group: `device-${deviceId}` });
   const done = h("div");
   const events = h("div");
   const abilities = h("tbody");
+  const log = h("div");
   let shown = "";
   let seen = "";
   let lastEvent = null;
@@ -38,22 +38,36 @@ export function deviceView(root, deviceId) {
     replace(abilities, rows);
     deployed = found.model ? shortHash(found.model) : null;
     replace(root, head, numbers, h("div", { class: "charts" }, heat.element, load.element),
-      h("section", {}, h("h2", {}, "Newest assignments"), done), h("section", {}, h("h2", {}, "Events"), events),
-      h("details", {}, h("summary", {}, "What it is and can do"), h("div", { class: "scroll" }, h("table", { class: "settings" }, abilities))));
+      section("Newest assignments", done), section("Events", events),
+      h("details", {}, h("summary", {}, "Capabilities"), scroller(h("table", { class: "settings" }, abilities), "Capabilities")),
+      h("details", { ontoggle: (event) => event.target.open && loadLog() }, h("summary", {}, "Log"), log));
     draw();
     loadPast();
-  }, (error) => replace(root, h("h1", {}, "No such device"), h("p", { class: "error" }, error.message)));
+  }, (error) => replace(root, h("h1", {}, error.status === 404 ? "No such device" : "The device could not be loaded"),
+    h("p", {}, error.status === 404 ? `No device ${deviceId} is in this fleet; it may have been removed.` : error.message), h("p", {}, link(["fleet"], "To the fleet", { class: "button" }))));
+
+  // Asked of the board itself.
+  async function loadLog() {
+    replace(log, h("p", { class: "quiet" }, "Loading…"));
+    try {
+      const { rows } = await get(`${path}/logs`);
+      replace(log, rows.length ? h("pre", { class: "file", tabindex: "0", "aria-label": "Log" }, rows.map((row) => `${moment(row.at)} ${row.level} ${row.message}\n`)) : h("p", { class: "quiet" }, "It has logged nothing yet."));
+    } catch (error) {
+      replace(log, h("p", { class: "error" }, error.message), button("Try again", loadLog));
+    }
+  }
 
   async function loadPast() {
     try {
       const [beats, updates, happened] = await Promise.all([
         get("history/heartbeats", { device: deviceId, limit: NUM_BEATS }), get("history/updates", { device: deviceId, limit: NUM_ROWS }), get("history/events", { device: deviceId, limit: NUM_ROWS })]);
       const points = (name, factor = 1) => beats.rows.map((row) => [row.at, row[name] === null ? null : row[name] * factor]);
-      heat.show({ x: time, y: { label: "temperature, °C", format: (value) => String(value), exact: (value) => `${value.toFixed(1)} °C` }, series: [{ name: "processor", tone: "a", points: points("temperature_c") }] });
-      load.show({ x: time, y: { label: "share in use, %", format: (value) => String(value), exact: (value) => `${Math.round(value)} %`, min: 0, max: 100, most: 100 }, series: [{ name: "CPU", tone: "a", points: points("cpu_fraction", 100) }, { name: "memory", tone: "b", isDashed: true, points: points("memory_fraction", 100) }] });
+      heat.show({ x: CLOCK_AXIS, y: { label: "temperature, °C", format: String, exact: (value) => `${value.toFixed(1)} °C` }, series: [{ name: "processor", tone: "a", points: points("temperature_c") }] }, "This board has no temperature sensor.");
+      load.show({ x: CLOCK_AXIS, y: { label: "share in use, %", format: String, exact: (value) => `${Math.round(value)} %`, min: 0, most: 100 }, series: [{ name: "CPU", tone: "a", points: points("cpu_fraction", 100) }, { name: "memory", tone: "b", isDashed: true, points: points("memory_fraction", 100) }] }, "No heartbeat was recorded yet.");
       drawUpdates(updates.rows);
       replace(events, eventList([...happened.rows].reverse()));
     } catch (error) {
+      for (const chart of [heat, load]) if (!chart.data) chart.say(error.message, true);
       toast(error.message, "bad");
     }
   }
@@ -64,12 +78,12 @@ export function deviceView(root, deviceId) {
       return;
     }
     const columns = ["Run", "Round", "Outcome", "Computing", "Sending", "Waiting", "Up", "Down", "Loss"];
-    replace(done, h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Newest assignments"),
+    replace(done, scroller(h("table", {}, h("caption", { class: "unseen" }, "Newest assignments"),
       h("thead", {}, h("tr", {}, columns.map((text, index) => h("th", { scope: "col", class: index === 0 || index === 2 ? null : "number" }, text)))),
       h("tbody", {}, [...rows].reverse().map((row) => h("tr", {}, h("th", { scope: "row" }, link(["runs", row.run_id], model.runs.get(row.run_id)?.name ?? row.run_id)),
         number(count(row.round)), h("td", { class: row.outcome && row.outcome !== "used" ? "warn" : null, title: row.reason }, row.outcome ?? "outstanding"),
         number(seconds(row.compute_s)), number(seconds(row.send_s)), number(seconds(row.wait_s)), number(bytes(row.bytes_up)), number(bytes(row.bytes_down)),
-        number(row.loss === null ? "–" : row.loss.toPrecision(3))))))));
+        number(row.loss === null ? "–" : row.loss.toPrecision(3)))))), "Newest assignments"));
   }
 
   function draw() {
@@ -77,26 +91,21 @@ export function deviceView(root, deviceId) {
     document.title = visible(`${deviceId} · edgefl`);
     if (!row && !model.isLoaded) return;
     if (!row) {
-      replace(head, h("div", {}, h("h1", {}, deviceId), h("p", { class: "quiet" }, "This device is not in the fleet any more.")));
+      replace(head, h("div", {}, h("h1", {}, deviceId), h("p", {}, "This device is not in the fleet any more. ", link(["fleet"], "To the fleet"))));
       return;
     }
     const state = JSON.stringify([row.presence, row.since, row.drained, model.acts]);
     if (state !== shown) {
       shown = state;
-      const isDrained = Boolean(row.drained);
-      const go = () => act(async () => {
-        await post(`${path}/${isDrained ? "resume" : "drain"}`);
-        toast(isDrained ? `${deviceId} gets work again.` : `${deviceId} finishes what it has and gets no more work.`);
-      });
       replace(head, h("div", {}, h("h1", {}, deviceId, " ", presence(row)), h("p", { class: "minor" }, row.model ?? "")),
-        h("p", { class: "actions" }, row.presence === "never seen" && !isDrained ? null : button(isDrained ? "Give it work again" : "Drain", go, { class: isDrained ? "primary" : null })));
+        h("p", { class: "actions" }, row.built_in ? null : deviceActions([deviceId], (verb) => { if (verb === "remove") location.hash = "#/fleet"; })));
     }
     const now = JSON.stringify([row, deployed]);
     if (now === seen) return;
     seen = now;
-    replace(numbers, facts([["A copy of it", row.cloned ? h("span", { class: "warn" }, row.cloned) : null], ["At work on", work(row)], ["Temperature", temperature(row)], ["Held back by", row.throttled?.replaceAll(",", ", ") ?? "nothing"], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)],
+    refresh(numbers, facts([["A copy of it", row.cloned ? h("span", { class: "warn" }, row.cloned) : null], ["Current run", work(row)], ["Temperature", row.temperature_c === undefined ? null : temperature(row)], ["Throttling", row.throttled ? h("span", { class: "warn" }, row.throttled.replaceAll(",", ", ")) : null], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)],
       ["Power", row.power_w === undefined ? null : `${row.power_w.toFixed(1)} W`], ["Battery", row.battery_fraction === undefined ? null : percent(row.battery_fraction)],
-      ["An iteration", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Tasks", row.tasks?.join(", ") ?? "no shard"],
+      ["Step time", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Examples", row.examples ? count(row.examples) : null], ["Tasks", row.tasks?.join(", ") ?? "no shard"],
       ["Deployed model", deployed]]));
   }
 

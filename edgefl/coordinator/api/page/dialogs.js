@@ -22,7 +22,7 @@ export function signIn(why) {
     h("h2", {}, "Sign in"), h("p", {}, why),
     model.openid ? h("p", {}, h("a", { class: "button primary", href: "/edgefl/v1/sign-in" }, `Sign in with ${model.openid}`)) : null,
     h("label", { for: "token" }, "Access token"), input,
-    h("p", { class: "quiet" }, "Printed by ", h("code", {}, "edgefl coordinator user add"), "; that of ", h("code", {}, "coordinator init"), " is in operator.toml. The page forgets it at once and keeps a session of 12 hours."),
+    h("p", { class: "quiet" }, "Printed by ", h("code", {}, "edgefl coordinator user add"), "; the first one is in ", h("code", {}, "~/.config/edgefl/operator.toml"), " of the user who ran ", h("code", {}, "edgefl coordinator init"), ". The page forgets it at once and keeps a session of 12 hours."),
     wrong, h("p", { class: "actions" }, h("button", { type: "submit", class: model.openid ? null : "primary" }, "Sign in"), button("Cancel", () => dialog.close())));
   const dialog = show(form);
   form.addEventListener("submit", async (event) => {

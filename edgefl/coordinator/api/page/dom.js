@@ -36,6 +36,12 @@ export function replace(element, ...children) {
   return element;
 }
 
+// The same, but only where something has changed, so that the focus stays where it is.
+export function refresh(element, ...children) {
+  const fresh = replace(element.cloneNode(false), ...children);
+  if (!fresh.isEqualNode(element)) element.replaceChildren(...fresh.childNodes);
+}
+
 export function setText(element, text) {
   const safe = visible(text);
   if (element.textContent !== safe) element.textContent = safe;

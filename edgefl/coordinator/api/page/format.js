@@ -31,8 +31,8 @@ export function percent(fraction) {
   return fraction === null || fraction === undefined ? "–" : `${Math.round(fraction * 100)} %`;
 }
 
-export function accuracy(value) {
-  return value === null || value === undefined ? "–" : value.toFixed(4);
+export function accuracy(value, places = 1) {
+  return value === null || value === undefined ? "–" : `${(value * 100).toFixed(places)} %`;
 }
 
 export function celsius(value) {
@@ -44,22 +44,21 @@ export function count(value) {
 }
 
 const DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short" });
+const LONG_DAY = new Intl.DateTimeFormat("en-GB", { day: "numeric", month: "short", year: "numeric" });
 const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 const SHORT_CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
 
+// A date with its time: a time alone is a riddle on the next day.
 export function moment(unixS) {
   if (unixS === null || unixS === undefined) return "–";
   const date = new Date(unixS * 1000);
-  const isToday = date.toDateString() === new Date().toDateString();
-  return isToday ? CLOCK.format(date) : `${DAY.format(date)} ${SHORT_CLOCK.format(date)}`;
+  const isThisYear = date.getFullYear() === new Date().getFullYear();
+  return `${(isThisYear ? DAY : LONG_DAY).format(date)} ${CLOCK.format(date)}`;
 }
 
 export function clock(unixS, stepS = 60) {
-  return (stepS < 60 ? CLOCK : SHORT_CLOCK).format(new Date(unixS * 1000));
-}
-
-export function exactClock(unixS) {
-  return CLOCK.format(new Date(unixS * 1000));
+  const date = new Date(unixS * 1000);
+  return stepS >= 43200 ? DAY.format(date) : (stepS < 60 ? CLOCK : SHORT_CLOCK).format(date);
 }
 
 export function words(slug) {

@@ -13,6 +13,7 @@ export const model = {
   devices: new Map(),
   runs: new Map(),
   events: [],
+  attention: [],
   liveRun: null,
   courses: new Map(),
   skewS: 0,
@@ -43,6 +44,7 @@ export function take(kind, news) {
     model.devices = new Map(news.devices.map((row) => [row.device_id, row]));
     model.runs = new Map(news.runs.map((row) => [row.run_id, row]));
     model.events = news.events;
+    model.attention = news.attention;
     model.liveRun = news.live_run;
     // After a gap, what is shown of runs may have gone on.
     if (model.isLoaded) for (const id of [...model.courses.keys()]) loadCourse(id);
@@ -58,6 +60,7 @@ export function take(kind, news) {
     model.runs.set(row.run_id, row);
   }
   if (news.events) model.events = [...model.events, ...news.events].slice(-KEPT_EVENTS);
+  if (news.attention) model.attention = news.attention;
   if ("live_run" in news) model.liveRun = news.live_run;
   for (const course of news.courses ?? []) takeCourse(course);
   tell("changes");
@@ -72,7 +75,7 @@ export function courseOf(runId) {
   return model.courses.get(runId);
 }
 
-async function loadCourse(runId) {
+export async function loadCourse(runId) {
   const path = `runs/${encodeURIComponent(runId)}`;
   const course = model.courses.get(runId);
   try {
@@ -147,11 +150,14 @@ export function courseRows(course) {
   return [...course.rows.values()].sort((a, b) => a.round - b.round);
 }
 
-export const HOT_C = 80;
-
-export function troubleOf(device) {
-  if (device.presence === "gone" || device.presence === "late") return device.presence;
-  if (device.throttled) return "throttled";
-  if ((device.temperature_c ?? 0) >= HOT_C) return "hot";
-  return "";
+export function newestRow(course) {
+  return course?.isLoaded && course.rows.size ? courseRows(course).at(-1) : null;
 }
+
+// The boards of the fleet: the coordinator's own evaluator is none of them.
+export function boards() {
+  return [...model.devices.values()].filter((row) => !row.built_in);
+}
+
+export const PRESENT = ["online", "late", "draining"];
+export const HOT_C = 80;

@@ -1,105 +1,118 @@
-// What matters now: the run that goes on, the state of the fleet, who needs a look, what happened last.
+// What matters now: the fleet and its run in four numbers, the run's curves, what needs attention, what happened last.
 
-import { h, link, replace } from "./dom.js";
-import { moment, words } from "./format.js";
-import { presence, temperature } from "./fleet.js";
-import { model, troubleOf } from "./model.js";
-import { RunCharts, runActions, runBar, runFacts } from "./run.js";
-import { status } from "./runs.js";
+import { h, link, refresh, replace } from "./dom.js";
+import { attentionList, eventList, isAlarming, kindOf } from "./events.js";
+import { accuracy, moment, seconds } from "./format.js";
+import { stateMark } from "./fleet.js";
+import { boards, courseOf, courseRows, model, PRESENT } from "./model.js";
+import { RunCharts, runActions, runBar, runFacts, runReason, section } from "./run.js";
+import { goalOf, progress, result, status, timeLeft } from "./runs.js";
 
-const SHOWN_TROUBLE = 10;
 const SHOWN_EVENTS = 12;
+const CHANGE_ROUNDS = 10;
 const STATES = ["online", "late", "draining", "gone", "offline", "never seen"];
 
 export function nowView(root) {
+  const [steps, tiles, fleetPart, attention, events] = Array.from({ length: 5 }, () => h("div"));
   const runPart = h("section", { "aria-label": "The run that goes on" });
-  const fleetPart = h("section", { "aria-label": "The fleet" });
-  const troublePart = h("section", { "aria-label": "Devices that need a look" });
-  const eventPart = h("section", { "aria-label": "Newest events" });
   let charts = null;
   let shown = "";
-  replace(root, h("h1", { class: "unseen" }, "Now"), runPart, h("div", { class: "columns" }, h("div", {}, fleetPart, troublePart), eventPart));
+  replace(root, h("h1", { class: "unseen" }, "Now"), steps, tiles, runPart,
+    h("div", { class: "columns" }, h("div", {}, section("Attention", attention), h("section", { "aria-label": "Fleet" }, h("h2", {}, link(["fleet"], "Fleet")), fleetPart)), section("Events", events)));
 
   function draw() {
-    drawRun();
+    const run = chosenRun();
+    const isNew = !boards().length || !model.runs.size;
+    refresh(steps, isNew ? firstSteps() : []);
+    refresh(tiles, isNew ? [] : tileRow(run));
+    drawRun(run);
     drawFleet();
-    drawTrouble();
-    drawEvents();
+    refresh(attention, attentionList(model.attention));
+    refresh(events, eventList([...model.events].reverse().slice(0, SHOWN_EVENTS)));
   }
 
-  function drawRun() {
-    const live = model.runs.get(model.liveRun);
-    // The last that went on, even if it did so for less than a second, of which nothing was told; none that only waits.
-    const lastAt = (row) => row.finished_at ?? row.started_at ?? 0;
-    const last = [...model.runs.values()].sort((a, b) => lastAt(b) - lastAt(a) || b.submitted_at - a.submitted_at)[0];
-    const run = live ?? last;
-    if (!run) {
-      replace(runPart, h("h2", {}, "No run yet"), h("p", {}, link(["start"], "Start a run", { class: "button primary" })));
-      return;
-    }
+  function drawRun(run) {
+    runPart.hidden = !run;
+    if (!run) return;
+    const isLive = run.run_id === model.liveRun;
     if (charts?.runId !== run.run_id) {
       charts = new RunCharts(run.run_id, { isShort: true });
       shown = "";
     }
-    const state = JSON.stringify([run.run_id, run.status, model.acts]);
+    const state = JSON.stringify([run.run_id, run.status, run.reason, model.acts]);
     if (state !== shown) {
       shown = state;
-      runPart.head = h("div", { class: "head" }, h("h2", {}, live ? "" : "Last run: ", link(["runs", run.run_id], run.name), " ", status(run)),
-        h("div", { class: "actions" }, live ? null : link(["start"], "Start a run", { class: "button primary" }), runActions(run, () => { shown = ""; draw(); })));
+      const start = isLive ? [] : [link(["start"], "Start a run", { class: "button primary" })];
+      const head = h("div", { class: "head" }, h("h2", { class: "large" }, isLive ? "" : "Last run: ", link(["runs", run.run_id], run.name), " ", status(run)),
+        runActions(run, () => { shown = ""; draw(); }, start));
       runPart.bar = h("div");
       runPart.numbers = h("div");
-      replace(runPart, runPart.head, runPart.bar, runPart.numbers, charts.element);
+      replace(runPart, head, runReason(run), runPart.bar, runPart.numbers, charts.element);
     }
-    replace(runPart.bar, live ? runBar(run) ?? [] : []);
+    refresh(runPart.bar, isLive ? runBar(run) ?? [] : []);
     charts.draw();
-    replace(runPart.numbers, runFacts(run));
+    refresh(runPart.numbers, runFacts(run, { isShort: true }));
   }
 
   function drawFleet() {
-    const all = [...model.devices.values()];
+    const all = boards();
     const numbers = STATES.map((state) => [state, all.filter((row) => row.presence === state).length]).filter((entry) => entry[1]);
     const bar = h("div", { class: "share", "aria-hidden": "true" }, numbers.map(([state, number]) => {
       const piece = h("i", { class: state.replace(" ", "-") });
       piece.style.flexGrow = String(number);
       return piece;
     }));
-    const told = numbers.map(([state, number]) => h("li", {}, h("b", {}, String(number)), " ", presence({ presence: state })));
     const atWork = all.filter((row) => row.run).length;
-    replace(fleetPart, h("h2", {}, link(["fleet"], "Fleet"), ` of ${all.length}`), numbers.length ? bar : [],
-      h("ul", { class: "counts" }, told, atWork ? h("li", {}, h("b", {}, String(atWork)), " at work") : []),
-      all.length ? [] : h("p", {}, "No device has joined yet. ", link(["join"], "Let one join")));
-  }
-
-  function drawTrouble() {
-    const rows = [...model.devices.values()].filter(troubleOf).sort((a, b) => (a.device_id < b.device_id ? -1 : 1));
-    if (!rows.length) {
-      replace(troublePart, h("h2", {}, "Needs a look"), h("p", { class: "quiet" }, model.devices.size ? "No device is late, gone, throttled or hot." : "–"));
-      return;
-    }
-    const lines = rows.slice(0, SHOWN_TROUBLE).map((row) => h("tr", {}, h("th", { scope: "row" }, link(["devices", row.device_id], row.device_id)),
-      h("td", {}, presence(row)), h("td", { class: "number" }, temperature(row)), h("td", {}, row.throttled ? h("span", { class: "warn" }, row.throttled.replaceAll(",", ", ")) : "")));
-    replace(troublePart, h("h2", {}, "Needs a look"), h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "unseen" }, "Devices that are late, gone, throttled or hot"),
-      h("thead", { class: "unseen" }, h("tr", {}, ["Device", "Presence", "Temperature", "Held back by"].map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, lines))),
-    rows.length > SHOWN_TROUBLE ? h("p", { class: "quiet" }, `and ${rows.length - SHOWN_TROUBLE} more in the `, link(["fleet"], "fleet")) : []);
-  }
-
-  function drawEvents() {
-    replace(eventPart, h("h2", {}, "Events"), eventList([...model.events].reverse().slice(0, SHOWN_EVENTS)));
+    refresh(fleetPart, all.length ? bar : h("p", { class: "quiet" }, "No board has joined yet."),
+      h("ul", { class: "counts" }, numbers.map(([state, number]) => h("li", {}, h("b", {}, String(number)), " ", stateMark(state), " ", state)), atWork ? h("li", {}, h("b", {}, String(atWork)), " at work") : []));
   }
 
   draw();
   return { update: draw };
 }
 
-// Beside its device or run, an event need not say what it is about.
-function kindOf(event) {
-  return event.kind.replace(event.device_id ? /^device-/ : event.run_id ? /^run-/ : /^$/, "");
+// The run that goes on, else the last that did, even if for less than a second, of which nothing was told.
+function chosenRun() {
+  const lastAt = (row) => row.finished_at ?? row.started_at ?? 0;
+  return model.runs.get(model.liveRun) ?? [...model.runs.values()].sort((a, b) => lastAt(b) - lastAt(a) || b.submitted_at - a.submitted_at)[0];
 }
 
-export function eventList(events) {
-  if (!events.length) return h("p", { class: "quiet" }, "Nothing has happened yet.");
-  return h("ol", { class: "events" }, events.map((event) => h("li", {},
-    h("time", { datetime: new Date(event.at * 1000).toISOString() }, moment(event.at)),
-    h("span", {}, event.device_id ? [link(["devices", event.device_id], event.device_id), " "] : [], event.run_id && !event.device_id ? [link(["runs", event.run_id], model.runs.get(event.run_id)?.name ?? event.run_id), " "] : [],
-      h("span", { class: /gone|lost|failed|flapping|cloned|quarantined|rejected|clipped|interrupted|paused|stalled|unavailable|dropped/.test(event.kind) ? "warn" : null }, words(kindOf(event))), event.message ? h("span", { class: "minor" }, ` ${event.message}`) : []))));
+function tile(name, value, more, kind = null) {
+  return h("div", { class: "tile" }, h("dt", {}, name), h("dd", { class: kind }, value, more ? h("span", { class: "minor" }, more) : null));
+}
+
+function tileRow(run) {
+  const all = boards();
+  const online = all.filter((row) => PRESENT.includes(row.presence)).length;
+  const course = run ? courseOf(run.run_id) : null;
+  const left = run ? timeLeft(run, course) : null;
+  const alert = model.events.findLast(isAlarming);
+  return h("dl", { class: "tiles" },
+    tile("Boards online", `${online} of ${all.length}`, model.attention.length ? `${model.attention.length} need attention` : "all is well", online < all.length ? "warn" : null),
+    run ? tile("Round", progress(run), left !== null ? `${seconds(left)} left` : goalOf(run) ? run.status : "no limit of rounds") : null,
+    run ? tile("Accuracy", accuracy(result(run)), change(course)) : null,
+    tile("Last alert", alert ? kindOf(alert) : "none", alert ? `${alert.device_id ?? ""} ${moment(alert.at)}`.trim() : null, alert ? "warn" : null));
+}
+
+// How much better than some rounds ago.
+function change(course) {
+  const known = course?.isLoaded ? courseRows(course).filter((row) => (row.accuracy ?? null) !== null) : [];
+  if (known.length < 2) return "";
+  const newest = known.at(-1);
+  const before = known.findLast((row) => row.round <= newest.round - CHANGE_ROUNDS) ?? known[0];
+  const points = 100 * (newest.accuracy - before.accuracy);
+  return `${points < 0 ? "−" : "+"}${Math.abs(points).toFixed(1)} in ${newest.round - before.round} rounds`;
+}
+
+// What a new owner does first; each step says whether it is done.
+function firstSteps() {
+  const numBoards = boards().length;
+  const hasTrainer = boards().some((row) => row.tasks?.length);
+  const step = (isDone, title, ...content) => h("li", { class: isDone ? "done" : null }, h("h3", {}, title, isDone ? h("span", { class: "minor" }, " done") : null), ...content);
+  return h("section", { "aria-label": "First steps" }, h("h1", {}, "Three steps to your first model"),
+    h("ol", { class: "steps" },
+      step(numBoards > 0, "Make a join token", h("p", {}, "It lets one board or more into this fleet. In a terminal: ", h("code", {}, "edgefl coordinator token")), numBoards ? null : h("p", {}, link(["join"], "Make a token", { class: "button primary" }))),
+      step(numBoards > 0, "Run its command on the board", h("p", {}, "The token comes as one command, ", h("code", {}, "edgefl device join …"), "; then ", h("code", {}, "edgefl device start"), "."),
+        h("p", { role: "status", class: numBoards ? null : "waits" }, numBoards ? `${numBoards} ${numBoards === 1 ? "board has" : "boards have"} joined.` : "Waiting for the first board…")),
+      step(model.runs.size > 0, "Start a run", h("p", {}, hasTrainer ? "The boards have data to train on." : "As soon as a board has joined with a shard."), numBoards ? h("p", {}, link(["start"], "Start a run", { class: "button primary" })) : null)));
 }

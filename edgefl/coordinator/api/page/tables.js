@@ -1,10 +1,11 @@
-// A table that sorts by its headings, shows a hundred rows at first, and changes cells in place.
+// A table that sorts by its headings, shows a hundred rows at first, changes cells in place, and hides a column that
+// nobody fills.
 
 import { button, h, replace } from "./dom.js";
 
 const FIRST_ROWS = 100;
 
-// `columns`: { key, title, value(row) to sort by, cell(row) to show, isNumber, class }.
+// `columns`: { key, title, value(row) to sort by, cell(row) to show, isNumber, isOptional, class }.
 export class Table {
   constructor({ caption, columns, rowKey, order, empty = "None." }) {
     Object.assign(this, { columns, rowKey, order, emptyText: empty });
@@ -15,13 +16,18 @@ export class Table {
     this.headings = columns.map((column) => this.heading(column));
     this.more = h("p", { class: "more" });
     this.table = h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, this.headings)), this.body);
-    this.element = h("div", {}, h("div", { class: "scroll" }, this.table), this.more);
+    this.element = h("div", {}, scroller(this.table, caption), this.more);
   }
 
   heading(column) {
     const classes = [column.isNumber ? "number" : "", column.class ?? ""].join(" ").trim() || null;
     if (!column.value) return h("th", { scope: "col", class: classes }, column.title);
     return h("th", { scope: "col", class: classes }, button(column.title, () => this.sortBy(column.key), { class: "sort" }));
+  }
+
+  // Draws all rows anew at the next `show`.
+  forget() {
+    this.shown = new Map();
   }
 
   sortBy(key) {
@@ -40,7 +46,11 @@ export class Table {
       if (isSorted) heading.setAttribute("aria-sort", this.order.isDown ? "descending" : "ascending");
       else heading.removeAttribute("aria-sort");
     });
+    this.columns.forEach((column) => { column.isHidden = Boolean(column.isOptional) && rows.every((row) => isMissing(column.value(row))); });
     this.place(sorted.slice(0, this.limit));
+    for (const line of [this.headings, ...[...this.shown.values()].map((known) => known.line.children)]) {
+      this.columns.forEach((column, index) => { line[index].hidden = column.isHidden; });
+    }
     this.tellMore(sorted.length);
   }
 
@@ -92,9 +102,32 @@ export class Table {
   }
 }
 
+function isMissing(value) {
+  return value === null || value === undefined || value === "" || (Array.isArray(value) && !value.length);
+}
+
+// A column of check boxes: `picked` holds the keys of the rows that are chosen.
+export function pickColumn(picked, rowKey, onChange) {
+  return { key: "pick", title: h("span", { class: "unseen" }, "Choose"), class: "pick", cell: (row) => {
+    if (row.built_in) return "";
+    const box = h("input", { type: "checkbox", "aria-label": `Choose ${rowKey(row)}`, onchange: () => {
+      if (box.checked) picked.add(rowKey(row));
+      else picked.delete(rowKey(row));
+      onChange();
+    } });
+    box.checked = picked.has(rowKey(row));
+    return box;
+  } };
+}
+
 function compare(a, b) {
   if (a === b) return 0;
-  if (a === null || a === undefined) return 1;
-  if (b === null || b === undefined) return -1;
+  if (isMissing(a)) return 1;
+  if (isMissing(b)) return -1;
   return typeof a === "string" ? a.localeCompare(b, "en", { numeric: true }) : a - b;
+}
+
+// What is wider than its place scrolls there, by keyboard too.
+export function scroller(table, name) {
+  return h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": name }, table);
 }

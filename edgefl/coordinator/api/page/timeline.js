@@ -1,30 +1,38 @@
 // Who computed, sent and waited when, over a few rounds; one line per device.
 
-import { linear, timeTicks } from "./axes.js";
-import { framed, h, replace, s } from "./dom.js";
+import { framed, h, replace, s, setText } from "./dom.js";
 import { digits, seconds } from "./format.js";
+import { scroller } from "./tables.js";
 
 const ROW = 18;
 const TOP = 18;
 const BOTTOM = 36;
-const KINDS = [["computing", "compute"], ["sending", "send"], ["waiting", "wait"]];
+const STEPS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 21600, 43200, 86400];
+const KINDS = [["computing", "compute"], ["sending and queueing", "send"], ["waiting for others", "wait"], ["brought no update", "lost"]];
 
 export class TimeLine {
   constructor(title = "Round time line") {
     this.svg = s("svg", { class: "chart timeline", role: "img" });
     this.frame = h("div", { class: "plot" }, this.svg);
     this.note = h("p", { class: "quiet" });
-    this.empty = h("p", { class: "quiet empty" }, "Nothing to draw yet.");
+    this.empty = h("p", { class: "state quiet" }, "Loading…");
     this.sums = h("tbody");
     const head = ["Device", "Computing", "Sending", "Waiting", "Updates"].map((text, index) => h("th", { scope: "col", class: index ? "number" : null }, text));
     this.details = h("details", {}, h("summary", {}, "Seconds by device"),
-      h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head)), this.sums)));
-    const legend = KINDS.map(([name, kind]) => h("li", {}, s("svg", { class: "swatch", width: 14, height: 10, "aria-hidden": "true" }, s("rect", { class: kind, width: 14, height: 10 })), name));
+      scroller(h("table", {}, h("thead", {}, h("tr", {}, head)), this.sums), "Seconds by device"));
+    const legend = KINDS.map(([name, kind]) => h("li", {}, s("svg", { class: "swatch", width: 14, height: 10, "aria-hidden": "true" }, kind === "lost" ? s("path", { class: "lost", d: "M3 1l8 8m0 -8l-8 8" }) : s("rect", { class: kind, width: 14, height: 10 })), name));
     this.element = h("figure", {}, h("div", { class: "figure-head" }, h("figcaption", {}, title), h("ul", { class: "legend" }, legend)),
       this.frame, this.note, this.empty, this.details);
     this.data = null;
     this.draw = framed(() => this.drawNow());
     new ResizeObserver(this.draw).observe(this.frame);
+  }
+
+  say(text) {
+    this.data = null;
+    setText(this.empty, text);
+    this.empty.hidden = false;
+    this.frame.hidden = this.details.hidden = this.note.hidden = true;
   }
 
   // `spans`: rows by round.
@@ -37,16 +45,19 @@ export class TimeLine {
     if (!this.data) return;
     const rounds = [...this.data.spans.keys()].sort((a, b) => a - b);
     const rows = rounds.flatMap((round) => this.data.spans.get(round)).filter((row) => row.dispatched_at !== null);
-    this.empty.hidden = rows.length > 0;
-    this.frame.hidden = this.details.hidden = this.note.hidden = rows.length === 0;
-    if (!rows.length) return;
+    if (!rows.length) {
+      this.say("No round has closed yet.");
+      return;
+    }
+    this.empty.hidden = true;
+    this.frame.hidden = this.details.hidden = this.note.hidden = false;
     const names = [...new Set(rows.map((row) => row.device_id))].sort();
     const began = Math.min(...rows.map((row) => row.dispatched_at));
     const ended = Math.max(...rows.map((row) => ends(row)));
     const width = Math.max(240, this.frame.clientWidth);
     const left = Math.min(150, Math.max(64, width * 0.2));
     const height = TOP + names.length * ROW + BOTTOM;
-    const toX = linear([0, Math.max(ended - began, 1e-6)], [left, width - 12]);
+    const toX = (at) => left + (at / Math.max(ended - began, 1e-6)) * (width - 12 - left);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.setAttribute("height", height);
     this.svg.setAttribute("aria-label", `Time line of rounds ${rounds[0]} to ${rounds.at(-1)}, ${seconds(ended - began)} in all; the table below has the sums.`);
@@ -58,8 +69,8 @@ export class TimeLine {
   axes(rounds, toX, began, ended, left, width, height) {
     const bottom = height - BOTTOM;
     const group = s("g", { class: "axes" });
-    const ticks = timeTicks(0, ended - began, (width - left) / 90);
-    for (const tick of ticks) {
+    const step = STEPS.find((size) => size >= (90 * (ended - began)) / (width - left)) ?? ended - began;
+    for (let tick = 0; tick <= ended - began; tick += step) {
       const at = toX(tick);
       group.append(s("line", { x1: at, x2: at, y1: TOP, y2: bottom }));
       group.append(s("text", { x: at, y: bottom + 14, "text-anchor": at > width - 24 ? "end" : "middle" }, digits(tick, 4)));
