@@ -51,6 +51,9 @@ KEEP_ALIVE_S = 10
 INITIAL_BACKOFF_S = 0.5
 # Below the presence timeout: after a broker restart, every device reconnects in time.
 MAX_BACKOFF_S = 8.0
+# Below the time from a session's last will to "gone" (one heartbeat): a clone that takes over one session after the
+# other, until it is rejected, does not cost the device its work.
+MAX_TAKEOVER_BACKOFF_S = 3.0
 PROGRESS_INTERVAL_S = 0.1
 OFFLINE_PUBLISH_TIMEOUT_S = 2.0
 STABLE_AFTER_S = 5.0
@@ -209,7 +212,8 @@ class MqttConnection:
                 backoff.reset()
             # A whole fleet loses its broker at once; the jitter keeps it from coming back at once.
             if not self._stopping.is_set():
-                self._interrupted.wait(backoff.next_s())
+                pause_s = backoff.next_s()
+                self._interrupted.wait(min(pause_s, MAX_TAKEOVER_BACKOFF_S) if was_accepted else pause_s)
 
     def _connect_to_any(self) -> bool:
         """Tries every address once; returns whether one yielded a session."""

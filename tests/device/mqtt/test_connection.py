@@ -16,6 +16,7 @@ from peer_boards import eventually
 from edgefl.coordinator import pki
 from edgefl.core.errors import NotJoinedError, StoreFullError
 from edgefl.core.protocol import (
+    HEARTBEAT_S,
     Capabilities,
     Command,
     CommandKind,
@@ -24,7 +25,13 @@ from edgefl.core.protocol import (
     ProgressReport,
     StatusMessage,
 )
-from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection
+from edgefl.device.mqtt.connection import (
+    MAX_BACKOFF_S,
+    MAX_TAKEOVER_BACKOFF_S,
+    DeviceActivity,
+    HeartbeatPublisher,
+    MqttConnection,
+)
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
 from edgefl.simulation.local_fleet import find_free_port
 
@@ -267,6 +274,25 @@ class SlowUplink:
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(("is_accepted", "longest_s"), [(True, MAX_TAKEOVER_BACKOFF_S), (False, MAX_BACKOFF_S)])
+def test_a_session_that_a_clone_took_over_is_followed_by_the_next_before_the_device_counts_as_gone(
+    site, monkeypatch, is_accepted, longest_s
+):
+    link, pauses = made_link(site, lambda: 1, [(HOST, 1)]), []
+    link._max_backoff_s = MAX_BACKOFF_S
+
+    def pause(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 20:
+            link._stopping.set()
+
+    monkeypatch.setattr(link, "_connect_to_any", lambda: is_accepted)
+    monkeypatch.setattr(link._interrupted, "wait", pause)
+    link._run()
+    assert longest_s / 2 < max(pauses) <= longest_s
+    assert MAX_TAKEOVER_BACKOFF_S <= HEARTBEAT_S - 2.0, "a connection and its first status take time, too"
+
+
 def test_a_packet_may_take_longer_than_the_keep_alive_and_a_broker_that_takes_nothing_more_is_left(site):
     with contextlib.closing(SlowUplink(site.port)) as uplink:
         link = site.link(addresses=[(HOST, uplink.port)], keep_alive_s=KEEP_ALIVE_S)
