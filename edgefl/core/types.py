@@ -404,7 +404,7 @@ class Update:
     """Update of one assignment: the displacement w_end - w_start, not the new weights.
 
     A node of a graph sends its model itself when it is to report, and no tensors otherwise; `messages` holds its
-    messages to neighbours.
+    messages to neighbours. `is_clipped`: the guard let in less than was sent.
     """
 
     assignment_id: str
@@ -415,6 +415,7 @@ class Update:
     body: bytes | None = None
     received_s: float = 0.0
     messages: tuple[PeerMessage, ...] = ()
+    is_clipped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -679,7 +680,7 @@ class ParticipationPolicy(Protocol):
     def observe_decision(self, decision: Decision) -> Decision:
         """Returns the strategy's decision without what concerns held updates, which it then receives at once."""
 
-    def record_version(self) -> None:
+    def record_version(self, version: int) -> None:
         """Records that a version was aggregated; later updates are judged against the ones before it."""
 
     def pop_clipped(self) -> Sequence[ClippedUpdate]:

@@ -24,6 +24,7 @@ from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,
@@ -257,6 +258,7 @@ def _make_policy(
             norm_ratio=guard.norm_ratio if guard.enabled else None,
             min_cosine=guard.min_cosine if guard.enabled else None,
             min_opposition=MIN_OPPOSITION if has_rounds or is_buffered else MIN_STALE_OPPOSITION,
+            compares_responses=not isinstance(inner, Scaffold),  # its updates follow from the variates as well
             refusals_before_quarantine=guard.refusals_before_quarantine,
             hold_updates=hold_updates,
         ),

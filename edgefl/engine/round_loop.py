@@ -255,7 +255,7 @@ class AcceptAllPolicy:
     def observe_decision(self, decision: Decision) -> Decision:
         return decision
 
-    def record_version(self) -> None: ...
+    def record_version(self, version: int) -> None: ...
 
     def pop_clipped(self) -> Sequence[ClippedUpdate]:
         return ()
@@ -465,7 +465,7 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
             dispatch(*instructions)
             instructions = ()
         _aggregate_once(provider, journal, progress)
-        policy.record_version()
+        policy.record_version(progress.version)
         if progress.rounds.is_round_end(progress.version):
             instructions = evaluate(
                 progress.version,

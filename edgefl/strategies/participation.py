@@ -227,8 +227,8 @@ class RunParticipationPolicy:
         )
         return replace(decision, instructions=instructions, next_wake_s=0.0)
 
-    def record_version(self) -> None:
-        self.guard.record_version()
+    def record_version(self, version: int) -> None:
+        self.guard.record_version(version)
 
     def pop_clipped(self) -> Sequence[ClippedUpdate]:
         return self.guard.pop_clipped()

@@ -48,7 +48,7 @@ def play_version(guard, version, vectors):
         if guard.rejection_reason(sent) is None:
             received += guard.admit(sent)
     received += guard.release(EMPTY_VIEW)
-    guard.record_version()
+    guard.record_version(version + 1)
     return {each.device_id: np.array(each.tensors["w"]) for each in received}
 
 
@@ -202,6 +202,37 @@ def test_devices_that_pull_in_all_directions_are_not_refused():
         rng = np.random.default_rng(version)
         vectors = {f"pi-{i}": np.roll([1.0, -0.5, -0.5], i) + 0.3 * rng.standard_normal(3) for i in range(6)}
         assert len(play_version(guard, version, vectors)) == 6
+
+
+def play_descent(guard, centers, *, rogue=None):
+    """Devices descend towards a centre each, the rogue away from it; returns who was clipped, by version."""
+    model, clipped = np.zeros(3), []
+    for version in range(30):
+        rng = np.random.default_rng(version)
+        vectors = {
+            name: 0.05 * (np.array(center) - model) * (-1 if name == rogue else 1) + 0.001 * rng.standard_normal(3)
+            for name, center in centers.items()
+        }
+        received = play_version(guard, version, vectors)
+        model = model + sum(received.values()) / len(received)
+        clipped.append({each.device_id for each in guard.pop_clipped()})
+    return clipped
+
+
+def test_a_device_of_other_data_that_descends_is_neither_clipped_nor_refused():
+    guard, around = make_guard(), [(3, 4, 0), (3, -4, 0), (3, 0, 4), (3, 0, -4)]
+    clipped = play_descent(guard, {"pi-1": (-5, 0, 0), **{f"pi-{i}": center for i, center in enumerate(around, 2)}})
+    assert np.mean(guard.state.trust["pi-1"].agreements) < -0.9
+    assert not set().union(*clipped[6:])
+    assert not guard.state.refusals
+
+
+def test_a_changed_sign_is_refused_where_the_devices_do_not_agree():
+    guard = make_guard()
+    centers = {"pi-1": (0, 5, 0), "pi-2": (0, 0, 5), "pi-3": (5, 0, 0), "pi-4": (0, -5, 0), "pi-5": (0, 0, -5)}
+    play_descent(guard, centers, rogue="pi-5")
+    assert guard.state.quarantined == {"pi-5"}
+    assert len(guard.state.positions) <= 3
 
 
 def test_one_entry_is_clipped_and_the_rest_of_the_update_stays():

@@ -9,8 +9,9 @@ would have a large part, so it counts for `MAX_GRADIENT_RATIO` times the largest
 of the last round: near the optimum the gradients of honest devices differ by any factor.
 
 c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
-were used; and when one shows that it has lost its c_i, which nobody else knows, or is blocked, all variates begin at
-zero again.
+were used, and neither moves by one that the guard has clipped: what is clipped to nothing would take away a part of c
+in every round, until the model stands still. When a device shows that it has lost its c_i, which nobody else knows,
+or is blocked, all variates begin at zero again.
 Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
-from edgefl.strategies.aggregation import is_float
+from edgefl.strategies.aggregation import add_weighted, is_float, require_tensor, unload_tensors
 from edgefl.strategies.participation import is_blocked
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
@@ -67,6 +68,7 @@ class ScaffoldState(RoundState):
         has_lost: one of these reported that it lost its variate.
         lengths: of the mean gradients that arrived since the last version.
         usual_length: the largest median of these in a round, 0 before the first.
+        clipped: updates of open rounds that the guard clipped, and their divisors, by assignment.
     """
 
     control: dict[str, Array] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class ScaffoldState(RoundState):
     has_lost: bool = False
     lengths: list[float] = field(default_factory=list)
     usual_length: float = 0.0
+    clipped: dict[str, tuple[Update, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,8 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         state.lengths.append(moved / steps)
         if state.usual_length > 0:
             steps = max(steps, moved / (MAX_GRADIENT_RATIO * state.usual_length))
+        if update.is_clipped:
+            state.clipped[update.assignment_id] = update, steps
         return steps
 
     def _compute_length(self, state: ScaffoldState, update: Update) -> float:
@@ -126,16 +131,43 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
             state.control = {name: np.zeros_like(control) for name, control in state.control.items()}
             state.began, state.counted, state.has_lost = state.version + 1, set(), False
             return displacement
-        state.counted.update(
-            current_round.assigned[assignment_id][0] for assignment_id in current_round.fold.used.values()
-        )
+        counted_ids = [name for name in current_round.fold.used.values() if name not in state.clipped]
+        state.counted.update(current_round.assigned[assignment_id][0] for assignment_id in counted_ids)
+        clipped = self._sum_clipped(state, current_round)
         steps = current_round.fold.weighted_norm / current_round.fold.weight
         size_before, state.size = state.size or len(state.members), len(state.members)
-        retained_share, share = size_before / state.size, current_round.num_received / state.size
+        retained_share = size_before / state.size - len(counted_ids) / state.size
+        share = current_round.num_received / state.size
         for name, control in state.control.items():
             kind = control.dtype.type
-            control[...] = kind(retained_share - share) * control - kind(share) * (displacement[name] / kind(steps))
+            control[...] = kind(retained_share) * control - kind(share) * (displacement[name] / kind(steps))
+            if name in clipped:
+                np.add(control, clipped[name] / kind(state.size), out=control)
         return displacement
+
+    def aggregate(self, state: ScaffoldState) -> ScaffoldState:
+        state = SynchronousStrategy.aggregate(self, state)
+        for assignment_id in state.used:
+            if assignment_id in state.clipped:
+                update, _ = state.clipped.pop(assignment_id)
+                del state.used_assignments[update.device_id][assignment_id]
+        return state
+
+    def resumed(self, state: ScaffoldState) -> ScaffoldState:
+        state.clipped.clear()
+        return SynchronousStrategy.resumed(self, state)
+
+    def _sum_clipped(self, state: ScaffoldState, closing: OpenRound) -> dict[str, Array]:
+        """Returns the sum of the clipped mean gradients of a round, as they are in its mean, in its order."""
+        total: dict[str, Array] = {}
+        for assignment_id in closing.fold.used.values():
+            if assignment_id not in state.clipped:
+                continue
+            update, steps = state.clipped[assignment_id]
+            for name, control in state.control.items():
+                add_weighted(total, name, require_tensor(update, name, control), 1.0 / steps, control.dtype)
+            unload_tensors(update.tensors)
+        return total
 
     def _is_trained(self, name: str, tensor: Array) -> bool:
         return is_float(tensor) and name not in self.rules.server.buffers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,14 +52,17 @@ class Fleet:
         iterations: dict[str, int] | None = None,
         *,
         lost: tuple[str, ...] = (),
+        clipped: tuple[str, ...] = (),
     ) -> None:
-        """One round; the updates of the `lost` do not arrive."""
+        """One round; the updates of the `lost` do not arrive, and the guard leaves nothing of the `clipped`."""
         present = names or self.names
         view = view_of(*present, devices=NAMES)
         self.state, decision = self.strategy.assign(self.state, view)
         for order in decision.instructions:
             assert isinstance(order, TrainInstruction)
             update = self.update(order, (iterations or {}).get(order.device_id))
+            if order.device_id in clipped:
+                update = replace(update, tensors={"w": 1e-9 * update.tensors["w"]}, is_clipped=True)
             if order.device_id not in lost:
                 self.state = self.strategy.receive(self.state, update)
         assert self.strategy.ready(self.state, view)
@@ -128,6 +132,17 @@ def test_an_update_that_is_lost_moves_neither_variate() -> None:
     for _ in range(400):
         fleet.round()
     assert fleet.error() < 1e-14
+
+
+def test_a_clipped_update_moves_neither_variate_and_does_not_stop_the_others() -> None:
+    fleet, without = Fleet("scaffold"), Fleet("scaffold", names=NAMES[1:])
+    for number in range(400):
+        fleet.round(clipped=NAMES[:1], iterations={NAMES[4]: 3 + number % 2})
+        without.round()
+    assert fleet.gap() < 1e-12
+    assert not fleet.state.clipped
+    distance = fleet.strategy.model(fleet.state)["w"] - without.strategy.model(without.state)["w"]
+    assert np.linalg.norm(distance) < 1e-6
 
 
 @pytest.mark.parametrize("goes_back_to", [None, 20])
