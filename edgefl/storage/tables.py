@@ -102,13 +102,15 @@ class CapabilitiesTable(Base):
 class RunTable(Base):
     """One training job; `config` is the whole run file, `rounds`, `version` and `accuracy` its progress.
 
-    The queued run of the highest `priority` begins first. `resumes` counts the manual resumes.
+    `sequence` grows with each run, whatever the clock says. The queued run of the highest `priority` begins first.
+    `resumes` counts the manual resumes.
     """
 
     __tablename__ = "runs"
-    __table_args__ = (Index("ix_runs_status", "status", "submitted_at"),)
+    __table_args__ = (Index("ix_runs_status", "status", "sequence"), Index("ix_runs_sequence", "sequence"))
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
+    sequence: Mapped[int]
     name: Mapped[str]
     task: Mapped[str]
     strategy: Mapped[str]

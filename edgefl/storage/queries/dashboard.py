@@ -62,7 +62,7 @@ def list_run_summaries(store: Store, *, limit: int) -> list[Json]:
             RunTable.config["run"]["rounds"].as_integer().label("goal_rounds"),
             RunTable.config["run"]["accuracy"].as_float().label("goal_accuracy"),
         )
-        .order_by(RunTable.submitted_at.desc(), RunTable.run_id.desc())
+        .order_by(RunTable.sequence.desc(), RunTable.run_id.desc())
         .limit(limit)
     )  # fmt: skip
     return store.database.read_dicts(query)

@@ -132,7 +132,7 @@ def _select_columns(rows: Sequence[Any], kind: str, criteria: HistoryQuery) -> l
 
 
 def _find_run_id(connection: Connection, text: str) -> str:
-    newest = select(RunTable.run_id).order_by(RunTable.submitted_at.desc(), RunTable.run_id.desc())
+    newest = select(RunTable.run_id).order_by(RunTable.sequence.desc(), RunTable.run_id.desc())
     if text == LATEST:
         queries = [newest.limit(1)]
     else:

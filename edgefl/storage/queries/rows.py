@@ -25,6 +25,7 @@ from edgefl.storage.tables import (
     HeartbeatRollupTable,
     HeartbeatTable,
     RoundTable,
+    RunTable,
     RunTotalTable,
     TotalTable,
     UpdateTable,
@@ -163,12 +164,17 @@ def _build_device_run_filter(rows: Any, run_id: str) -> list[Any]:
 
 def _build_runs_query(_connection: Connection, criteria: HistoryQuery) -> Select[Any]:
     view = _make_view("v_runs", "runs")
-    query = select(view).where(*criteria.build_filters(time=view.c.submitted_at, run=view.c.run_id))
+    query = (
+        select(view)
+        .join_from(RunTable, view, view.c.run_id == RunTable.run_id)
+        .where(*criteria.build_filters(time=RunTable.submitted_at, run=RunTable.run_id))
+    )
     if criteria.device is not None:
         query = query.where(
-            view.c.run_id.in_(select(TotalTable.run_id).where(TotalTable.device_id == criteria.device))
+            RunTable.run_id.in_(select(TotalTable.run_id).where(TotalTable.device_id == criteria.device))
         )
-    return build_paged_query(query, criteria, (view.c.submitted_at, view.c.run_id), view.c)
+    # By number, too.
+    return build_paged_query(query, criteria, (RunTable.sequence, RunTable.run_id), view.c)
 
 
 _GROUP_COLUMNS = MappingProxyType({"device": "device_id", "day": "day", "run": "run_id"})

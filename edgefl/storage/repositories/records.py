@@ -122,9 +122,10 @@ class HeartbeatRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """One run; `rounds`, `version` and `accuracy` are its progress."""
+    """One run; `rounds`, `version` and `accuracy` are its progress, `sequence` its place among all runs."""
 
     run_id: str
+    sequence: int = 0
     name: str
     task: str
     strategy: str

@@ -68,7 +68,8 @@ class RunRepository(Repository):
         with self.database.write(durable=True) as connection:
             if _find_run_row(connection, run_id) is not None:
                 raise StoreError(f"there is a run {run_id!r} already")
-            connection.execute(insert(RunTable), values)
+            next_sequence = select(func.coalesce(func.max(RunTable.sequence), 0) + 1).scalar_subquery()
+            connection.execute(insert(RunTable).values(**values, sequence=next_sequence))
         return self.get_run(run_id)
 
     def restore_run(self, record: RunRecord) -> None:
@@ -95,7 +96,7 @@ class RunRepository(Repository):
 
     def list_runs(self, *, status: RunStatus | None = None, limit: int | None = None) -> list[RunRecord]:
         """Returns runs, newest first."""
-        query = select(RunTable.__table__).order_by(RunTable.submitted_at.desc(), RunTable.run_id.desc()).limit(limit)
+        query = select(RunTable.__table__).order_by(RunTable.sequence.desc(), RunTable.run_id.desc()).limit(limit)
         if status is not None:
             query = query.where(RunTable.status == str(status))
         return [_to_run_record(row) for row in self.database.read_rows(query)]
@@ -106,11 +107,11 @@ class RunRepository(Repository):
         return int(self.database.read_value(query))
 
     def list_queued_runs(self) -> list[RunRecord]:
-        """Returns the queued runs in the order in which they start: by priority, then by time."""
+        """Returns the queued runs in the order in which they start: by priority, then as submitted."""
         query = (
             select(RunTable.__table__)
             .where(RunTable.status == str(RunStatus.QUEUED))
-            .order_by(RunTable.priority.desc(), RunTable.submitted_at, RunTable.run_id)
+            .order_by(RunTable.priority.desc(), RunTable.sequence, RunTable.run_id)
         )
         return [_to_run_record(row) for row in self.database.read_rows(query)]
 

@@ -41,7 +41,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
             RunTable.config,
         )
         .join(RunTable, RunTable.run_id == SavedModelTable.run_id)
-        .order_by(RunTable.submitted_at, RunTable.run_id, SavedModelTable.version, SavedModelTable.last_record)
+        .order_by(RunTable.sequence, RunTable.run_id, SavedModelTable.version, SavedModelTable.last_record)
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))

@@ -10,6 +10,7 @@ from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import UpdateStatus
 from edgefl.storage.queries import history
 from edgefl.storage.queries.columns import COLUMNS, SELF_ORDERED_KINDS, get_columns
+from edgefl.storage.queries.dashboard import list_run_summaries
 from edgefl.storage.queries.history import find_run_id, read_history, read_history_page, read_history_pages
 from edgefl.storage.repositories.records import HeartbeatRow, UpdateRow
 
@@ -127,6 +128,20 @@ def test_rounds_and_events_are_in_the_order_in_which_they_were_written_whatever_
         everything = [int(row[name]) for row in read_history(store, kind, run=run_id)]
         assert everything == [1, 2, 3, 4], kind
         assert [int(row[name]) for row in read_history(store, kind, run=run_id, limit=2)] == [3, 4], kind
+
+
+def test_runs_are_in_the_order_in_which_they_were_submitted_whatever_the_clock_said(store):
+    names = ["run-b", "run-d", "run-a", "run-c"]
+    for name, at in zip(names, (1000.0, 5000.0, 10.0, 20.0), strict=True):  # the clock goes forward, then back
+        store.submit(name, submitted_at=at, name="same")
+        assert find_run_id(store, "latest") == find_run_id(store, "same") == name
+    assert column(read_history(store, "runs"), "run_id") == names
+    assert column(read_history(store, "runs", limit=2), "run_id") == names[2:]
+    page, cursor = read_history_page(store, "runs", "", limit=3)
+    assert column(page, "run_id") + column(read_history_page(store, "runs", cursor)[0], "run_id") == names
+    assert column(list_run_summaries(store, limit=3), "run_id") == names[:0:-1]
+    assert [record.run_id for record in store.list_runs()] == names[::-1]
+    assert [record.run_id for record in store.list_queued_runs()] == names
 
 
 def test_a_run_is_found_by_id_name_beginning_and_as_the_latest(store):

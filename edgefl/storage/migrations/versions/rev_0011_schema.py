@@ -164,11 +164,12 @@ def _create_fleet() -> None:
 def _create_history() -> None:
     _create_table(
         "runs",
-        "run_id:text name:text task:text strategy:text config:json status:text reason:text? submitted_at:float"
-        " started_at:float? finished_at:float? rounds:int version:int accuracy:float? seed:int",
+        "run_id:text sequence:int name:text task:text strategy:text config:json status:text reason:text?"
+        " submitted_at:float started_at:float? finished_at:float? rounds:int version:int accuracy:float? seed:int",
         *(sa.Column(name, sa.BigInteger(), nullable=False, server_default="0") for name in ("priority", "resumes")),
         primary_key="run_id",
-        status="status submitted_at",
+        status="status sequence",
+        sequence="sequence",
     )
     _create_table(
         "rounds",
