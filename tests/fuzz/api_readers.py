@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import json
 import time
@@ -25,6 +26,7 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.primitives.asymmetric import sign_message
 from fuzz.reader import MIB, Form, Reader, Seed
 from noted_calls import NotedCalls
 
@@ -38,7 +40,15 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import Reply, SuperLink, prepare_body
 from edgefl.coordinator.service import Coordinator, StartOptions
 from edgefl.core.errors import EdgeflError
-from edgefl.core.protocol import StatusMessage
+from edgefl.core.protocol import (
+    INSTANCE_HEADER,
+    KEY_HEADER,
+    SIGNATURE_HEADER,
+    SIGNED_HEADERS,
+    STAMP_HEADER,
+    StatusMessage,
+    make_signed_request,
+)
 from edgefl.core.types import (
     EvaluateInstruction,
     GossipConfig,
@@ -157,6 +167,8 @@ REQUESTS: tuple[tuple[str, str, Any], ...] = (
     {"config": RUN_FILE}),
     ("POST", "/edgefl/v1/run-files", {"toml": '[run]\ntask = "digits"\nrounds = 3\n[strategy]\nname = "esync"\n'}),
     ("POST", "/edgefl/v1/tokens", {"ttl": "24h", "uses": 2, "groups": ["lab"], "role": "trainer"}),
+    ("GET", "/edgefl/v1/users", None), ("POST", "/edgefl/v1/users/ada", {"role": "operator", "expires": "90d"}),
+    ("POST", "/edgefl/v1/users/ada/revoke", {}),
     ("POST", "/edgefl/v1/runs/run-1/stop", {}), ("POST", "/edgefl/v1/runs/run-1/resume", {}),
     ("POST", "/edgefl/v1/devices/pi/drain", {}), ("POST", "/edgefl/v1/devices/pi/resume", {}),
     ("POST", "/edgefl/v1/deployments", {"model": "latest", "devices": ["pi"], "canary": 1, "canary_s": 5,
@@ -234,7 +246,7 @@ class _Nodes:
     def __init__(self) -> None:
         self.replies: list[Reply] = []
         self.superlink = SuperLink(on_reply=self.replies.append, observer=NotedCalls())
-        key = ec.generate_private_key(ec.SECP256R1())
+        self.key = key = ec.generate_private_key(ec.SECP256R1())
         self.pem = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
@@ -312,6 +324,48 @@ def fleet_api(_folder: Path) -> Reader:
     )  # fmt: skip
     names = Seed(content=b"pull-messages", form=Form.TEXT, close=lambda found: found.replace(b"\n", b"") + b"\n")
     return Reader(feed=feed, seeds=(*seeds, header, names), most_bytes=32 * MIB, takes_seeds=False, close=port.close)
+
+
+def fleet_headers(_folder: Path) -> Reader:
+    """Headers of a device's signature, one a line, of a request that is otherwise right. A 5xx is a finding.
+
+    What the signature covers is signed after it was changed, so that it is read and not only compared.
+    """
+    nodes = _Nodes()
+    port = Port(make_app(nodes.superlink.api, []))
+    path = b"/v1/fleet/pull-messages"
+    content = PullMessagesRequest(node=Node(node_id=nodes.node_id)).SerializeToString()
+
+    def feed(data: bytes) -> None:
+        lines = (line.partition(b": ") for line in data.split(b"\n"))
+        status, answer = port.ask("POST", path, b"", [(name, value) for name, _, value in lines], content)
+        assert status in {200, 401, 409}, (status, answer[:300])
+        if status != 200:
+            raise EdgeflError(str(status))
+
+    def close(name: bytes, value: bytes) -> bytes:
+        headers = {**dict(nodes.sign(path, content)), name: value.replace(b"\n", b"")}
+        if name.decode() in SIGNED_HEADERS:
+            signed = {each: headers.get(each.encode(), b"").decode("latin-1") for each in SIGNED_HEADERS}
+            message = make_signed_request("POST", path.decode(), signed)
+            headers[SIGNATURE_HEADER.encode()] = base64.b64encode(sign_message(nodes.key, message))
+        return b"\n".join(b": ".join(header) for header in headers.items())
+
+    def encode(name: bytes) -> Callable[[bytes], bytes]:
+        return lambda found: close(name, base64.b64encode(found))
+
+    more = {name.encode(): b"0" * 16 for name in (INSTANCE_HEADER, STAMP_HEADER)}
+    valid = dict(nodes.sign(path, content)) | more
+    seeds = [
+        Seed(content=value, form=Form.TEXT, close=lambda found, name=name: close(name, found))
+        for name, value in valid.items()
+    ]
+    inner = [
+        Seed(content=base64.b64decode(valid[name]), close=encode(name))
+        for name in (KEY_HEADER.encode(), SIGNATURE_HEADER.encode())
+    ]
+    words = (b"-", b"-0", b"9" * 40, b"Z", b"+99:99", b"0001-01-01", b"9999-12-31T23:59:59", b"\xff", b"=", b"\x00")
+    return Reader(feed=feed, seeds=(*seeds, *inner), words=words, takes_seeds=False, close=port.close)
 
 
 def _push(nodes: _Nodes, node: Any, header: bytes) -> Any:

@@ -138,12 +138,16 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-api": _entry(
             api_readers.fleet_api,
             "coordinator/flower/superlink.py:SuperLink._decode_reply",
-            "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
             "coordinator/flower/superlink.py:FlowerFleetServicer.handle",
             "coordinator/flower/superlink.py:FlowerFleetServicer._check_node",
+        ),
+        "fleet-headers": _entry(
+            api_readers.fleet_headers,
+            "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
             "coordinator/flower/signatures.py:verify_request",
             "coordinator/flower/signatures.py:get_public_key",
             "coordinator/flower/signatures.py:_parse_public_key",
+            "coordinator/flower/signatures.py:NonceMemory.add",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
         "fleet-instructions": _entry(
