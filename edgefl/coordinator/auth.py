@@ -32,6 +32,7 @@ from edgefl.core.errors import (
     NetworkError,
     NotAllowedError,
     NotFoundError,
+    RoleError,
     StoreError,
     TooManyTriesError,
     VersionError,
@@ -58,6 +59,7 @@ TOTAL_FAILURE_DECAY_S = 0.3
 MAX_ADDRESSES = 4096
 # The first matching class decides; any other error is the caller's mistake: 400.
 STATUS_BY_ERROR: Mapping[type[EdgeflError], int] = {
+    RoleError: 403,  # before its base
     NotAllowedError: 401,
     NotFoundError: 404,
     NameTakenError: 409,

@@ -25,7 +25,8 @@ EdgeflError                  1   anything below, or nothing more exact
 │   ├── WrongCaError         34  the coordinator's CA is not the one the token names
 │   └── NameTakenError       35  another device has this name
 ├── NotJoinedError           36  this state directory belongs to no fleet yet
-├── NotAllowedError          37  the operator token is missing or wrong
+├── NotAllowedError          37  the access token is missing or wrong
+│   └── RoleError            42  the access token counts, for a role that may not do this
 ├── VersionError             38  the other side speaks another version
 ├── ClonedError              39  another agent works under this device's identity: this one is the copy
 ├── NotFoundError            40  no such run, device or model
@@ -149,6 +150,10 @@ class NotJoinedError(EdgeflError):
 
 class NotAllowedError(EdgeflError):
     exit_code = 37
+
+
+class RoleError(NotAllowedError):
+    exit_code = 42
 
 
 class VersionError(EdgeflError):

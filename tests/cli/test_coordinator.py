@@ -7,7 +7,15 @@ from webhook_receiver import Receiver
 
 from edgefl.cli.fleet.coordinator import grant_access
 from edgefl.coordinator.directory import init_directory, load_directory
-from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
+from edgefl.core.errors import (
+    ConfigError,
+    NetworkError,
+    NotAllowedError,
+    NotFoundError,
+    RoleError,
+    UsageError,
+    WrongCaError,
+)
 from edgefl.core.protocol import JoinToken
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.queries.history import read_history
@@ -230,7 +238,7 @@ def test_the_operator_file_is_private_and_its_secrets_stay_out_of_reprs(granted_
 def test_a_viewer_token_reads_and_changes_nothing_and_a_wrong_one_is_not_allowed(granted_door, monkeypatch):
     monkeypatch.setenv("EDGEFL_TOKEN", load_operator_file(get_operator_path()).viewer_token)
     assert CoordinatorClient.from_options().get("/edgefl/v1/seen")["v"] == 1
-    with pytest.raises(NotAllowedError, match="role operator"):
+    with pytest.raises(RoleError, match=r"needs the role operator or a higher one; init .* has the role viewer"):
         CoordinatorClient.from_options().post("/edgefl/v1/done", {"what": "x"})
     monkeypatch.setenv("EDGEFL_TOKEN", "wrong")
     with pytest.raises(NotAllowedError, match="wrong"):

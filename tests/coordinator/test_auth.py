@@ -28,6 +28,7 @@ from edgefl.core.errors import (
     NameTakenError,
     NotAllowedError,
     NotFoundError,
+    RoleError,
     StoreFullError,
     TokenUsedError,
     TooManyTriesError,
@@ -49,6 +50,7 @@ def test_only_loopback_is_loopback(host: str, expected: bool) -> None:
     ("error", "status"),
     [
         (NotAllowedError("x"), 401),
+        (RoleError("x"), 403),
         (TokenUsedError("x"), 403),
         (NotFoundError("x"), 404),
         (NameTakenError("x"), 409),

@@ -65,7 +65,7 @@ class Metrics:
         ).set(1)
         self._responses = Counter(
             "edgefl_http_responses",
-            "Answers over HTTPS: to devices (fleet) and to everybody else (edgefl), by status; 401 is a refusal.",
+            "Answers over HTTPS: to devices (fleet) and to everybody else (edgefl), by status; 401 and 403: refused.",
             ["api", "code"],
             registry=self.registry,
         )

@@ -112,7 +112,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 @pytest.mark.parametrize(
     ("role", "expected"),
-    [("viewer", [200, 401, 401]), ("operator", [200, 200, 401]), ("admin", [200, 200, 200])],
+    [("viewer", [200, 403, 403]), ("operator", [200, 200, 403]), ("admin", [200, 200, 200])],
 )
 def test_a_role_may_what_it_may_and_no_more(house: House, role: str, expected: list[int]) -> None:
     token = house.make_user("ada", role)
@@ -121,13 +121,19 @@ def test_a_role_may_what_it_may_and_no_more(house: House, role: str, expected: l
         assert house.statuses(token, method) == expected
         assert house.statuses(None, method, **session) == expected
     refused = [detail for kind, detail in house.rejected if kind == "access token"]
-    assert len(refused) == 4 * expected.count(401)
+    assert len(refused) == 4 * expected.count(403)
     assert all(f"ada ({role}) came" in detail for detail in refused)
+    answers = [house.ask("GET", needed, token) for needed in ROLES]
+    assert [answer.json() for answer in answers if answer.status_code == 403] == [
+        {"v": 1, "error": "role", "message": f"this needs the role {needed}; ada has the role {role}"}
+        for needed in ("operator or a higher one", "admin")[expected.count(200) - 1 :]
+    ]
+    assert not any("www-authenticate" in answer.headers for answer in answers), "no other credentials are asked for"
 
 
 def test_the_two_tokens_of_init_are_an_admin_and_a_viewer(house: House) -> None:
     assert house.statuses(house.operator, "POST") == [200, 200, 200]
-    assert house.statuses(house.viewer) == [200, 401, 401]
+    assert house.statuses(house.viewer) == [200, 403, 403]
 
 
 @pytest.mark.parametrize("header", ["", "Bearer", "Bearer ", "Basic eDp5", "Bearer wrong", "Bearer \xff"])
@@ -182,7 +188,7 @@ def test_a_name_given_anew_is_another_user(house: House) -> None:
     house.clock.now += 1
     later = house.make_user("ada", "viewer")
     assert house.statuses(former) == [401, 401, 401] == house.statuses(None, **cookie)
-    assert house.statuses(later) == [200, 401, 401]
+    assert house.statuses(later) == [200, 403, 403]
 
 
 def _request(method: str, token: str | None = None) -> Request:
@@ -207,7 +213,7 @@ def test_the_cookie_of_a_session_is_for_this_page_alone_and_sign_out_ends_it(hou
         "httponly", "secure", "samesite=strict", "path=/", f"max-age={int(SESSION_S)}",
     }  # fmt: skip
     cookie = {"Cookie": set_cookie.partition(";")[0]}
-    assert house.statuses(None, **cookie) == [200, 200, 401]
+    assert house.statuses(None, **cookie) == [200, 200, 403]
     house.ask("DELETE", "session", **cookie)
     assert house.statuses(None, **cookie) == [401, 401, 401]
 

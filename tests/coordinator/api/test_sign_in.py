@@ -109,7 +109,7 @@ def test_a_person_signs_in_acts_under_the_own_name_and_signs_out(site: Site) -> 
         assert (access["user"], access["role"], access["openid"]) == ("ada@example.org", "operator", "127.0.0.1")
         headers = {"Origin": str(browser.base_url).rstrip("/"), "X-Edgefl-Csrf": access["csrf_token"]}
         assert browser.post("/edgefl/v1/runs/none/stop", json={}, headers=headers).status_code == 404
-        assert browser.post("/edgefl/v1/tokens", json={}, headers=headers).status_code == 401
+        assert browser.post("/edgefl/v1/tokens", json={}, headers=headers).status_code == 403
         assert browser.get("/edgefl/v1/devices").status_code == 200
         assert browser.delete("/edgefl/v1/session", headers=headers).status_code == 200
         assert browser.get("/edgefl/v1/devices").status_code == 401
@@ -118,7 +118,7 @@ def test_a_person_signs_in_acts_under_the_own_name_and_signs_out(site: Site) -> 
     assert told[-4:] == [
         ("ada@example.org (operator)", "sign in by OpenID", "done"),
         ("ada@example.org (operator)", "POST runs/none/stop", "refused (404)"),
-        ("ada@example.org (operator)", "POST tokens", "refused (401)"),
+        ("ada@example.org (operator)", "POST tokens", "refused (403)"),
         ("ada@example.org (operator)", "DELETE session", "done"),
     ]
 

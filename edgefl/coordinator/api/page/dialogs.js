@@ -48,18 +48,18 @@ export function signOut() {
 // Runs an action that needs a role; asks to sign in where there is none.
 export async function act(action, role = "operator") {
   if (!(role === "admin" ? model.role === "admin" : model.acts)) {
-    signIn(`This needs the role ${role}.`);
+    signIn(model.role ? `This needs the role ${role}; you have the role ${model.role}.` : `This needs the role ${role}.`);
     return;
   }
   try {
     await action();
   } catch (error) {
     toast(error.message, "bad");
-    if (error.status !== 401) return;
-    // The session may be over, or the user revoked.
+    if (error.status !== 401 && error.status !== 403) return;
+    // The session may be over, the user revoked, or given another role.
     await learnAccess().catch(() => {});
     tell("access");
-    signIn(error.message);
+    if (error.status === 401) signIn(error.message);
   }
 }
 

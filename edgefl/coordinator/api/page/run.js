@@ -150,7 +150,7 @@ export function runActions(run, redraw, more = []) {
       const answer = await post(`${path}/resume`);
       toast(`${run.name} is ${answer.status}.`);
     } catch (error) {
-      if (error.status === 401) throw error;
+      if (error.status === 401 || error.status === 403) throw error;
       refused.add(run.run_id);
       toast(error.status === 404 || error.status === 405 ? "This coordinator cannot resume runs." : error.message, "bad");
       redraw();
