@@ -38,6 +38,7 @@ COMMANDS = {
     "run": ("edgefl.cli.run:command", "Submit, watch, stop and resume training runs"),
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
+    "user": ("edgefl.cli.fleet.users:remote_command", "Name people who may use a coordinator, from afar"),
     "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
 }
 """Where each command lies, and its line in the help."""

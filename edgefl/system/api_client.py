@@ -128,7 +128,7 @@ connect = CoordinatorClient.from_options
 
 
 def format_resource_path(kind: str, name: str) -> str:
-    """Returns the API's path of one run, device or model; `kind` is `runs`, `devices` or `models`.
+    """Returns the API's path of one run, device, model or user; `kind` is `runs`, `devices`, `models` or `users`.
 
     Raises:
         NotFoundError: the name cannot be part of a path.

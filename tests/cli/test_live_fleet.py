@@ -74,6 +74,56 @@ def test_devices_are_listed_for_people_and_programs_and_shown_with_what_they_can
     assert "cores" in edgefl("devices", "show", "device-01").out
 
 
+def test_an_admin_names_users_from_afar_and_nobody_else_does(edgefl, offline, monkeypatch, tmp_path):
+    token = edgefl("user", "add", "Ada@example.org", "--role", "operator", "--expires", "7d").out.strip()
+    assert edgefl("user", "add", "bob", "--role", "admin", "--file", "bob.toml").code == 0
+    rows = edgefl("user", "list", "--format", "json").rows
+    assert [(row["name"], row["role"], row["state"]) for row in rows] == [
+        ("ada@example.org", "operator", "active"), ("bob", "admin", "active"),
+    ]  # fmt: skip
+    assert rows[0]["expires_at"] - rows[0]["created_at"] == 7 * 86400
+    assert not any("sha256" in name for row in rows for name in row)
+    (tmp_path / "of-bob" / "edgefl").mkdir(parents=True)
+    (tmp_path / "bob.toml").rename(tmp_path / "of-bob" / "edgefl" / "operator.toml")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "of-bob"))
+    for words, code, said in (
+        (("add", "bob"), 35, "'bob' already"),
+        (("add", "eve", "--expires", "never"), 2, "lifetime"),
+        (("add", "e ve"), 2, "user name"),
+        (("revoke", "eve"), 40, "no active user 'eve'"),
+        (("add", "eve", "--file", tmp_path / "no" / "file"), 10, "cannot be written"),
+    ):
+        ran = edgefl("user", *words)
+        assert (ran.code, ran.is_one_line, said in ran.err) == (code, True, True), ran.err
+    monkeypatch.setenv("EDGEFL_TOKEN", token)
+    for words in (("list",), ("add", "eve", "--role", "admin"), ("revoke", "bob")):
+        ran = edgefl("user", *words)
+        said = "edgefl: this needs the role admin; ada@example.org has the role operator\n"
+        assert (ran.code, ran.err) == (42, said)
+    monkeypatch.delenv("EDGEFL_TOKEN")
+    assert "may do nothing" in edgefl("user", "revoke", "ada@example.org").out
+    monkeypatch.setenv("EDGEFL_TOKEN", token)
+    ran = edgefl("user", "list")
+    assert (ran.code, ran.err) == (37, "edgefl: the access token of ada@example.org is revoked\n")
+    told = [
+        (row["actor"].split()[0], row["action"], row["outcome"])
+        for row in offline("history", "audit", "--format", "json").rows
+    ]
+    assert [row for row in told if "users" in row[1]] == [
+        ("init", "POST users/Ada@example.org as operator", "done"),
+        ("init", "POST users/bob as admin", "done"),
+        ("bob", "POST users/bob", "refused (409)"),
+        ("bob", "POST users/eve", "refused (400)"),
+        ("bob", "POST users/e ve", "refused (400)"),
+        ("bob", "POST users/eve/revoke", "refused (404)"),
+        ("bob", "POST users/eve as viewer", "done"),
+        ("bob", "POST users/eve/revoke", "done"),
+        ("ada@example.org", "POST users/eve", "refused (403)"),
+        ("ada@example.org", "POST users/bob/revoke", "refused (403)"),
+        ("bob", "POST users/ada@example.org/revoke", "done"),
+    ]
+
+
 def test_a_device_is_drained_and_resumed(edgefl, fleet):
     for word, presence in (("drain", "draining"), ("resume", "online")):
         assert "device-01" in edgefl("devices", word, "device-01").out

@@ -1,9 +1,9 @@
 """Access of people to the HTTPS API: who calls, with which role, by token or session; and the audit trail.
 
-A viewer reads. An operator also runs and deploys. An admin also makes join tokens, removes devices and renews
-certificates. Commands send an access token with each request, as `Authorization: Bearer`. The page shows its token or
-its OpenID sign-in once, and gets a session: a cookie that no script reads and no other site's request carries.
-A change by session must also carry the session's CSRF token and come from the page's own origin.
+A viewer reads. An operator also runs and deploys. An admin also makes join tokens and users, removes devices and
+renews certificates. Commands send an access token with each request, as `Authorization: Bearer`. The page shows its
+token or its OpenID sign-in once, and gets a session: a cookie that no script reads and no other site's request
+carries. A change by session must also carry the session's CSRF token and come from the page's own origin.
 
 Whoever has a token of `settings.toml` or a row of `users` counts; the row is read at each request, so that a revoked
 or expired user is refused at once.
@@ -35,7 +35,7 @@ from edgefl.coordinator.auth import (
 )
 from edgefl.coordinator.directory import CoordinatorDirectory, hash_token
 from edgefl.coordinator.enrolment.tokens import USER_ROLES
-from edgefl.core.errors import EdgeflError, NotAllowedError, StoreError
+from edgefl.core.errors import EdgeflError, NotAllowedError, RoleError, StoreError
 from edgefl.core.safe_text import escape_text
 from edgefl.storage.store import Store
 
@@ -50,6 +50,8 @@ MAX_SESSIONS_PER_USER = 8
 CSRF_HEADER = "x-edgefl-csrf"
 _READ_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _SCOPE_KEY = "edgefl.access"
+AUDIT_DETAIL_KEY = "audit_detail"
+"""Name in a request's state: what the audit trail has after the path of an action."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +150,8 @@ class Authenticator:
         """Admits only admins.
 
         Raises:
-            NotAllowedError: token or session is missing, wrong or over, or of another role.
+            NotAllowedError: token or session is missing, wrong or over.
+            RoleError: they count, for a role that may not do this.
             TooManyTriesError: too many wrong tokens came from this address.
         """
         self._check(request, "admin")
@@ -275,7 +278,7 @@ class Authenticator:
         required = f"the role {role}" if role == USER_ROLES[-1] else f"the role {role} or a higher one"
         if identity is not None:  # no guess
             self._record_rejection("access token", address, f"{path}: {identity} came; this needs {required}")
-            raise NotAllowedError(f"this needs {required}; {identity.name} is {identity.role}")
+            raise RoleError(f"this needs {required}; {identity.name} has the role {identity.role}")
         digest, session = _token_digest(request), self.find_session(request)
         if digest is None and session is not None and not _is_from_page(request, session):
             self._record_rejection("cross-site request", address, f"{path}: with the session of {session.user}")
@@ -324,7 +327,8 @@ def record_actions(
 
         def write(status: int) -> None:
             path = escape_text(str(scope["path"]).removeprefix(API_PREFIX))[:MAX_PATH_CHARS]
-            action, source = f"{scope['method']} {path}", get_request_source(Request(scope))
+            detail = scope.get("state", {}).get(AUDIT_DETAIL_KEY, "")
+            action, source = f"{scope['method']} {path}{detail}", get_request_source(Request(scope))
             outcome = "done" if status < 400 else f"refused ({status})" if status < 500 else f"failed ({status})"
             try:
                 store.record_audit(actor=actor, source=source, action=action, outcome=outcome, at=clock())

@@ -1,4 +1,4 @@
-"""Routes of devices (rows and logs, join tokens, draining, removal, rotation of certificates) and of rollouts."""
+"""Routes of devices (rows and logs, join tokens, draining, removal, rotation of certificates), users and rollouts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
 
+from edgefl.coordinator.api.access import AUDIT_DETAIL_KEY
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.auth import AccessCheck
-from edgefl.coordinator.enrolment.tokens import DEFAULT_TTL, format_join_command, make_token, parse_ttl
+from edgefl.coordinator.enrolment.tokens import (
+    DEFAULT_TTL,
+    USER_ROLES,
+    check_user_name,
+    format_join_command,
+    make_token,
+    make_user,
+    parse_ttl,
+)
 from edgefl.coordinator.fleet.registry import DEFAULT_STATUS_ROW, DeviceRegistry
 from edgefl.coordinator.rollouts.installations import BundleStore
 from edgefl.coordinator.rollouts.service import RolloutService
@@ -99,6 +108,47 @@ def _add_read_routes(router: APIRouter, context: ApiContext) -> None:
         lines = reply.get("lines", [])
         rows = [{"device_id": device, **line} for line in lines if isinstance(line, dict)]
         return {"v": PROTOCOL_VERSION, "rows": rows, "has_more": reply.get("has_more") is True}
+
+
+def users_router(context: ApiContext) -> APIRouter:
+    """Returns the routes below `/edgefl/v1/users`, for admins: who may use the coordinator."""
+    router = APIRouter(prefix="/edgefl/v1/users", dependencies=[Depends(context.admin)])
+    store = context.store
+
+    @router.get("")
+    def list_users() -> Json:
+        now = time.time()
+        return {
+            "v": PROTOCOL_VERSION,
+            "rows": [{**asdict(user), "state": user.get_state(now)} for user in store.list_users()],
+        }
+
+    @router.post("/{name}")
+    def add_user(
+        request: Request,
+        name: str,
+        role: Annotated[str, Body(embed=True)] = USER_ROLES[0],
+        expires: Annotated[str | None, Body(embed=True)] = None,
+    ) -> Json:
+        ttl_s, now = None if expires is None else parse_ttl(expires), time.time()
+        token = make_user(store, name, role, ttl_s=ttl_s, now=now)
+        setattr(request.state, AUDIT_DETAIL_KEY, f" as {role}")
+        expires_at = None if ttl_s is None else now + ttl_s
+        return {
+            "v": PROTOCOL_VERSION,
+            "name": check_user_name(name),
+            "role": role,
+            "expires_at": expires_at,
+            "token": token,
+        }
+
+    @router.post("/{name}/revoke")
+    def revoke_user(name: str) -> Json:
+        name = check_user_name(name)
+        store.revoke_user(name, at=time.time())
+        return {"v": PROTOCOL_VERSION, "name": name, "revoked": True}
+
+    return router
 
 
 def rollout_router(

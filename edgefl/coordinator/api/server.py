@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from edgefl import __version__
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.dashboard import dashboard_router, page_router
-from edgefl.coordinator.api.devices import bundle_router, devices_router, rollout_router
+from edgefl.coordinator.api.devices import bundle_router, devices_router, rollout_router, users_router
 from edgefl.coordinator.api.http_connection import HttpConnection
 from edgefl.coordinator.api.runs import history_router, runs_router
 from edgefl.coordinator.api.sign_in import sign_in_router
@@ -114,6 +114,7 @@ def make_routers(context: ApiContext) -> list[APIRouter]:
         enrolment_router(context.enrolment, record_rejection=context.record_rejection),
         renewal_router(context.renewal, device_check=device, record_rejection=context.record_rejection),
         devices_router(context),
+        users_router(context),
         runs_router(context),
         history_router(context),
         rollout_router(context.clients.deployments, viewer=viewer, operator=operator, device=device),
