@@ -32,7 +32,10 @@ MIN_ITERATION_S = 1e-4
 """Shortest credible iteration, before any device's speed is measured."""
 MAX_GROWTH_RATIO = 2.0
 MIN_GROWTH = 10_000
-"""A report of more examples counts up to twice the former number, or 10,000 more where that is further."""
+"""A report of more examples counts up to twice the former number, or 10,000 more where that is further. In a run a
+device counts for at most twice what it had at its first instruction, however often it reports."""
+GROWTH_PERIOD_S = 24 * 3600.0
+"""Time in which a device's reports grow by that once."""
 MAX_EXAMPLES = 2**40
 TOTAL_ITERATIONS = "iterations_in_all"
 """Key in the `extra` of an autonomous node's update: its local iterations of the run."""
@@ -111,6 +114,7 @@ class ClaimLimits:
         test_fraction: of every shard that is not trained on.
         on_bounded: called with a bounded claim: the first, second, fourth, ... of each name of a device.
         examples: known examples of the devices that were given work.
+        first_examples: those of each device at its first instruction.
     """
 
     task: str = ""
@@ -118,18 +122,25 @@ class ClaimLimits:
     test_fraction: float = 0.0
     on_bounded: OnBounded = ignore_bounded
     examples: dict[str, int] = field(default_factory=dict)
+    first_examples: dict[str, int] = field(default_factory=dict)
     _num_bounded: dict[tuple[str, str], int] = field(default_factory=dict)
     _weight_limit: float | None = None
 
     def record_order(self, device_id: str, info: DeviceInfo | None) -> None:
         """Notes how many examples a device has that is given work."""
         count = _count_examples(info, self.task)
-        if count is not None and self.examples.get(device_id) != count:
+        if count is None:
+            return
+        first = self.first_examples.setdefault(device_id, count) if count else 0
+        if first and count > MAX_GROWTH_RATIO * first:
+            count = int(self._bound(device_id, "examples", count, MAX_GROWTH_RATIO * first))
+        if self.examples.get(device_id) != count:
             self.examples[device_id], self._weight_limit = count, None
 
-    def restore(self, examples: Mapping[str, int]) -> None:
+    def restore(self, examples: Mapping[str, int], first_examples: Mapping[str, int]) -> None:
         """Restores the known examples from a snapshot."""
         self.examples, self._weight_limit = dict(examples), None
+        self.first_examples = dict(first_examples)
 
     def bound_metrics(
         self,

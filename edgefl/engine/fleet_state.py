@@ -204,7 +204,7 @@ class FleetState:
         self.in_flight, self.finishing_early = dict(other.in_flight), set(other.finishing_early)
         self.busy = {device_id: list(names) for device_id, names in other.busy.items()}
         self.speeds, self.progress = dict(other.speeds), dict(other.progress)
-        self.claim_limits.restore(other.claim_limits.examples)
+        self.claim_limits.restore(other.claim_limits.examples, other.claim_limits.first_examples)
         for device_id in [*self.devices]:
             self._update_idle(device_id)
 

@@ -101,6 +101,19 @@ def test_a_board_that_joined_with_2_53_examples_weighs_no_more_than_two():
     assert bound(unbounded, TrainConfig(iterations=5), num_examples=HUGE).num_examples == HUGE
 
 
+def test_examples_that_double_with_each_report_count_twice_at_most_in_a_run():
+    made, bounded = limits(100, 100, 100, 800, 800, 800)
+    for step in range(1, 8):
+        made.record_order("d0", DeviceInfo(device_id="d0", examples={"t": 100 * 2**step}))
+        other = ClaimLimits(task="t", on_bounded=bounded.append)
+        other.restore(made.examples, made.first_examples)
+        made = other
+    assert bound(made, TrainConfig(iterations=5), num_examples=HUGE).num_examples == 200
+    assert str(bounded[0]) == "examples: claimed 400, counted as 200"
+    made.record_order("d0", DeviceInfo(device_id="d0", examples={"t": 50}))
+    assert bound(made, TrainConfig(iterations=5), num_examples=HUGE).num_examples == 50
+
+
 def test_a_claim_is_reported_ever_more_rarely():
     made, bounded = limits(100, 100)
     for _ in range(100):

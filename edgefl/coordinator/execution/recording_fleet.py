@@ -53,7 +53,7 @@ class FleetSnapshot:
         in_flight: instructions by assignment id, in the order of dispatch.
         finishing_early: ids of those asked to finish early.
         devices, speeds, progress, health: as in the view; None for a device that had not reported its health.
-        examples: known examples of the devices that were given work; see `ClaimLimits`.
+        examples, first_examples: of the devices that were given work; see `ClaimLimits`.
         incarnation: of the run.
         past_incarnations: the newest assignments of each incarnation but the first, oldest first.
     """
@@ -67,6 +67,7 @@ class FleetSnapshot:
     progress: dict[str, Progress] = field(default_factory=dict)
     health: dict[str, HealthMetrics | None] = field(default_factory=dict)
     examples: dict[str, int] = field(default_factory=dict)
+    first_examples: dict[str, int] = field(default_factory=dict)
     incarnation: int = FIRST_INCARNATION
     past_incarnations: dict[int, list[str]] = field(default_factory=dict)
 
@@ -221,6 +222,7 @@ class RecordingFleet:
             progress=dict(view.progress),
             health=dict(health),
             examples=dict(view.claim_limits.examples),
+            first_examples=dict(view.claim_limits.first_examples),
             incarnation=self._incarnations.current,
             past_incarnations=self._incarnations.to_dict(),
         )
@@ -316,5 +318,5 @@ def _restore_fleet_state(snapshot: FleetSnapshot, health: dict[str, HealthMetric
     for device_id, info in snapshot.devices.items():
         state.update_device(device_id, replace(info, role=Role(info.role)))
     state.restore(snapshot.in_flight, snapshot.finishing_early, snapshot.speeds, snapshot.progress)
-    state.claim_limits.restore(snapshot.examples)
+    state.claim_limits.restore(snapshot.examples, snapshot.first_examples)
     return state

@@ -6,6 +6,7 @@ changes to its subscribers: the telemetry writer and the live fleet.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from edgefl.coordinator.fleet.clone_detection import CloneDetector, CloneRejected
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
-from edgefl.core.claims import bound_reported_examples
+from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
 from edgefl.engine.fleet_state import update_moving_average
@@ -103,6 +104,7 @@ class _RegistryEntry:
     seconds_per_iteration: float | None = None
     is_drained: bool = False
     known_examples: dict[str, int] = field(default_factory=dict)
+    grown_s: float = -math.inf
 
 
 class EventBus(Generic[E]):
@@ -360,12 +362,15 @@ class DeviceRegistry:
             entry = self._entries.get(device_id)
             if entry is None:
                 return
-            entry.known_examples |= entry.info.examples
+            former = entry.known_examples | entry.info.examples
+            if self._clock() - entry.grown_s >= GROWTH_PERIOD_S:
+                entry.known_examples, entry.grown_s = former, self._clock()
+            entry.known_examples = entry.info.examples | entry.known_examples
             examples = bound_reported_examples(entry.known_examples, capabilities.shards)
             changes = [
-                f"{task}: {entry.known_examples[task]} before, reported {capabilities.shards[task]}, counted {count}"
+                f"{task}: {former[task]} before, reported {capabilities.shards[task]}, counted {count}"
                 for task, count in examples.items()
-                if entry.known_examples.get(task, count) != count
+                if former.get(task, count) != count
             ]
             if changes:
                 self._event_bus.enqueue([ExamplesChanged(device_id=device_id, reason="; ".join(changes))])

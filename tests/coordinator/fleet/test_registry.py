@@ -14,8 +14,10 @@ from edgefl.coordinator.fleet.registry import (
     DeviceRemoved,
     DeviceRestarted,
     EventBus,
+    ExamplesChanged,
     HeldInstructions,
 )
+from edgefl.core.claims import GROWTH_PERIOD_S
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities
 from edgefl.core.types import Role
@@ -424,3 +426,17 @@ def test_no_event_of_many_threads_is_left_behind_or_overtaken(listeners: EventBu
         thread.join(60)
     assert heard == noted
     assert len(heard) == 8 * 500
+
+
+def test_examples_that_a_device_reports_again_and_again_double_once_a_day(fleet):
+    def report(count):
+        fleet.registry.record_capabilities("pi", Capabilities(facts={}, shards={"mnist": count}))
+        return fleet.registry.get_device("pi").examples["mnist"]
+
+    assert report(50_000) == 50_000
+    assert [report(2**53) for _ in range(5)] == [100_000] * 5
+    changes = [event.reason for event in fleet.take() if isinstance(event, ExamplesChanged)]
+    assert changes == [f"mnist: 50000 before, reported {2**53}, counted 100000"]
+    fleet.now_s += GROWTH_PERIOD_S
+    assert [report(2**53) for _ in range(5)] == [200_000] * 5
+    assert (report(7), report(2**53)) == (7, 200_000)
