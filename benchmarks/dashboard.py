@@ -43,12 +43,14 @@ CHROMIUM_ARGUMENTS = (
     "--disable-component-update", "--disable-sync",
 )  # fmt: skip
 VIEWS = {
-    "now": ("#/", "figure path", "counts"),
+    "now": ("#/", "figure[data-points]", "tiles"),
     "fleet": ("#/fleet", "tbody tr:nth-child(100)", "map"),
-    "run": (f"#/runs/{RUN_ID}", "figure:nth-of-type(1) .line path", "facts"),
+    "run": (f"#/runs/{RUN_ID}", "figure[data-points]", "facts"),
 }
 DRAWN = """([selector, place]) => document.querySelector(selector) && document.querySelector('.' + place)
     && (window.drawnMs ??= performance.now())"""
+
+FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime ?? performance.now()"
 
 
 def main() -> int:
@@ -94,10 +96,12 @@ def crowded(root: Path, num_devices: int, num_rounds: int) -> Iterator[LocalFlee
 
 
 def measure_load(root: Path, num_devices: int, num_rounds: int, turns: int) -> dict[str, list[float]]:
-    """Returns, by view, the milliseconds from the request until it is drawn."""
+    """Returns, by view, the milliseconds from the request until it is drawn; `paint` is the first paint of any text,
+    `cpu` the time of the page's main thread until then.
+    """
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 the other figure needs no browser
 
-    found: dict[str, list[float]] = {name: [] for name in VIEWS}
+    found: dict[str, list[float]] = {f"{name}{part}": [] for name in VIEWS for part in ("", " paint", " cpu")}
     program = shutil.which("chromium") or "/usr/bin/chromium"
     with crowded(root, num_devices, num_rounds) as fleet, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=list(CHROMIUM_ARGUMENTS))
@@ -105,9 +109,14 @@ def measure_load(root: Path, num_devices: int, num_rounds: int, turns: int) -> d
             for name, (view, selector, place) in VIEWS.items():
                 context = browser.new_context(ignore_https_errors=True, viewport={"width": 1280, "height": 900})
                 page = context.new_page()
+                tools = context.new_cdp_session(page)
+                tools.send("Performance.enable", {"timeDomain": "threadTicks"})
                 page.goto(f"https://127.0.0.1:{fleet.port}/{view}")
                 page.wait_for_function(DRAWN, arg=[selector, place], polling="raf", timeout=30_000)
                 found[name].append(round(page.evaluate("window.drawnMs"), 1))
+                metrics = {row["name"]: row["value"] for row in tools.send("Performance.getMetrics")["metrics"]}
+                found[f"{name} cpu"].append(round(1000 * metrics["TaskDuration"], 1))
+                found[f"{name} paint"].append(round(page.evaluate(FIRST_PAINT), 1))
                 context.close()
         browser.close()
     return found

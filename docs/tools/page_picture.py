@@ -1,21 +1,25 @@
-"""Takes the README's picture of the page: a real coordinator and devices on this machine, in the middle of a run.
+"""Takes the pictures of the page for the docs: real coordinators and devices on this machine, in the middle of a run.
 
     python docs/tools/page_picture.py --task fashion-mnist --data DIR --model mlp --rounds 40 --epochs 0.3
 
-Needs Chromium. The picture is of whatever the run was like: it is taken when most rounds are closed.
+Needs Chromium, and Pillow, which matplotlib brings. Two short runs come first, so that there are runs to compare. The
+pictures are of whatever the runs were like: they are taken when most rounds of the last are closed.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from playwright.sync_api import sync_playwright
+from PIL import Image
+from playwright.sync_api import Browser, sync_playwright
 
-from edgefl.core.config import parse_run
+from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 
 ARGUMENTS = (
@@ -26,7 +30,16 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-SIZE = {"width": 1180, "height": 800}
+SIZES = {"": (1180, 800), "-phone": (360, 740)}
+NEW_FLEET = {"first-steps": ""}
+"""Pictures of a fleet without boards, by name, with their views."""
+VIEWS = {
+    "now": "", "fleet": "fleet", "device": "devices/device-01", "runs": "runs", "run": "runs/RUN",
+    "compare": "compare/fedavg/fedbuff", "join": "join",
+}  # fmt: skip
+ALSO_DARK = frozenset({"now"})
+ALSO_ON_A_PHONE = frozenset({"now"})
+QUALITY = 82
 
 
 def main() -> None:
@@ -38,46 +51,65 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--model")
-    parser.add_argument("--view", default="")
-    parser.add_argument("--dark", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path("docs/images/page.png"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/page"))
     take(parser.parse_args())
 
 
 def take(asked: argparse.Namespace) -> None:
-    """Runs the fleet in a folder of its own and writes the picture."""
-    config = parse_run(
+    """Runs the fleets in a folder of their own and writes the pictures."""
+    program = shutil.which("chromium") or "/usr/bin/chromium"
+    asked.out.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="edgefl-picture-") as folder, sync_playwright() as playwright:
+        root = Path(folder)
+        browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
+        with LocalFleet(root=root / "new", devices=()) as fleet:
+            take_views(browser, fleet, NEW_FLEET, asked.out)
+        devices, test_shards = partition_devices(
+            asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7
+        )
+        with LocalFleet(root=root / "fleet", devices=devices, test_shards=test_shards) as fleet:
+            for strategy in ("fedavg", "fedbuff"):
+                fleet.wait_for_run(fleet.submit(make_config(asked, strategy, strategy, asked.rounds // 2)))
+            name = f"{asked.task} on {asked.devices} devices"
+            run_id = fleet.submit(make_config(asked, name, "fedavg", asked.rounds))
+            while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds // 3:
+                time.sleep(0.2)
+            take_views(browser, fleet, {key: view.replace("RUN", run_id) for key, view in VIEWS.items()}, asked.out)
+        browser.close()
+
+
+def make_config(asked: argparse.Namespace, name: str, strategy: str, num_rounds: int) -> RunConfig:
+    """Returns the settings of one run."""
+    return parse_run(
         {
-            "run": {"task": asked.task, "name": f"{asked.task} on {asked.devices} devices", "rounds": asked.rounds},
+            "run": {"task": asked.task, "name": name, "rounds": num_rounds},
             "task": {"model": asked.model} if asked.model else {},
-            "strategy": {"name": "fedavg", "epochs": asked.epochs},
+            "strategy": {"name": strategy, "epochs": asked.epochs},
             "compression": {"up": "ef|topk:0.05|int8", "down": "dense|fp16"},
             "devices": {"min": asked.devices},
         }
     )
-    program = shutil.which("chromium") or "/usr/bin/chromium"
-    with tempfile.TemporaryDirectory(prefix="edgefl-picture-") as folder, sync_playwright() as playwright:
-        root = Path(folder)
-        devices, test_shards = partition_devices(
-            asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7
-        )
-        with LocalFleet(root=root, devices=devices, test_shards=test_shards) as fleet:
-            browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
-            page = browser.new_context(
-                viewport=SIZE,
-                device_scale_factor=1.5,
-                ignore_https_errors=True,
-                color_scheme="dark" if asked.dark else "light",
-            ).new_page()
-            page.goto(f"https://127.0.0.1:{fleet.port}/")
-            run_id = fleet.submit(config)
-            while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds * 3 // 5:
-                time.sleep(0.2)
-            page.goto(f"https://127.0.0.1:{fleet.port}/#/{asked.view.replace('RUN', run_id)}")
-            page.wait_for_timeout(3000)
-            page.screenshot(path=asked.out, full_page=False)
-            browser.close()
-    print(f"{asked.out}: {asked.out.stat().st_size / 1000:.0f} kB")
+
+
+def take_views(browser: Browser, fleet: LocalFleet, views: dict[str, str], folder: Path) -> None:
+    """Writes the pictures of these views, each with its themes and sizes."""
+    for suffix, (width, height) in SIZES.items():
+        for scheme in ("light", "dark"):
+            options: dict[str, Any] = {"color_scheme": scheme, "viewport": {"width": width, "height": height}}
+            context = browser.new_context(ignore_https_errors=True, device_scale_factor=1.5, **options)
+            page = context.new_page()
+            for name, view in views.items():
+                if (scheme == "dark" and name not in ALSO_DARK) or (suffix and name not in ALSO_ON_A_PHONE):
+                    continue
+                page.goto("about:blank")
+                page.goto(f"https://127.0.0.1:{fleet.port}/#/{view}")
+                page.wait_for_selector(".link.live")
+                page.wait_for_function("() => !document.querySelector('main').innerText.includes('Loading')")
+                page.wait_for_timeout(1500)
+                path = folder / f"{name}{suffix}{'-dark' if scheme == 'dark' else ''}.webp"
+                Image.open(io.BytesIO(page.screenshot())).save(path, quality=QUALITY, method=6)
+                print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+            context.close()
 
 
 if __name__ == "__main__":

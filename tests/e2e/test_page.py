@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from requirements import PARTS, needs
 
 from edgefl.coordinator.enrolment.tokens import make_user
-from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.config import RunConfig, parse_run, parse_run_text
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
@@ -249,6 +250,91 @@ def test_a_run_is_stopped_after_a_question(screens: House) -> None:
     assert screens.fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["status"] == "stopped"
 
 
+def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens: House, tmp_path: Path) -> None:
+    runs = [screens.fleet.submit(run_of(name, rounds)) for name, rounds in (("first", 3), ("second", 4))]
+    for run_id in runs:
+        screens.fleet.wait_for_run(run_id)
+    screen = screens.screen()
+    screen.open("runs")
+    screen.sign_in(screens.token)
+    page = screen.page
+    compare = page.get_by_role("button", name="Compare")
+    assert compare.is_disabled()
+    for run_id in runs:
+        page.get_by_role("checkbox", name=f"Choose {run_id}").check()
+    compare.click()
+    settings = page.get_by_role("table", name="Settings that differ")
+    settings.get_by_role("row", name="run.rounds 3 4").wait_for()
+    assert settings.locator("tbody tr").count() == 1, "they differ in nothing else"
+    page.get_by_role("img", name=re.compile("^Loss.*first: newest .*; second: newest")).wait_for()
+
+    page.get_by_role("link", name="second").first.click()
+    page.get_by_role("row", name=re.compile("device-01 4 of 4 50 %")).wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download the best model").click()
+    download.value.save_as(tmp_path / "model")
+    digests = {row["sha256"] for row in screens.fleet.make_client().get(f"/edgefl/v1/models?run={runs[1]}")["rows"]}
+    assert hashlib.sha256((tmp_path / "model").read_bytes()).hexdigest() in digests
+    page.get_by_role("button", name="Run again with changes").first.click()
+    run_file = page.get_by_label("Run file (TOML)")
+    assert parse_run_text(run_file.input_value()) == run_of("second", 4)
+    run_file.fill(run_file.input_value().replace("rounds = 4", "rounds = 0"))
+    page.get_by_role("button", name="Check only").click()
+    page.get_by_text("rounds must be a whole number at least 1").wait_for()
+    assert [text for text in screen.complaints if "400" not in text] == []
+
+
+def test_several_devices_are_drained_at_once_and_none_is_removed_without_a_question(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("fleet")
+    screen.sign_in(screens.token)
+    page = screen.page
+    for name in ("device-01", "device-02"):
+        page.get_by_role("checkbox", name=f"Choose {name}").check()
+    assert page.get_by_role("checkbox").count() == 2, "the coordinator's evaluator is no board"
+    page.get_by_text("2 boards, and the coordinator's own evaluator").wait_for()
+    page.get_by_role("button", name="Remove").click()
+    page.get_by_role("dialog").get_by_text("device-01, device-02 must join again").wait_for()
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Drain").click()
+    for name in ("device-01", "device-02"):
+        page.get_by_role("row", name=re.compile(f"{name} draining")).wait_for()
+        page.get_by_role("checkbox", name=f"Choose {name}").check()
+    page.get_by_role("button", name="Give it work again").click()
+    for name in ("device-01", "device-02"):
+        page.get_by_role("row", name=re.compile(f"{name} online")).wait_for()
+    assert {"device-01", "device-02"} <= set(screens.fleet.get_presence())
+    assert screen.complaints == []
+
+
+def test_a_board_that_leaves_needs_attention_until_it_is_back(screens: House) -> None:
+    screen = screens.screen()
+    screen.open()
+    attention = screen.page.get_by_role("region", name="Attention")
+    attention.get_by_text("Nothing needs attention.").wait_for()
+    screens.fleet.terminate("device-02")
+    attention.get_by_text(re.compile("device-02 offline since")).wait_for()
+    screen.page.locator(".tile", has_text="Boards online").get_by_text(re.compile("^1 of 2")).wait_for()
+    screens.fleet.start_device("device-02")
+    attention.get_by_text("Nothing needs attention.").wait_for(timeout=40_000)
+    assert screen.complaints == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_any_view(screens: House, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra dev").Axe()
+    screen = screens.screen(color_scheme=scheme)
+    screen.open()
+    screen.sign_in(screens.token)
+    found = {}
+    for view in VIEWS:
+        screen.open(view)
+        screen.page.wait_for_function("() => !document.querySelector('main').innerText.includes('Loading')")
+        faults = axe.run(screen.page).response["violations"]
+        found |= {f"{view}: {fault['id']}": fault["nodes"][0]["html"] for fault in faults}
+    assert found == {}
+
+
 def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_does_too(screens: House) -> None:
     with Store.open(screens.fleet.database) as store:
         store.add_run(
@@ -397,6 +483,9 @@ def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(
         screen.page.get_by_label("Access token").fill(known.viewer_token)
         screen.page.get_by_role("dialog").get_by_role("button", name="Sign in").click()
         screen.page.get_by_text("No device has joined yet.").wait_for()
+        screen.open()
+        screen.page.get_by_role("heading", name="Three steps to your first model").wait_for()
+        screen.page.get_by_text("Waiting for the first board…").wait_for()
         screen.page.evaluate("location.hash = '#/join'")
         screen.page.get_by_role("button", name="Make a token").click()
         screen.page.get_by_text("This needs the role admin.").wait_for()

@@ -24,7 +24,7 @@ export function nowView(root) {
     const run = chosenRun();
     const isNew = !boards().length || !model.runs.size;
     refresh(steps, isNew ? firstSteps() : []);
-    refresh(tiles, isNew ? [] : tileRow(run));
+    refresh(tiles, boards().length ? tileRow(run) : []);
     drawRun(run);
     drawFleet();
     refresh(attention, attentionList(model.attention));
@@ -109,7 +109,7 @@ function firstSteps() {
   const numBoards = boards().length;
   const hasTrainer = boards().some((row) => row.tasks?.length);
   const step = (isDone, title, ...content) => h("li", { class: isDone ? "done" : null }, h("h3", {}, title, isDone ? h("span", { class: "minor" }, " done") : null), ...content);
-  return h("section", { "aria-label": "First steps" }, h("h1", {}, "Three steps to your first model"),
+  return h("section", { "aria-label": "First steps" }, h("h2", { class: "large" }, "Three steps to your first model"),
     h("ol", { class: "steps" },
       step(numBoards > 0, "Make a join token", h("p", {}, "It lets one board or more into this fleet. In a terminal: ", h("code", {}, "edgefl coordinator token")), numBoards ? null : h("p", {}, link(["join"], "Make a token", { class: "button primary" }))),
       step(numBoards > 0, "Run its command on the board", h("p", {}, "The token comes as one command, ", h("code", {}, "edgefl device join …"), "; then ", h("code", {}, "edgefl device start"), "."),
