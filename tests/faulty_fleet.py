@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import (
     DeviceAvailable,
     DeviceInfo,
@@ -22,6 +23,7 @@ from edgefl.core.types import (
     LazyTensors,
     PeerMessage,
     Progress,
+    Role,
     SparseTensor,
     TrainInstruction,
     Update,
@@ -114,7 +116,11 @@ class FaultyFleet:
             name: DeviceInfo(device_id=name, tasks=(TASK,), examples={TASK: 10 * (i + 1)}, blocks={TASK: (i, i + 1)})
             for i, name in enumerate(names)
         }
-        self.present = set(names)
+        # The coordinator's own evaluator is always there, and trains for those strategies that ask it to.
+        self.info[EVALUATOR_NAME] = DeviceInfo(
+            device_id=EVALUATOR_NAME, role=Role.EVALUATOR, tasks=(TASK,), examples={TASK: 100}, source="coordinator"
+        )
+        self.present = {*names, EVALUATOR_NAME}
         for name, fault in faults.items():
             if fault in {"dies", "returns"}:
                 self.at(2.5, lambda name=name: self.leave(name))
@@ -145,7 +151,7 @@ class FaultyFleet:
         return SimpleNamespace(
             now_s=self.now_s,
             devices={name: self.info[name] for name in present},
-            idle=[name for name in present if name not in busy],
+            idle=[name for name in present if name not in busy and name != EVALUATOR_NAME],
             busy=busy,
             speeds={},
             progress=self.progress,
@@ -176,7 +182,9 @@ class FaultyFleet:
         assert set(order.used_assignments) <= set(self.journal.arrived)
 
     def begin(self, order):
-        pace_s = 0.2 * (8 if self.faults.get(order.device_id) == "slow" else 1 + NAMES.index(order.device_id) / 20)
+        pace_s = 0.2 * (
+            8 if self.faults.get(order.device_id) == "slow" else 1 + list(self.info).index(order.device_id) / 20
+        )
         iterations = 3 if order.plan.iterations is None else order.plan.iterations
         if order.plan.report_progress:
             self.at(self.now_s + pace_s, lambda: self.step(order, 1, iterations, pace_s))
@@ -226,7 +234,15 @@ class FaultyFleet:
         tensors, messages = (
             (displacement(self.seed, order), ()) if order.plan.node is None else told(self.seed, order)
         )
-        if self.faults.get(order.device_id) == "diverges":
+        fault = self.faults.get(order.device_id)
+        if fault in {"long", "opposed"} and tensors:
+            factor = 50 if fault == "long" else -1
+            tensors = {
+                name: tensor.dense() if isinstance(tensor, SparseTensor) else tensor
+                for name, tensor in tensors.items()
+            }
+            tensors = {name: (factor * tensor).astype(tensor.dtype) for name, tensor in tensors.items()}
+        if fault == "diverges":
             tensors = {**tensors, "mean": np.full(3, np.nan, np.float32)}
         return Update(
             assignment_id=order.assignment_id,

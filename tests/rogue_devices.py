@@ -8,15 +8,16 @@ from statistics import NormalDist
 import numpy as np
 
 from edgefl.core.config import parse_run
+from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import Array, DeviceInfo, InstructionFailed, Role, derive_rng
 from edgefl.engine.build import build_run
 from edgefl.engine.round_loop import RunLog, RunSubscriber, run_rounds
 from edgefl.simulation.backends.in_process import InProcessBackend
-from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory
+from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory, reserve_root
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
 from edgefl.simulation.fleet import SimulatedFleet
 from edgefl.simulation.network import SimulatedDownlink
-from edgefl.simulation.simulated_run import make_device_names, make_devices, make_settings
+from edgefl.simulation.simulated_run import make_device_names, make_devices, make_root_device, make_settings
 
 Attack = Callable[[dict[str, Array], int], Mapping[str, Array]]
 """(honest displacement, version) -> what the rogue sends."""
@@ -186,18 +187,23 @@ def play(
     )
     made = build_run(config, "attacked")
     shapes = made.shapes
+    devices, places = make_devices(config, names, (), data.shards, shapes), [*names]
+    if num_root := made.strategy.root_examples:
+        data = reserve_root(data, num_root)
+        devices.append(make_root_device(config, num_root, shapes))
+        places.append(EVALUATOR_NAME)
     trainer = SimulatedTrainer(
         TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed),
         data,
-        {name: index for index, name in enumerate(names)},
+        {name: index for index, name in enumerate(places)},
     )
     fleet = SimulatedFleet(
-        make_devices(config, names, (), data.shards, shapes),
+        devices,
         backend=RogueBackend(trainer, shapes, names, rogues, attack),
         downlink=SimulatedDownlink(made.encode, made.encode_changes),
         settings=make_settings(config),
         evaluators=[
-            DeviceInfo(device_id="coordinator", role=Role.EVALUATOR, tasks=(config.run.task,), source="coordinator")
+            DeviceInfo(device_id=EVALUATOR_NAME, role=Role.EVALUATOR, tasks=(config.run.task,), source="coordinator")
         ],
     )
     outcome = Outcome(policy=made.policy)

@@ -20,7 +20,7 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import EdgeflError, NetworkError, RunFailedError, UsageError
+from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
@@ -314,7 +314,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     from edgefl.tasks.datasets.partitioning import parse_scheme  # noqa: PLC0415 likewise
 
     config = load_run(file)
-    build_run(config, "check")
+    if build_run(config, "check").strategy.root_examples:
+        raise ConfigError(f"{config.strategy.name} trains on examples of the coordinator, and a Flower app has none")
     partition_scheme = scheme or config.simulation.scheme or default_scheme(config.run.task)
     parse_scheme(partition_scheme)
     for path in export_flower_app(config, out, scheme=partition_scheme):

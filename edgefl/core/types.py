@@ -620,6 +620,16 @@ class Strategy(Protocol[S]):
         """Whether devices train on while the coordinator is away, so that the run resumes by itself."""
         return False
 
+    @property
+    def root_examples(self) -> int:
+        """Examples of the coordinator's own data on which its evaluator trains; 0 where it only evaluates."""
+        return 0
+
+    @property
+    def needed_updates(self) -> int:
+        """Updates of a version below which what the strategy promises of rogues does not hold; 0 for none."""
+        return 0
+
     def bytes_per_device(self, model_bytes: int) -> int:  # noqa: ARG002 for subclasses
         """Returns the bytes that the state keeps for each device; `model_bytes` are those of one model."""
         return 0

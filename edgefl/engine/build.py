@@ -116,6 +116,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
             "seed": seed,
             "test_fraction": config.run.local_test_fraction,
             "residuals": config.compression.residuals,
+            **({"root_examples": strategy.root_examples} if strategy.root_examples else {}),
         },
         layout=model_fingerprint(task.shapes()),
         shapes=shapes,

@@ -79,8 +79,9 @@ class SimulationHistory:
         rounds: RoundCounter,
         policy: RunParticipationPolicy,
         compute_metrics: ComputeMetrics = compute_no_metrics,
+        needed_updates: int = 0,
     ) -> RunLog:
-        """Returns the loop's journal; `policy` lists excluded devices, `compute_metrics` is the strategy's."""
+        """Returns the loop's journal; `policy` lists excluded devices, the other two are the strategy's."""
 
         def after(version: int) -> None:
             if self._on_change is not None and rounds.is_round_end(version):
@@ -94,6 +95,7 @@ class SimulationHistory:
             on_version=after,
             get_blocked=lambda: policy.blocked_devices,
             compute_metrics=compute_metrics,
+            needed_updates=needed_updates,
         )
         self._log = RunLog(None, [recorder])
         return self._log

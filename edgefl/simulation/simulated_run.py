@@ -27,7 +27,13 @@ from edgefl.engine.build import build_run
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
-from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows, partition_in_memory, read_shards
+from edgefl.simulation.backends.partitioned_data import (
+    FleetData,
+    ShardRows,
+    partition_in_memory,
+    read_shards,
+    reserve_root,
+)
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec, TrainingBackend
 from edgefl.simulation.device import SimulatedDevice
@@ -167,10 +173,16 @@ class _Simulation:
     def __init__(self, config: RunConfig, data: FleetData | None) -> None:
         self._config, self._data = config, data
         self._components = build_run(config, "simulated")
+        num_root = self._components.strategy.root_examples
+        if data is not None and num_root:
+            self._data = data = reserve_root(data, num_root)
         names = make_device_names(config.simulation.devices)
         shapes = tuple(spec for spec in make_task(config.run.task, config.task).shapes() if spec.shared)
         faults = load_run_faults(config, names)
         self._devices = make_devices(config, names, faults, None if data is None else data.shards, shapes)
+        if num_root:
+            self._devices.append(make_root_device(config, num_root, shapes))
+            names = [*names, EVALUATOR_NAME]
         if data is not None:  # without training there is no model to retain
             check_memory_for(len(self._devices), config, self._components.strategy, self._components.model)
         if data is None:
@@ -200,7 +212,7 @@ class _Simulation:
         strategy, policy = assembled.strategy, self._make_policy()
         try:
             compute_metrics = compute_no_metrics if self._data is None else strategy.facts
-            run_log = history.create_log(assembled.rounds, policy, compute_metrics)
+            run_log = history.create_log(assembled.rounds, policy, compute_metrics, strategy.needed_updates)
             state, reason = run_rounds(
                 strategy,
                 strategy.init(PLACEHOLDER_TENSORS if self._data is None else assembled.model),
@@ -342,6 +354,21 @@ def make_devices(
             f"devices.names and devices.groups leave {selected} of the simulation, the run needs at least {required}"
         )
     return boards
+
+
+def make_root_device(config: RunConfig, num_examples: int, model_spec: ModelSpec) -> SimulatedDevice:
+    """Returns the coordinator's evaluator where it trains: as fast as the reference machine, on no network."""
+    task, profile = config.run.task, DeviceProfile(name=EVALUATOR_NAME, up_bytes_per_s=1e12, down_bytes_per_s=1e12)
+    workload = Workload(
+        task=task, options=config.task, model_spec=model_spec, iteration_s=config.simulation.iteration_s
+    )
+    return SimulatedDevice(
+        info=DeviceInfo(device_id=EVALUATOR_NAME, role=Role.EVALUATOR, tasks=(task,), source="coordinator"),
+        profile=profile,
+        iteration_s=make_cost_function(profile, workload, compute_reference_cost(workload, load_catalogue([]))),
+        num_examples=num_examples,
+        seed=config.run.seed,
+    )
 
 
 def make_settings(config: RunConfig) -> SimulationSettings:

@@ -35,6 +35,7 @@ BUILT_IN_STRATEGIES = {
     "fedbuff": "edgefl.strategies.asynchronous.fedasync:FedBuffConfig",
     "fednova": "edgefl.strategies.synchronous.fednova:FedNovaConfig",
     "fedprox": "edgefl.strategies.synchronous.fedavg:FedProxConfig",
+    "fltrust": "edgefl.strategies.synchronous.fltrust:FLTrustConfig",
     "geometric-median": "edgefl.strategies.synchronous.robust:GeometricMedianConfig",
     "gradient-tracking": "edgefl.strategies.decentralised.strategy:GradientTrackingConfig",
     "k-gt": "edgefl.strategies.decentralised.strategy:KGradientTrackingConfig",

@@ -133,6 +133,20 @@ class ValidatedStrategy(Strategy[Any]):
     def is_autonomous(self) -> bool:
         return bool(getattr(self.strategy, "is_autonomous", False))
 
+    @property
+    def root_examples(self) -> int:
+        return self._get_count("root_examples")
+
+    @property
+    def needed_updates(self) -> int:
+        return self._get_count("needed_updates")
+
+    def _get_count(self, name: str) -> int:
+        count: Any = getattr(self.strategy, name, 0)
+        if not _is_int(count) or count < 0:
+            raise self._make_error(name, f"is {count!r}, it must be a whole number of 0 or more")
+        return int(count)
+
     def resumed(self, state: Any) -> Any:
         return self._validate_state("resumed", self._call("resumed", state))
 

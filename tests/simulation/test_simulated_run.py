@@ -7,11 +7,13 @@ import pytest
 from sqlalchemy import text
 
 import edgefl
-from edgefl.core.errors import ConfigError, RunFailedError, StrategyError, TaskError
+from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError, TaskError
+from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.simulation.local_fleet import partition_devices
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+from edgefl.tasks.datasets.central import load_central_data
 
 FAULTS = """
 [[fault]]
@@ -306,3 +308,26 @@ def test_a_good_node_ends_no_run_and_bookkeeping_alone_tells_nothing_of_devices_
     result = simulate(strategy={"name": apart_strategy.NAME}, bookkeeping_only=True)
     assert result.evaluations == []
     assert {row["facts"] is None and row["node_accuracy"] is None for row in result.rounds} == {True}
+
+
+def test_a_root_update_of_the_coordinator_is_simulated_in_any_number_of_processes_and_without_training(simulate):
+    strategy = {"name": "fltrust", "root_examples": 40}
+    first, second = (simulate(f"{n}", strategy=strategy, simulation={"workers": n}) for n in (0, 2))
+    assert (
+        load_model_file(first.model)["fc1.weight"].tobytes() == load_model_file(second.model)["fc1.weight"].tobytes()
+    )
+    assert first.metrics["accuracy"] > 0.6
+    root = [row for row in first.updates if row["device_id"] == EVALUATOR_NAME]
+    assert [(row["outcome"], row["applied_version"]) for row in root] == [("used", 0), ("used", 1), ("used", 2)]
+    (scored,), (trained,) = ({row["num_examples"] for row in rows} for rows in (first.evaluations, root))
+    assert 20 < trained < 60
+    assert scored + trained == len(load_central_data("digits").test)
+    bare = simulate("bare", bookkeeping_only=True, strategy=strategy)
+    assert len([row for row in bare.updates if row["outcome"] == "used"]) == 3 * 3
+
+
+def test_a_root_update_needs_data_of_the_coordinator(tmp_path):
+    devices, _ = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
+    shards = [device.shards["digits"] for device in devices]
+    with pytest.raises(DataError, match="the coordinator has no examples to train on"):
+        edgefl.simulate(run_file(strategy={"name": "fltrust"}), devices=shards, root=tmp_path / "run")

@@ -11,7 +11,8 @@ from faulty_fleet import NAMES, TASK, FaultyFleet, displacement, first_model
 from strategy_turns import update_of, view_of
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import DeviceInfo, TrainInstruction
+from edgefl.core.protocol import EVALUATOR_NAME
+from edgefl.core.types import DeviceInfo, Role, TrainInstruction
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
 from edgefl.storage.state_serialisation import decode_state, encode_state
@@ -29,6 +30,8 @@ NEEDED = {"fedbuff": {"buffer_size": len(DEVICES)}}
 NEEDED |= {name: {"iterations": 2} for name in ("ad-psgd", "admm-isvr", "dsgd", "k-gt", "pdmm-isvr")}
 NEEDED |= {"gradient-tracking": {"exchanges_per_round": 4}}
 TWO = "two at a time"
+EVALUATOR = DeviceInfo(device_id=EVALUATOR_NAME, role=Role.EVALUATOR, source="coordinator")
+"""The coordinator's own, which is there in every view; some strategies let it train."""
 VARIANTS = {
     "adacomp, staleness of the update": ("adacomp", {"staleness": "update"}),
     "adacomp, no staleness": ("adacomp", {"staleness": "none", "improved": True}),
@@ -69,11 +72,12 @@ def view_over(busy=(), devices=DEVICES):
     for place, name in enumerate(devices):
         blocks = {TASK: (place, (place + 1) % len(devices))}
         view.devices[name] = DeviceInfo(device_id=name, blocks=blocks)
+    view.devices[EVALUATOR_NAME] = EVALUATOR
     return view
 
 
 def update_for(order, seed):
-    place = DEVICES.index(order.device_id) if order.block is None else order.block
+    place = [*DEVICES, EVALUATOR_NAME].index(order.device_id) if order.block is None else order.block
     times = {"iterations": 1, "compute_s": 0.1 * (place + 1), "send_s": 0.1}
     return update_of(order, displacement(seed, order, is_sparse=False), num_examples=10 * (place + 1), **times)
 
@@ -198,9 +202,9 @@ def test_no_more_devices_work_at_a_time_than_the_run_allows(case):
     for rules in ({"max_devices": 2}, {"fraction": 0.4}):
         strategy = built(case, **rules)
         state, orders = asked(strategy, strategy.init(first_model()), view_over())
-        assert 1 <= len({order.device_id for order in orders}) <= limit
+        assert 1 <= len({order.device_id for order in orders} - {EVALUATOR_NAME}) <= limit
         _, more = asked(strategy, state, view_over(busy_with(orders)))
-        assert len({order.device_id for order in [*orders, *more]}) <= limit
+        assert len({order.device_id for order in [*orders, *more]} - {EVALUATOR_NAME}) <= limit
 
 
 @each_strategy
@@ -259,7 +263,7 @@ def run(strategy, seed, goal=None, *, fleet=None, **options):
         fleet=fleet,
         journal=fleet.journal,
         goal=goal or StoppingCriteria(rounds=5),
-        evaluate=EvaluationSchedule(),
+        evaluate=EvaluationSchedule(evaluate_on="devices"),
         rounds=RoundCounter(versions_per_round=getattr(strategy, "versions_per_round", 1)),
     )
     return fleet, strategy.model(state), reason
@@ -391,6 +395,7 @@ def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
     names = [f"n{place:05d}" for place in range(NUM_DEVICES)]
     busy, idle = {}, list(names)
     devices = {name: DeviceInfo(device_id=name, blocks={TASK: (place,)}) for place, name in enumerate(names)}
+    devices[EVALUATOR_NAME] = EVALUATOR
     view = SimpleNamespace(
         now_s=0.0, devices=Watched(devices, looks), idle=Watched(idle, looks), busy=Watched(busy, looks),
         speeds={}, progress={}, health={},
@@ -413,7 +418,8 @@ def test_an_event_costs_the_same_however_many_devices_there_are(case, rules):
         busy[order.device_id].remove(order.assignment_id)
         if not busy[order.device_id]:
             del busy[order.device_id]
-            idle.append(order.device_id)
+            if order.device_id in names:
+                idle.append(order.device_id)
         state = strategy.receive(state, update)
         num_events += 1
     # A round may begin with a look at everybody; without rounds there is one beginning.

@@ -42,8 +42,9 @@ UPDATE_CLIPPED = "update-clipped"
 UPDATE_REJECTED = "update-rejected"
 DEVICE_QUARANTINED = "device-quarantined"
 ACCURACY_UNTRUSTED = "accuracy-untrusted"
+TOO_FEW_UPDATES = "too-few-updates"
 DERIVED_EVENT_KINDS = (
-    "assignment-failed", UPDATE_CLIPPED, UPDATE_REJECTED, DEVICE_QUARANTINED, ACCURACY_UNTRUSTED,
+    "assignment-failed", UPDATE_CLIPPED, UPDATE_REJECTED, DEVICE_QUARANTINED, ACCURACY_UNTRUSTED, TOO_FEW_UPDATES,
 )  # fmt: skip
 """Kinds of events derived from the journal."""
 
@@ -70,6 +71,14 @@ class _OpenRound:
         self.num_bytes += sum((row.bytes_up or 0) + (row.bytes_down or 0) for row in rows)
 
 
+def format_shortage(needed: int, count: int) -> str:
+    """Returns one line on a robust rule that gets fewer updates than its promise needs."""
+    return (
+        f"the robust rule needs {needed} updates a round to hold against as many rogues as strategy.num_rogues says, "
+        f"and gets {count}: lower num_rogues, or let more devices take part"
+    )
+
+
 class HistoryRecorder(RunSubscriber):
     """Subscriber of one run's log that derives its rows.
 
@@ -81,6 +90,7 @@ class HistoryRecorder(RunSubscriber):
         on_version: called with every new version.
         get_blocked: returns the devices blocked after too many rejected updates.
         compute_metrics: called at the end of every round.
+        needed_updates: of a version, for what its strategy promises.
         unused_updates: updates that arrived before the run was resumed, and are not used yet.
         can_repeat: an assignment id may have been dispatched before, for other work.
     """
@@ -95,6 +105,7 @@ class HistoryRecorder(RunSubscriber):
         on_version: Callable[[int], None] = lambda _version: None,
         get_blocked: Callable[[], Collection[str]] = frozenset,
         compute_metrics: ComputeMetrics = compute_no_metrics,
+        needed_updates: int = 0,
         unused_updates: Sequence[UpdateRow] = (),
         can_repeat: bool = False,
     ) -> None:
@@ -107,7 +118,7 @@ class HistoryRecorder(RunSubscriber):
         self._round_starts_s: dict[int, float] = {}
         self._resumed_rounds = set[int]()
         self._open_round = _OpenRound()
-        self._can_repeat = can_repeat
+        self._can_repeat, self._needed_updates = can_repeat, needed_updates
         self._is_untrusted_recorded = False
         for row in unused_updates:
             self._unused_updates[row.assignment_id] = row, self._monotonic()
@@ -197,6 +208,10 @@ class HistoryRecorder(RunSubscriber):
                 )
             )
         self._history.add_updates(rows)
+        if len(rows) < self._needed_updates:
+            warning = f"version {version}: {format_shortage(self._needed_updates, len(rows))}"
+            self._needed_updates = 0  # said once
+            self._history.add_event(EventRow(kind=TOO_FEW_UPDATES, device_id=None, message=warning, at=self._clock()))
         self._open_round.add(version, rows, state)
         if self._rounds.is_round_end(version):
             self._close_round(number, now_s)

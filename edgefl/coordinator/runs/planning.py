@@ -16,6 +16,7 @@ from edgefl.compression.peer_codec import select_peer_tensors
 from edgefl.coordinator.execution.admission import AdmissionRequirements
 from edgefl.coordinator.execution.fleet_view import NO_TORCH, find_training_blocker, is_selected
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES
@@ -83,6 +84,7 @@ class RunValidator:
     def _check_run(self, run: RunComponents) -> Json:
         check_message_size(run.strategy, run.model)
         check_trainers(run.config, self._registry, needs_torch=run.needs_torch)
+        check_root_shard(run.config, run.strategy, self._registry)
         return check_strategy_memory(run.config, run.strategy, run.model, self._registry)
 
 
@@ -254,12 +256,21 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "bytes_down": sum(row["bytes_down"] for row in participants),
         "seconds": max(known) if known and len(known) == len(seconds) else None,
         "assumed": _list_assumptions(run),
-        "warnings": _list_warnings(run, evaluators, len(participants)),
+        "warnings": [
+            *_list_shortages(run.strategy.needed_updates, run.config.run.min_updates, len(participants)),
+            *_list_warnings(run, evaluators, len(participants)),
+        ],
     }
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:
     return {name: getattr(goal, name) for name in ("rounds", "updates", "seconds", "bytes", "accuracy")}
+
+
+def _list_shortages(needed: int, min_updates: int | None, num_devices: int) -> list[str]:
+    """Returns whether a robust rule would get too few updates; a run that would wait says that instead."""
+    count = num_devices if min_updates is None else min(min_updates, num_devices)
+    return [format_shortage(needed, count)] if 0 < count < needed else []
 
 
 def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: int) -> list[str]:
@@ -385,6 +396,20 @@ def _format_bytes(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes} bytes ({num_bytes / size:.1f} {unit})"
     return f"{num_bytes} bytes"
+
+
+def check_root_shard(config: RunConfig, strategy: Any, registry: DeviceRegistry) -> None:
+    """Checks that the coordinator's evaluator has data for a strategy that trains there, too.
+
+    Raises:
+        ConfigError: it has none of the task.
+    """
+    info = registry.get_device(EVALUATOR_NAME)
+    if strategy.root_examples and (info is None or config.run.task not in info.tasks):
+        raise ConfigError(
+            f"{config.strategy.name} trains on examples of the coordinator, which has none of {config.run.task}: "
+            f"start it with edgefl coordinator start --test-shard {config.run.task}=FILE"
+        )
 
 
 def check_trainers(config: RunConfig, registry: DeviceRegistry, *, needs_torch: bool) -> None:

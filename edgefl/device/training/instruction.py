@@ -23,6 +23,7 @@ class ParsedInstruction:
         used_assignments: the device's newest used assignments, reported by the coordinator.
         is_held: the coordinator believes that its update is still on this board.
         keeps_model: the next model may come as a delta to this one.
+        root_examples: number of its examples that an evaluator trains on, 0 for none; it evaluates on the others.
         base_version: of the stored model that the body is a delta to; None for a full body.
         prefetched_version: of the model fetched ahead, which the body lacks.
         is_durable: its state is stored on disk at once.
@@ -37,6 +38,7 @@ class ParsedInstruction:
     task: str
     options: Mapping[str, Scalar]
     test_fraction: float
+    root_examples: int
     plan: TrainConfig
     codec_spec: str
     block: int | None
@@ -72,6 +74,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         task=str(header["task"]),
         options=dict(header.get("options", {})),
         test_fraction=float(header["test_fraction"]),
+        root_examples=max(0, _parse_int(header.get("root_examples", 0))),
         plan=TrainConfig.from_json(header.get("plan", {})),
         codec_spec=str(header.get("codec", "dense")),
         block=block,

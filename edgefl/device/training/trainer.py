@@ -41,6 +41,7 @@ from edgefl.device.training.instruction import FullModelRequiredError, ParsedIns
 from edgefl.device.training.readiness import ReadinessHandler
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
+from edgefl.tasks.datasets.shards import compute_root_fraction
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
 
@@ -270,9 +271,19 @@ class DeviceTrainer:
 
     def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
         if instruction.block is None:
-            return self._task_cache.load_split(cached_task, instruction.test_fraction)[0]
+            return self._load_split(instruction, cached_task)[0]
         require_stateless_training(instruction.plan, instruction.codec_spec, cached_task.model_spec)
         return self._task_cache.load_block(cached_task, instruction.block)
+
+    def _load_split(self, instruction: ParsedInstruction, cached_task: CachedTask) -> tuple[Dataset, Dataset]:
+        """Returns the data to train and to evaluate on; an evaluator trains on few examples, or on none."""
+        if self._role != Role.EVALUATOR:
+            return self._task_cache.load_split(cached_task, instruction.test_fraction)
+        data = self._task_cache.load_data(cached_task)
+        if not instruction.root_examples:
+            return data.take(np.arange(0)), data
+        rest, root = self._task_cache.load_split(cached_task, compute_root_fraction(data, instruction.root_examples))
+        return root, rest
 
     def _run_training(
         self, instruction: ParsedInstruction, learner: Learner, data: Dataset
@@ -357,9 +368,7 @@ class DeviceTrainer:
         return feedback.encode(instruction.assignment_id, delta, rng)
 
     def _evaluate(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
-        data = self._task_cache.load_data(cached_task)
-        if self._role != Role.EVALUATOR:
-            data = self._task_cache.load_split(cached_task, instruction.test_fraction)[1]
+        _, data = self._load_split(instruction, cached_task)
         if not len(data):
             raise DataError("the local test split holds no examples")
         loss, accuracy = self._load_model(instruction, cached_task, body).evaluate(data)

@@ -14,7 +14,13 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Task, derive_rng
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
-from edgefl.tasks.datasets.shards import compute_sample_hashes, get_metadata_path, read_metadata
+from edgefl.tasks.datasets.shards import (
+    compute_root_fraction,
+    compute_sample_hashes,
+    get_metadata_path,
+    read_metadata,
+    split_train_test,
+)
 
 _ROW_FIELDS = ("rows", "train", "test")
 
@@ -61,6 +67,24 @@ def partition_in_memory(
         pool=central.train,
         shards=_split_shards(central.train, partition.rows, blocks, test_fraction),
         test=central.test,
+    )
+
+
+def reserve_root(data: FleetData, num_examples: int) -> FleetData:
+    """Returns the data with a shard more, at the end: that part of the coordinator's on which its evaluator trains.
+
+    Raises:
+        DataError: the coordinator has no data.
+    """
+    if data.test is None:
+        raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
+    rest, root = split_train_test(data.test, compute_root_fraction(data.test, num_examples))
+    pool = Dataset(
+        inputs=np.concatenate([data.pool.inputs, root.inputs]), labels=np.concatenate([data.pool.labels, root.labels])
+    )
+    rows = np.arange(len(data.pool), len(pool))
+    return FleetData(
+        pool=pool, shards=(*data.shards, ShardRows(rows=rows, train=rows, test=rows[:0], blocks={})), test=rest
     )
 
 

@@ -59,6 +59,11 @@ class RobustConfig(StrategyConfig):
         """Returns the model's displacement, in single precision at least."""
         raise NotImplementedError
 
+    @property
+    def needed_updates(self) -> int:
+        """n, from which on the rule holds against f rogues."""
+        return 2 * self.num_rogues + 1
+
     def count_rogues(self, num_updates: int) -> int:
         """Returns f: fewer than half of the updates."""
         return min(self.num_rogues, (num_updates - 1) // 2)
@@ -76,12 +81,16 @@ class RobustStrategy(SynchronousStrategy[RoundState]):
 
     should_keep_updates = True
 
+    @property
+    def needed_updates(self) -> int:
+        return self.rule.needed_updates
+
     def compute_displacement(self, state: RoundState, current_round: OpenRound) -> Mapping[str, Array]:
         rows = self._make_rows(state, current_round.pop_updates())
         step = self.rule.combine(rows)
         if self.rule.has_centre:
             state.moments.update({_CENTRE + name: tensor.copy() for name, tensor in step.items()})
-        return {name: _to_kind(step[name], like) for name, like in state.model.items()}
+        return {name: to_kind(step[name], like) for name, like in state.model.items()}
 
     def _make_rows(self, state: RoundState, updates: Sequence[Update]) -> UpdateRows:
         sources: list[Tensors] = [update.tensors for update in updates]
@@ -108,7 +117,8 @@ def _get_centre(moments: ServerMoments, model: Mapping[str, Array]) -> dict[str,
     return {name: moments.get(_CENTRE + name, np.broadcast_to(zero, like.shape)) for name, like in model.items()}
 
 
-def _to_kind(step: Array, like: Array) -> Array:
+def to_kind(step: Array, like: Array) -> Array:
+    """Returns a displacement in the type of a tensor of the model; of counters, rounded."""
     return (np.rint(step) if like.dtype.kind in "iu" else step).astype(like.dtype, copy=False)
 
 
@@ -127,12 +137,16 @@ class KrumConfig(RobustConfig):
 
     summary: ClassVar[str] = "Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017, section 4."
 
+    @property
+    def needed_updates(self) -> int:
+        return 2 * self.num_rogues + 3
+
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
         return rows.compute_sum(_weight_equally(select_krum(rows.distances, self.num_rogues, 1), len(rows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MultiKrumConfig(RobustConfig):
+class MultiKrumConfig(KrumConfig):
     """Settings of a run with `multi-krum`; the n - f best updates are averaged."""
 
     summary: ClassVar[str] = "Multi-Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017."
@@ -169,6 +183,10 @@ class BulyanConfig(RobustConfig):
     summary: ClassVar[str] = (
         "Bulyan: El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018."
     )
+
+    @property
+    def needed_updates(self) -> int:
+        return 4 * self.num_rogues + 3
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
         num_rogues = self.count_rogues(len(rows))
@@ -216,12 +234,23 @@ class TrimmedMeanConfig(RobustConfig):
         "Coordinate-wise trimmed mean: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
     )
 
+    @property
+    def needed_updates(self) -> int:
+        most = (self.num_rogues - 1) / self.trim if self.trim and self.num_rogues else 0.0
+        return max(2 * self.num_rogues + 1, math.floor(min(most, _MANY_UPDATES) + 1e-6) + 1)
+
+    def count_trimmed(self, num_rows: int) -> int:
+        """Returns how many updates are left out at either end."""
+        return min(math.ceil(self.trim * num_rows - 1e-9), (num_rows - 1) // 2)
+
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
-        num_rows = len(rows)
-        num_trimmed = min(math.ceil(self.trim * num_rows - 1e-9), (num_rows - 1) // 2)
+        num_rows, num_trimmed = len(rows), self.count_trimmed(len(rows))
         return rows.combine_columns(
             lambda columns: np.sort(columns, axis=0)[num_trimmed : num_rows - num_trimmed].mean(axis=0)
         )
+
+
+_MANY_UPDATES = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -282,6 +282,11 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     return data.take(np.flatnonzero(~in_test)), data.take(np.flatnonzero(in_test))
 
 
+def compute_root_fraction(data: Dataset, num_examples: int) -> float:
+    """Returns the test fraction whose test part has about `num_examples`, at most half: a coordinator's root."""
+    return min(0.5, num_examples / max(1, len(data)))
+
+
 def compute_sample_hashes(inputs: Array, salt: str = "") -> Array:
     """Returns [n] uint64, uniform, the same for equal samples on every machine."""
     rows = np.ascontiguousarray(inputs).astype(inputs.dtype.newbyteorder("<"), copy=False)

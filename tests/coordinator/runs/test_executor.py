@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,9 @@ from edgefl.core.types import (
     Instruction,
     ModelProvider,
     Strategy,
+    TensorKind,
     Tensors,
+    TensorSpec,
     TrainInstruction,
 )
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
@@ -40,11 +43,12 @@ from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.rollback import RUN_RESUMED
-from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model
+from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model, encode_state
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.update_guard import UpdateGuard
 
 ROUNDS = 3
 
@@ -65,6 +69,21 @@ class StillClock(RunClock):
 
     def start(self) -> None:
         self.set_time(0.0, 100.0)
+
+
+class TickingClock(StillClock):
+    """Goes on a little with every look, also under the next coordinator."""
+
+    def __init__(self, ticks: Iterator[int]) -> None:
+        super().__init__()
+        self._ticks, self._is_live = ticks, False
+
+    def start(self) -> None:
+        super().start()
+        self._is_live = True
+
+    def unix_s(self) -> float:
+        return 100.0 + 1e-3 * next(self._ticks) if self._is_live else super().unix_s()
 
 
 class Boards(LiveFaultyFleet):
@@ -127,9 +146,16 @@ class Site:
             arguments = self.store.get_run("r"), Made(), self.directory, self.store, wal
             return restore_exactly(*arguments) or restore_from_checkpoint(*arguments)
 
-    def drive(self, boards: Boards, goal: StoppingCriteria | None = None) -> tuple[Any, bool]:
+    def drive(
+        self,
+        boards: Boards,
+        goal: StoppingCriteria | None = None,
+        *,
+        made: Made | None = None,
+        clock: RunClock | None = None,
+    ) -> tuple[Any, bool]:
         """The state that a coordinator comes to, and whether that is the run's end."""
-        made, ledger = Made() if goal is None else Made(goal=goal), HistoryWriter(self.store, "r")
+        made, ledger = made or (Made() if goal is None else Made(goal=goal)), HistoryWriter(self.store, "r")
         with WalJournal(self.directory.runs / "r" / "journal", decode_tensors) as wal:
             arguments = self.store.get_run("r"), made, self.directory, self.store, wal
             before = restore_exactly(*arguments) or restore_from_checkpoint(*arguments)
@@ -142,7 +168,7 @@ class Site:
                 checkpointer=Checkpointer(self.directory, "r", wal=wal, history=ledger),
                 model_retention=models,
                 live_fleet=boards,  # type: ignore[arg-type] # its view is one of the faulty fleet
-                clock=StillClock(),
+                clock=clock or StillClock(),
                 has_new_ids=bool(self.store.get_run("r").resumes),
             )
             try:
@@ -263,6 +289,62 @@ def test_who_was_flagged_is_asked_no_more_in_a_later_life(
     assert site.drive(again, StoppingCriteria(rounds=70))[1]
     assert again.asked
     assert "h" not in again.asked
+
+
+GUARD_EVENT_KINDS = {"update-clipped", "update-rejected", "device-quarantined"}
+GUARDED_FAULTS = {"a": "long", "b": "long", "h": "diverges"}
+
+
+def make_guarded(strategy: str, hold_updates: int | None, goal: StoppingCriteria) -> Made:
+    shapes = tuple(
+        TensorSpec(
+            name=name, shape=tensor.shape, dtype=str(tensor.dtype),
+            kind=TensorKind.BUFFER if name in {"mean", "steps"} else TensorKind.PARAMETER,
+        )
+        for name, tensor in first_model(1).items()
+    )  # fmt: skip
+    guard = UpdateGuard(shapes=shapes, norm_ratio=4.0, min_cosine=0.0, hold_updates=hold_updates)
+    return Made(
+        strategy=make_strategy(strategy, {}, RoundRules(task=TASK, deadline_s=4.0, seed=1)),
+        policy=RunParticipationPolicy(guard=guard),
+        rounds=RoundCounter(versions_per_round=1 if hold_updates is None else 4),
+        goal=goal,
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["from the journal", "from a checkpoint"])
+@pytest.mark.parametrize(("strategy", "hold_updates"), [("fedavg", None), ("fedasync", 5)])
+def test_after_a_kill_anywhere_the_guard_has_held_clipped_and_refused_the_same_updates(
+    stores: list[Site],
+    strategy: str,
+    hold_updates: int | None,
+    is_checkpointed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_checkpointed:
+        monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 1)
+        monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    whole, killed = stores
+    outcomes = []
+    for site, kills in ((whole, False), (killed, True)):
+        boards = Boards(FaultyFleet(1, faults=GUARDED_FAULTS), stops_at=3 if kills else None, dies=True)
+        num_held, is_over, ticks = 0, False, itertools.count()
+        while not is_over:
+            made_now = make_guarded(strategy, hold_updates, StoppingCriteria(updates=60))
+            try:
+                state, is_over = site.drive(boards, made=made_now, clock=TickingClock(ticks))
+            except Killed:
+                num_held += bool(made_now.policy.guard.state.held)
+                boards.stops_at = boards.waits + 7
+        events = [
+            (row["kind"], row["device_id"], row["message"]) for row in read_history(site.store, "events", run="r")
+        ]
+        decided = [row for row in events if row[0] in GUARD_EVENT_KINDS]
+        outcomes.append((digest(state), encode_state(made_now.policy.guard.state), decided))
+        assert {kind for kind, *_ in decided} == GUARD_EVENT_KINDS
+        assert bool(num_held) == kills, "a kill met held updates"
+    assert outcomes[0] == outcomes[1]
 
 
 class Alone:

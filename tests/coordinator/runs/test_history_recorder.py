@@ -445,3 +445,15 @@ def test_figures_that_come_after_a_round_was_closed_leave_its_facts(open_book, m
         book.ledger.flush()
     book.receive(evaluated(1, "judge", "evaluator", 0.25, subject="a"))
     assert book.rows("rounds", "facts", *NODE_COLUMNS[1:]) == [({"disagreement": 0.5}, 0.25, 0.25)]
+
+
+def test_the_first_version_of_too_few_updates_for_a_robust_rule_is_an_event_and_later_ones_are_not(open_book):
+    book = open_book(needed_updates=2)
+    book.round_of(0, "a", "b")
+    assert book.rows("events", "kind") == []
+    for version in (1, 2):
+        book.round_of(version, "a")
+    ((kind, message),) = book.rows("events", "kind", "message")
+    assert kind == "too-few-updates"
+    assert message.startswith("version 2: the robust rule needs 2 updates a round")
+    assert "and gets 1:" in message

@@ -18,6 +18,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.planning import (
     RunValidator,
     check_message_size,
+    check_root_shard,
     check_strategy_memory,
     check_trainers,
     compute_bytes_per_device,
@@ -168,6 +169,26 @@ def test_a_goal_that_nobody_s_word_can_reach_is_warned_of(
     assert [line.startswith("accuracy is the only stop rule") for line in told["warnings"]] == [True] * warns
 
 
+@pytest.mark.parametrize(
+    ("strategy", "section", "needed"),
+    [
+        ({"name": "bulyan"}, {}, 7),
+        ({"name": "krum", "num_rogues": 0}, {}, 3),
+        ({"name": "coordinate-median", "num_rogues": 0}, {}, None),
+        ({"name": "fedavg"}, {}, None),
+        ({"name": "coordinate-median"}, {"min_updates": 1}, 3),
+    ],
+)
+def test_a_robust_rule_that_gets_too_few_updates_is_warned_of(
+    registry: DeviceRegistry, store: Store, strategy: dict[str, Any], section: dict[str, Any], needed: int | None
+) -> None:
+    warnings = plan(registry, store, strategy=strategy, run={"task": "digits", "rounds": 2, **section})["warnings"]
+    count = section.get("min_updates", 2)
+    expected = [] if needed is None else [f"the robust rule needs {needed} updates a round to hold against as many "]
+    assert [line[: len(expected[0])] for line in warnings] == expected
+    assert all(f"says, and gets {count}: lower num_rogues" in line for line in warnings)
+
+
 def test_those_who_are_not_drawn_first_are_told(registry: DeviceRegistry, store: Store) -> None:
     told = plan(registry, store, devices={"count": 1})
     assert sorted(row["reason"] for row in told["rows"] if row["takes_part"]) == [
@@ -250,6 +271,16 @@ def members():
 
 def run(*, max_state_bytes=10_000, **devices):
     return parse_run({"run": {"task": "digits", "max_state_bytes": max_state_bytes}, "devices": devices})
+
+
+def test_a_run_that_trains_at_the_coordinator_too_is_refused_where_that_has_no_data_of_the_task(members):
+    strategy = make_strategy("fltrust", {}, RoundRules())
+    members.add(EVALUATOR_NAME, node_id=8, role="evaluator", groups=(), examples={"mnist": 10})
+    with pytest.raises(ConfigError, match=r"which has none of digits: start it with .* --test-shard digits=FILE"):
+        check_root_shard(run(), strategy, members)
+    check_root_shard(run(), make_strategy("fedavg", {}, RoundRules()), members)
+    members.add(EVALUATOR_NAME, node_id=8, role="evaluator", groups=(), examples={"digits": 10})
+    check_root_shard(run(), strategy, members)
 
 
 def test_a_strategy_that_declares_nothing_keeps_nothing(members):

@@ -175,6 +175,18 @@ def test_a_trainer_evaluates_on_its_test_split_and_an_evaluator_on_all_it_has(de
     assert ("holds no examples" in header["error"], body) == (True, b"")
 
 
+def test_an_evaluator_trains_on_the_root_examples_alone_and_evaluates_on_the_others(tmp_path, shard):
+    judge = Device(tmp_path / "judge", {"digits": str(shard)}, role="evaluator")
+    assert "holds no examples" in judge.train()[0]["error"]
+    for asked, least, most in ((30, 15, 45), (1000, 45, 75)):
+        trained = judge.train(root_examples=asked)[0]["metrics"]["num_examples"]
+        assert least <= trained <= most
+        assert judge.evaluate(root_examples=asked)[0]["metrics"]["num_examples"] == 120 - trained
+    assert "must be a whole number" in judge.train(root_examples="30")[0]["error"]
+    trainer = Device(tmp_path / "trainer", {"digits": str(shard)})
+    assert trainer.train(root_examples=30)[1] == trainer.train()[1]
+
+
 def test_task_and_shard_stay_warm_and_of_tasks_with_other_options_two(own, tmp_path):
     device = Device(tmp_path, {OWN_TASK: "anywhere"}, task=OWN_TASK)
     bodies = {}

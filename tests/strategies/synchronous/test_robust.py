@@ -227,3 +227,31 @@ def test_a_round_takes_a_block_and_three_models_however_many_updates_it_has(name
     num_passes = math.ceil(count * 4 * size / block) + (name == "centred-clipping")
     assert peak < block + 3 * 4 * size + 12 * 8 * count * update_rows.CHUNK_SIZE
     assert journal.num_loads <= 2 * num_passes * count
+
+
+@pytest.mark.parametrize(
+    ("rule", "needed"),
+    [
+        (CoordinateMedianConfig(num_rogues=3), 7),
+        (GeometricMedianConfig(num_rogues=3), 7),
+        (CentredClippingConfig(num_rogues=0), 1),
+        (KrumConfig(num_rogues=3), 9),
+        (MultiKrumConfig(num_rogues=3), 9),
+        (BulyanConfig(num_rogues=3), 15),
+        (TrimmedMeanConfig(num_rogues=3, trim=0.45), 7),
+        (TrimmedMeanConfig(num_rogues=0, trim=0.0), 1),
+        (TrimmedMeanConfig(num_rogues=2, trim=1e-300), 10**9 + 1),
+    ],
+)
+def test_a_rule_says_how_many_updates_its_promise_needs(rule, needed):
+    assert rule.build(RoundRules()).needed_updates == needed
+
+
+@pytest.mark.parametrize("trim", [0.1, 0.2, 0.3, 0.37])
+@pytest.mark.parametrize("num_rogues", [1, 2, 3, 5])
+def test_of_so_many_updates_a_trimmed_mean_leaves_out_all_that_may_be_rogue_and_of_one_fewer_it_does_not(
+    trim, num_rogues
+):
+    rule = TrimmedMeanConfig(num_rogues=num_rogues, trim=trim)
+    trimmed = [rule.count_trimmed(n) for n in (rule.needed_updates - 1, rule.needed_updates)]
+    assert trimmed[0] < num_rogues == min(trimmed[1], num_rogues)
