@@ -161,7 +161,10 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     of_model = {**KEEP_MODEL, "base_version": 0, **REPLY_ONLY, "messages": [], PREFETCHED_KEY: 0}
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
     of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY}
-    sent = {**build_run(parse_run({"run": {"task": "digits"}}), "r1").header, **told_order}
+    sent = {
+        **build_run(parse_run({"run": {"task": "digits"}, "strategy": {"name": "fltrust"}}), "r1").header,
+        **told_order,
+    }
     assert {name for row in instructions for name in code(row[0])} == set(sent) | of_store
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
     assert set(told) - {"train"} == {item.name for item in fields(TrainConfig)} - {"messages"}
