@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 QUEUE_COLUMNS = ("priority", "queue_position")
 COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
+WAITING_STATUSES = frozenset({"waiting", "queued", "paused"})
 POLL_S = 0.5
 LINE_INTERVAL_S = 60.0
 MAX_UNREACHABLE_S = 60.0
@@ -51,11 +52,20 @@ def command() -> None:
 @command.command()
 @click.argument("file", type=FILE_TYPE)
 @click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
-@click.option("--wait", "waits", is_flag=True, help="Stay silently; exit code 0 when it finished, else 41.")
+@click.option(
+    "--wait",
+    "waits",
+    is_flag=True,
+    help="Stay, and say only what it waits for; exit code 0 when it finished, else 41.",
+)
 @click.option(
     "--priority", type=int, default=0, show_default=True, help="Of the runs that wait the highest begins first."
 )
-@click.option("--dry-run", is_flag=True, help="Only say who would take part, and what a round would cost.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only say who would take part and what a round would cost; exit code 41 when it would not start now.",
+)
 @url_option
 @format_option
 def submit(  # noqa: PLR0913 the options of one command
@@ -65,10 +75,13 @@ def submit(  # noqa: PLR0913 the options of one command
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
 
     if watches and waits:
-        raise UsageError("--watch shows how the run goes and --wait says nothing; give one of them")
+        raise UsageError("--watch shows how the run goes and --wait only its end; give one of them")
     config = load_run(file).to_json()
     if dry_run:
-        print_plan(make_client(url).post("/edgefl/v1/runs/plan", {"config": config}), fmt)
+        plan = make_client(url).post("/edgefl/v1/runs/plan", {"config": config})
+        print_plan(plan, fmt)
+        if obstacle := plan.get("obstacle"):
+            raise RunFailedError(f"this run would not start now: {obstacle}")
         return
     run = make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
     if run.get("state_bytes"):
@@ -194,9 +207,12 @@ def _wait_for_run(run_id: str, url: str | None) -> None:
     """
     operator, path, last_reply_s = make_client(url), make_path("runs", run_id), time.monotonic()
     run_row: Json = {"status": ""}
+    printed = ""
     while run_row["status"] not in TERMINAL_STATUSES:
         try:
             run_row, last_reply_s = operator.get(path), time.monotonic()
+            if printed != (printed := _format_wait(run_row)) and printed:
+                echo(printed, err=True)
         except NetworkError:
             if time.monotonic() - last_reply_s > MAX_UNREACHABLE_S:
                 raise
@@ -238,6 +254,7 @@ class RunProgressBar:
         )
         self._task: Any = None
         self._printed_s = 0.0
+        self._wait_text = ""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -256,12 +273,23 @@ class RunProgressBar:
             if self._task is None:
                 self._task = self._bar.add_task(text, total=goal)
             self._bar.update(self._task, description=text, completed=run["rounds"])
-        elif run["status"] in TERMINAL_STATUSES or time.monotonic() - self._printed_s >= LINE_INTERVAL_S:
-            self._printed_s = time.monotonic()
+        elif (
+            run["status"] in TERMINAL_STATUSES
+            or _format_wait(run) != self._wait_text
+            or time.monotonic() - self._printed_s >= LINE_INTERVAL_S
+        ):
+            self._printed_s, self._wait_text = time.monotonic(), _format_wait(run)
             echo(text, err=True)
 
 
+def _format_wait(run: Json) -> str:
+    """Returns what a run waits for; empty if it does not wait."""
+    return f"{run['name']}: {run['reason']}" if run["status"] in WAITING_STATUSES and run["reason"] else ""
+
+
 def _format_line(run: Json, goal: int | None) -> str:
+    if words := _format_wait(run):
+        return words
     accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
     goal_text = f" of {goal}" if goal else ""
     return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}"

@@ -50,7 +50,7 @@ from edgefl.coordinator.rollouts.deployments import ExportModel
 from edgefl.coordinator.runs.model_retention import remove_orphans
 from edgefl.coordinator.runs.planning import BuildRun, RunValidator
 from edgefl.coordinator.runs.scheduler import RunContext
-from edgefl.coordinator.runs.stalls import PausedRuns, check_room
+from edgefl.coordinator.runs.stalls import IdleRuns, check_room
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
 from edgefl.storage.lineage import open_lineage
@@ -101,7 +101,7 @@ class Coordinator:
         self.liveness = LivenessMonitor()
         self._fatal: EdgeflError | None = None
         self._router = DeviceMessageRouter()
-        self._paused_runs = PausedRuns()
+        self._idle_runs = IdleRuns()
         self._web: WebServer | None = None
         self._closers = contextlib.ExitStack()
 
@@ -224,7 +224,7 @@ class Coordinator:
         self._drain_controller = DrainController(self._store, self._registry, self._send_command, time.time)
         self._drain_controller.restore()
         self._feed = Feed(
-            FeedState(store=self._store, registry=self._registry, paused_runs=self._paused_runs),
+            FeedState(store=self._store, registry=self._registry, idle_runs=self._idle_runs),
             last_seen=lambda: get_last_seen_times(self._store),
         )
         self._registry.subscribe(self._feed.on_registry_event)
@@ -272,7 +272,7 @@ class Coordinator:
             notifier=mqtt_client,
             build_run=self._build_run,
             metrics=self._monitoring.run_metrics,
-            paused_runs=self._paused_runs,
+            idle_runs=self._idle_runs,
             lineage=self._lineage,
         )
         return DeviceClients.create(context, export=self._export, on_fatal=self._fail)

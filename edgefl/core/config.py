@@ -147,6 +147,8 @@ class DevicesSection:
         require: devices that must be ready before the first round, a number or all that are eligible, or the run
             fails; any begins with those that are ready.
         ready_s: how long a device may take to get ready.
+        wait_s: how long the run waits for devices while none has work; then it fails, or is interrupted if it has
+            begun. None waits for ever.
     """
 
     groups: tuple[str, ...] = ()
@@ -162,6 +164,7 @@ class DevicesSection:
     join: JoinPolicy = "anytime"
     require: int | RequirePolicy = field(default="any", metadata={"at_least": 1})
     ready_s: float = field(default=30.0, metadata={"above": 0, "at_most": 3600})
+    wait_s: float | None = field(default=None, metadata={"above": 0})
 
     def __post_init__(self) -> None:
         if self.count is not None and self.fraction is not None:

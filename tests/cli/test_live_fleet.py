@@ -60,6 +60,10 @@ def run_file(tmp_path):
     return write
 
 
+def get_run(fleet, run_id):
+    return fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")
+
+
 def test_devices_are_listed_for_people_and_programs_and_shown_with_what_they_can(edgefl):
     rows = {row["device_id"]: row for row in edgefl("devices", "list", "--format", "json").rows}
     roles = {name: (row["presence"], row["role"]) for name, row in rows.items()}
@@ -308,6 +312,42 @@ def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, 
     ended = fleet.wait_for_run(second)
     assert ended["status"] == "finished"
     assert fleet.wait_for_run(first)["finished_at"] <= ended["started_at"]
+
+
+def test_a_run_that_waits_for_boards_says_whom_it_lacks_and_ends_at_its_limit(edgefl, run_file, fleet):
+    section = '[devices]\nmin = 5\nwait_s = 12\nnames = ["device-01", "device-02", "pi-9"]'
+    run_id = edgefl("run", "submit", run_file("lonely", more=section)).out.strip()
+    behind = edgefl("run", "submit", run_file("behind", rounds=1)).out.strip()
+    fleet._wait_until(lambda: get_run(fleet, run_id)["status"] == "waiting", "waiting")
+    rows = {row["run_id"]: row for row in edgefl("run", "list", "--format", "json").rows}
+    lacking = (
+        "waiting for 3 more boards with a shard for digits: 2 ready (device-01, device-02), "
+        "pi-9: there is no such device in the fleet"
+    )
+    assert (rows[run_id]["status"], rows[run_id]["reason"]) == ("waiting", lacking)
+    assert rows[behind]["reason"].startswith(f"it comes after run {run_id}, which waits for boards")
+    watched = edgefl("run", "watch", run_id)
+    assert f"lonely: {lacking}" in watched.err.splitlines()
+    assert (watched.code, get_run(fleet, run_id)["status"]) == (41, "failed")
+    assert f"gave up after devices.wait_s = 12 s: {lacking}" in watched.err
+    assert fleet.wait_for_run(behind)["status"] == "finished"
+
+
+def test_wait_says_on_stderr_what_a_run_waits_for(edgefl, run_file):
+    section = "[devices]\nmin = 3\nwait_s = 4"
+    ran = edgefl("run", "submit", run_file("patient", more=section), "--wait")
+    assert ran.code == 41
+    assert ran.err.startswith("patient: waiting for 1 more board with a shard for digits: 2 ready")
+
+
+def test_a_dry_run_of_a_run_that_would_not_start_says_so_last_and_ends_with_41(edgefl, run_file):
+    file = run_file("never", more='[devices]\ngroups = ["nobody"]')
+    for fmt in ("table", "json"):
+        ran = edgefl("run", "submit", file, "--dry-run", "--format", fmt)
+        assert (ran.code, ran.err.count("\n")) == (41, 1)
+        assert "edgefl: this run would not start now: it needs 1, and no devices can take part" in ran.err
+    assert json.loads(ran.out)["num_devices"] == 0
+    assert edgefl("run", "submit", run_file("soon"), "--dry-run").code == 0
 
 
 def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(edgefl, run_file, fleet):

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from edgefl.system.api_client import CoordinatorClient
 
 COLUMNS = (
-    "device_id", "presence", "drained", "cloned", "silent_s", "role", "groups", "examples", "run", "iteration",
-    "temperature_c", "seconds_per_iteration", "model", "version", "joined_at",
+    "device_id", "presence", "problem", "drained", "cloned", "silent_s", "role", "groups", "examples", "run",
+    "iteration", "temperature_c", "seconds_per_iteration", "model", "version", "joined_at",
 )  # fmt: skip
 LOG_COLUMNS = ("device_id", "n", "at", "level", "logger", "run", "assignment", "message")
 FOLLOW_INTERVAL_S = 1.0
-_OPTIONAL_COLUMNS = ("drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
+_OPTIONAL_COLUMNS = ("problem", "drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
 _DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 
 
@@ -47,6 +47,7 @@ def list_(*, url: str | None, fmt: str) -> None:
         rows = [
             {
                 **row,
+                "presence": _format_presence(row),
                 "model": (row.get("model") or "")[:SHORT_HASH_DIGITS],
                 "cloned": "yes" if row.get("cloned") else "",
             }
@@ -68,7 +69,8 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
         print_rows([device_row], (*COLUMNS, "capabilities"), fmt, kind="devices")
         return
     # The name of a fact implies its unit, so a time is printed as a time here.
-    facts = [{"fact": name, "value": format_value(name, device_row.get(name))} for name in COLUMNS]
+    shown = {**device_row, "presence": _format_presence(device_row)}
+    facts = [{"fact": name, "value": format_value(name, shown.get(name))} for name in COLUMNS]
     capabilities = [
         {"fact": name, "value": format_value(name, value)} for name, value in device_row["capabilities"].items()
     ]
@@ -119,6 +121,14 @@ def remove(*, device: str, url: str | None) -> None:
     """Take DEVICE out of the fleet: its key and certificate count no more, its history stays, its name is free."""
     _post_action(device, "remove", url)
     click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
+
+
+def _format_presence(row: Json) -> str:
+    """Returns a device's state; of one that is away, since when."""
+    presence, last_seen_at = str(row["presence"]), row.get("last_seen_at")
+    if presence not in {"offline", "gone"} or last_seen_at is None:
+        return presence
+    return f"{presence} since {format_value('last_seen_at', last_seen_at)}"
 
 
 def _post_action(device: str, action: str, url: str | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgefl import DISTRIBUTION
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
-from edgefl.coordinator.fleet.registry import DeviceRegistry
-from edgefl.coordinator.runs.stalls import PAUSED, PausedRuns
+from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
+from edgefl.coordinator.runs.stalls import PAUSED, WAITING, IdleRuns
 from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import (
@@ -33,7 +33,7 @@ MAX_ATTENTION = 30
 HOT_C = 80.0
 MAX_VERSION_LENGTH = 40
 _PROBLEM_PRESENCES = {"gone": "bad", "late": "warn", "offline": "warn"}
-_LIVE_STATUSES = frozenset({"running", "stopping", "waiting", PAUSED})
+_LIVE_STATUSES = frozenset({"running", "stopping", PAUSED, WAITING})
 # Rounded, so that a healthy idle device causes no changes.
 _HEALTH_STEPS = {
     "temperature_c": 0.5,
@@ -50,7 +50,7 @@ class FeedState:
 
     store: Store
     registry: DeviceRegistry
-    paused_runs: PausedRuns = field(default_factory=PausedRuns)
+    idle_runs: IdleRuns = field(default_factory=IdleRuns)
     devices: dict[str, Json] = field(default_factory=dict)
     runs: dict[str, Json] = field(default_factory=dict)
     events: list[Json] = field(default_factory=list)
@@ -125,9 +125,7 @@ class FeedState:
         return {"runs": changed} if changed else {}
 
     def _list_run_summaries(self) -> dict[str, Json]:
-        return {
-            row["run_id"]: self.paused_runs.apply_to(row) for row in list_run_summaries(self.store, limit=NUM_RUNS)
-        }
+        return {row["run_id"]: self.idle_runs.apply_to(row) for row in list_run_summaries(self.store, limit=NUM_RUNS)}
 
     def _pop_events(self) -> Json:
         rows = list_events_after(self.store, self.last_event, limit=NUM_EVENTS)
@@ -171,7 +169,8 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
     state, heartbeat = registry.get_state(device_id), registry.get_heartbeat(device_id)
     row: Json = {
         "device_id": device_id,
-        "presence": str(state) if state is not None else "never seen",
+        "presence": registry.format_presence(device_id),
+        "problem": find_problem(info),
         "role": str(info.role),
         "groups": list(info.groups),
         "tasks": list(info.tasks),
@@ -221,6 +220,8 @@ def _list_problems(device: Json) -> Iterator[tuple[str, str]]:
     """Yields the problems of a device, each with its level."""
     if device.get("cloned"):
         yield "bad", device["cloned"]
+    if device.get("problem"):
+        yield "bad", device["problem"]
     if device["presence"] in _PROBLEM_PRESENCES:
         yield _PROBLEM_PRESENCES[device["presence"]], device["presence"]
     if device.get("throttled"):

@@ -48,7 +48,7 @@ def runs_router(context: ApiContext) -> APIRouter:
     def list_runs() -> Json:
         positions = {record.run_id: position for position, record in enumerate(store.list_queued_runs(), 1)}
         rows = [{**encode_run(r), "queue_position": positions.get(r.run_id)} for r in reversed(store.list_runs())]
-        return {"v": PROTOCOL_VERSION, "rows": [scheduler.apply_pause(row) for row in rows]}
+        return {"v": PROTOCOL_VERSION, "rows": [scheduler.apply_idle_state(row) for row in rows]}
 
     @router.get("/runs/{run}", dependencies=viewer_only)
     def get_run(run: str) -> Json:
@@ -56,7 +56,7 @@ def runs_router(context: ApiContext) -> APIRouter:
         saved_models = store.list_saved_models(record.run_id)
         metrics = select_device_metrics(store.get_newest_device_model_round(record.run_id))
         row = {**encode_run(record), "model": saved_models[0].sha256 if saved_models else None, **metrics}
-        return scheduler.apply_pause(row)
+        return scheduler.apply_idle_state(row)
 
     @router.post("/runs", dependencies=operator_only)
     def submit_run(request: Request, config: RunBody, priority: Annotated[int, Body(embed=True)] = 0) -> Json:

@@ -202,6 +202,10 @@ class AdmissionController:
             self.transport.cancel(candidate.message_id)
             self._send_query(candidate)
 
+    def get_absent(self) -> dict[str, str]:
+        """Returns why devices that the run could have are not ready, by id."""
+        return self._candidates.get_absent()
+
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""
         return self._traffic.pop(device_id, (0, 0))
@@ -453,6 +457,10 @@ class RunMembership:
     def on_reply(self, device_id: str, reply: Reply) -> bool:
         """Returns whether a reply answered an admission query."""
         return self._admission is not None and self._admission.on_reply(device_id, reply)
+
+    def get_absent(self) -> dict[str, str]:
+        """Returns why devices that the run could have are not ready, by id."""
+        return self._admission.get_absent() if self._admission is not None else {}
 
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""

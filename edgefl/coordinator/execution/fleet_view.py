@@ -20,6 +20,7 @@ from edgefl.coordinator.fleet.registry import (
     DeviceRegistry,
     DeviceRemoved,
     RegistryEvent,
+    parse_shard_errors,
 )
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
 from edgefl.core.protocol import ReadinessPhase
@@ -61,6 +62,8 @@ class RunSpec:
         lineage: of the store, which instructions and answers name; None to compare nothing.
         get_newest_record: () -> number of the journal's newest durable record.
         max_weight_ratio: of what one device may weigh to the median; see `ClaimLimits`.
+        min_devices: that the first round waits for.
+        wait_s: how long the run may be without work; None for no limit.
     """
 
     run_id: str
@@ -77,6 +80,8 @@ class RunSpec:
     lineage: Lineage | None = None
     get_newest_record: Callable[[], int] = lambda: 0
     max_weight_ratio: float = DEFAULT_WEIGHT_RATIO
+    min_devices: int = 1
+    wait_s: float | None = None
 
 
 class EligibilityFilter:
@@ -111,6 +116,13 @@ def is_selected(info: DeviceInfo, *, task: str, groups: Sequence[str], names: Se
         and (not groups or not set(groups).isdisjoint(info.groups))
         and (not names or info.device_id in names)
     )
+
+
+def explain_missing_shard(info: DeviceInfo, task: str) -> str:
+    """Returns why a device has no data for a task: it was given none, or cannot read it."""
+    if (error := parse_shard_errors(info.capabilities).get(task)) is not None:
+        return f"it cannot read its shard for task {task!r}: {error}"
+    return f"it has no shard for task {task!r}"
 
 
 def find_training_blocker(info: DeviceInfo, *, needs_torch: bool) -> str:
@@ -203,6 +215,19 @@ class Candidates:
             and (run.groups or not self._get_permanent_reason(info))
         )
 
+    def get_absent(self) -> dict[str, str]:
+        """Returns the selected trainers that are not ready, with the reason; those without a shard come last."""
+        run, absent = self.run, dict[str, str]()
+        infos = {info.device_id: info for info in self.registry.list_devices() if info.role == Role.TRAINER}
+        for name in sorted({*infos, *run.names}, key=lambda name: (name not in self.list_selected(), name)):
+            info = infos.get(name)
+            is_other = (bool(run.names) and name not in run.names) or (
+                info is not None and bool(run.groups) and set(run.groups).isdisjoint(info.groups)
+            )
+            if not is_other and self.get_status(name) is not AdmissionStatus.READY:
+                absent[name] = self.get_reason(name)
+        return absent
+
     def get_status(self, device_id: str) -> AdmissionStatus | None:
         """Returns the status of a device; None if it may still come."""
         candidate, info = self.by_device.get(device_id), self.registry.get_device(device_id)
@@ -223,14 +248,14 @@ class Candidates:
             )
         if info is None:
             return "there is no such device in the fleet"
-        return self._get_permanent_reason(info) or f"it is {self.registry.format_state(device_id) or 'not there'}"
+        return self._get_permanent_reason(info) or self.registry.explain_absence(device_id)
 
     def _get_permanent_reason(self, info: DeviceInfo) -> str:
         """Returns why a device could not take part even if present; empty if it could."""
         if info.role != Role.TRAINER:
             return f"it is an {info.role}, and trains nothing"
         if self.run.task not in info.tasks:
-            return f"it has no shard for task {self.run.task!r}; on the board: edgefl device shard add"
+            return f"{explain_missing_shard(info, self.run.task)}; on the board: edgefl device shard add"
         return find_training_blocker(info, needs_torch=self.run.needs_torch)
 
 
@@ -238,7 +263,11 @@ log = logging.getLogger(__name__)
 
 RUN_WAITING = "run-waiting"
 """Kind of the event of a waiting run."""
+SHOW_AFTER_S = 2.0
+"""A run without work for so long is shown as waiting."""
+UPDATE_INTERVAL_S = 1.0
 REPORT_AFTER_S = 30.0
+"""And after so long the history says it."""
 MAX_NAMES = 5
 
 
@@ -380,46 +409,87 @@ class LiveFleetView(FleetState):
 
 
 class IdleRunReporter:
-    """Reports a run without work once per wait. Not thread-safe: used by the run's thread alone.
+    """Says that a run has no work, and whom it lacks. Not thread-safe: used by the run's thread alone.
 
-    Args:
+    Attributes:
         run: the run.
         clock: seconds, monotonic.
-        record_event: (kind, message) -> None; writes an event of the run to the history.
+        record_event: (kind, message) -> None; writes an event of the run to the history, once per wait.
+        get_absent: () -> why devices are not ready, by id.
+        on_waiting: (reason) -> None; what the run waits for, every second, and empty once it has work.
+        has_begun: training was dispatched; the run goes on with any device from then on.
     """
 
-    def __init__(self, run: RunSpec, clock: Callable[[], float], record_event: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        run: RunSpec,
+        clock: Callable[[], float],
+        record_event: Callable[[str, str], None],
+        *,
+        get_absent: Callable[[], Mapping[str, str]] = dict,
+        on_waiting: Callable[[str], None] = lambda _reason: None,
+    ) -> None:
         self._run, self._clock, self._record_event = run, clock, record_event
+        self._get_absent, self._on_waiting = get_absent, on_waiting
         self._since_s: float | None = None
+        self._update_s = 0.0
         self._is_reported = False
+        self._reason = ""
+        self.has_begun = False
 
     def poll(self, idle_devices: Sequence[str], *, has_work: bool) -> bool:
-        """Reports once that no device has had work for `REPORT_AFTER_S`; returns whether it just did.
+        """Updates the reason; returns whether it has just recorded the event, `REPORT_AFTER_S` after the last work.
 
         `idle_devices` are those that could work.
         """
         now_s = self._clock()
         if has_work:
-            self._since_s, self._is_reported = None, False
+            if self._reason:
+                self._on_waiting("")
+            self._since_s, self._is_reported, self._reason = None, False, ""
             return False
-        self._since_s = now_s if self._since_s is None else self._since_s
+        if self._since_s is None:
+            self._since_s, self._update_s = now_s, now_s + SHOW_AFTER_S
+        if now_s >= self._update_s:
+            self._reason, self._update_s = self._format_reason(idle_devices), now_s + UPDATE_INTERVAL_S
+            self._on_waiting(self._reason)
         if self._is_reported or now_s - self._since_s < REPORT_AFTER_S:
             return False
         self._is_reported = True
-        message = self._format_message(idle_devices)
-        log.warning("run %s %s", self._run.run_id, message)
-        self._record_event(RUN_WAITING, message)
+        log.warning("run %s is %s", self._run.run_id, self._reason)
+        self._record_event(RUN_WAITING, self._reason)
         return True
 
-    def next_poll_s(self) -> float | None:
-        """Returns when to poll next; None if there is nothing to report."""
-        return None if self._since_s is None or self._is_reported else self._since_s + REPORT_AFTER_S
+    def find_overdue_reason(self) -> str | None:
+        """Returns why the run ends, since it has waited for `wait_s`; None while it has not."""
+        limit_s, since_s = self._run.wait_s, self._since_s
+        if limit_s is None or since_s is None or self._clock() < since_s + limit_s:
+            return None
+        return f"gave up after devices.wait_s = {limit_s:g} s: {self._reason or self._format_reason(())}"
 
-    def _format_message(self, idle_devices: Sequence[str]) -> str:
-        if not idle_devices:
-            return f"waits: no device with a shard for {self._run.task} is ready; see edgefl devices list"
+    def next_poll_s(self) -> float | None:
+        """Returns when to poll next; None while there is work."""
+        if self._since_s is None:
+            return None
+        report_s = self._update_s if self._is_reported else min(self._update_s, self._since_s + REPORT_AFTER_S)
+        return report_s if self._run.wait_s is None else min(report_s, self._since_s + self._run.wait_s)
+
+    def _format_reason(self, idle_devices: Sequence[str]) -> str:
         names = ", ".join(idle_devices[:MAX_NAMES]) + (", …" if len(idle_devices) > MAX_NAMES else "")
-        return (
-            f"waits for more devices: {len(idle_devices)} ready ({names}), and the strategy gives them no work yet; "
-            "see [devices] in the run file, and names in its graph"
-        )
+        ready = f"{len(idle_devices)} ready ({names})" if idle_devices else "none is ready"
+        count = (1 if self.has_begun else self._run.min_devices) - len(idle_devices)
+        if count <= 0:
+            return (
+                f"waiting: {ready}, and they get no work: they rest, or the strategy's graph has boards that are not"
+                " there"
+            )
+        boards = "a board" if count == 1 and not idle_devices else f"{count} more board{'s' if count > 1 else ''}"
+        absent = [_format_absent(name, reason) for name, reason in self._get_absent().items()]
+        more = [f"and {len(absent) - MAX_NAMES} more that are not"] if len(absent) > MAX_NAMES else []
+        listed = ", ".join([ready, *absent[:MAX_NAMES], *more])
+        return f"waiting for {boards} with a shard for {self._run.task}: {listed}"
+
+
+def _format_absent(device_id: str, reason: str) -> str:
+    words = reason.partition(";")[0]  # what to do about it follows
+    return f"{device_id} {words.removeprefix('it ')}" if words.startswith("it ") else f"{device_id}: {words}"

@@ -17,6 +17,7 @@ from edgefl.coordinator.execution.admission import (
     REJOIN_TIMEOUT_S,
     AdmissionController,
     AdmissionRequirements,
+    NotEnoughDevicesError,
     RecordEvent,
     RunMembership,
 )
@@ -110,6 +111,7 @@ class LiveFleet:
         run_clock: the run's own time, for the view; `clock` if None.
         max_decoded_bytes: `wait` returns once it has decoded this much, before the rest is decoded.
         spool_folder: where replies beyond the memory limit are spooled; None for the system's temporary files.
+        on_waiting: called with what the run waits for, and with an empty text once it has work.
     """
 
     def __init__(  # noqa: PLR0913 the parts of a run, by name
@@ -125,6 +127,7 @@ class LiveFleet:
         run_clock: Callable[[], float] | None = None,
         max_decoded_bytes: int = MAX_DECODED_BYTES,
         spool_folder: Path | None = None,
+        on_waiting: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self.registry, self.clock, self._record_event = registry, clock, record_event
         self._incarnations = run.incarnations or RunIncarnations(run.run_id)
@@ -154,7 +157,6 @@ class LiveFleet:
                 get_model=self._distributor.get_newest_model,
                 on_prefetched=self._distributor.record_prefetch,
             )
-        self._idle_reporter = IdleRunReporter(run, clock, lambda kind, message: record_event(kind, "", message))
         self._resumed_until_s: float | None = None
         self._has_renewed_lineage = False
         self._interruption: InterruptedRunError | None = None
@@ -166,6 +168,13 @@ class LiveFleet:
             on_bounded=lambda claim: record_event(CLAIM_BOUNDED, claim.device_id, str(claim)),
         )
         self._membership = RunMembership(admission, self._view, registry)
+        self._idle_reporter = IdleRunReporter(
+            run,
+            clock,
+            lambda kind, message: record_event(kind, "", message),
+            get_absent=self._membership.get_absent,
+            on_waiting=on_waiting,
+        )
         self._unsubscribe = registry.subscribe(self._queue.put)
 
     def post(self, item: Reply | Progress | StopRequested | InterruptedRunError) -> None:
@@ -209,6 +218,7 @@ class LiveFleet:
                 self._in_flight.finish_early(self._incarnations.get_wire_id(instruction.assignment_id))
             else:
                 self._view.assign(instruction)
+                self._idle_reporter.has_begun |= isinstance(instruction, TrainInstruction)
                 payload, now_s = self._distributor.create_payload(instruction, source), self.clock()
                 self._in_flight.dispatch(self._make_pending(instruction, payload, now_s))
 
@@ -219,6 +229,7 @@ class LiveFleet:
         Evaluations are always sent again.
         """
         self._distributor.update_source(source)
+        self._idle_reporter.has_begun = True
         now_s, no_body = self.clock(), prepare_body(b"")
         for dispatched in in_flight:
             unsent = ModelPayload(
@@ -299,8 +310,8 @@ class LiveFleet:
         """Returns the next events, at once if there are any, else by `until_s` at the latest.
 
         Raises:
-            InterruptedRunError: the coordinator stops.
-            RunFailedError: fewer devices are ready than the run requires.
+            InterruptedRunError: the coordinator stops, or the run has begun and waited too long for devices.
+            RunFailedError: fewer devices are ready than the run requires, or it has waited too long for them.
         """
         while True:
             if self._interruption is not None:
@@ -308,6 +319,9 @@ class LiveFleet:
             has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
             if self._idle_reporter.poll(self._view.idle, has_work=has_work):
                 return []  # so that the event is committed now
+            if (reason := self._idle_reporter.find_overdue_reason()) is not None:
+                # A run that has begun keeps what it has, and can be resumed.
+                raise (InterruptedRunError if self._idle_reporter.has_begun else NotEnoughDevicesError)(reason)
             events = [*self._fail_overdue(), *self._fail_unresumed(), *self._membership.poll()]
             batch = list(self._backlog)  # the queue is read again once these are processed
             if not batch:

@@ -50,6 +50,7 @@ class Membership:
                     groups=record.groups,
                     examples=record.examples,
                     facts=_get_valid_facts(capabilities.get(record.device_id)),
+                    was_seen=record.presence is not None,
                 )
 
     def add(self, device_id: str, public_key: bytes) -> None:

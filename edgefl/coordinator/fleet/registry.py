@@ -18,6 +18,7 @@ from edgefl.coordinator.fleet.clone_detection import CloneDetector, CloneRejecte
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
 from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
+from edgefl.core.safe_text import escape_start
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
 from edgefl.engine.fleet_state import update_moving_average
 
@@ -25,12 +26,15 @@ E = TypeVar("E")
 
 _SCHEDULABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
 _HEARTBEAT_FIELDS = ("temperature_c", "run", "iteration")
+MAX_SHARD_ERRORS, MAX_ERROR_CHARS = 8, 200
+NEVER_SEEN = "never seen"
 DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
     {
-        "presence": "never seen",
+        "presence": NEVER_SEEN,
         "drained": False,
         "silent_s": None,
         "cloned": None,
+        "problem": None,
         **dict.fromkeys(_HEARTBEAT_FIELDS),
         "seconds_per_iteration": None,
     }
@@ -105,6 +109,7 @@ class _RegistryEntry:
     is_drained: bool = False
     known_examples: dict[str, int] = field(default_factory=dict)
     grown_s: float = -math.inf
+    was_seen: bool = False
 
 
 class EventBus(Generic[E]):
@@ -168,7 +173,7 @@ class DeviceRegistry:
         """Calls `subscriber` with every event; returns a function that unsubscribes it."""
         return self._event_bus.subscribe(subscriber)
 
-    def add(
+    def add(  # noqa: PLR0913 what is known of a device
         self,
         device_id: str,
         *,
@@ -177,8 +182,12 @@ class DeviceRegistry:
         groups: Sequence[str],
         examples: Mapping[str, int],
         facts: Mapping[str, Any] | None = None,
+        was_seen: bool = False,
     ) -> None:
-        """Adds a device that has joined, or joined again; `facts` are its newest capabilities."""
+        """Adds a device that has joined, or joined again.
+
+        `facts` are its newest capabilities; `was_seen` says that an earlier coordinator has seen it.
+        """
         is_own = device_id == EVALUATOR_NAME
         source = "coordinator" if is_own else ("evaluator" if role == Role.EVALUATOR else "device")
         info = DeviceInfo(
@@ -201,7 +210,7 @@ class DeviceRegistry:
             else:
                 if former is not None:
                     self._device_by_node.pop(former.node_id, None)
-                self._entries[device_id] = _RegistryEntry(info=info, node_id=node_id)
+                self._entries[device_id] = _RegistryEntry(info=info, node_id=node_id, was_seen=was_seen)
                 self._device_by_node[node_id] = device_id
             self._event_bus.enqueue([DeviceAdded(device_id=device_id)])
         self._event_bus.publish()
@@ -261,9 +270,17 @@ class DeviceRegistry:
         entry = self._entries.get(device_id)
         return entry is not None and entry.is_drained
 
-    def format_state(self, device_id: str) -> str:
-        """Returns the state of a device, empty if it was never seen; drained comes first."""
-        return str(DevicePresence.DRAINING) if self.is_drained(device_id) else str(self.get_state(device_id) or "")
+    def format_presence(self, device_id: str) -> str:
+        """Returns the word for a device's state: one of `DevicePresence`, or `NEVER_SEEN`."""
+        entry, state = self._entries.get(device_id), self.get_state(device_id)
+        if state is None:  # of this coordinator; an earlier one may have seen it
+            return str(DevicePresence.OFFLINE) if entry is not None and entry.was_seen else NEVER_SEEN
+        return str(state)
+
+    def explain_absence(self, device_id: str) -> str:
+        """Returns why a device gets no work: what the operator said comes first."""
+        presence = DevicePresence.DRAINING if self.is_drained(device_id) else self.format_presence(device_id)
+        return "it was never seen" if presence == NEVER_SEEN else f"it is {presence}"
 
     def set_drained(self, device_id: str, *, drained: bool) -> None:
         """Drains or resumes a device; does nothing for an unknown one."""
@@ -292,9 +309,11 @@ class DeviceRegistry:
                     {
                         **DEFAULT_STATUS_ROW,
                         "device_id": device_id,
-                        **({"presence": str(record.state), "silent_s": round(record.silent_s, 1)} if record else {}),
+                        "presence": self.format_presence(device_id),
+                        **({"silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
+                        "problem": find_problem(entry.info),
                         **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
                     }
@@ -459,6 +478,21 @@ class DeviceRegistry:
 
     def _list_presence_records(self) -> list[PresenceRecord]:
         return self._presence.list_records(self._clock())
+
+
+def parse_shard_errors(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Returns `shard_errors` of a device's capabilities, by task; drops invalid entries, and shortens long ones."""
+    reported = facts.get("shard_errors")
+    if not isinstance(reported, dict):
+        return {}
+    errors = [(str(task), reason) for task, reason in reported.items() if isinstance(reason, str)][:MAX_SHARD_ERRORS]
+    return {escape_start(task, MAX_ERROR_CHARS): escape_start(reason, MAX_ERROR_CHARS) for task, reason in errors}
+
+
+def find_problem(info: DeviceInfo) -> str | None:
+    """Returns what keeps a device from data that it was given: an unreadable shard, a missing module."""
+    errors = parse_shard_errors(info.capabilities)
+    return "; ".join(f"shard of {task}: {reason}" for task, reason in errors.items()) or None
 
 
 def _parse_blocks(reported: object) -> dict[str, tuple[int, ...]]:

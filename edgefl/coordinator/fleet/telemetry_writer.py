@@ -11,11 +11,16 @@ from dataclasses import dataclass, field
 
 from edgefl.coordinator.fleet.clone_detection import CloneRejected
 from edgefl.coordinator.fleet.presence import PresenceChanged, SessionConflict
-from edgefl.coordinator.fleet.registry import DeviceRegistry, DeviceRestarted, ExamplesChanged, RegistryEvent
+from edgefl.coordinator.fleet.registry import (
+    DeviceRegistry,
+    DeviceRestarted,
+    ExamplesChanged,
+    RegistryEvent,
+    parse_shard_errors,
+)
 from edgefl.core.claims import EXAMPLES_CHANGED
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Capabilities, Heartbeat, ProgressReport, StatusMessage, Topic
-from edgefl.core.safe_text import escape_start
 from edgefl.core.types import Json, Progress
 from edgefl.storage.repositories.records import HeartbeatRow
 from edgefl.storage.store import Store
@@ -30,8 +35,6 @@ MAX_PENDING_ROWS = 20_000
 """Maximum number of buffered heartbeats, and of events; the oldest beyond it are dropped, and counted."""
 
 SHARD_UNREADABLE = "shard-unreadable"
-MAX_SHARD_ERRORS = 8
-MAX_ERROR_CHARS = 200
 MAX_JUMP_S = 86_400.0
 SETTLING_TIME_S = 3600.0
 """A clock is trusted this long after its last jump, or after a start that does not follow the stored times."""
@@ -225,15 +228,6 @@ class TelemetryWriter:
                 self._store.record_event(EXAMPLES_CHANGED, event.reason, at=at, device_id=event.device_id)
             case DeviceRestarted():
                 self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
-
-
-def parse_shard_errors(facts: Json) -> dict[str, str]:
-    """Returns `shard_errors` of a device's capabilities, by task; drops invalid entries, and shortens long ones."""
-    reported = facts.get("shard_errors")
-    if not isinstance(reported, dict):
-        return {}
-    errors = [(str(task), reason) for task, reason in reported.items() if isinstance(reason, str)][:MAX_SHARD_ERRORS]
-    return {escape_start(task, MAX_ERROR_CHARS): escape_start(reason, MAX_ERROR_CHARS) for task, reason in errors}
 
 
 def record_capabilities(store: Store, device_id: str, facts: Json, shards: Json, *, at: float) -> None:

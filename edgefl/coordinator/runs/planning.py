@@ -14,7 +14,12 @@ from edgefl import DISTRIBUTION
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.peer_codec import select_peer_tensors
 from edgefl.coordinator.execution.admission import AdmissionRequirements
-from edgefl.coordinator.execution.fleet_view import NO_TORCH, find_training_blocker, is_selected
+from edgefl.coordinator.execution.fleet_view import (
+    NO_TORCH,
+    explain_missing_shard,
+    find_training_blocker,
+    is_selected,
+)
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
@@ -125,7 +130,11 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json
     for row in rows:
         if row["takes_part"] and row["device_id"] not in instructions:
             row["reason"] = _format_wait_reason(run.config, len(available), has_instructions=bool(instructions))
-    return {**_compute_totals(run, rows, [info.device_id for info in evaluators]), "rows": rows}
+    return {
+        **_compute_totals(run, rows, [info.device_id for info in evaluators]),
+        "obstacle": _find_obstacle(run.config, rows, has_instructions=bool(instructions)),
+        "rows": rows,
+    }
 
 
 def _get_benchmark_speeds(registry: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
@@ -156,11 +165,11 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
-        (task not in info.tasks, f"it has no shard for task {task!r}"),
+        (task not in info.tasks, explain_missing_shard(info, task)),
         (bool(blocker), blocker),
         (
             registry.get_schedulable(info.device_id) is None,
-            f"it is {registry.format_state(info.device_id) or 'away'}",
+            registry.explain_absence(info.device_id),
         ),
         (not selection.is_satisfied_by(info), "it has too little memory or no accelerator, see [devices]"),
         (isinstance(memory, int) and memory < needed, f"it has too little memory: the run needs {needed} bytes"),
@@ -182,6 +191,21 @@ def _format_wait_reason(config: RunConfig, num_able: int, *, has_instructions: b
     if has_instructions:
         return "it is not asked in the first round"
     return f"the run would wait: it begins with {config.devices.min} devices, {num_able} are there"
+
+
+def _find_obstacle(config: RunConfig, rows: Sequence[Json], *, has_instructions: bool) -> str:
+    """Returns why the run would not start now; empty if it would."""
+    devices, num_able = config.devices, sum(row["takes_part"] for row in rows)
+    absent = [f"{row['device_id']}: {row['reason']}" for row in rows if not row["takes_part"]]
+    more = [f"and {len(absent) - MAX_NAMES} more"] if len(absent) > MAX_NAMES else []
+    listed = "; ".join([*absent[:MAX_NAMES], *more]) or "the fleet has no other"
+    required = devices.require if isinstance(devices.require, int) else 1
+    if num_able < max(devices.min, required):
+        able = "1 device can" if num_able == 1 else f"{num_able or 'no'} devices can"
+        return f"it needs {max(devices.min, required)}, and {able} take part: {listed}"
+    if devices.require == "all" and any(row["device_id"] in devices.names for row in rows if not row["takes_part"]):
+        return f"all are required, and some cannot take part: {listed}"
+    return "" if has_instructions else "the strategy gives no device work in the first round"
 
 
 class _PayloadSizes:

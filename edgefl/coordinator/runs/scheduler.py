@@ -51,7 +51,8 @@ from edgefl.coordinator.runs.stalls import (
     REPORT_AFTER_S,
     RUN_STALLED,
     STOP_TIMEOUT_S,
-    PausedRuns,
+    WAITING,
+    IdleRuns,
     SlowCallWatchdog,
     StorageBackoff,
     format_current_frame,
@@ -100,7 +101,7 @@ class RunContext:
     notifier: DeviceNotifier
     build_run: BuildRun
     metrics: RunMetrics = field(default_factory=RunMetrics)
-    paused_runs: PausedRuns = field(default_factory=PausedRuns)
+    idle_runs: IdleRuns = field(default_factory=IdleRuns)
     lineage: Lineage | None = None
     on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
 
@@ -145,7 +146,7 @@ class RunScheduler:
             store=context.store,
             flush=self.flush,
             stop_event=self._stop_event,
-            paused_runs=context.paused_runs,
+            idle_runs=context.idle_runs,
         )
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run_thread, name="runs", daemon=True)
@@ -210,9 +211,9 @@ class RunScheduler:
         active = self._current
         return active is not None and active.run_id == run_id
 
-    def apply_pause(self, row: Json) -> Json:
-        """Returns a run's row, with its status and reason replaced while it is paused."""
-        return self._context.paused_runs.apply_to(row)
+    def apply_idle_state(self, row: Json) -> Json:
+        """Returns a run's row, with its status and reason replaced while it is paused or waits."""
+        return self._context.idle_runs.apply_to(row)
 
     def is_blocked(self, run_id: str, device_id: str) -> bool:
         """Returns whether a device of the active run is blocked after too many rejected updates."""
@@ -615,10 +616,18 @@ class RunScheduler:
             lineage=context.lineage,
             get_newest_record=lambda: wal.synced_record,
             max_weight_ratio=config.guard.max_weight_ratio,
+            min_devices=1 if start.is_resumed else config.devices.min,
+            wait_s=config.devices.wait_s,
         )
 
         def record_event(kind: str, device_id: str, message: str) -> None:
             history.add_event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
+
+        def set_waiting(reason: str) -> None:
+            if reason:
+                context.idle_runs.add(run_id, reason, WAITING)
+            else:
+                context.idle_runs.remove(run_id)
 
         transport, requirements = (
             context.superlink.open_run(),
@@ -634,6 +643,7 @@ class RunScheduler:
             requirements=requirements,
             record_event=record_event,
             spool_folder=context.directory.root,
+            on_waiting=set_waiting,
         )
         with self._lock:
             self._current = self._current or _CurrentRun(run_id=run_id)
@@ -650,4 +660,6 @@ class RunScheduler:
                 self._current.fleet = (
                     None  # its history stays: published rows are durable in the journal, and written later
                 )
+        if self._current is not None:
+            self._context.idle_runs.remove(self._current.run_id)
         fleet.close(will_resume=will_resume)

@@ -21,12 +21,13 @@ from typing import Any
 
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, StoreFullError
 from edgefl.core.types import Json
+from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
-PAUSED = "paused"
+PAUSED, WAITING = "paused", "waiting"
 """Shown in place of a run's status; the store has *running*, so that the next coordinator resumes it."""
 RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
 """Event kinds; both are written once the store is writable again, each with its own time."""
@@ -37,21 +38,26 @@ MAX_RETRY_S = 10.0
 
 
 @dataclass(slots=True)
-class PausedRuns:
-    """Paused runs and their reasons. One thread writes, any may read."""
+class IdleRuns:
+    """Active runs that make no progress: paused, or waiting for boards. One thread writes, any may read."""
 
-    _reasons: dict[str, str] = field(default_factory=dict)
+    _states: dict[str, tuple[str, str]] = field(default_factory=dict)
 
-    def add(self, run_id: str, reason: str) -> None:
-        self._reasons = {**self._reasons, run_id: reason}
+    def add(self, run_id: str, reason: str, status: str = PAUSED) -> None:
+        self._states = {**self._states, run_id: (status, reason)}
 
     def remove(self, run_id: str) -> None:
-        self._reasons = {name: reason for name, reason in self._reasons.items() if name != run_id}
+        self._states = {name: state for name, state in self._states.items() if name != run_id}
 
     def apply_to(self, row: Json) -> Json:
-        """Returns a run's row, with status and reason replaced while it is paused."""
-        reason = self._reasons.get(str(row.get("run_id")))
-        return row if reason is None else {**row, "status": PAUSED, "reason": reason}
+        """Returns a run's row, with status and reason replaced while it is idle; a queued one says behind whom."""
+        states = self._states
+        if (state := states.get(str(row.get("run_id")))) is not None:
+            return {**row, "status": state[0], "reason": state[1]}
+        waiting = next((run_id for run_id, (status, _) in states.items() if status == WAITING), None)
+        if waiting is None or row.get("status") != RunStatus.QUEUED:
+            return row
+        return {**row, "reason": f"it comes after run {waiting}, which waits for boards; stop that one to begin now"}
 
 
 def has_room(directory: Path) -> bool:
@@ -85,14 +91,14 @@ class StorageBackoff:
         store: gets the events of a pause once it is writable.
         flush: writes the rows buffered for the store.
         stop_event: ends all waiting.
-        paused_runs: lists the run while it is paused.
+        idle_runs: lists the run while it is paused.
     """
 
     directory: Path
     store: Store
     flush: Callable[[], None]
     stop_event: threading.Event
-    paused_runs: PausedRuns
+    idle_runs: IdleRuns
     _backoff: Backoff = field(default_factory=lambda: Backoff(initial_s=FIRST_RETRY_S, max_s=MAX_RETRY_S))
     _resumed_s: float = 0.0
 
@@ -108,7 +114,7 @@ class StorageBackoff:
         if paused_s - self._resumed_s > MAX_RETRY_S:
             self._backoff.reset()
         if run_id:
-            self.paused_runs.add(run_id, str(error))
+            self.idle_runs.add(run_id, str(error))
         try:
             while not self.stop_event.wait(self._backoff.next_s()):
                 if has_room(self.directory) and self._has_recorded_pause(run_id, str(error), paused_at):
@@ -117,7 +123,7 @@ class StorageBackoff:
             return False
         finally:
             self._resumed_s = time.monotonic()
-            self.paused_runs.remove(run_id)
+            self.idle_runs.remove(run_id)
 
     def _has_recorded_pause(self, run_id: str, reason: str, paused_at: float) -> bool:
         """Flushes and records the pause; returns whether that was possible."""

@@ -303,6 +303,8 @@ def test_what_needs_attention_is_told_the_worst_first_and_no_more_than_a_page_ca
     told(story)
     crowd = [{"device_id": str(n), "presence": "offline" if n < 50 else "gone", "since": 5.0} for n in range(60)]
     crowd[7]["cloned"] = "two boards share its card"
+    missing = [{"device_id": "a", "presence": "online", "problem": "shard of cifar: No module named 'cifar'"}]
+    assert [(row["level"], row["text"]) for row in list_attention(missing, [])] == [("bad", missing[0]["problem"])]
     rows = list_attention(crowd, [])
     assert len(rows) == MAX_ATTENTION
     assert [row["level"] for row in rows] == ["bad"] * 11 + ["warn"] * 19

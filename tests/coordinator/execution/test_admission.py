@@ -14,7 +14,7 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution.admission import HEARTBEAT_REQUEST_AFTER_S, REJOIN_TIMEOUT_S, AdmissionRequirements
 from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import RunIncarnations
-from edgefl.coordinator.execution.live_fleet import LiveFleet
+from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import RunFailedError
@@ -76,9 +76,16 @@ class Site:
     """Devices pi-1, pi-2, … with shards of digits, and a run that asks them by `terms`."""
 
     def __init__(
-        self, number: int = 2, *, names: tuple[str, ...] = (), needs_torch: bool = False, **terms: Any
+        self,
+        number: int = 2,
+        *,
+        names: tuple[str, ...] = (),
+        needs_torch: bool = False,
+        wait_s: float | None = None,
+        **terms: Any,
     ) -> None:
         self.jumped_s, self.mail, self.bell, self.notes = 0.0, Mail(), Bell(), list[tuple[str, str, str]]()
+        self.waits: list[str] = []
         self.registry = SmallFleet(clock=self.clock).registry
         self.codec = make_codec("dense", SHAPES)
         for n in range(1, number + 1):
@@ -93,6 +100,7 @@ class Site:
             encode=lambda model, version: self.codec.encode(model, derive_rng(version)),
             decode=lambda body: decode_body(body, SHAPES),
             needs_torch=needs_torch,
+            wait_s=wait_s,
             incarnations=RunIncarnations(RUN),
         )
         self.fleet = LiveFleet(
@@ -103,6 +111,7 @@ class Site:
             clock=self.clock,
             requirements=AdmissionRequirements(model_fingerprint="L", memory_bytes=48, disk_bytes=24, **terms),
             record_event=lambda *note: self.notes.append(note),
+            on_waiting=self.waits.append,
         )
         self.fleet.dispatch((), Source())
 
@@ -272,9 +281,7 @@ def test_when_all_are_required_one_refusal_ends_the_run_at_once_and_the_others_f
     assert "pi-2" not in {device for device, kind, _ in site.bell.commands if kind == "end"}
 
 
-@pytest.mark.parametrize(
-    ("what", "told"), [("away", "it is (not there|never seen|gone|offline)"), ("drained", "it is draining")]
-)
+@pytest.mark.parametrize(("what", "told"), [("away", "it was never seen"), ("drained", "it is draining")])
 def test_a_required_device_that_takes_no_work_is_waited_for_and_then_named(what: str, told: str) -> None:
     site = Site(1, require="all", ready_s=10.0)
     site.add("pi-2", 102, online=what == "drained")
@@ -285,6 +292,36 @@ def test_a_required_device_that_takes_no_work_is_waited_for_and_then_named(what:
     assert site.events() == []
     site.jumped_s += 1.5
     site.fails(f"pi-2: {told}")
+
+
+def test_a_run_without_a_device_says_whom_it_lacks_and_gives_up_at_its_limit() -> None:
+    site = Site(1, names=("pi-1", "pi-2", "pi-9"), wait_s=20.0)
+    site.add("pi-2", 102, online=False)
+    site.registry.record_status("pi-1", status("offline"))
+    site.add("other", 103)
+    site.events()
+    site.jumped_s += 3.0
+    assert site.events() == []
+    lacking = (
+        "waiting for a board with a shard for digits: none is ready, pi-1 is offline, pi-2 was never seen, "
+        "pi-9: there is no such device in the fleet"
+    )
+    assert site.waits == [lacking]
+    site.jumped_s += 18.0
+    site.fails(f"gave up after devices.wait_s = 20 s: {lacking}")
+
+
+def test_a_run_that_has_begun_is_interrupted_at_that_limit_so_that_it_can_go_on() -> None:
+    site = Site(1, wait_s=20.0)
+    assert site.pass_all("pi-1") == ["pi-1"]
+    order = TrainInstruction(assignment_id="r1", device_id="pi-1", base_version=0, plan=TrainConfig(iterations=1))
+    site.fleet.dispatch([order], Source())
+    site.registry.remove("pi-1")
+    site.events()
+    site.events()
+    site.jumped_s += 21.0
+    with pytest.raises(InterruptedRunError, match=r"gave up after devices\.wait_s = 20 s: waiting for a board"):
+        site.events()
 
 
 def test_a_required_device_that_comes_in_time_lets_the_run_begin() -> None:

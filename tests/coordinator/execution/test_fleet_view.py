@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from small_fleet import beat, status
@@ -10,6 +11,8 @@ from small_fleet import beat, status
 from edgefl.coordinator.execution.fleet_view import (
     REPORT_AFTER_S,
     RUN_WAITING,
+    SHOW_AFTER_S,
+    UPDATE_INTERVAL_S,
     IdleRunReporter,
     LiveFleetView,
     RunSpec,
@@ -157,13 +160,20 @@ def test_reading_and_giving_work_looks_at_no_device_and_a_change_only_at_the_one
 class Desk:
     """A run at a time that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         self.now_s, self.told = 0.0, list[tuple[str, str]]()
         run = RunSpec(
             run_id="r", task="digits", header={}, groups=(), names=(), join_at_start=False,
-            encode=lambda _model, _version: b"", decode=lambda _body: {},
+            encode=lambda _model, _version: b"", decode=lambda _body: {}, **options,
         )  # fmt: skip
-        self.waiting = IdleRunReporter(run, lambda: self.now_s, lambda kind, said: self.told.append((kind, said)))
+        self.absent, self.shown = dict[str, str](), list[str]()
+        self.waiting = IdleRunReporter(
+            run,
+            lambda: self.now_s,
+            lambda kind, said: self.told.append((kind, said)),
+            get_absent=lambda: self.absent,
+            on_waiting=self.shown.append,
+        )
 
     def at(self, now_s: float, *ready: str, has_work: bool = False) -> list[str]:
         self.now_s = now_s
@@ -175,12 +185,58 @@ def test_a_long_wait_is_told_once_with_what_is_missing() -> None:
     desk = Desk()
     assert desk.at(0.0) == desk.at(REPORT_AFTER_S - 1) == []
     assert desk.waiting.next_poll_s() == REPORT_AFTER_S
-    assert desk.at(REPORT_AFTER_S) == ["waits: no device with a shard for digits is ready; see edgefl devices list"]
-    assert desk.waiting.next_poll_s() is None
+    assert desk.at(REPORT_AFTER_S) == ["waiting for a board with a shard for digits: none is ready"]
     assert len(desk.at(10 * REPORT_AFTER_S)) == 1
-    few = Desk()
-    few.at(0.0, "pi-1")
-    assert few.at(REPORT_AFTER_S, "pi-1")[0].startswith("waits for more devices: 1 ready (pi-1)")
+
+
+def test_a_run_that_waits_names_the_boards_it_has_and_those_it_lacks() -> None:
+    desk = Desk(min_devices=10)
+    desk.absent = {"pi-3": "it is offline", "pi-4": "it has no shard for task 'digits'; on the board: add one"}
+    desk.at(0.0, "pi-1", "pi-2")
+    assert desk.waiting.next_poll_s() == SHOW_AFTER_S
+    desk.at(SHOW_AFTER_S, "pi-1", "pi-2")
+    assert desk.shown == [
+        (
+            "waiting for 8 more boards with a shard for digits: 2 ready (pi-1, pi-2), pi-3 is offline, "
+            "pi-4 has no shard for task 'digits'"
+        )
+    ]
+    desk.at(SHOW_AFTER_S + UPDATE_INTERVAL_S / 2, "pi-1")
+    assert len(desk.shown) == 1, "not more than once a second"
+    desk.absent |= {f"x-{number}": "there is no such device in the fleet" for number in range(9)}
+    desk.at(SHOW_AFTER_S + UPDATE_INTERVAL_S, *(f"pi-{number}" for number in range(9)))
+    assert desk.shown[1].startswith(
+        "waiting for 1 more board with a shard for digits: 9 ready (pi-0, pi-1, pi-2, pi-3"
+    )
+    assert desk.shown[1].endswith(
+        ", x-0: there is no such device in the fleet, x-1: there is no such device in the "
+        "fleet, x-2: there is no such device in the fleet, and 6 more that are not"
+    )
+    desk.at(10.0, "pi-1", has_work=True)
+    assert (desk.shown[-1], desk.waiting.next_poll_s()) == ("", None)
+
+
+def test_a_run_that_has_begun_waits_for_one_board_and_none_may_have_nothing_to_do() -> None:
+    desk = Desk(min_devices=10)
+    desk.waiting.has_begun = True
+    for now_s, ready in ((0.0, ()), (SHOW_AFTER_S, ()), (SHOW_AFTER_S + UPDATE_INTERVAL_S, ("pi-1",))):
+        desk.at(now_s, *ready)
+    assert desk.shown[0].startswith("waiting for a board")
+    assert desk.shown[1].startswith("waiting: 1 ready (pi-1), and they get no work")
+
+
+def test_a_wait_is_over_at_the_limit_of_the_run_file() -> None:
+    desk = Desk(wait_s=7.0)
+    assert desk.waiting.find_overdue_reason() is None
+    desk.at(0.0)
+    desk.at(6.0)
+    assert (desk.waiting.next_poll_s(), desk.waiting.find_overdue_reason()) == (7.0, None)
+    desk.now_s = 7.0
+    assert desk.waiting.find_overdue_reason() == (
+        "gave up after devices.wait_s = 7 s: waiting for a board with a shard for digits: none is ready"
+    )
+    desk.at(8.0, has_work=True)
+    assert desk.waiting.find_overdue_reason() is None
 
 
 def test_a_run_that_had_work_meanwhile_waits_anew() -> None:

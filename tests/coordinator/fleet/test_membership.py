@@ -80,6 +80,15 @@ def test_everybody_has_the_same_place_after_a_restart_and_who_had_none_yet_gets_
     assert site.knows(late) == site.registry.get_node_id("pi-3") is not None
 
 
+def test_after_a_restart_who_was_seen_before_is_offline_and_who_was_not_is_never_seen(site: Site) -> None:
+    for name in ("pi-1", "pi-2"):
+        site.join(name, new_key())
+    site.store.update_device("pi-1", presence="online")
+    site.restart()
+    site.members.restore()
+    assert [site.registry.format_presence(name) for name in ("pi-1", "pi-2")] == ["offline", "never seen"]
+
+
 @pytest.mark.parametrize("is_known", [True, False], ids=["as usual", "only the store has heard of it"])
 def test_who_is_removed_has_no_place_and_leaves_its_name(site: Site, is_known: bool) -> None:
     former, later = new_key(), new_key()

@@ -252,6 +252,24 @@ def test_the_operators_facts_are_one_row_per_device_seen_or_not(fleet):
     new, pi = fleet.registry.list_status_rows()
     assert (new["device_id"], new["presence"], new["silent_s"]) == ("new", "never seen", None)
     assert (pi["presence"], pi["silent_s"], pi["temperature_c"], pi["run"]) == ("online", 2.0, 55.5, "r")
+    assert (new["problem"], fleet.registry.explain_absence("new")) == (None, "it was never seen")
+
+
+def test_a_device_that_an_earlier_coordinator_has_seen_is_offline_and_not_never_seen(fleet):
+    fleet.registry.add("pi", node_id=5, role="trainer", groups=(), examples={}, was_seen=True)
+    (row,) = fleet.registry.list_status_rows()
+    assert (row["presence"], row["silent_s"]) == ("offline", None)
+    assert fleet.registry.explain_absence("pi") == "it is offline"
+    fleet.say("pi")
+    assert fleet.registry.format_presence("pi") == "online"
+
+
+def test_a_shard_that_a_device_cannot_read_is_its_problem(fleet):
+    fleet.add("pi")
+    facts = {"shard_errors": {"cifar:Cifar": "No module named 'cifar'"}}
+    fleet.registry.record_capabilities("pi", Capabilities(facts=facts, shards={}))
+    (row,) = fleet.registry.list_status_rows()
+    assert row["problem"] == "shard of cifar:Cifar: No module named 'cifar'"
 
 
 def test_many_threads_may_use_it_at_once():

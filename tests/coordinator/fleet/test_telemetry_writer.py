@@ -11,14 +11,8 @@ from small_fleet import SmallFleet, beat, enroll, status
 
 from edgefl.coordinator.auth import RejectedRequestLog
 from edgefl.coordinator.fleet import telemetry_writer as module
-from edgefl.coordinator.fleet.telemetry_writer import (
-    MAX_ERROR_CHARS,
-    MAX_SHARD_ERRORS,
-    SETTLING_TIME_S,
-    TelemetryWriter,
-    parse_shard_errors,
-    record_capabilities,
-)
+from edgefl.coordinator.fleet.registry import MAX_ERROR_CHARS, MAX_SHARD_ERRORS, parse_shard_errors
+from edgefl.coordinator.fleet.telemetry_writer import SETTLING_TIME_S, TelemetryWriter, record_capabilities
 from edgefl.core.claims import EXAMPLES_CHANGED
 from edgefl.core.errors import StoreFullError
 from edgefl.core.protocol import Capabilities, Heartbeat, Topic

@@ -143,6 +143,31 @@ def test_a_run_that_would_wait_says_so(registry: DeviceRegistry, store: Store) -
     told = plan(registry, store, devices={"min": 3})
     assert rows(told)["pi-1"]["reason"] == "the run would wait: it begins with 3 devices, 2 are there"
     assert told["num_devices"] == 0
+    assert told["obstacle"] == (
+        "it needs 3, and 2 devices can take part: pi-3: it has no shard for task 'digits'; pi-4: it is offline"
+    )
+    registry.record_capabilities(
+        "pi-3", Capabilities(facts={"shard_errors": {"digits": "No module named 'cifar'"}}, shards={})
+    )
+    alone = plan(registry, store, devices={"names": ["pi-3"]})["obstacle"]
+    assert alone.startswith("it needs 1, and no devices can take part: pi-1: the run file names others")
+    assert "pi-3: it cannot read its shard for task 'digits': No module named 'cifar'" in alone
+    assert plan(registry, store)["obstacle"] == ""
+
+
+@pytest.mark.parametrize(
+    ("section", "obstacle"),
+    [
+        ({"require": 3}, "it needs 3, and 2 devices can take part"),
+        ({"require": 2}, ""),
+        ({"require": "all", "names": ["pi-1", "pi-4"]}, "all are required, and some cannot take part"),
+        ({"groups": ["nobody"]}, "it needs 1, and no devices can take part"),
+    ],
+)
+def test_a_plan_says_why_a_run_would_not_start(
+    registry: DeviceRegistry, store: Store, section: Any, obstacle: str
+) -> None:
+    assert plan(registry, store, devices=section)["obstacle"].partition(":")[0] == obstacle
 
 
 @pytest.mark.parametrize(

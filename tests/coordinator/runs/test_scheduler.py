@@ -382,19 +382,19 @@ def test_a_hindrance_pauses_a_run_until_it_passes_or_the_coordinator_stops_and_e
     add_run(store, config=RUN)
     worker.start()
     row = {"run_id": "r", "status": "running", "reason": None}
-    eventually(lambda: worker.apply_pause(row)["status"] == "paused")
-    assert worker.apply_pause(row)["reason"] == str(error)
-    assert worker.apply_pause({**row, "run_id": "other"})["status"] == "running"
+    eventually(lambda: worker.apply_idle_state(row)["status"] == "paused")
+    assert worker.apply_idle_state(row)["reason"] == str(error)
+    assert worker.apply_idle_state({**row, "run_id": "other"})["status"] == "running"
     assert (store.get_run("r").status, assemble.num_calls) == (RunStatus.RUNNING, 1)
     room.set()
     eventually(lambda: store.get_run("r").status is RunStatus.FAILED)
-    assert worker.apply_pause(row) == row
+    assert worker.apply_idle_state(row) == row
     kinds = [event["kind"] for event in read_history(store, "events", run="r")]
     assert kinds == ["run-paused", "run-unpaused", "run-failed"]
     room.clear()
     add_run(store, "next", config=RUN)
     worker.wake()
-    eventually(lambda: worker.apply_pause({"run_id": "next"}).get("status") == "paused")
+    eventually(lambda: worker.apply_idle_state({"run_id": "next"}).get("status") == "paused")
     worker.stop()
     assert (store.get_run("next").status, store.get_run("next").reason) == (
         RunStatus.INTERRUPTED,
