@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -20,6 +20,7 @@ from edgefl.core.safe_parsing import parse_json
 
 if TYPE_CHECKING:
     from edgefl.device.enrolment.join_file import JoinFile
+    from edgefl.device.state_dir import DeviceStateDir
     from edgefl.tasks.datasets.shards import ShardReport
 
 log = logging.getLogger(__name__)
@@ -155,7 +156,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
             name=name,
             role=role,
             shards=dict(parse_shard_option(shard, task) for shard in shards),
-            addresses=(validate_address(address, DEFAULT_PORT),) if address else (),
+            addresses=(parse_join_address(address),) if address else (),
         )
     token = JoinToken.parse(request.token)
     if until_joined and join_file is not None:
@@ -174,6 +175,7 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     )
     token = replace(token, addresses=tuple(dict.fromkeys([*request.addresses, *token.addresses])))
     state_dir = root or get_default_state_dir()
+    certificate = _read_certificate(state_dir)
     state = (enroll_with_retry if until_joined else enroll)(token, options, root=state_dir)
     if delete_file and join_file is not None:
         delete_secret_file(Path(join_file))
@@ -181,7 +183,37 @@ def join(  # noqa: PLR0913, PLR0917 one argument per option
     click.echo(
         f"joined fleet {state.settings.fleet} as {state.device_id} ({state.settings.role}); state in {state.root}"
     )
+    _print_surprises(state, request.addresses, is_new=certificate != _read_certificate(state_dir))
     click.echo("next: edgefl device start" + (f" --state {root}" if root else ""))
+
+
+def _print_surprises(state: DeviceStateDir, addresses: Sequence[str], *, is_new: bool) -> None:
+    """Says that a join changed nothing, or went to another address than the one that was typed."""
+    used = state.settings.addresses[0]
+    if not is_new:
+        click.echo("it was a member already: nothing of the token was used up")
+    elif addresses and used not in addresses:
+        click.echo(f"{addresses[0]} could not be used; it joined at {used}, as the token says")
+
+
+def parse_join_address(text: str) -> str:
+    """Returns HOST:PORT of an address, or of a URL that was copied from a browser.
+
+    Raises:
+        UsageError: neither.
+    """
+    host = re.sub(r"\Ahttps?://", "", text, flags=re.IGNORECASE)
+    return validate_address(host.partition("/")[0] if host != text else text, DEFAULT_PORT)
+
+
+def _read_certificate(root: Path) -> bytes | None:
+    """Returns the certificate of a state directory; None where there is none."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    try:
+        return DeviceStateDir.load(root).cert.read_bytes()
+    except (EdgeflError, OSError):
+        return None
 
 
 def _read_join_file(path: str) -> JoinFile:

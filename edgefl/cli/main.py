@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from edgefl import __version__
+from edgefl.cli.output import FullHelpGroup
 from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_install_command
 from edgefl.core.safe_text import SafeFormatter, escape_text
 
@@ -26,6 +27,7 @@ COMMANDS = {
     "doctor": ("edgefl.cli.doctor:command", "Look for problems on this machine, with remedies"),
     "export": ("edgefl.cli.run:export", "Take a run elsewhere: a plain Flower app"),
     "field-report": ("edgefl.cli.doctor:field_report", "Bundle what a real board has to tell, to send it back"),
+    "fleet": ("edgefl.cli.fleet.fleets:command", "Choose the fleet that commands go to, where there are several"),
     "history": ("edgefl.cli.history:command", "Ask what happened: rounds, updates, devices, heartbeats, events"),
     "model": (
         "edgefl.cli.fleet.models:command",
@@ -45,7 +47,7 @@ COMMANDS = {
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-class LazyGroup(click.Group):
+class LazyGroup(FullHelpGroup):
     """Command group that imports its commands' modules on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 click's interface

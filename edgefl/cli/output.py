@@ -31,6 +31,19 @@ _BLANK_CELLS = frozenset({"", "-"})
 class FullHelpGroup(click.Group):
     """Command group with full summaries: Click itself cuts a command's first sentence after 45 letters."""
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Returns the command that the arguments name; a mistyped name gets a hint."""
+        from edgefl.core.settings import find_similar  # noqa: PLC0415 fast start
+
+        name = args[0]
+        if not name.startswith("-") and self.get_command(ctx, name) is None:
+            similar = find_similar(name, self.list_commands(ctx))
+            hint = f"did you mean {ctx.command_path} {similar}?" if similar else f"see {ctx.command_path} --help"
+            ctx.fail(f"there is no command {name!r}: {hint}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(

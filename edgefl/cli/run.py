@@ -78,12 +78,12 @@ def submit(  # noqa: PLR0913 the options of one command
         raise UsageError("--watch shows how the run goes and --wait only its end; give one of them")
     config = load_run(file).to_json()
     if dry_run:
-        plan = make_client(url).post("/edgefl/v1/runs/plan", {"config": config})
+        plan = _post_file(file, "/edgefl/v1/runs/plan", {"config": config}, url)
         print_plan(plan, fmt)
         if obstacle := plan.get("obstacle"):
             raise RunFailedError(f"this run would not start now: {obstacle}")
         return
-    run = make_client(url).post("/edgefl/v1/runs", {"config": config, "priority": priority})
+    run = _post_file(file, "/edgefl/v1/runs", {"config": config, "priority": priority}, url)
     if run.get("state_bytes"):
         state_size = format_value("state_bytes", run["state_bytes"])
         echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
@@ -95,6 +95,16 @@ def submit(  # noqa: PLR0913 the options of one command
         _watch_run(run["run_id"], url)
     if waits:
         _wait_for_run(run["run_id"], url)
+
+
+def _post_file(file: Path, path: str, body: Json, url: str | None) -> Json:
+    """Returns the coordinator's answer; what it says of settings gets the file's name and their lines."""
+    from edgefl.core.config import add_lines  # noqa: PLC0415 fast start
+
+    try:
+        return make_client(url).post(path, body)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {add_lines(str(error), file.read_text(encoding='utf-8'))}") from None
 
 
 @command.command("list")

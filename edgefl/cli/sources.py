@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,40 @@ def warn_visible_secret(context: click.Context, option: click.Parameter, value: 
     return value
 
 
-url_option = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+@contextlib.contextmanager
+def _set_variable(name: str, value: str) -> Iterator[None]:
+    previous = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if previous is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = previous
+
+
+def _choose_fleet(context: click.Context, _option: click.Parameter, name: str | None) -> str | None:
+    """Lets the command's clients go to this fleet until it ends."""
+    if name is not None:
+        context.with_resource(_set_variable("EDGEFL_FLEET", name))
+    return name
+
+
+fleet_option = click.option(
+    "--fleet",
+    "fleet_name",
+    metavar="NAME",
+    expose_value=False,
+    callback=_choose_fleet,
+    help="A fleet of `edgefl fleet list` [default: EDGEFL_FLEET, else the one in use].",
+)
+
+
+def url_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--url` and `--fleet`, which say where the command goes."""
+    url = click.option("--url", metavar="URL", help="The coordinator [default: the one in operator.toml].")
+    return url(fleet_option(function))
 
 
 def make_client(url: str | None) -> CoordinatorClient:
@@ -142,7 +176,7 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     directory_choice = click.option(
         "--dir", "directory", type=FOLDER_TYPE, help="Read the directory of one that does not run."
     )
-    return directory_choice(url_choice(command))
+    return directory_choice(url_choice(fleet_option(command)))
 
 
 def resolve_source(directory: Path | None, url: str | None) -> Source:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, Val
 from edgefl.compression.wire import StageId
 from edgefl.core.errors import CodecError
 from edgefl.core.extensions import ExtensionKind, list_entry_points, load_entry_point
+from edgefl.core.settings import find_similar
 from edgefl.core.types import Scalar
 
 FEEDBACK_PREFIX = "ef"
@@ -211,8 +211,8 @@ def sort_stages(
 
 
 def _format_suggestion(name: str) -> str:
-    close = get_close_matches(name, list_stage_names(), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
+    similar = find_similar(name, list_stage_names())
+    return f", did you mean {similar!r}?" if similar else ""
 
 
 def _find_third_party(name: str) -> StageClass | None:

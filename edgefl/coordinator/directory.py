@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from edgefl.coordinator import pki
 from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, OpenIdSettings
-from edgefl.core.errors import ConfigError, NotJoinedError, StoreError
+from edgefl.core.errors import ConfigError, NotJoinedError, StoreBusyError, StoreError
 from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
 from edgefl.core.safe_parsing import format_toml, parse_toml
@@ -95,7 +95,8 @@ class CoordinatorDirectory:
         """Locks the directory for one running coordinator; the lock ends with the process.
 
         Raises:
-            StoreError: another coordinator runs on this directory, or it cannot be written.
+            StoreBusyError: another coordinator runs on this directory.
+            StoreError: it cannot be written.
         """
         error_message = f"another coordinator runs on {self.root}; stop it first, or take another --dir"
         with _lock_file(self.root / "lock", error_message):
@@ -148,7 +149,7 @@ def _lock_file(path: Path, error_message: str) -> Iterator[None]:
             file = closers.enter_context(path.open("w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise StoreError(error_message) from None
+            raise StoreBusyError(error_message) from None
         except OSError as error:
             if error.errno in DISK_FULL_ERRNOS:
                 raise make_store_error(path, error) from None

@@ -28,6 +28,9 @@ DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
+_HEADER = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")
+_KEY = re.compile(r"""\s*([\w.-]+|"[^"\n]*"|'[^'\n]*')\s*=""")
+_SETTING = re.compile(r"(?<![\w.'\"/-])[A-Za-z_][\w-]*(?:\.[\w-]+)*(?=:| must| is missing| cannot)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,15 +470,16 @@ def load_run(path: str | Path) -> RunConfig:
     Raises:
         ConfigError: the file is missing, no TOML, or holds a setting that makes no sense.
     """
-    file = Path(path)
+    file, text = Path(path), ""
     try:
-        config = parse_run(parse_toml(file.read_text(encoding="utf-8")))
+        text = file.read_text(encoding="utf-8")
+        config = parse_run(parse_toml(text))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"{file}: is not TOML: {error}") from None
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{file}: {add_lines(str(error), text)}") from None
     folder, simulation = file.parent.resolve(), config.simulation
     return replace(
         config,
@@ -488,6 +492,30 @@ def load_run(path: str | Path) -> RunConfig:
             faults=_resolve_path(folder, simulation.faults),
         ),
     )
+
+
+def add_lines(message: str, text: str) -> str:
+    """Returns a message about settings of a run file with the line of each in its TOML text."""
+    lines = _find_lines(text)
+
+    def add_line(match: re.Match[str]) -> str:
+        line = lines.get(match[0])
+        return match[0] if line is None else f"{match[0]} (line {line})"
+
+    return _SETTING.sub(add_line, message)
+
+
+def _find_lines(text: str) -> dict[str, int]:
+    """Returns the line of each setting, from 1; found without a parser, since TOML's gives no places."""
+    lines, section = dict[str, int](), ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if (header := _HEADER.match(line)) is not None:
+            section = header[1]
+            lines.setdefault(section, number)
+        elif (key := _KEY.match(line)) is not None:
+            name = key[1].strip("\"'")
+            lines.setdefault(f"{section}.{name}" if section else name, number)
+    return lines
 
 
 def _resolve_file_options(folder: Path, options: Mapping[str, Scalar]) -> dict[str, Scalar]:

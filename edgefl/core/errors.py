@@ -11,7 +11,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── StoreError               10  the database or a model file cannot be used
 │   ├── StoreFullError       11  no room on the disk
 │   ├── StoreTooNewError     12  a database, journal or checkpoint that a newer edgefl wrote
-│   └── StoreBusyError       14  in use by another program for too long
+│   └── StoreBusyError       14  in use by another program
 ├── JournalError             13  a damaged journal or checkpoint
 │   └── NotKeptError         15  what a strategy gives can be in none, or is there no longer
 ├── NetworkError             20  a peer cannot be reached or answers nonsense

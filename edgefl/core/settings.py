@@ -7,9 +7,10 @@ and unions of those. A field's metadata bounds its number: `at_least` and `at_mo
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
@@ -25,6 +26,8 @@ REQUIRED = inspect.Parameter.empty
 REST = "rest"
 """Metadata of the field that takes all keys that no other field has."""
 MAX_SHOWN_CHARS = 100
+MAX_FAULTS = 20
+"""Wrong settings that one message names."""
 _BOUNDS = {"above": "exclusiveMinimum", "at_least": "minimum", "below": "exclusiveMaximum", "at_most": "maximum"}
 """Bounds in a field's metadata, and their names in a JSON schema."""
 _TEXTS = tuple[str, ...]
@@ -46,6 +49,36 @@ class OptionType(NamedTuple):
     annotation: Any
     default: Any
     metadata: Mapping[str, Any] = MappingProxyType({})
+
+
+def find_similar(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that a mistyped one was probably meant to be; None if none is similar."""
+    return next(iter(get_close_matches(name, [*known], n=1)), None)
+
+
+def suggest_name(name: str, known: Iterable[str]) -> str:
+    """Returns a hint for a message about a name that is not known; empty if there is none."""
+    similar = find_similar(name, known := [*known])
+    return f"did you mean {similar}?" if similar else (f"known are {', '.join(sorted(known))}" if known else "")
+
+
+class Faults(contextlib.AbstractContextManager[None]):
+    """Collects the messages of `ConfigError`s, so that a user gets all of a file's at once."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.messages.append(str(error))
+        return True
+
+    def check(self) -> None:
+        """Raises one `ConfigError` of all messages, if there are any."""
+        if self.messages:
+            more = [f"and {len(self.messages) - MAX_FAULTS} more"] if len(self.messages) > MAX_FAULTS else []
+            raise ConfigError("; ".join([*self.messages[:MAX_FAULTS], *more]))
 
 
 def list_options(target: Callable[..., Any]) -> Mapping[str, OptionType]:
@@ -81,20 +114,23 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], path: str = "run") ->
         path: where the table stands, put before the key in messages; empty for a whole file.
 
     Raises:
-        ConfigError: an unknown or missing key, a wrong type, a value out of range.
+        ConfigError: unknown or missing keys, wrong types, values out of range: all of them, up to `MAX_FAULTS`.
     """
     table, options = _check_table(mapping, path), list_options(cls)
     known = {name: option for name, option in options.items() if REST not in option.metadata}
     extra_values = {key: value for key, value in table.items() if key not in known}
-    if extra_values and len(known) == len(options):
-        raise ConfigError(_format_unknown(next(iter(extra_values)), list(known), path))
-    values = {
-        name: _convert(_join(path, name), table[name], option) for name, option in known.items() if name in table
-    }
-    values |= {name: _check_scalars(extra_values, path) for name in options if name not in known}
+    faults, values = Faults(), dict[str, Any]()
+    if len(known) == len(options):
+        faults.messages += [_format_unknown(key, list(known), path) for key in extra_values]
     for name, option in known.items():
-        if name not in values and option.default is REQUIRED:
-            raise _make_missing_error(option.annotation, _join(path, name))
+        with faults:
+            if name in table:
+                values[name] = _convert(_join(path, name), table[name], option)
+            elif option.default is REQUIRED:
+                raise _make_missing_error(option.annotation, _join(path, name))
+    with faults:
+        values |= {name: _check_scalars(extra_values, path) for name in options if name not in known}
+    faults.check()
     return cls(**values)
 
 
@@ -108,17 +144,20 @@ def check_options(name: str, options: Mapping[str, Any], known: Mapping[str, Opt
         table: of the run file, for messages.
 
     Raises:
-        ConfigError: an option is unknown or missing, of another type than its annotation's, or out of range.
+        ConfigError: options are unknown or missing, of another type than their annotation's, or out of range.
     """
+    faults = Faults()
     for option, value in options.items():
-        if option not in known:
-            raise ConfigError(
-                f"{table}.{_shorten(option)}: {name} has no such setting; known: {', '.join(known) or 'none'}"
-            )
-        check_value(f"{table}.{option}", value, known[option])
+        with faults:
+            if option not in known:
+                similar = find_similar(option, known)
+                hint = f" (did you mean {similar}?)" if similar else ""
+                names = ", ".join(known) or "none"
+                raise ConfigError(f"{table}.{_shorten(option)}: {name} has no such setting{hint}; known: {names}")
+            check_value(f"{table}.{option}", value, known[option])
     missing = [option for option, kind in known.items() if kind.default is REQUIRED and option not in options]
-    if missing:
-        raise ConfigError(f"{table}.{missing[0]} is missing: {name} cannot do without")
+    faults.messages += [f"{table}.{option} is missing: {name} cannot do without" for option in missing]
+    faults.check()
 
 
 def check_settings(settings: object, table: str) -> None:
@@ -241,9 +280,9 @@ def _join(path: str, key: str) -> str:
 
 
 def _format_unknown(key: str, known: list[str], path: str) -> str:
-    close = get_close_matches(key, known, n=1)
-    hint = f"did you mean {_join(path, close[0])}?" if close else f"known are {', '.join(sorted(known))}"
-    return f"unknown setting {_join(path, key)}: {hint}"
+    similar = find_similar(key, known)
+    hint = f"did you mean {_join(path, similar)}?" if similar else suggest_name(key, known)
+    return f"unknown setting {_join(path, _shorten(key))}: {hint}"
 
 
 def _make_missing_error(kind: Any, path: str) -> ConfigError:

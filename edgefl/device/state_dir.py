@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreError
+from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreBusyError, StoreError
 from edgefl.core.protocol import PEER_PORT, host_and_port
 from edgefl.core.safe_parsing import parse_json, parse_message
 from edgefl.device.hardware.board_reader import read_text
@@ -183,13 +183,13 @@ class DeviceStateDir:
         """Locks the directory for one agent; the lock ends with the process.
 
         Raises:
-            StoreError: another agent uses this directory.
+            StoreBusyError: another agent uses this directory.
         """
         with (self.root / "lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise StoreError(
+                raise StoreBusyError(
                     f"another agent runs on {self.root}; stop it first, or take another --state"
                 ) from None
             remove_temporary_files(self.root)

@@ -10,7 +10,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from itertools import cycle, islice
@@ -21,6 +20,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.settings import suggest_name
 from edgefl.core.types import Array
 
 StepTrace = tuple[tuple[float, float], ...]
@@ -202,9 +202,7 @@ class ProfileCatalogue:
             ConfigError: there is no such profile.
         """
         if name not in self.profiles:
-            close = get_close_matches(name, self.profiles, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(self.profiles)}"
-            raise ConfigError(f"no profile {name!r}: {hint}")
+            raise ConfigError(f"no profile {name!r}: {suggest_name(name, self.profiles)}")
         return self.profiles[name]
 
     def assign_profiles(self, specs: Sequence[str], num_devices: int) -> list[DeviceProfile]:
@@ -283,8 +281,7 @@ class _ProfileReader:
     def read_profile(self, name: str) -> DeviceProfile:
         known_keys = set(DeviceProfile.__dataclass_fields__) - {"name", "sources"} | {"source"}
         if unknown := sorted(set(self._table) - known_keys):
-            close = get_close_matches(unknown[0], known_keys, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known_keys))}"
+            hint = suggest_name(unknown[0], known_keys)
             raise ConfigError(f"{self._location}: unknown key {unknown[0]!r}: {hint}")
         optional = {"jitter": 0.0, "mtbf_s": 1e-9, "mttr_s": 1e-9}
         numbers = {"speed": 1e-12, "up_bytes_per_s": 1e-9, "down_bytes_per_s": 1e-9, "latency_s": 0.0, **optional}

@@ -13,7 +13,7 @@ from typing import Any
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_extension
-from edgefl.core.settings import check_options, list_options
+from edgefl.core.settings import check_options, find_similar, list_options
 from edgefl.core.types import Scalar, Strategy
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
@@ -84,8 +84,10 @@ def find_strategy(name: str) -> type[Any]:
         return built_in
     strategy_class = load_extension(KIND, name)
     if strategy_class is None:
+        similar = find_similar(name, list_strategy_names())
+        hint = f" (did you mean {similar}?)" if similar else ""
         raise StrategyError(
-            f"unknown strategy {format_name(name)}; known: {', '.join(list_strategy_names())}, or module:Class"
+            f"unknown strategy {format_name(name)}{hint}; known: {', '.join(list_strategy_names())}, or module:Class"
         )
     return strategy_class
 

@@ -1,20 +1,21 @@
 """Operator's client of the JSON API: coordinator URL, token, and verified requests.
 
 `edgefl coordinator init` writes `~/.config/edgefl/operator.toml`; the file stands for itself and may be copied to
-another machine. Files of other fleets lie beside it as `operator.FLEET.toml` and are found by their URL.
+another machine. Files of other fleets lie beside it as `operator.FLEET.toml` and are found by their name or URL.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError
+from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
 from edgefl.core.safe_parsing import format_toml, parse_json, parse_toml
 from edgefl.core.types import Json
 
@@ -33,6 +34,11 @@ class OperatorFile:
     operator_token: str = field(repr=False)
     viewer_token: str = field(default="", repr=False)
 
+    @property
+    def label(self) -> str:
+        """Name that no other fleet has, whatever its owner calls it."""
+        return f"{self.fleet}-{self.ca_fingerprint[:8]}"
+
     def to_toml(self) -> str:
         """Returns the TOML text."""
         return format_toml(asdict(self))
@@ -43,27 +49,33 @@ _FIELDS = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinatorClient:
-    """Client of a coordinator's JSON API; every connection is verified against the fleet's own CA."""
+    """Client of a coordinator's JSON API; every connection is verified against the fleet's own CA.
+
+    `file` is the operator file that all this is from.
+    """
 
     url: str
     ca_pem: str = field(repr=False)
     token: str = field(repr=False)
+    file: Path | None = None
 
     @classmethod
     def from_options(cls, url: str | None = None) -> CoordinatorClient:
         """Returns the client for `--url`, else `EDGEFL_URL`, else the URL of `operator.toml`.
 
-        `EDGEFL_TOKEN` replaces the file's token.
+        `EDGEFL_FLEET` names the fleet whose file counts; `EDGEFL_TOKEN` replaces the file's token.
 
         Raises:
             NotAllowedError: there is no file, so neither CA nor token is known.
+            NotFoundError: there is no such fleet.
             ConfigError: the file is damaged.
             UsageError: the URL is malformed.
         """
         requested_url = _validate_url(url or os.environ.get("EDGEFL_URL"))
-        operator_file = find_operator_file(requested_url)
+        path = find_operator_path(requested_url)
+        operator_file = load_operator_file(path)
         token = os.environ.get("EDGEFL_TOKEN") or operator_file.operator_token or operator_file.viewer_token
-        return cls(url=requested_url or operator_file.url, ca_pem=operator_file.ca_pem, token=token)
+        return cls(url=requested_url or operator_file.url, ca_pem=operator_file.ca_pem, token=token, file=path)
 
     def get(self, path: str, params: Mapping[str, Any] | None = None) -> Json:
         """Returns the JSON object at `path`; parameters that are None are left out.
@@ -83,14 +95,15 @@ class CoordinatorClient:
         """Downloads the file at `path` into an open file; raises as `get`."""
         from edgefl.system.https_client import create_pinned_context, download  # noqa: PLC0415 fast start
 
-        status, reply = download(
-            _parse_address(self.url),
-            create_pinned_context(self.ca_pem.encode()),
-            path,
-            into,
-            headers={"Authorization": f"Bearer {self.token}"},
-            timeout_s=TIMEOUT_S,
-        )
+        with self._name_file():
+            status, reply = download(
+                _parse_address(self.url),
+                create_pinned_context(self.ca_pem.encode()),
+                path,
+                into,
+                headers={"Authorization": f"Bearer {self.token}"},
+                timeout_s=TIMEOUT_S,
+            )
         if status != 200:
             _parse_reply(self.url, status, reply)
             raise NetworkError(f"{self.url} answered {status} instead of a file")
@@ -111,17 +124,44 @@ class CoordinatorClient:
     ) -> Json:
         from edgefl.system.https_client import create_pinned_context, request  # noqa: PLC0415 fast start
 
-        status, reply = request(
-            _parse_address(self.url),
-            create_pinned_context(self.ca_pem.encode()),
-            method,
-            path,
-            body=body,
-            headers={"Authorization": f"Bearer {self.token}", **(headers or {})},
-            timeout_s=TIMEOUT_S,
-            max_bytes=MAX_REPLY_BYTES,
-        )
+        with self._name_file():
+            status, reply = request(
+                _parse_address(self.url),
+                create_pinned_context(self.ca_pem.encode()),
+                method,
+                path,
+                body=body,
+                headers={"Authorization": f"Bearer {self.token}", **(headers or {})},
+                timeout_s=TIMEOUT_S,
+                max_bytes=MAX_REPLY_BYTES,
+            )
         return _parse_reply(self.url, status, reply)
+
+    @contextlib.contextmanager
+    def _name_file(self) -> Iterator[None]:
+        """Adds to failures of a connection which operator file was used, and which other one would fit."""
+        try:
+            yield
+        except WrongCaError as error:
+            raise WrongCaError(f"{error}{self._explain_file(is_url_right=True)}") from None
+        except NetworkError as error:
+            raise NetworkError(f"{error}{self._explain_file(is_url_right=False)}") from None
+
+    def _explain_file(self, *, is_url_right: bool) -> str:
+        if self.file is None:
+            return ""
+        files = list_operator_files()
+        others = [
+            one for path, one in files.items() if path != self.file and (not is_url_right or one.url == self.url)
+        ]
+        fleet = files[self.file].fleet if self.file in files else "?"
+        text = f"; the operator file is {self.file}, of fleet {fleet}"
+        if not is_url_right:
+            text += "; is its coordinator started? edgefl coordinator start"
+        names = ", ".join(one.label for one in others)
+        if not names:
+            return text
+        return f"{text}; {'this address has' if is_url_right else 'other fleets:'} {names}: edgefl fleet use NAME"
 
 
 connect = CoordinatorClient.from_options
@@ -140,8 +180,7 @@ def format_resource_path(kind: str, name: str) -> str:
 
 def is_coordinator_configured() -> bool:
     """Returns whether an operator file exists, or the environment names a coordinator."""
-    path = get_operator_path()
-    return "EDGEFL_URL" in os.environ or path.exists() or any(path.parent.glob("operator.*.toml"))
+    return not {"EDGEFL_URL", "EDGEFL_FLEET"}.isdisjoint(os.environ) or bool(_list_paths())
 
 
 def get_operator_path() -> Path:
@@ -150,17 +189,60 @@ def get_operator_path() -> Path:
     return Path(config) / "edgefl" / "operator.toml"
 
 
-def find_operator_file(url: str | None = None) -> OperatorFile:
-    """Returns the operator file for `url`, else `operator.toml`; raises as `CoordinatorClient.from_options`."""
-    default = get_operator_path()
-    files = [path for path in (default, *sorted(default.parent.glob("operator.*.toml"))) if path.exists()]
+def list_operator_files() -> dict[Path, OperatorFile]:
+    """Returns this user's operator files, that of the fleet in use first, without damaged ones."""
+    files = {}
+    for path in _list_paths():
+        with contextlib.suppress(ConfigError):
+            files[path] = load_operator_file(path)
+    return files
+
+
+def find_fleet(name: str) -> Path:
+    """Returns the operator file of the fleet that has this name or label.
+
+    Raises:
+        NotFoundError: there is none, or the name is that of several.
+    """
+    from edgefl.core.settings import suggest_name  # noqa: PLC0415 fast start
+
+    files = list_operator_files()
+    found = [path for path, one in files.items() if name in {one.fleet, one.label}]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NotFoundError(f"{name!r} are several fleets: {', '.join(files[path].label for path in found)}")
+    hint = suggest_name(name, [one.fleet for one in files.values()])
+    raise NotFoundError(f"there is no fleet {name!r}: {hint or '`edgefl fleet list` shows them'}")
+
+
+def find_operator_path(url: str | None = None) -> Path:
+    """Returns the operator file of `EDGEFL_FLEET`, else that of `url`, else `operator.toml`.
+
+    Raises:
+        NotAllowedError: there is none.
+        NotFoundError: there is no such fleet.
+        ConfigError: a file that was looked at is damaged.
+    """
+    if name := os.environ.get("EDGEFL_FLEET"):
+        return find_fleet(name)
+    files = _list_paths()
     if not files:
-        raise NotAllowedError(f"{default} is missing; copy it from the machine where `edgefl coordinator init` ran")
-    if url is not None:
-        for path in files:
-            if (operator_file := load_operator_file(path)).url == url:
-                return operator_file
-    return load_operator_file(files[0])
+        raise NotAllowedError(
+            f"{get_operator_path()} is missing; copy it from the machine where `edgefl coordinator init` ran"
+        )
+    fitting = [path for path in files if load_operator_file(path).url == url] if url is not None else []
+    return (fitting or files)[0]
+
+
+def find_operator_file(url: str | None = None) -> OperatorFile:
+    """Returns the content of `find_operator_path`; raises as that."""
+    return load_operator_file(find_operator_path(url))
+
+
+def _list_paths() -> list[Path]:
+    default = get_operator_path()
+    return [path for path in (default, *sorted(default.parent.glob("operator.*.toml"))) if path.exists()]
 
 
 def load_operator_file(path: Path) -> OperatorFile:

@@ -1,6 +1,7 @@
 import json
 import socket
 import tomllib
+from dataclasses import replace
 
 import pytest
 from webhook_receiver import Receiver
@@ -55,8 +56,10 @@ def test_init_without_a_directory_takes_the_users_own_and_keeps_the_operator_fil
 ):
     out = coordinator("init", "--fleet", "beta").out
     assert load_directory(tmp_path / "data" / "edgefl" / "coordinator").fleet == "beta"
-    (first_one_s,) = get_operator_path().parent.glob("operator.lab-*.toml")
-    assert str(first_one_s) in out
+    (second_one_s,) = get_operator_path().parent.glob("operator.beta-*.toml")
+    assert str(second_one_s) in out
+    assert "commands still go to fleet lab" in out
+    assert load_operator_file(get_operator_path()).fleet == "lab"
 
 
 def test_token_prints_the_token_and_the_line_to_type(coordinator, root):
@@ -107,7 +110,7 @@ def test_a_start_that_cannot_be_changes_no_settings_and_one_that_listens_remembe
     with socket.create_server(("127.0.0.1", 0)) as taken:
         refused([*start, taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
         with load_directory(root).lock():
-            refused([*start, port], 10, "another coordinator runs on")
+            refused([*start, port], 14, "another coordinator runs on")
         assert (kept(root), get_operator_path().read_bytes()) == (before, operator)
         refused([*start, port, "--broker-port", taken.getsockname()[1]], 21, str(taken.getsockname()[1]))
     assert load_directory(root).port == port
@@ -271,13 +274,71 @@ def test_a_missing_and_a_damaged_file_plain_http_and_a_coordinator_that_is_away_
 def test_granting_again_changes_nothing_and_the_file_of_another_fleet_is_kept_and_found_by_its_url(tmp_path):
     directory, _ = grant_access(init_directory(tmp_path / "a", fleet="alpha", port=8001))
     before = get_operator_path().read_bytes()
-    assert grant_access(directory) == (directory, None)
+    assert grant_access(directory) == (directory, get_operator_path())
     assert get_operator_path().read_bytes() == before
     assert tomllib.loads(before.decode())["url"] == "https://127.0.0.1:8001"
-    _, kept = grant_access(init_directory(tmp_path / "b", fleet="beta", port=8002))
-    assert load_operator_file(kept).fleet == "alpha"
-    assert CoordinatorClient.from_options().url == "https://127.0.0.1:8002"
-    assert CoordinatorClient.from_options("https://127.0.0.1:8001").token == load_operator_file(kept).operator_token
+    beta, path = grant_access(init_directory(tmp_path / "b", fleet="beta", port=8002))
+    assert load_operator_file(path).fleet == "beta"
+    assert grant_access(beta) == (beta, path)
+    assert CoordinatorClient.from_options().url == "https://127.0.0.1:8001"
+    assert CoordinatorClient.from_options("https://127.0.0.1:8002").token == load_operator_file(path).operator_token
+
+
+@pytest.fixture
+def two_fleets(run, tmp_path):
+    """Commands of a user who set up the fleets alpha, in use, and beta; nobody listens at either."""
+    ports = [find_free_port(), find_free_port()]
+    for fleet, port in zip(("alpha", "beta"), ports, strict=True):
+        assert run("coordinator", "init", "--dir", tmp_path / fleet, "--fleet", fleet, "--port", port).code == 0
+    return run, ports
+
+
+def test_fleets_are_listed_chosen_and_forgotten_by_name(two_fleets):
+    run, (first, second) = two_fleets
+    rows = run("fleet", "list", "--format", "json").rows
+    assert [(row["fleet"], row["in_use"]) for row in rows] == [("alpha", True), ("beta", False)]
+    assert f"commands go to fleet beta at https://127.0.0.1:{second}" in run("fleet", "use", "beta").out
+    assert load_operator_file(get_operator_path()).fleet == "beta"
+    assert [row["fleet"] for row in run("fleet", "list", "--format", "json").rows] == ["beta", "alpha"]
+    assert run("fleet", "use", rows[0]["name"]).code == 0
+    assert load_operator_file(get_operator_path()).url == f"https://127.0.0.1:{first}"
+    asked = run("fleet", "remove", "beta")
+    assert (asked.code, "--yes" in asked.err) == (2, True)
+    assert run("fleet", "remove", "beta", "--yes").code == 0
+    lost = run("run", "list", "--fleet", "alhpa")
+    assert (lost.code, lost.err) == (40, "edgefl: there is no fleet 'alhpa': did you mean alpha?\n")
+    assert len(run("fleet", "list", "--format", "json").rows) == 1
+
+
+def test_a_command_goes_to_the_fleet_of_its_option_else_to_that_of_the_variable(two_fleets, monkeypatch):
+    run, (first, second) = two_fleets
+    assert f"127.0.0.1:{second} cannot be reached" in run("run", "list", "--fleet", "beta").err
+    assert f"127.0.0.1:{first} cannot be reached" in run("run", "list").err, "for that command alone"
+    monkeypatch.setenv("EDGEFL_FLEET", "beta")
+    assert f"127.0.0.1:{second} cannot be reached" in run("run", "list").err
+    assert f"127.0.0.1:{first} cannot be reached" in run("run", "list", "--fleet", "alpha").err
+
+
+def test_a_coordinator_that_is_not_reached_is_said_with_the_file_that_names_it_and_the_other_fleets(two_fleets):
+    run, _ = two_fleets
+    ran = run("devices", "list")
+    assert (ran.code, ran.is_one_line) == (20, True)
+    assert f"the operator file is {get_operator_path()}, of fleet alpha" in ran.err
+    assert "edgefl coordinator start" in ran.err
+    assert "other fleets: beta-" in ran.err
+
+
+def test_the_certificate_of_another_fleet_is_said_with_the_file_and_the_fleet_that_has_this_address(
+    granted_door, make_front_door
+):
+    other = make_front_door(grant=grant_access)
+    path = get_operator_path()
+    wrong = replace(load_operator_file(path), url=f"https://{other.address}")
+    path.write_text(wrong.to_toml())
+    with pytest.raises(WrongCaError, match="not from this fleet's CA") as refused:
+        CoordinatorClient.from_options().get("/edgefl/v1/seen")
+    assert f"the operator file is {path}, of fleet {wrong.fleet}; this address has " in str(refused.value)
+    assert str(refused.value).endswith(": edgefl fleet use NAME")
 
 
 def test_any_name_makes_a_path_and_one_that_cannot_is_not_found():

@@ -118,3 +118,23 @@ def test_a_board_that_was_switched_on_first_joins_when_its_coordinator_comes(wri
     assert "joined fleet lab as pi-1" in seen
     assert not file.exists()
     assert DeviceStateDir.load(tmp_path / "d").device_id == "pi-1"
+
+
+def test_a_url_from_the_browser_is_an_address_and_a_second_join_uses_nothing_up(run, front_door, shard, tmp_path):
+    token = front_door.token()
+    join = ["device", "join", f"https://{front_door.address}/#/fleet", "--token-file", tmp_path / "token"]
+    join += ["--shard", shard, "--state", tmp_path / "d", "--name", "pi-1"]
+    (tmp_path / "token").write_text(token.text())
+    first = run(*join)
+    assert (first.code, "used up" in first.out, "could not be used" in first.out) == (0, False, False), first.err
+    assert "it was a member already: nothing of the token was used up" in run(*join).out
+
+
+def test_a_mistyped_address_is_said_with_the_one_that_was_used(run, front_door, shard, tmp_path):
+    (tmp_path / "token").write_text(front_door.token().text())
+    wrong = f"127.0.0.1:{find_free_port()}"
+    ran = run(
+        "device", "join", wrong, "--token-file", tmp_path / "token", "--shard", shard, "--state", tmp_path / "d"
+    )
+    assert ran.code == 0, ran.err
+    assert f"{wrong} could not be used; it joined at {front_door.address}, as the token says" in ran.out

@@ -350,6 +350,25 @@ def test_a_dry_run_of_a_run_that_would_not_start_says_so_last_and_ends_with_41(e
     assert edgefl("run", "submit", run_file("soon"), "--dry-run").code == 0
 
 
+def test_settings_that_only_the_coordinator_knows_are_named_with_file_and_line_too(edgefl, run_file):
+    file = run_file("typo", more='[strategy]\nlearnign_rate = 0.1\nepochs = "two"')
+    for dry in ((), ("--dry-run",)):
+        ran = edgefl("run", "submit", file, *dry)
+        assert (ran.code, ran.is_one_line) == (3, True)
+        assert (
+            f"{file}: strategy.learnign_rate (line 6): fedavg has no such setting (did you mean learning_rate?)"
+            in ran.err
+        )
+        assert "strategy.epochs (line 7) must be" in ran.err
+
+
+def test_a_device_is_removed_only_after_a_yes_and_if_it_is_there(edgefl):
+    assert edgefl("devices", "remove", "nobody", "--yes").code == 40
+    ran = edgefl("devices", "remove", "device-01")
+    assert (ran.code, ran.is_one_line, "Say --yes" in ran.err) == (2, True, True)
+    assert edgefl("devices", "show", "device-01").code == 0
+
+
 def test_stop_ends_a_run_after_what_is_in_flight_and_keeps_its_model(edgefl, run_file, fleet):
     run_id = edgefl("run", "submit", run_file("endless", rounds=1_000_000)).out.strip()
     while len(fleet.list_history("rounds", run=run_id)) < 3:

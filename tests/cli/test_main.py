@@ -38,6 +38,20 @@ def test_wrong_arguments_end_with_2(run, words):
     assert (ran.code, ran.out, ran.err != "") == (2, "", True)
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        ("runs list", "there is no command 'runs': did you mean edgefl run?"),
+        ("history round", "there is no command 'round': did you mean edgefl history rounds?"),
+        ("coordinator user lst", "did you mean edgefl coordinator user list?"),
+        ("dance", "there is no command 'dance': see edgefl --help"),
+    ],
+)
+def test_a_mistyped_command_gets_a_hint(run, words, hint):
+    ran = run(*words.split())
+    assert (ran.code, hint in ran.err) == (2, True), ran.err
+
+
 def test_an_error_is_one_line_on_stderr_and_its_exit_code(capsys, monkeypatch):
     def fail():
         raise errors.StoreError("the store is gone; it was at /a\n look there")

@@ -300,3 +300,23 @@ def test_a_run_s_name_is_no_path_no_option_no_formula_and_no_control_character(n
         check_run_name(name)
     assert len(str(told.value)) < 250, "the message does not repeat all of it"
     assert str(told.value).isprintable()
+
+
+def test_all_wrong_settings_of_a_file_are_named_at_once_with_their_lines(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        '[run]\ntask = "digits"\n\nrounds = "sixty"\nacuracy = 0.9\n[device]\nmin = 3\n[guard]\n"enabled" = 3\n'
+    )
+    with pytest.raises(ConfigError) as refused:
+        load_run(tmp_path / "run.toml")
+    assert str(refused.value) == (
+        f"{tmp_path / 'run.toml'}: unknown setting device (line 6): did you mean devices?; "
+        "unknown setting run.acuracy (line 5): did you mean run.accuracy?; "
+        "run.rounds (line 4) must be a whole number at least 1, got 'sixty'; "
+        "guard.enabled (line 9) must be true or false, got 3"
+    )
+
+
+def test_a_file_of_a_thousand_wrong_settings_names_some_and_how_many_more():
+    with pytest.raises(ConfigError, match=r"and 980 more$") as refused:
+        parse_run({"run": {"task": "digits", **{f"x{number}": 1 for number in range(1000)}}})
+    assert len(str(refused.value)) < 20_000

@@ -54,7 +54,7 @@ def test_values_of_the_annotated_types_pass():
 @pytest.mark.parametrize(
     ("target", "options", "message"),
     [
-        (Settings, {"pase": 1}, "task.pase: mine has no such setting; known: pace, limit"),
+        (Settings, {"pase": 1}, r"task.pase: mine has no such setting \(did you mean pace\?\); known: pace, limit"),
         (Settings, {}, "task.pace is missing: mine cannot do without"),
         (Settings, {"pace": "fast"}, "task.pace must be a number, got 'fast'"),
         (Settings, {"pace": True}, "task.pace must be a number, got True"),

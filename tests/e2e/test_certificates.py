@@ -147,7 +147,7 @@ def test_a_device_that_is_removed_is_out_within_a_heartbeat_and_the_run_goes_on(
     counted = sessions(fleet, "device-03")
     log = fleet.root / "device-03.log"
     seen = len(log.read_text())
-    assert "device-03 is out" in tools.as_operator(fleet, "devices", "remove", "device-03").out
+    assert "device-03 is out" in tools.as_operator(fleet, "devices", "remove", "device-03", "--yes").out
     asked = time.monotonic()
     tools.eventually(
         lambda: "lost the broker" in log.read_text()[seen:] or "401" in log.read_text()[seen:],

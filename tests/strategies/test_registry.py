@@ -54,7 +54,9 @@ def test_every_built_in_strategy_is_listed_and_can_be_made():
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(StrategyError, match=r"unknown strategy 'fedavgg'; known: .*fedavg, .*ssgd"):
+    with pytest.raises(
+        StrategyError, match=r"unknown strategy 'fedavgg' \(did you mean fedavg\?\); known: .*fedavg, .*ssgd"
+    ):
         find_strategy("fedavgg")
 
 
@@ -81,7 +83,9 @@ def test_something_that_is_no_class_is_refused(own_module):
 
 
 def test_an_unknown_option_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"strategy.epoch: fedavg has no such setting; known: .*epochs"):
+    with pytest.raises(
+        ConfigError, match=r"strategy.epoch: fedavg has no such setting \(did you mean epochs\?\); known: .*epochs"
+    ):
         make_strategy("fedavg", {"epoch": 2}, RoundRules())
 
 

@@ -53,7 +53,12 @@ def test_every_built_in_task_keeps_the_contract(name):
     ("name", "options", "message"),
     [
         ("cifar", {}, "no task 'cifar'; choose one of .*mnist"),
-        ("mnist", {"modle": "cnn"}, r"task\.modle: mnist has no such setting; known: model, init, channels, size"),
+        ("minst", {}, r"no task 'minst' \(did you mean mnist\?\); choose one of .*mnist"),
+        (
+            "mnist",
+            {"modle": "cnn"},
+            r"task\.modle: mnist has no such setting \(did you mean model\?\); known: model, init, channels, size",
+        ),
         ("digits", {"model": "cnn"}, "model of task digits must be mlp or logistic, got 'cnn'"),
         ("mnist", {"init": 3}, "task.init must be a text, got 3"),
         ("fashion-mnist", {"model": "vgg"}, "or logistic or module:factory, got 'vgg'"),

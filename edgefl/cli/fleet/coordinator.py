@@ -17,7 +17,7 @@ from edgefl.cli.output import FullHelpGroup, text_format_option
 from edgefl.cli.signing import sign
 from edgefl.cli.sources import FILE_TYPE, dir_option, make_client, record_command, url_option, warn_visible_secret
 from edgefl.core.errors import DataError, UsageError
-from edgefl.system.api_client import OperatorFile, get_operator_path, load_operator_file
+from edgefl.system.api_client import OperatorFile, get_operator_path, list_operator_files, load_operator_file
 
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
@@ -27,39 +27,33 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
 
 
-def save_operator_file(content: OperatorFile, path: Path | None = None) -> Path | None:
-    """Writes the file; returns the new path of another fleet's file, which is kept beside it."""
+def save_operator_file(content: OperatorFile, path: Path) -> Path:
+    """Writes the file and returns its path: beside `path`, where that is another fleet's."""
     from edgefl.system.atomic_files import write_atomic  # noqa: PLC0415 only `coordinator` commands write
 
-    path = path or get_operator_path()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    moved_path = None
-    if path.exists():
-        other = load_operator_file(path)
-        if other.ca_fingerprint != content.ca_fingerprint:
-            moved_path = path.with_name(f"operator.{other.fleet}-{other.ca_fingerprint[:8]}.toml")
-            path.replace(moved_path)
+    if path.exists() and load_operator_file(path).ca_fingerprint != content.ca_fingerprint:
+        path = path.with_name(f"operator.{content.label}.toml")
     write_atomic(path, content.to_toml().encode())
-    return moved_path
+    return path
 
 
-def grant_access(
-    directory: CoordinatorDirectory, path: Path | None = None
-) -> tuple[CoordinatorDirectory, Path | None]:
+def grant_access(directory: CoordinatorDirectory) -> tuple[CoordinatorDirectory, Path]:
     """Gives this machine's user an operator file for a coordinator, unless a valid one exists.
 
+    The fleet in use stays in use.
+
     Returns:
-        The directory with the hashes of the new tokens, and the new path of another fleet's file.
+        The directory with the hashes of the new tokens, and the path of the file.
     """
     from edgefl.coordinator.directory import add_access_tokens, hash_token  # noqa: PLC0415 as above
 
-    path = path or get_operator_path()
     url = f"https://127.0.0.1:{directory.port}"
-    existing = load_operator_file(path) if path.exists() else None
-    if existing and hash_token(existing.operator_token) in directory.operator_sha256:
-        if existing.url != url and existing.url.startswith("https://127.0.0.1:"):
-            save_operator_file(replace(existing, url=url), path)
-        return directory, None
+    for path, existing in list_operator_files().items():
+        if hash_token(existing.operator_token) in directory.operator_sha256:
+            if existing.url != url and existing.url.startswith("https://127.0.0.1:"):
+                save_operator_file(replace(existing, url=url), path)
+            return directory, path
     directory, operator, viewer = add_access_tokens(directory)
     content = OperatorFile(
         url=url,
@@ -69,7 +63,7 @@ def grant_access(
         operator_token=operator,
         viewer_token=viewer,
     )
-    return directory, save_operator_file(content, path)
+    return directory, save_operator_file(content, get_operator_path())
 
 
 def _parse_store_option(context: click.Context, option: click.Parameter, value: str | None) -> str | None:
@@ -154,17 +148,18 @@ def init(
     Doing it again loses nothing: the CA and the devices stay, new hosts are added.
     """
     from edgefl.coordinator.directory import add_allowed_modules, init_directory, set_store  # noqa: PLC0415 likewise
-    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
     directory = set_store(init_directory(root, hosts=hosts, fleet=fleet, port=port), store)
     directory = add_allowed_modules(directory, modules)
-    directory, moved_file = grant_access(directory)
+    directory, operator_path = grant_access(directory)
     click.echo(f"fleet {directory.fleet} in {root}")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}")
-    click.echo(
-        f"operator file: {get_operator_path()}"
-        + (f" (the one of another fleet is now {moved_file})" if moved_file else "")
-    )
+    click.echo(f"operator file: {operator_path}")
+    if operator_path != get_operator_path():
+        in_use, label = load_operator_file(get_operator_path()).fleet, load_operator_file(operator_path).label
+        click.echo(
+            f"commands still go to fleet {in_use}; to this one with --fleet {label}, or for good: edgefl fleet use"
+        )
     click.echo(f"next: edgefl coordinator start{format_dir_argument(root)}")
 
 
@@ -427,7 +422,6 @@ def _save_port(directory: CoordinatorDirectory, port: int) -> CoordinatorDirecto
 def _change_addresses(root: Path, hosts: Sequence[str], port: int | None) -> CoordinatorDirectory:
     """Returns the directory with these hosts and this port, saved to the operator file too."""
     from edgefl.coordinator.directory import change_addresses  # noqa: PLC0415 fast start
-    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 likewise
 
     directory = change_addresses(root, hosts, port=port)
     if get_operator_path().exists():

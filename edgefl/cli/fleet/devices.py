@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from edgefl.cli.fleet.fleets import confirm
 from edgefl.cli.history import parse_time
 from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, echo, format_option, format_value, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, make_client, make_path, url_option
@@ -116,9 +117,12 @@ def resume(*, device: str, url: str | None) -> None:
 
 @command.command()
 @click.argument("device")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @url_option
-def remove(*, device: str, url: str | None) -> None:
+def remove(*, device: str, yes: bool, url: str | None) -> None:
     """Take DEVICE out of the fleet: its key and certificate count no more, its history stays, its name is free."""
+    make_client(url).get(make_path("devices", device))
+    confirm(f"take {device} out of the fleet? To come back it has to join anew", is_confirmed=yes)
     _post_action(device, "remove", url)
     click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
 
