@@ -70,8 +70,8 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
         print_rows([device_row], (*COLUMNS, "capabilities"), fmt, kind="devices")
         return
     # The name of a fact implies its unit, so a time is printed as a time here.
-    shown = {**device_row, "presence": _format_presence(device_row)}
-    facts = [{"fact": name, "value": format_value(name, shown.get(name))} for name in COLUMNS]
+    visible = {**device_row, "presence": _format_presence(device_row)}
+    facts = [{"fact": name, "value": format_value(name, visible.get(name))} for name in COLUMNS]
     capabilities = [
         {"fact": name, "value": format_value(name, value)} for name, value in device_row["capabilities"].items()
     ]

@@ -417,7 +417,7 @@ class IdleRunReporter:
         record_event: (kind, message) -> None; writes an event of the run to the history, once per wait.
         get_absent: () -> why devices are not ready, by id.
         on_waiting: (reason) -> None; what the run waits for, every second, and empty once it has work.
-        has_begun: training was dispatched; the run goes on with any device from then on.
+        has_started: training was dispatched; the run goes on with any device from then on.
     """
 
     def __init__(
@@ -435,7 +435,7 @@ class IdleRunReporter:
         self._update_s = 0.0
         self._is_reported = False
         self._reason = ""
-        self.has_begun = False
+        self.has_started = False
 
     def poll(self, idle_devices: Sequence[str], *, has_work: bool) -> bool:
         """Updates the reason; returns whether it has just recorded the event, `REPORT_AFTER_S` after the last work.
@@ -477,7 +477,7 @@ class IdleRunReporter:
     def _format_reason(self, idle_devices: Sequence[str]) -> str:
         names = ", ".join(idle_devices[:MAX_NAMES]) + (", …" if len(idle_devices) > MAX_NAMES else "")
         ready = f"{len(idle_devices)} ready ({names})" if idle_devices else "none is ready"
-        count = (1 if self.has_begun else self._run.min_devices) - len(idle_devices)
+        count = (1 if self.has_started else self._run.min_devices) - len(idle_devices)
         if count <= 0:
             return (
                 f"waiting: {ready}, and they get no work: they rest, or the strategy's graph has boards that are not"

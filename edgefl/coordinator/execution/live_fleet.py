@@ -218,7 +218,7 @@ class LiveFleet:
                 self._in_flight.finish_early(self._incarnations.get_wire_id(instruction.assignment_id))
             else:
                 self._view.assign(instruction)
-                self._idle_reporter.has_begun |= isinstance(instruction, TrainInstruction)
+                self._idle_reporter.has_started |= isinstance(instruction, TrainInstruction)
                 payload, now_s = self._distributor.create_payload(instruction, source), self.clock()
                 self._in_flight.dispatch(self._make_pending(instruction, payload, now_s))
 
@@ -229,7 +229,7 @@ class LiveFleet:
         Evaluations are always sent again.
         """
         self._distributor.update_source(source)
-        self._idle_reporter.has_begun = True
+        self._idle_reporter.has_started = True
         now_s, no_body = self.clock(), prepare_body(b"")
         for dispatched in in_flight:
             unsent = ModelPayload(
@@ -321,7 +321,7 @@ class LiveFleet:
                 return []  # so that the event is committed now
             if (reason := self._idle_reporter.find_overdue_reason()) is not None:
                 # A run that has begun keeps what it has, and can be resumed.
-                raise (InterruptedRunError if self._idle_reporter.has_begun else NotEnoughDevicesError)(reason)
+                raise (InterruptedRunError if self._idle_reporter.has_started else NotEnoughDevicesError)(reason)
             events = [*self._fail_overdue(), *self._fail_unresumed(), *self._membership.poll()]
             batch = list(self._backlog)  # the queue is read again once these are processed
             if not batch:

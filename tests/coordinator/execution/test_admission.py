@@ -311,7 +311,7 @@ def test_a_run_without_a_device_says_whom_it_lacks_and_gives_up_at_its_limit() -
     site.fails(f"gave up after devices.wait_s = 20 s: {lacking}")
 
 
-def test_a_run_that_has_begun_is_interrupted_at_that_limit_so_that_it_can_go_on() -> None:
+def test_a_run_that_has_started_is_interrupted_at_that_limit_so_that_it_can_go_on() -> None:
     site = Site(1, wait_s=20.0)
     assert site.pass_all("pi-1") == ["pi-1"]
     order = TrainInstruction(assignment_id="r1", device_id="pi-1", base_version=0, plan=TrainConfig(iterations=1))

@@ -216,9 +216,9 @@ def test_a_run_that_waits_names_the_boards_it_has_and_those_it_lacks() -> None:
     assert (desk.shown[-1], desk.waiting.next_poll_s()) == ("", None)
 
 
-def test_a_run_that_has_begun_waits_for_one_board_and_none_may_have_nothing_to_do() -> None:
+def test_a_run_that_has_started_waits_for_one_board_and_none_may_have_nothing_to_do() -> None:
     desk = Desk(min_devices=10)
-    desk.waiting.has_begun = True
+    desk.waiting.has_started = True
     for now_s, ready in ((0.0, ()), (SHOW_AFTER_S, ()), (SHOW_AFTER_S + UPDATE_INTERVAL_S, ("pi-1",))):
         desk.at(now_s, *ready)
     assert desk.shown[0].startswith("waiting for a board")
