@@ -107,7 +107,7 @@ def test_a_slow_creep_over_a_hundred_rounds_costs_at_most_five_points(scheme, at
 
 @pytest.mark.parametrize("seed", range(1, NUM_SEEDS + 1))
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "fedasync", "asgd"])
+@pytest.mark.parametrize("strategy", ["fedavg", "ssgd", "esync", "fedbuff", "fedasync", "asgd"])
 def test_no_honest_device_is_refused(strategy, scheme, seed, attack_table):
     outcome = play(make_tables(strategy, seed), get_fleet(scheme, seed), num_rogues=0)
     attack_table.add(
