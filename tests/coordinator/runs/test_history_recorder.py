@@ -1,6 +1,8 @@
 """The recorder over a real store and a real journal."""
 
 import contextlib
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.core.errors import JournalError, StoreFullError, StrategyError
 from edgefl.core.types import (
+    ClippedUpdate,
     Decision,
     EvaluateInstruction,
     EvaluateResult,
@@ -332,6 +335,28 @@ def test_a_device_that_is_flagged_is_an_event_once_with_the_reason_and_not_behin
     book.order(3, "b")
     book.receive(gone("v3-b", "b", UpdateStatus.REJECTED, "norm 3", is_strike=True))
     assert book.rows("events", "kind")[7:] == [("update-rejected",)]
+
+
+def test_what_the_guard_did_is_an_event_with_device_assignment_and_reason_that_page_and_docs_know(book):
+    book.order(0, "a", "b")
+    book.flagged |= {"b"}
+    book.recorder.on_clipped(ClippedUpdate(assignment_id="v0-a", device_id="a", reason="12 times the usual norm"))
+    book.receive(gone("v0-b", "b", UpdateStatus.REJECTED, "cosine -0.9"))
+    events = book.rows("events", "kind", "device_id", "message")
+    assert events == [
+        ("update-clipped", "a", "v0-a: 12 times the usual norm"),
+        ("update-rejected", "b", "v0-b: cosine -0.9"),
+        ("device-quarantined", "b", "cosine -0.9"),
+    ]
+    root = Path(__file__).parents[3]
+    page = root / "edgefl/coordinator/api/page"
+    shown = [
+        re.search(rf"const {name} = /(.*)/;", (page / file).read_text())[1]
+        for name, file in (("GUARDED", "run.js"), ("ALARMING", "events.js"))
+    ]
+    for kind, _, _ in events:
+        assert all(re.search(pattern, kind) for pattern in shown), kind
+        assert f"`{kind}`" in (root / "docs/reference/store.md").read_text(), kind
 
 
 def test_an_update_that_never_came_cannot_be_used(book):
