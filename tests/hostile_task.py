@@ -188,6 +188,10 @@ class HostileLearner:
     def read(self):
         return {"weight": self.parameters["weight"].copy()}
 
+    def prepare(self, inputs):
+        self.gradient(None)
+        return inputs
+
     def gradient(self, batch):
         attack = self.task.attack
         if attack in ATTACKS:

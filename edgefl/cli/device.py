@@ -43,19 +43,31 @@ threads_option = click.option("--threads", type=click.IntRange(1, 64), default=1
 @state_option
 @signers_option
 @threads_option
+@confine_option
 @click.option("--format", "fmt", type=click.Choice(["table", "json", "csv"]), default="table", show_default=True)
-def infer(*, source: Path, file: Path | None, root: Path | None, signers: Path, threads: int, fmt: str) -> None:
+def infer(  # noqa: PLR0913 the options of one command
+    *, source: Path, file: Path | None, root: Path | None, signers: Path, threads: int, confine: str | None, fmt: str
+) -> None:
     """Print class and probability of every row of a file."""
     import numpy as np  # noqa: PLC0415 fast start
 
-    from edgefl.device.inference.onnx_model import OnnxModel, read_inputs  # noqa: PLC0415 likewise
+    from edgefl.device.inference.model_check import predict_file  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import DeviceStateDir, get_default_state_dir  # noqa: PLC0415 likewise
 
-    model = OnnxModel(file or _find_deployed_file(root, signers), threads=threads)
-    inputs, labels = read_inputs(source, model)
-    predictions = [{"row": number, **prediction} for number, prediction in enumerate(model.predict(inputs))]
+    state_dir = root or get_default_state_dir()
+    if confine is None and (state_dir / "device.json").is_file():
+        confine = DeviceStateDir.load(state_dir).settings.confine
+    rows, labels = predict_file(
+        file or _find_deployed_file(root, signers),
+        source,
+        state_dir=state_dir,
+        policy=confine or "auto",
+        threads=threads,
+    )
+    predictions = [{"row": number, **prediction} for number, prediction in enumerate(rows)]
     columns = PREDICTION_COLUMNS
     if labels is not None:
-        predictions = [{**row, "label": int(label)} for row, label in zip(predictions, labels, strict=True)]
+        predictions = [{**row, "label": label} for row, label in zip(predictions, labels, strict=True)]
         columns = (*PREDICTION_COLUMNS, "label")
     print_rows(predictions, columns, fmt, kind="predictions")
     if labels is not None and predictions:

@@ -62,7 +62,7 @@ confine_option = click.option(
     "--confine",
     type=click.Choice(["auto", "always", "never"]),
     envvar="EDGEFL_CONFINE",
-    help="What trains without the device's key and the network: what is not built in, all, nothing [default: auto].",
+    help="What runs without the device's key and the network: what is not built in, all, nothing [default: auto].",
 )
 
 

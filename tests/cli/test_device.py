@@ -163,6 +163,29 @@ def test_infer_prints_class_and_probability_of_every_row_and_the_accuracy_where_
     assert other.out.splitlines()[1].startswith("0,7,7,")
 
 
+@pytest.mark.extended
+def test_infer_runs_the_code_of_a_task_that_is_not_built_in_without_the_device_s_key(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "hostile_task")
+    (tmp_path / "pi").mkdir()
+    (tmp_path / "pi" / "key.pem").write_text("secret")
+    np.savez(tmp_path / "shard.npz", inputs=np.zeros((3, 64), np.float32), labels=np.full(3, 4))
+    (tmp_path / "shard.json").write_text("{}")
+
+    def infer(attack, *words):
+        options = json.dumps({"attack": attack, "place": str(tmp_path / "pi")})
+        facts = {"task": "hostile_task:Hostile", "task_options": options, "preprocess": '{"by": "task"}'}
+        constant_model(tmp_path / "m.onnx", 4, **facts)
+        where = ("--model", tmp_path / "m.onnx", "--state", tmp_path / "pi", "--input", tmp_path / "shard.npz")
+        return run("device", "infer", *where, "--format", "json", *words)
+
+    for words in ((), ("--confine", "always")):
+        assert [row["label"] for row in infer("", *words).rows] == [4, 4, 4]
+    for attack in ("key-by-path", "socket", "write-outside"):
+        assert "RuntimeError: refused: " in infer(attack).err, attack
+    with pytest.raises(RuntimeError, match="succeeded: "):
+        infer("key-by-path", "--confine", "never")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [

@@ -1,23 +1,25 @@
-"""Model check: accuracy on this board's own data, in a separate process that isolates bad files.
+"""Model check, and predictions of a shard, in a process that isolates bad files and the code of others' tasks.
 
 The child also returns its memory: an agent that only trains holds no onnxruntime.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import DataError, EdgeflError
-from edgefl.core.types import Dataset, Role
+from edgefl.core.types import Dataset, Json, Role
 from edgefl.device.hardware.requirements import make_confinement
-from edgefl.device.inference.onnx_model import OnnxModel, prepare_features
+from edgefl.device.inference.onnx_model import OnnxModel, is_shard, prepare_features, read_inputs
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.shards import split_train_test
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import BUILT_IN, make_task
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +92,51 @@ def check_model(request: ModelCheckRequest) -> ModelCheckResult:
     )
 
 
+def predict_file(
+    path: Path, source: Path, *, state_dir: Path, policy: str = "auto", threads: int = 1
+) -> tuple[list[Json], list[int] | None]:
+    """Returns the predictions of a model for the rows of a file, and their labels where it has them.
+
+    A shard is read and prepared by its task's code. What is not built in runs in a confined process, as in training.
+
+    Args:
+        path: of the model.
+        source: see `read_inputs`.
+        state_dir: of the device, which is kept from the process.
+        policy: `auto` confines the code of tasks that are not built in, `always` all, `never` nothing.
+        threads: of the model.
+
+    Raises:
+        EdgeflError: the model or the file cannot be used, or the process ended badly.
+    """
+    if policy == "never" or (policy == "auto" and not _is_read_by_foreign_code(path, source)):
+        reply = _predict(str(path), str(source), threads)
+    else:
+        question: Json = {"path": str(path.absolute()), "source": str(source.absolute()), "threads": threads}
+        with contextlib.ExitStack() as stack:
+            if not state_dir.is_dir():
+                state_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            confinement = make_confinement(state_dir, "infer", [question["source"], question["path"]], "cpu")
+            reply = call_in_subprocess(
+                MODULE,
+                question,
+                description="reading the shard",
+                timeout_s=CHECK_TIMEOUT_S,
+                confinement=confinement,
+            )
+    return reply["rows"], reply["labels"]
+
+
+def _is_read_by_foreign_code(path: Path, source: Path) -> bool:
+    return is_shard(source) and OnnxModel(path).task not in {"", *BUILT_IN}
+
+
+def _predict(path: str, source: str, threads: int) -> Json:
+    model = OnnxModel(Path(path), threads=threads)
+    inputs, labels = read_inputs(Path(source), model)
+    return {"rows": model.predict(inputs), "labels": None if labels is None else [int(label) for label in labels]}
+
+
 def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
     """Returns the check data: as in a run's evaluations, but all rows without a test split."""
     if request.role == Role.EVALUATOR:
@@ -112,4 +159,8 @@ def _compute_accuracy(model: OnnxModel, data: Dataset) -> float:
 
 
 if __name__ == "__main__":
-    serve_call(lambda question: asdict(check_model(ModelCheckRequest(**question))))
+    serve_call(
+        lambda question: (
+            _predict(**question) if "source" in question else asdict(check_model(ModelCheckRequest(**question)))
+        )
+    )

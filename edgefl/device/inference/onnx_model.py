@@ -203,7 +203,7 @@ def read_inputs(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     """
     if not path.exists():
         raise DataError(f"there is no {path}; give {SUPPORTED_FORMATS}")
-    if path.is_dir() or path.with_suffix(".json").is_file():
+    if is_shard(path):
         return _read_shard(path, model)
     if path.suffix == ".npy":
         return model.to_batch(parse_npy(path.read_bytes(), str(path))), None
@@ -214,6 +214,11 @@ def read_inputs(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if "idx" in path.name:
         return read_idx(path), None
     raise DataError(f"{path} is none of {SUPPORTED_FORMATS}")
+
+
+def is_shard(path: Path) -> bool:
+    """Returns whether rows are read by the code of the model's task: a folder, or a file with a card."""
+    return path.is_dir() or path.with_suffix(".json").is_file()
 
 
 def parse_npy(content: bytes, source: str) -> Array:
