@@ -72,6 +72,8 @@ def show(*, device: str, url: str | None, fmt: str) -> None:
     # The name of a fact implies its unit, so a time is printed as a time here.
     visible = {**device_row, "presence": _format_presence(device_row)}
     facts = [{"fact": name, "value": format_value(name, visible.get(name))} for name in COLUMNS]
+    if device_row.get("held_back"):
+        facts.append({"fact": "held_back", "value": device_row["held_back"]})
     capabilities = [
         {"fact": name, "value": format_value(name, value)} for name, value in device_row["capabilities"].items()
     ]

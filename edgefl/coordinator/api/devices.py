@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from edgefl.coordinator.api.access import AUDIT_DETAIL_KEY
 from edgefl.coordinator.api.context import ApiContext
+from edgefl.coordinator.api.feed_state import get_signed_state, list_held_back
 from edgefl.coordinator.auth import AccessCheck
 from edgefl.coordinator.enrolment.tokens import (
     DEFAULT_TTL,
@@ -97,7 +98,18 @@ def _add_read_routes(router: APIRouter, context: ApiContext) -> None:
         store.get_device(device)
         row = next(row for row in list_device_rows(store, registry) if row["device_id"] == device)
         capabilities = store.get_capabilities(device)
-        return {"v": PROTOCOL_VERSION, **row, "capabilities": dict(capabilities.facts) if capabilities else {}}
+        signed = {
+            info.device_id: state
+            for info in registry.list_devices()
+            if (state := get_signed_state(info.capabilities)) is not None
+        }
+        return {
+            "v": PROTOCOL_VERSION,
+            **row,
+            "signed": signed.get(device),
+            "held_back": list_held_back(signed, time.time()).get(device),
+            "capabilities": dict(capabilities.facts) if capabilities else {},
+        }
 
     @router.get("/devices/{device}/logs", dependencies=viewer_only)
     def read_logs(device: str, run: str | None = None, since: float | None = None, after: int | None = None) -> Json:

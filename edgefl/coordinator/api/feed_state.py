@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from edgefl.storage.queries.dashboard import (
     list_events_after,
     list_run_summaries,
 )
+from edgefl.storage.queries.history import MAX_TIME
 from edgefl.storage.store import Store
 
 NUM_RUNS = 200
@@ -32,6 +34,8 @@ MAX_SPAN_ROUNDS = 12
 MAX_ATTENTION = 30
 HOT_C = 80.0
 MAX_VERSION_LENGTH = 40
+MAX_LIST_VERSION = 2**31
+EXPIRY_NOTICE_S = 14 * 86400.0
 _PROBLEM_PRESENCES = {"gone": "bad", "late": "warn", "offline": "warn"}
 _LIVE_STATUSES = frozenset({"running", "stopping", PAUSED, WAITING})
 # Rounded, so that a healthy idle device causes no changes.
@@ -59,6 +63,7 @@ class FeedState:
     live_run: str | None = None
     rounds: dict[int, Json] = field(default_factory=dict)
     last_round: int = -1
+    clock: Callable[[], float] = time.time
 
     def snapshot(self) -> Json:
         """Returns the whole state, for a new page, which loads the course of a run by itself."""
@@ -79,7 +84,7 @@ class FeedState:
         self.runs = self._list_run_summaries()
         self.events = list_events_after(self.store, 0, limit=NUM_EVENTS)
         self.last_event = self.events[-1]["id"] if self.events else 0
-        self.attention = list_attention(self.devices.values(), self.runs.values())
+        self.attention = list_attention(self.devices.values(), self.runs.values(), self.clock())
         self._follow_run(_find_live_run(self.runs.values()))
 
     def pop_changes(self, changed: dict[str, float]) -> Json:
@@ -89,7 +94,7 @@ class FeedState:
             changed: devices with events, and when, in Unix seconds.
         """
         changes: Json = {**self._pop_device_changes(changed), **self._pop_run_changes(), **self._pop_events()}
-        attention = list_attention(self.devices.values(), self.runs.values())
+        attention = list_attention(self.devices.values(), self.runs.values(), self.clock())
         if attention != self.attention:
             self.attention = changes["attention"] = attention
         live_run = _find_live_run(self.runs.values())
@@ -179,6 +184,7 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
         "seconds_per_iteration": _round_significant(registry.get_seconds_per_iteration(device_id)),
         "model": info.capabilities.get("model") or info.capabilities.get("family"),
         "version": _get_version(info.capabilities),
+        "signed": get_signed_state(info.capabilities),
         "examples": sum(info.examples.values()),
         "built_in": device_id == EVALUATOR_NAME,
     }
@@ -194,7 +200,52 @@ def _get_version(capabilities: Mapping[str, Any]) -> str | None:
     return version[:MAX_VERSION_LENGTH] if isinstance(version, str) else None
 
 
-def list_attention(devices: Iterable[Json], runs: Iterable[Json]) -> list[Json]:
+def get_signed_state(capabilities: Mapping[str, Any]) -> Json | None:
+    """Returns the `list` of signers that a device reports, and `until` when all is valid; None for neither."""
+    installs = capabilities.get("installs")
+    installs = installs if isinstance(installs, Mapping) else {}
+    signers, ends = (installs.get(name) for name in ("list", "valid_until"))
+    signers, ends = (value if isinstance(value, Mapping) else {} for value in (signers, ends))
+    version = signers.get("version")
+    times = [end for end in (signers.get("expires"), *ends.values()) if _is_number_up_to(end, MAX_TIME)]
+    state = {
+        "list": version if _is_number_up_to(version, MAX_LIST_VERSION) else None,
+        "until": min(times, default=None),
+    }
+    return {name: value for name, value in state.items() if value is not None} or None
+
+
+def _is_number_up_to(value: object, limit: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
+
+
+def list_held_back(signed: Mapping[str, Json], now: float) -> dict[str, str]:
+    """Returns the devices whose signatures have expired or expire soon, or whose list is old, each with the reason.
+
+    A list is old where at least two other devices have a newer one: a single one may claim what it likes.
+
+    Args:
+        signed: device -> `get_signed_state`.
+        now: Unix seconds.
+    """
+    versions = sorted(state.get("list", 0) for state in signed.values())
+    known = versions[-2] if len(versions) > 1 else 0
+    reasons = {}
+    for device_id, state in signed.items():
+        until, version = state.get("until", math.inf), state.get("list", known)
+        day = time.strftime("%Y-%m-%d", time.gmtime(until)) if until < math.inf else ""
+        if until <= now:
+            reasons[device_id] = (
+                f"its signatures expired on {day}: sign and send newer ones, or see who holds them back"
+            )
+        elif version < known:
+            reasons[device_id] = f"it has list {version} of signers, others have list {known}: is it held back?"
+        elif until <= now + EXPIRY_NOTICE_S:
+            reasons[device_id] = f"its signatures expire on {day}: sign and send newer ones"
+    return reasons
+
+
+def list_attention(devices: Collection[Json], runs: Iterable[Json], now: float) -> list[Json]:
     """Returns what an owner should look at, the worst first: `level` (bad or warn), `text`, a device or run, a time.
 
     At most `MAX_ATTENTION` rows; the last then says how many more there are.
@@ -204,6 +255,8 @@ def list_attention(devices: Iterable[Json], runs: Iterable[Json]) -> list[Json]:
         for run in runs
         if run["status"] in _LIVE_STATUSES and run["reason"]
     ]
+    held_back = list_held_back({row["device_id"]: row["signed"] for row in devices if row.get("signed")}, now)
+    rows += [{"device_id": device_id, "level": "warn", "text": text} for device_id, text in held_back.items()]
     for device in devices:
         rows += [
             {"device_id": device["device_id"], "level": level, "text": text, "at": device.get("since")}

@@ -270,6 +270,10 @@ def get_install_facts(config: SoftwareUpdateConfig, state_dir: Path | None = Non
         installs["reason"] = (
             f"it trusts no signer: {config.signers} holds no key; on the board: edgefl device trust KEY.pem"
         )
+    if (current := trusted.current_list) is not None:
+        installs["list"] = {"version": current.version, "expires": current.expires}
+    if ends := {name: end for name, end in sorted(record.expiries.items()) if name in {DISTRIBUTION, *packs}}:
+        installs["valid_until"] = ends
     if expired := _list_expired(trusted, record):
         installs["expired"] = expired
     return {"installs": installs, **facts}

@@ -304,12 +304,52 @@ def test_what_needs_attention_is_told_the_worst_first_and_no_more_than_a_page_ca
     crowd = [{"device_id": str(n), "presence": "offline" if n < 50 else "gone", "since": 5.0} for n in range(60)]
     crowd[7]["cloned"] = "two boards share its card"
     missing = [{"device_id": "a", "presence": "online", "problem": "shard of cifar: No module named 'cifar'"}]
-    assert [(row["level"], row["text"]) for row in list_attention(missing, [])] == [("bad", missing[0]["problem"])]
-    rows = list_attention(crowd, [])
+    assert [(row["level"], row["text"]) for row in list_attention(missing, [], 0.0)] == [
+        ("bad", missing[0]["problem"])
+    ]
+    rows = list_attention(crowd, [], 0.0)
     assert len(rows) == MAX_ATTENTION
     assert [row["level"] for row in rows] == ["bad"] * 11 + ["warn"] * 19
     assert rows[0] == {"device_id": "7", "level": "bad", "text": "two boards share its card", "at": 5.0}
     assert rows[-1] == {"level": "warn", "text": f"{61 - MAX_ATTENTION + 1} more"}
+
+
+def test_a_board_whose_signatures_end_or_whose_list_lags_behind_needs_attention(site: Site) -> None:
+    day = 86400
+
+    def report(name: str, version: Any, expires: Any, pack: Any = 90 * day) -> None:
+        installs = {"list": {"version": version, "expires": expires}, "valid_until": {"gulls": pack}}
+        site.registry.add(
+            name, node_id=ord(name), role="trainer", groups=(), examples={}, facts={"installs": installs}
+        )
+
+    def list_texts(now: float) -> dict[str, str]:
+        rows = [make_device_row(site.registry, info.device_id) for info in site.registry.list_devices()]
+        return {
+            row["device_id"]: row["text"] for row in list_attention(rows, [], now) if "offline" not in row["text"]
+        }
+
+    before = set(list_texts(0.0))
+    for name in "abc":
+        report(name, 2, 80 * day)
+    assert set(list_texts(65 * day)) == before
+    report("a", 999, 80 * day)
+    assert set(list_texts(65 * day)) == before, "one board alone makes no list the newest"
+    report("b", 3, 80 * day)
+    report("c", 2, 80 * day)
+    assert list_texts(1.0) == {"c": "it has list 2 of signers, others have list 3: is it held back?"}
+    report("c", 3, 80 * day, pack=20 * day)
+    assert list_texts(5 * day) == {}
+    assert list_texts(6 * day) == {"c": "its signatures expire on 1970-01-21: sign and send newer ones"}
+    assert list_texts(20 * day)["c"].startswith("its signatures expired on 1970-01-21: sign and send newer ones, or")
+    assert set(list_texts(66 * day)) == {"a", "b", "c"}
+    for nonsense in ("3", True, -1, 2**80, None, [], {}, 0.5):
+        report("c", nonsense, nonsense, pack=nonsense)
+        assert "signed" not in make_device_row(site.registry, "c")
+        assert "c" not in list_texts(5 * day)
+    for installs in (None, [], {"list": 3, "valid_until": []}, "x"):
+        site.registry.add("c", node_id=99, role="trainer", groups=(), examples={}, facts={"installs": installs})
+        assert "signed" not in make_device_row(site.registry, "c")
 
 
 def test_a_board_says_what_it_is_and_the_evaluator_of_the_coordinator_is_none(site: Site) -> None:

@@ -213,6 +213,8 @@ def test_a_list_that_is_valid_counts_also_when_what_it_came_with_is_refused(boar
     board.slots.write_record("a", record)
     facts = get_install_facts(config)["installs"]
     assert (facts["able"], facts["signers"]) == (True, [second.id])
+    assert facts["list"] == {"version": 1, "expires": 1000}
+    assert facts["valid_until"] == {"edgefl-fleet": 1000}
     assert [text.partition(" on ")[0] for text in facts["expired"]] == ["edgefl-fleet", "list 1 of signers expired"]
 
 
