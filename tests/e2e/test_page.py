@@ -19,6 +19,7 @@ from edgefl.coordinator.enrolment.tokens import make_user
 from edgefl.core.config import RunConfig, parse_run, parse_run_text
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import EvaluationRow
 from edgefl.storage.store import Store
 from edgefl.system.api_client import load_operator_file
 
@@ -254,6 +255,15 @@ def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens:
     runs = [screens.fleet.submit(run_of(name, rounds)) for name, rounds in (("first", 3), ("second", 4))]
     for run_id in runs:
         screens.fleet.wait_for_run(run_id)
+    measured = [
+        EvaluationRow(
+            assignment_id=f"own{round_}", round=round_, version=round_, device_id="device-01", source="device",
+            loss=1.0, accuracy=0.5, num_examples=10, at=1.0, metrics={"f1": 0.25 * round_},
+        )
+        for round_ in (1, 2)
+    ]  # fmt: skip
+    with Store.open(screens.fleet.database) as store:
+        store.record_evaluations(runs[1], measured)
     screen = screens.screen()
     screen.open("runs")
     screen.sign_in(screens.token)
@@ -270,6 +280,7 @@ def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens:
 
     page.get_by_role("link", name="second").first.click()
     page.get_by_role("row", name=re.compile("device-01 4 of 4 50 %")).wait_for()
+    page.get_by_role("img", name="f1, f1 by round. f1: newest 0.5, from 0.25 to 0.5").wait_for()
     with page.expect_download() as download:
         page.get_by_role("link", name="Download the best model").click()
     download.value.save_as(tmp_path / "model")

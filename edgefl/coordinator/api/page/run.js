@@ -4,7 +4,7 @@ import { get, post } from "./api.js";
 import { DURATION_AXIS, LineChart } from "./charts.js";
 import { act, confirm } from "./dialogs.js";
 import { button, h, link, refresh, replace, setText, toast, visible } from "./dom.js";
-import { accuracy, bytes, count, digits, moment, percent, seconds } from "./format.js";
+import { accuracy, bytes, count, digits, moment, percent, seconds, words } from "./format.js";
 import { courseOf, courseRows, loadCourse, model, newestRow } from "./model.js";
 import { eventList } from "./events.js";
 import { goalOf, lasted, LIVE, progress, result, status, timeLeft } from "./runs.js";
@@ -13,6 +13,8 @@ import { TimeLine } from "./timeline.js";
 import { toToml } from "./toml.js";
 
 const NUM_EVENTS = 100;
+const NUM_MEASURED = 2000;
+const MAX_METRICS = 12;
 const GUARDED = /rejected|clipped|quarantined|untrusted|held/;
 export const ACCURACY = { label: "accuracy", format: (value) => `${digits(value * 100, 3)} %`, exact: (value) => accuracy(value, 2), least: 0, most: 1 };
 export const LOSS = { label: "loss", format: (value) => digits(value, 3), exact: (value) => value.toFixed(4), least: 0 };
@@ -194,6 +196,22 @@ async function loadDevices(run) {
   return rows.map((row) => ({ ...row, share: all ? row.num_used / all : 0 }));
 }
 
+// Whatever a task or a strategy measures beside accuracy and loss, by name: one chart each, the mean over its evaluators.
+async function loadMetrics(run) {
+  const [scores, rounds] = await Promise.all(["evaluations", "rounds"].map((kind) => get(`history/${kind}`, { run: run.run_id, limit: NUM_MEASURED })));
+  const found = new Map();
+  const rows = [...scores.rows.filter((row) => !row.subject).map((row) => [row.round, row.metrics]), ...rounds.rows.map((row) => [row.round, row.facts])];
+  for (const [round, metrics] of rows) {
+    for (const [name, value] of Object.entries(metrics ?? {})) {
+      if (typeof value !== "number" || name === "disagreement" || !(found.has(name) || found.size < MAX_METRICS)) continue;
+      if (!found.has(name)) found.set(name, new Map());
+      const [sum, number] = found.get(name).get(round) ?? [0, 0];
+      found.get(name).set(round, [sum + value, number + 1]);
+    }
+  }
+  return [...found].map(([name, values]) => [name, [...values].map(([round, [sum, number]]) => [round, sum / number]).sort((a, b) => a[0] - b[0])]);
+}
+
 function modelLinks(run, rows) {
   if (!rows.length) return h("p", { class: "quiet" }, "No model was kept yet.");
   const entry = (kind) => {
@@ -211,6 +229,8 @@ export function runView(root, wanted) {
   let loadedRounds = null;
   const [head, notice, bar, numbers, models, guarded, events] = Array.from({ length: 7 }, () => h("div"));
   head.className = "head";
+  const measured = h("div", { class: "charts" });
+  const byName = new Map();
   const file = h("pre", { class: "file", tabindex: "0", "aria-label": "Run file" });
   const charts = new RunCharts(wanted);
   const devices = new Table({ caption: "What each device gave", columns: DEVICE_COLUMNS, rowKey: (row) => row.device_id, order: { key: "used", isDown: true }, empty: "No device was given work yet." });
@@ -220,7 +240,7 @@ export function runView(root, wanted) {
     charts.runId = found.run_id;
     setText(file, toToml(found.config));
     const copy = button("Copy", () => navigator.clipboard.writeText(file.textContent).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")));
-    replace(root, head, notice, bar, numbers, charts.element,
+    replace(root, head, notice, bar, numbers, charts.element, measured,
       section("Devices in this run", devices.element), section("Guard decisions", guarded), section("Models", models), section("Events", events),
       h("details", {}, h("summary", {}, "Run file"), h("p", { class: "actions left" }, copy, again()), file));
     draw();
@@ -238,12 +258,21 @@ export function runView(root, wanted) {
     loadedRounds = `${run.rounds} ${run.status}`;
     const fail = (place) => (error) => replace(place, h("p", { class: "error" }, error.message));
     loadDevices(run).then((rows) => devices.show(rows), fail(devices.element));
+    loadMetrics(run).then((metrics) => metrics.forEach(([name, points]) => showMetric(name, points)), (error) => toast(error.message, "bad"));
     get("models", { run: run.run_id }).then((answer) => replace(models, modelLinks(run, answer.rows)), fail(models));
     get("history/events", { run: run.run_id, limit: NUM_EVENTS }).then(({ rows }) => {
       const newest = [...rows].reverse();
       replace(guarded, eventList(newest.filter((row) => GUARDED.test(row.kind)), "Nothing was refused, clipped or held back."));
       replace(events, eventList(newest.filter((row) => !GUARDED.test(row.kind))));
     }, fail(events));
+  }
+
+  function showMetric(name, points) {
+    if (!byName.has(name)) {
+      byName.set(name, new LineChart(words(name), { height: 180 }));
+      measured.append(byName.get(name).element);
+    }
+    byName.get(name).show({ x: X.rounds.axis, y: { label: words(name), format: (value) => digits(value, 3) }, series: [{ name: words(name), tone: "a", points }] });
   }
 
   function draw() {
