@@ -381,10 +381,10 @@ class DeviceRegistry:
             entry = self._entries.get(device_id)
             if entry is None:
                 return
-            former = entry.known_examples | entry.info.examples
+            former = {**entry.known_examples, **entry.info.examples}
             if self._clock() - entry.grown_s >= GROWTH_PERIOD_S:
                 entry.known_examples, entry.grown_s = former, self._clock()
-            entry.known_examples = entry.info.examples | entry.known_examples
+            entry.known_examples = {**entry.info.examples, **entry.known_examples}
             examples = bound_reported_examples(entry.known_examples, capabilities.shards)
             changes = [
                 f"{task}: {former[task]} before, reported {capabilities.shards[task]}, counted {count}"
