@@ -22,6 +22,8 @@ def _parts(command: click.Command, ctx: click.Context, level: int) -> Iterator[s
     yield _text(command.help or "")
     if not isinstance(command, click.Group):
         yield f"```text\n{path} {' '.join(command.collect_usage_pieces(ctx))}\n```"
+        if command.epilog:
+            yield "For example:\n\n```sh\n" + command.epilog.partition("Example:\n")[2].strip() + "\n```"
     yield _options(command, ctx)
     if isinstance(command, click.Group):
         for name in command.list_commands(ctx):

@@ -1,7 +1,8 @@
-"""`edgefl strategies` and `edgefl codecs`: lists what a run file may name; creates a strategy, measures codecs."""
+"""What a run file may name (`edgefl strategies`, `codecs`), `quickstart`, which writes one, and `completion`."""
 
 from __future__ import annotations
 
+import json
 import keyword
 import os
 import re
@@ -322,3 +323,121 @@ def _draw_gradient(name: str) -> SampleUpdate:
         shapes=shapes,
         source=f"drawn from Student's t with 3 degrees of freedom, in the shapes of {name}",
     )
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete commands and options: add it to the shell's start-up file."""
+    from click.shell_completion import get_completion_class  # noqa: PLC0415 only this needs it
+
+    from edgefl.cli.main import edgefl  # noqa: PLC0415 it imports this module
+
+    complete = get_completion_class(shell)
+    assert complete is not None
+    click.echo(complete(edgefl, {}, "edgefl", "_EDGEFL_COMPLETE").source())
+
+
+DEFAULT_GOAL = "20"
+MAX_ROUNDS_TO_ACCURACY = 500
+
+
+def _parse_goal(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:
+    """Returns the goal as it was given, if it is one."""
+    if value is None or (value.isascii() and value.isdecimal() and 0 < len(value) < 8 and int(value) > 0):
+        return value
+    try:
+        accuracy = float(value)
+    except ValueError:
+        accuracy = float("nan")
+    if not 0 < accuracy < 1:
+        raise click.BadParameter(f"must be rounds such as 20, or an accuracy such as 0.95, got {value!r}")
+    return value
+
+
+@click.command()
+@click.option("--data", metavar="TASK", help="What is learned: digits, mnist, ... or module:Class [default: digits].")
+@click.option("--boards", type=click.IntRange(1, 100_000), help="How many boards train [default: 3].")
+@click.option(
+    "--goal", metavar="ROUNDS|ACCURACY", callback=_parse_goal, help="When it ends: 20, or 0.95 [default: 20 rounds]."
+)
+@click.option("--speeds", type=click.Choice(["alike", "mixed"]), help="Are they equally fast? [default: alike].")
+@click.option("--network", type=click.Choice(["fast", "slow"]), help="How they are connected [default: fast].")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="run.toml",
+    show_default=True,
+    help="A new file.",
+)
+def quickstart(
+    *, data: str | None, boards: int | None, goal: str | None, speeds: str | None, network: str | None, out: Path
+) -> None:
+    """Write a run file from five answers, and print the commands that come next.
+
+    What no option says is asked on a terminal; elsewhere the defaults count.
+    """
+    from edgefl.core.config import parse_run_text  # noqa: PLC0415 fast start
+    from edgefl.tasks.registry import list_task_names  # noqa: PLC0415 likewise
+
+    if out.exists():
+        raise UsageError(f"{out} exists already; name a new file with --out")
+    can_ask = sys.stdin.isatty()
+
+    def ask(question: str, value: Any, default: Any, kind: Any = str) -> Any:
+        if value is not None or not can_ask:
+            return default if value is None else value
+        return click.prompt(question, default=default, type=kind)
+
+    data = ask(f"What is learned ({', '.join(list_task_names())}, or module:Class of your own)", data, "digits")
+    boards = ask("How many boards train", boards, 3, click.IntRange(1, 100_000))
+    goal = ask("When does it end: rounds such as 20, or an accuracy such as 0.95", goal, DEFAULT_GOAL)
+    speeds = ask("Are the boards equally fast", speeds, "alike", click.Choice(["alike", "mixed"]))
+    network = ask("How are they connected", network, "fast", click.Choice(["fast", "slow"]))
+    text = _format_run_file(data, boards, _parse_goal_value(goal), speeds=speeds, network=network)
+    config = parse_run_text(text)
+    out.write_text(text, encoding="utf-8")
+    click.echo(f"{out}: {config.strategy.name} on {data} with {boards} boards. Next:")
+    for command, meaning in (
+        (f"edgefl simulate {out} --devices {boards}", "try it here, without boards"),
+        ("edgefl coordinator init", "make a fleet; then: edgefl coordinator start"),
+        (f"edgefl coordinator token --uses {boards}", "prints the line to type on each board"),
+        (f"edgefl run submit {out} --dry-run", "who would take part"),
+        (f"edgefl run submit {out} --watch", "train"),
+    ):
+        click.echo(f"  {command:<44}# {meaning}")
+
+
+def _parse_goal_value(goal: str) -> float:
+    checked = _parse_goal(click.get_current_context(), click.Option(["--goal"]), goal)
+    return float(checked or DEFAULT_GOAL)
+
+
+def _format_run_file(data: str, boards: int, goal: float, *, speeds: str, network: str) -> str:
+    """Returns a run file; a goal below 1 is an accuracy."""
+    strategy, why = ("fedavg", "a round waits for all of them")
+    if speeds == "mixed":
+        strategy, why = ("fedbuff", "nobody waits for the slow ones")
+    rules = f"rounds = {goal:.0f}"
+    if goal < 1:
+        rules = f"accuracy = {goal:g}\nrounds = {MAX_ROUNDS_TO_ACCURACY}           # at the latest"
+    up, codec = ("dense|fp16", "half of the bytes, hardly any error")
+    if network == "slow":
+        up, codec = ("ef|topk:0.05|int8", "the largest twentieth of an update; the rest comes later")
+    return f"""[run]
+task = {json.dumps(data)}
+{rules}
+
+[strategy]
+name = "{strategy}"          # {why}
+
+[compression]
+up = "{up}"     # {codec}
+
+[devices]
+min = {boards}                # the first round waits for so many
+wait_s = 3600          # and not longer than an hour
+"""

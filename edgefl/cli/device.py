@@ -119,7 +119,10 @@ def _find_deployed_file(root: Path | None, signers: Path) -> Path:
 
 @click.group(cls=FullHelpGroup)
 def command() -> None:
-    """Join a board to a fleet and run its agent."""
+    """On the board itself: join it to a fleet and run its agent.
+
+    The owner of the fleet types `edgefl devices` to see all boards.
+    """
 
 
 @command.command()

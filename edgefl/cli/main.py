@@ -20,10 +20,14 @@ COMMANDS = {
         "edgefl.cli.fleet.coordinator:command",
         "Set up and run the coordinator, make join tokens, name its users",
     ),
+    "completion": ("edgefl.cli.catalogue:completion", "Print what makes a shell complete commands and options"),
     "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments"),
     "demo": ("edgefl.cli.experiments:demo", "Run a whole fleet on this machine"),
-    "device": ("edgefl.cli.device:command", "Join a board to a fleet and run its agent"),
-    "devices": ("edgefl.cli.fleet.devices:command", "List, inspect, drain, update and remove the devices of a fleet"),
+    "device": ("edgefl.cli.device:command", "On the board itself: join a fleet, run the agent"),
+    "devices": (
+        "edgefl.cli.fleet.devices:command",
+        "On the owner's side: all boards of a fleet, list, drain, update, remove",
+    ),
     "doctor": ("edgefl.cli.doctor:command", "Look for problems on this machine, with remedies"),
     "export": ("edgefl.cli.run:export", "Take a run elsewhere: a plain Flower app"),
     "field-report": ("edgefl.cli.doctor:field_report", "Bundle what a real board has to tell, to send it back"),
@@ -37,6 +41,7 @@ COMMANDS = {
         "edgefl.cli.provision.commands:command",
         "Make boards into devices: cards, images, hosts that run already",
     ),
+    "quickstart": ("edgefl.cli.catalogue:quickstart", "Answer five questions, get a run file and the next commands"),
     "run": ("edgefl.cli.run:command", "Submit, watch, stop and resume training runs"),
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
@@ -44,6 +49,117 @@ COMMANDS = {
     "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
 }
 """Where each command lies, and its line in the help."""
+FIRST_DAY = (
+    ("edgefl coordinator init", "Make a fleet on this machine; then run it: edgefl coordinator start"),
+    ("edgefl coordinator token", "Print the line that lets a board join"),
+    ("edgefl device join ...", "That line, on the board; then: edgefl device start"),
+    ("edgefl run submit run.toml --watch", "Train; `edgefl quickstart` writes the file"),
+)
+THEMES = {
+    "Begin": ("quickstart", "demo", "doctor"),
+    "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "user"),
+    "On a board": ("device", "field-report"),
+    "Train": ("run", "simulate", "strategies", "codecs", "data"),
+    "Results": ("history", "model", "export"),
+    "Shell": ("completion",),
+}
+EXAMPLES = {
+    "codecs bench": "codecs bench --codec 'topk:0.01|int8'",
+    "codecs list": "codecs list",
+    "completion": "completion bash >> ~/.bashrc",
+    "coordinator alert-test": "coordinator alert-test --alert-webhook https://ntfy.example/fleet",
+    "coordinator backup": "coordinator backup fleet.tar.gz",
+    "coordinator broker": "coordinator broker --kind mosquitto",
+    "coordinator grafana": "coordinator grafana > edgefl.json",
+    "coordinator init": "coordinator init --host coordinator.local --fleet lab",
+    "coordinator readdress": "coordinator readdress 192.168.1.20",
+    "coordinator restore": "coordinator restore fleet.tar.gz",
+    "coordinator rotate": "coordinator rotate",
+    "coordinator sign": "coordinator sign digits.onnx --kind model --out digits.bundle",
+    "coordinator start": "coordinator start --test-shard digits=shards/test.npz",
+    "coordinator token": "coordinator token --uses 3 --ttl 2h",
+    "coordinator user add": "coordinator user add ada --role operator --expires 30d",
+    "coordinator user list": "coordinator user list",
+    "coordinator user revoke": "coordinator user revoke ada",
+    "data shard": "data shard digits --devices 3 --out shards",
+    "demo": "demo --devices 3",
+    "device apply-update": "device apply-update systemctl restart edgefl-device",
+    "device infer": "device infer --input rows.csv",
+    "device join": "device join coordinator.local:8000 --token-file token --shard digits=device-01.npz",
+    "device probe": "device probe --json",
+    "device serve": "device serve --port 8080",
+    "device set": "device set --max-temperature 75",
+    "device shard add": "device shard add digits /home/pi/device-01.npz",
+    "device shard check": "device shard check",
+    "device start": "device start",
+    "device status": "device status",
+    "device trust": "device trust release.pem",
+    "devices drain": "devices drain pi-07",
+    "devices install": "devices install greenhouse.bundle --canary 1",
+    "devices list": "devices list",
+    "devices logs": "devices logs pi-07 --since 2h",
+    "devices remove": "devices remove pi-07",
+    "devices resume": "devices resume pi-07",
+    "devices show": "devices show pi-07",
+    "devices signers": "devices signers signers.bundle",
+    "devices uninstall": "devices uninstall greenhouse-removal.bundle",
+    "devices update": "devices update --to 0.3.0 --bundle edgefl-0.3.0.bundle --canary 2",
+    "devices updates": "devices updates",
+    "doctor": "doctor",
+    "export flower-app": "export flower-app run.toml --out app",
+    "field-report": "field-report --out report.zip",
+    "fleet list": "fleet list",
+    "fleet remove": "fleet remove old-lab",
+    "fleet use": "fleet use lab",
+    "history accuracy": "history accuracy --run latest",
+    "history audit": "history audit --since 1d",
+    "history devices": "history devices --run latest",
+    "history dropouts": "history dropouts --since 7d",
+    "history energy": "history energy --run latest",
+    "history evaluations": "history evaluations --run latest --limit 20",
+    "history events": "history events --since 1h",
+    "history export": "history export out --run latest",
+    "history heartbeats": "history heartbeats --device pi-07 --since 1h",
+    "history plot": "history plot --run latest --out run.png",
+    "history rounds": "history rounds --run latest --format csv",
+    "history runs": "history runs",
+    "history slow": "history slow --run latest",
+    "history stale": "history stale --run latest",
+    "history traffic": "history traffic --since 7d",
+    "history updates": "history updates --run latest --device pi-07",
+    "history why": "history why latest 7",
+    "model deploy": "model deploy best --canary 1",
+    "model deployments": "model deployments",
+    "model evaluate": "model evaluate latest --shard shards/test.npz",
+    "model export": "model export best --out model.onnx",
+    "model list": "model list",
+    "model show": "model show latest",
+    "provision jetson": "provision jetson --name orin-01 --out card",
+    "provision raspberry-pi": "provision raspberry-pi --boot /media/bootfs --name pi-01",
+    "provision ssh": "provision ssh --hosts boards.txt --wheels wheels --dry-run",
+    "provision systemd": "provision systemd --device --install",
+    "provision wheels": "provision wheels --board pi-trixie --out wheels",
+    "quickstart": "quickstart --data digits --boards 3 --goal 0.95 --out run.toml",
+    "run list": "run list",
+    "run resume": "run resume latest",
+    "run schema": "run schema > run.schema.json",
+    "run show": "run show latest",
+    "run stop": "run stop latest",
+    "run submit": "run submit run.toml --watch",
+    "run watch": "run watch latest",
+    "signing cosign": "signing cosign signers.json",
+    "signing init": "signing init --keys ~/edgefl-keys",
+    "signing show": "signing show greenhouse.bundle",
+    "signing sign": "signing sign edgefl_fleet-0.3.0-py3-any.whl --kind release --version 0.3.0 --out new.bundle",
+    "signing signers": "signing signers new.pem --threshold 1",
+    "simulate": "simulate run.toml --devices 100 --profile pi-4:60 --profile pi-zero-2w:40",
+    "strategies list": "strategies list",
+    "strategies new": "strategies new trimmed",
+    "user add": "user add ada --role viewer",
+    "user list": "user list",
+    "user revoke": "user revoke ada",
+}
+"""An example of every command, without `edgefl`."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -58,11 +174,24 @@ class LazyGroup(FullHelpGroup):
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
+        _add_examples(command, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 click's
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
+        with formatter.section("The first day"):
+            formatter.write_dl(FIRST_DAY)
+        for theme, names in THEMES.items():
+            with formatter.section(theme):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names])
+
+
+def _add_examples(command: click.Command, path: str) -> None:
+    """Adds its example to the help of a command, and to those below it."""
+    if isinstance(command, click.Group):
+        for name, below in command.commands.items():
+            _add_examples(below, f"{path} {name}")
+    elif path in EXAMPLES:
+        command.epilog = f"\b\nExample:\n  edgefl {EXAMPLES[path]}"
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

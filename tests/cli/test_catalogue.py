@@ -186,3 +186,47 @@ def test_draws_a_gradient_where_there_is_no_real_one_and_says_so(run, monkeypatc
 )
 def test_bad_input_is_one_line_and_an_exit_code(refused, gradient, arguments, code, text):
     refused(["codecs", "bench", "--gradient", gradient, *arguments], code, text)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), {"task": "digits", "rounds": 20, "accuracy": None, "strategy": "fedavg", "min": 3, "up": "dense|fp16"}),
+        (
+            ("--data", "mnist", "--boards", 9, "--goal", "0.95", "--speeds", "mixed", "--network", "slow"),
+            {"task": "mnist", "rounds": 500, "accuracy": 0.95, "strategy": "fedbuff", "min": 9,
+             "up": "ef|topk:0.05|int8"},
+        ),
+    ],
+)  # fmt: skip
+def test_quickstart_writes_a_run_file_that_can_be_built_and_says_what_comes_next(run, tmp_path, options, expected):
+    from edgefl.core.config import load_run  # noqa: PLC0415 only here
+    from edgefl.engine.build import build_run  # noqa: PLC0415 only here
+
+    ran = run("quickstart", "--out", tmp_path / "run.toml", *options)
+    assert (ran.code, f"edgefl run submit {tmp_path / 'run.toml'} --watch" in ran.out) == (0, True), ran.err
+    config = load_run(tmp_path / "run.toml")
+    found = {"task": config.run.task, "rounds": config.run.rounds, "accuracy": config.run.accuracy}
+    found |= {"strategy": config.strategy.name, "min": config.devices.min, "up": config.compression.up}
+    assert found == expected
+    build_run(config, "check")
+    again = run("quickstart", "--out", tmp_path / "run.toml")
+    assert (again.code, "exists already" in again.err) == (2, True)
+
+
+def test_quickstart_asks_on_a_terminal_what_no_option_says(run, tmp_path, monkeypatch):
+    from edgefl.core.config import load_run  # noqa: PLC0415 only here
+
+    answers = iter(["5", "0.9", "mixed", "slow"])
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("click.termui.visible_prompt_func", lambda _prompt: next(answers))
+    ran = run("quickstart", "--data", "digits", "--out", tmp_path / "run.toml")
+    assert (ran.code, next(answers, None)) == (0, None), ran.err
+    config = load_run(tmp_path / "run.toml")
+    assert (config.devices.min, config.run.accuracy, config.strategy.name) == (5, 0.9, "fedbuff")
+
+
+@pytest.mark.parametrize("goal", ["0", "1.5", "-3", "soon", "nan", "0.0", "99999999"])
+def test_quickstart_refuses_a_goal_that_is_none(run, tmp_path, goal):
+    ran = run("quickstart", "--goal", goal, "--out", tmp_path / "run.toml")
+    assert (ran.code, "must be rounds such as 20" in ran.err, (tmp_path / "run.toml").exists()) == (2, True, False)

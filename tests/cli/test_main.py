@@ -1,4 +1,6 @@
 import importlib
+import shlex
+import shutil
 import sys
 
 import click
@@ -6,7 +8,7 @@ import click.testing
 import pytest
 
 from edgefl import __version__
-from edgefl.cli.main import COMMANDS, main
+from edgefl.cli.main import COMMANDS, EXAMPLES, THEMES, edgefl, main
 from edgefl.core import errors
 
 
@@ -23,6 +25,46 @@ def test_every_command_has_a_module_and_says_in_a_whole_sentence_what_each_part_
     assert all(leaf.get_short_help_str() for _, leaf in leaves(command))
     text = click.testing.CliRunner().invoke(command, ["--help"]).stdout
     assert "..." not in text.partition("Commands:")[2]
+
+
+def test_every_command_is_of_one_theme_and_has_an_example_that_can_be_typed():
+    assert sorted(name for names in THEMES.values() for name in names) == sorted(COMMANDS)
+    paths = {}
+    for name in COMMANDS:
+        command = edgefl.get_command(click.Context(edgefl), name)
+        paths |= {" ".join((name, *path)): leaf for path, leaf in leaves(command) if not leaf.hidden}
+    assert set(EXAMPLES) == set(paths)
+    for path, leaf in paths.items():
+        words = shlex.split(EXAMPLES[path])
+        assert words[: len(path.split())] == path.split()
+        arguments = words[len(path.split()) :]
+        arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        arguments = arguments[: arguments.index(">>")] if ">>" in arguments else arguments
+        with click.Context(leaf) as context:
+            parsed, left, _ = leaf.make_parser(context).parse_args(arguments)
+        missing = [
+            p.name for p in leaf.params if p.required and not isinstance(parsed.get(p.name), str | list | tuple)
+        ]
+        assert (missing, left) == ([], []), path
+        edgefl.get_command(click.Context(edgefl), path.partition(" ")[0])  # two groups share a command
+        assert f"edgefl {EXAMPLES[path]}" in click.testing.CliRunner().invoke(leaf, ["--help"]).stdout
+
+
+def test_help_begins_with_the_first_day_and_says_whose_side_device_and_devices_are(run):
+    text = run("--help").out
+    assert text.index("The first day:") < text.index("edgefl run submit run.toml --watch") < text.index("Begin:")
+    assert "On the board itself" in run("device", "--help").out
+    assert "On the owner's side" in run("devices", "--help").out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(run, shell, monkeypatch):
+    if shutil.which(shell):  # click asks bash for its version
+        assert "_EDGEFL_COMPLETE" in run("completion", shell).out
+    monkeypatch.setenv("_EDGEFL_COMPLETE", f"{shell}_complete")
+    monkeypatch.setenv("COMP_WORDS", "edgefl history round" if shell != "fish" else "edgefl history")
+    monkeypatch.setenv("COMP_CWORD", "2" if shell != "fish" else "round")
+    assert "rounds" in run().out
 
 
 def test_help_lists_every_command_and_the_version_is_printed(run):

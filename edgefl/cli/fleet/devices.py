@@ -35,7 +35,10 @@ _DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 
 @click.group("devices", cls=FullHelpGroup)
 def command() -> None:
-    """List and inspect the devices of a fleet, let them rest, take them out."""
+    """On the owner's side: list and inspect the boards of a fleet, let them rest, take them out.
+
+    What is typed on a board itself begins with `edgefl device`.
+    """
 
 
 @command.command("list")
