@@ -355,10 +355,9 @@ def test_settings_that_only_the_coordinator_knows_are_named_with_file_and_line_t
     for dry in ((), ("--dry-run",)):
         ran = edgefl("run", "submit", file, *dry)
         assert (ran.code, ran.is_one_line) == (3, True)
-        assert (
-            f"{file}: strategy.learnign_rate (line 6): fedavg has no such setting (did you mean learning_rate?)"
-            in ran.err
-        )
+        assert f"edgefl: {file}: strategy." in ran.err
+        hint = "strategy.learnign_rate (line 6): fedavg has no such setting (did you mean learning_rate?)"
+        assert hint in ran.err
         assert "strategy.epochs (line 7) must be" in ran.err
 
 
