@@ -47,21 +47,26 @@ class Variant:
     is_round: bool = False
 
 
-ADACOMP = {"name": "adacomp", "compression": 0.01}
+PAPER = {"name": "adacomp", "step_scale": 1.0, "improved": False}
+ADACOMP = {**PAPER, "compression": 0.01}
 FEDAVG = {"name": "fedavg", "epochs": 5.0}
 FEDAVG_RATES = (0.1, 0.05, 0.02)
 VARIANTS = {
-    "dense ASGD": Variant(strategy={"name": "asgd"}),
-    "dense ASGD, fp16 and zstd": Variant(strategy={"name": "asgd"}, up="dense|fp16|zstd", down="dense|fp16"),
+    "dense ASGD": Variant(strategy={"name": "asgd", "step_scale": 1.0}),
+    "dense ASGD, fp16 and zstd": Variant(
+        strategy={"name": "asgd", "step_scale": 1.0}, up="dense|fp16|zstd", down="dense|fp16"
+    ),
     "compression only": Variant(strategy={**ADACOMP, "staleness": "none"}),
     "compression, staleness of the update": Variant(strategy={**ADACOMP, "staleness": "update"}),
-    "staleness-aware dense": Variant(strategy={"name": "adacomp", "compression": 1.0, "staleness": "update"}),
+    "staleness-aware dense": Variant(strategy={**PAPER, "compression": 1.0, "staleness": "update"}),
     "AdaComp 1 %": Variant(strategy=ADACOMP, up="topk:0.01|rice"),
     "AdaComp 1 %, sparse downlink": Variant(strategy=ADACOMP, up="topk:0.01|rice", down="delta"),
     "AdaComp 1 %, int8, fp16 downlink": Variant(strategy=ADACOMP, up="topk:0.01|int8|rice", down="delta|fp16"),
     "AdaComp improved": Variant(strategy={**ADACOMP, "improved": True}, down="delta|fp16"),
-    "top-k 1 % with error feedback": Variant(strategy={"name": "asgd"}, up="ef|topk:0.01|int8|rice"),
-    "QSGD 4 bits": Variant(strategy={"name": "asgd"}, up="dense|qsgd:4"),
+    "top-k 1 % with error feedback": Variant(
+        strategy={"name": "asgd", "step_scale": 1.0}, up="ef|topk:0.01|int8|rice"
+    ),
+    "QSGD 4 bits": Variant(strategy={"name": "asgd", "step_scale": 1.0}, up="dense|qsgd:4"),
     "FedAvg": Variant(strategy=FEDAVG, rates=FEDAVG_RATES, decays=("constant",), is_round=True),
     "FedAvg, fp16": Variant(
         strategy=FEDAVG, up="dense|fp16", down="dense|fp16", rates=FEDAVG_RATES, decays=("constant",), is_round=True

@@ -263,8 +263,7 @@ class RunProgressBar:
             transient=True,
         )
         self._task: Any = None
-        self._printed_s = 0.0
-        self._wait_text = ""
+        self._printed_s, self._reason = 0.0, ""
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -285,11 +284,16 @@ class RunProgressBar:
             self._bar.update(self._task, description=text, completed=run["rounds"])
         elif (
             run["status"] in TERMINAL_STATUSES
-            or _format_wait(run) != self._wait_text
+            or _get_reason(run) != self._reason
             or time.monotonic() - self._printed_s >= LINE_INTERVAL_S
         ):
-            self._printed_s, self._wait_text = time.monotonic(), _format_wait(run)
+            self._printed_s, self._reason = time.monotonic(), _get_reason(run)
             echo(text, err=True)
+
+
+def _get_reason(run: Json) -> str:
+    """Returns what is said of a run that is not over; empty if nothing is."""
+    return "" if run["status"] in TERMINAL_STATUSES else run.get("reason") or ""
 
 
 def _format_wait(run: Json) -> str:
@@ -302,7 +306,8 @@ def _format_line(run: Json, goal: int | None) -> str:
         return words
     accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
     goal_text = f" of {goal}" if goal else ""
-    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}"
+    reason = _get_reason(run)
+    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}{reason and f'; {reason}'}"
 
 
 def print_plan(plan: Json, fmt: str) -> None:

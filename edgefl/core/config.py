@@ -21,6 +21,7 @@ RequirePolicy = Literal["any", "all"]
 TimeoutPolicy = Literal["aggregate", "reassign", "none"]
 ResidualPolicy = Literal["periodic", "durable"]
 UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
+DivergenceAction = Literal["warn", "halve", "stop"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
@@ -61,6 +62,8 @@ class RunSection:
         updates_per_round: updates that make a round of an asynchronous run's history; None: devices asked first.
         max_state_bytes: most memory that a strategy may keep for all devices, or the run is refused.
         local_test_fraction: of each device's shard that is kept for testing.
+        on_divergence: what follows when the loss diverges, oscillates or stands still: `warn` says so and what would
+            help, `halve` also halves the learning rate from then on, `stop` also ends the run.
     """
 
     task: str
@@ -83,6 +86,7 @@ class RunSection:
     updates_per_round: int | None = field(default=None, metadata={"at_least": 1})
     max_state_bytes: int = field(default=DEFAULT_STATE_BYTES, metadata={"at_least": 0})
     local_test_fraction: float = field(default=0.1, metadata={"at_least": 0, "below": 1})
+    on_divergence: DivergenceAction = "warn"
 
     def __post_init__(self) -> None:
         rules = (self.rounds, self.updates, self.seconds, self.bytes, self.accuracy)

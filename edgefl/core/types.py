@@ -366,6 +366,8 @@ class UpdateStatus(StrEnum):
 
 
 PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
+NOT_FINITE = "the update holds a NaN or an infinity"
+"""How the reason of a refused update begins whose training has diverged."""
 ZERO_CONTROL_VARIATE = "blank_variate"
 """Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
 
@@ -641,6 +643,10 @@ class Strategy(Protocol[S]):
     def finish(self, state: S) -> S:
         """Called once when nothing more will be assigned: work in flight may be closed without its successors."""
         return state
+
+    def halve_learning_rate(self, state: S) -> S | None:  # noqa: ARG002 for subclasses
+        """Returns the state in which later instructions have half of the learning rate; None where it cannot be."""
+        return None
 
     def resumed(self, state: S) -> S:
         """Returns the state with which a resumed run continues, without the assignments in flight."""

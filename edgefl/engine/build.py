@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,20 @@ from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import INSTRUCTION_VERSION, model_fingerprint
-from edgefl.core.types import Array, Indices, Json, ModelSpec, Scalar, Strategy, Task, TensorKind, Tensors, derive_rng
+from edgefl.core.types import (
+    Array,
+    Indices,
+    Json,
+    ModelSpec,
+    Scalar,
+    Strategy,
+    Task,
+    TensorKind,
+    Tensors,
+    TrainConfig,
+    derive_rng,
+)
+from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
@@ -25,6 +39,7 @@ from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule,
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.scaffold import Scaffold
+from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,
@@ -51,6 +66,7 @@ class RunComponents:
         encode_changes: (model, changed entries, version) -> a body for devices that hold an older model, None where
             the whole one is hardly larger; None itself where the run file asks for whole models.
         decode: body of an update -> displacement.
+        divergence: what follows when the loss diverges, oscillates or stands still.
         needs_torch: devices without torch can neither train nor evaluate the task.
     """
 
@@ -67,6 +83,7 @@ class RunComponents:
     encode: Callable[[Tensors, int], bytes]
     encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
     decode: Callable[[bytes], Tensors]
+    divergence: DivergenceRule
     needs_torch: bool = False
 
 
@@ -123,6 +140,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         encode=encode,
         encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),
+        divergence=_make_divergence_rule(task, config, strategy),
         needs_torch=is_torch_task(task),
     )
 
@@ -144,6 +162,22 @@ def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy
         name,
         lambda: make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules),
         pack=encode_state,
+    )
+
+
+def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]) -> DivergenceRule:
+    """Returns the rule of the run file, with advice that fits its strategy and task."""
+    inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+    plan, name = getattr(inner, "plan", None), "learning_rate"
+    rate = plan.learning_rate if isinstance(plan, TrainConfig) else None
+    usual = getattr(task, "defaults", {}).get("learning_rate", TrainConfig().learning_rate)
+    if isinstance(inner, SignSGD):
+        name, rate, usual = "step", inner.step, compute_default_step(config.run.rounds)
+    labels: Sequence[str] = getattr(task, "labels", ())
+    return DivergenceRule(
+        action=config.run.on_divergence,
+        untrained_loss=math.log(len(labels)) if len(labels) > 1 else None,
+        **make_advice(name, rate, float(usual), getattr(inner, "step_scale", None)),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import (
+    NOT_FINITE,
     EvaluateInstruction,
     EvaluateResult,
     Event,
@@ -22,6 +23,7 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
+from edgefl.engine.divergence import Divergence, DivergenceDetector, DivergenceRule
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failures per device since the last update after which the run fails."""
@@ -85,13 +87,15 @@ class VersionAccuracy:
     """Accuracy of one version of the global model; None if no evaluation succeeded.
 
     `is_newest` of the versions with an accuracy. `trusted` is the accuracy that may stop a run and make a model the
-    best: the coordinator's, or the median of `MIN_EVALUATORS` or more devices; None where there are fewer.
+    best: the coordinator's, or the median of `MIN_EVALUATORS` or more devices; None where there are fewer. `loss` is
+    likewise.
     """
 
     version: int
     accuracy: float | None
     is_newest: bool
     trusted: float | None = None
+    loss: float | None = field(default=None, compare=False)
 
 
 @dataclass(slots=True)
@@ -150,12 +154,12 @@ class EvaluationTracker(_PendingEvaluations):
         version, results = complete
         accuracy = compute_mean_accuracy(results)
         is_newest = accuracy is not None and version > self.version
-        trusted = accuracy if self.trusts_single else compute_trusted_accuracy(results)
+        trusted, loss = compute_trusted_scores(results, trusts_single=self.trusts_single)
         if accuracy is not None and is_newest:
             self.version, self.accuracy = version, accuracy
             if trusted is not None:
                 self.recent.append(trusted)
-        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted)
+        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss)
 
     def compute_mean(self, count: int) -> float | None:
         """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
@@ -197,23 +201,35 @@ class DeviceEvaluationTracker(_PendingEvaluations):
 
 def compute_mean_accuracy(results: Sequence[EvaluateResult]) -> float | None:
     """Returns the accuracy of one model: the evaluators' mean by examples, else the devices'; None without any."""
+    return _compute_mean(results)[0]
+
+
+def _compute_mean(results: Sequence[EvaluateResult]) -> tuple[float | None, float | None]:
+    """Returns accuracy and loss of one model: the evaluators' means by examples, else the devices'."""
     selection = [result for result in results if result.source != "device"] or results
-    num_examples = sum(result.num_examples for result in selection)
-    return sum(result.accuracy * result.num_examples for result in selection) / num_examples if num_examples else None
+    if not (num_examples := sum(result.num_examples for result in selection)):
+        return None, None
+    accuracy = sum(result.accuracy * result.num_examples for result in selection) / num_examples
+    return accuracy, sum(result.loss * result.num_examples for result in selection) / num_examples
 
 
-def compute_trusted_accuracy(results: Sequence[EvaluateResult]) -> float | None:
-    """Returns the accuracy of a model that no single dishonest device decides; None where too few evaluated it.
+def compute_trusted_scores(
+    results: Sequence[EvaluateResult], *, trusts_single: bool = False
+) -> tuple[float | None, float | None]:
+    """Returns accuracy and loss of a model that no single dishonest device decides; None where too few evaluated it.
 
-    It is the coordinator's own, else the median of the evaluators, else that of the devices on their own splits.
+    They are the coordinator's own, else the median of the evaluators, else that of the devices on their own splits.
     """
+    if trusts_single:
+        return _compute_mean(results)
     for source in ("coordinator", "evaluator", "device"):
         selection = [result for result in results if result.source == source and result.num_examples]
         if source == "coordinator" and selection:
-            return compute_mean_accuracy(selection)
+            return _compute_mean(selection)
         if len({result.device_id for result in selection}) >= MIN_EVALUATORS:
-            return statistics.median(result.accuracy for result in selection)
-    return None
+            accuracy = statistics.median(result.accuracy for result in selection)
+            return accuracy, statistics.median(result.loss for result in selection)
+    return None, None
 
 
 def _compute_accuracy(results: Sequence[EvaluateResult]) -> DeviceAccuracy | None:
@@ -248,6 +264,7 @@ class ProgressTracker:
     failures: dict[str, int] = field(default_factory=dict)
     last_failure: str = ""
     has_new_failure: bool = False
+    divergence: DivergenceDetector = field(default_factory=DivergenceDetector)
 
     @property
     def is_evaluating(self) -> bool:
@@ -277,6 +294,7 @@ class ProgressTracker:
             case Update():
                 self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
                 self.failures.clear()
+                self.divergence.add_update(event.metrics.loss, event.metrics.iterations)
             case EvaluateResult():
                 self.bytes += event.bytes_up + event.bytes_down
                 return self._record_evaluation(event)
@@ -287,6 +305,8 @@ class ProgressTracker:
                     self.failures[event.device_id] = self.failures.get(event.device_id, 0) + 1
                     self.last_failure = f"{event.device_id}: {event.reason}"
                     self.has_new_failure = True
+                    if event.reason.startswith(NOT_FINITE):
+                        self.divergence.add_not_finite(event.device_id)
             case StopRequested():
                 self.stop_reason = event.reason
         return ()
@@ -304,6 +324,13 @@ class ProgressTracker:
             if value is not None and limit is not None and value >= limit:
                 return f"{name} reached {limit:g}"
         return self.stop_reason
+
+    def find_not_finite(self, view: FleetView, rule: DivergenceRule) -> Divergence | None:
+        """Returns the finding that the devices' updates are not finite any more, if they are not."""
+        if not self.divergence.not_finite:  # nothing was refused: no need to scan the fleet
+            return None
+        num_trainers = sum(info.role == Role.TRAINER for info in view.devices.values())
+        return self.divergence.find_not_finite(self.rounds.get_round(self.version + 1), num_trainers, rule)
 
     def compute_wake_s(self, goal: StoppingCriteria, until_s: float, *, is_over: bool) -> float:
         """Returns the next wake-up time: `until_s`, or the run's deadline if it is earlier."""
@@ -345,5 +372,8 @@ class ProgressTracker:
     def _record_evaluation(
         self, event: EvaluateResult | InstructionFailed
     ) -> Sequence[VersionAccuracy | DeviceAccuracy]:
-        scores = self.scores.record_event(event), self.nodes.record_event(event)
+        version_score = self.scores.record_event(event)
+        if version_score is not None and version_score.loss is not None:
+            self.divergence.add_evaluation(version_score.loss)
+        scores = version_score, self.nodes.record_event(event)
         return [score for score in scores if score is not None]

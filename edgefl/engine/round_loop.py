@@ -33,6 +33,7 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
+from edgefl.engine.divergence import MAX_HALVINGS, Divergence, DivergenceRule
 from edgefl.engine.progress import (
     DeviceAccuracy,
     PriorProgress,
@@ -46,6 +47,7 @@ DRAIN_TIMEOUT_S = 60.0
 """Timeout of the drain of work in flight after the goal is reached, and then of the last evaluation."""
 
 _NEW_RUN = PriorProgress()
+_DEFAULT_RULE = DivergenceRule()
 
 EvaluationRule = Callable[[int, int, FleetView, bool, Collection[str]], Sequence[EvaluateInstruction]]
 """(version, round that it ended, view, is last, devices with models of their own) -> evaluations."""
@@ -170,6 +172,9 @@ class RunSubscriber:
     def on_clipped(self, clipped: ClippedUpdate) -> None:
         """An update is used with a smaller norm."""
 
+    def on_divergence(self, divergence: Divergence) -> None:
+        """The loss diverges, oscillates or stands still."""
+
     def on_finish(self) -> None:
         """The run is over; a last commit follows."""
 
@@ -210,6 +215,11 @@ class RunLog:
         """Passes on that an update was clipped, which follows from the events recorded before."""
         for subscriber in self._subscribers:
             subscriber.on_clipped(clipped)
+
+    def record_divergence(self, divergence: Divergence) -> None:
+        """Passes on what was found about the loss, which follows from the events recorded before."""
+        for subscriber in self._subscribers:
+            subscriber.on_divergence(divergence)
 
     def commit(self) -> None:
         """Makes the write-ahead log durable, then tells the subscribers."""
@@ -277,6 +287,8 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     on_abort: Callable[[S], None] = lambda _: None,
     on_score: OnScore = lambda _: None,
     on_clipped: Callable[[ClippedUpdate], None] = lambda _: None,
+    divergence: DivergenceRule = _DEFAULT_RULE,
+    on_divergence: Callable[[Divergence], None] = lambda _: None,
 ) -> tuple[S, str]:
     """Runs a strategy on a fleet until the goal is reached.
 
@@ -295,6 +307,8 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
         on_abort: called with the state, which is consistent, when the fleet raises instead of returning events.
         on_score: called with every accuracy, after the events that it follows from are recorded.
         on_clipped: called with every update that is used with a smaller norm, likewise.
+        divergence: what follows when the loss diverges, oscillates or stands still.
+        on_divergence: called when it does, likewise.
 
     Returns:
         The last state and why the run ended.
@@ -310,6 +324,7 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     progress.scores.trusts_single = goal.trust_single_evaluation
 
     receive = partial(_receive, source, policy, loop_state, on_clipped)
+    report_divergence = partial(_handle_divergence, source, progress, divergence, on_divergence)
     while True:
         on_turn(source.state, loop_state)
         view = fleet.view()
@@ -323,8 +338,17 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             fleet.dispatch(instructions, source)
 
         aggregate_ready = partial(
-            _aggregate_ready, source, view, progress, evaluate, journal=journal, policy=policy, dispatch=dispatch
+            _aggregate_ready,
+            source,
+            view,
+            progress,
+            evaluate,
+            journal=journal,
+            policy=policy,
+            dispatch=dispatch,
+            on_round_end=lambda number: report_divergence(progress.divergence.close_round(number, divergence)),
         )
+        report_divergence(progress.find_not_finite(view, divergence))
         instructions = _close_rounds(source, view, loop_state, goal, aggregate_ready, dispatch)
         if loop_state.drain is None:
             decision = _schedule(source, view, progress, policy)
@@ -457,6 +481,7 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
     journal: Journal,
     policy: ParticipationPolicy,
     dispatch: Callable[..., None],
+    on_round_end: Callable[[int], None],
 ) -> Sequence[EvaluateInstruction]:
     """Aggregates while the strategy is ready; returns the evaluations of the newest model."""
     instructions: Sequence[EvaluateInstruction] = ()
@@ -467,6 +492,7 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
         _aggregate_once(provider, journal, progress)
         policy.record_version(progress.version)
         if progress.rounds.is_round_end(progress.version):
+            on_round_end(progress.rounds.get_round(progress.version))
             instructions = evaluate(
                 progress.version,
                 progress.rounds.get_round(progress.version),
@@ -475,6 +501,33 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
                 provider.list_model_owners(),
             )
     return instructions
+
+
+def _handle_divergence(
+    source: _StrategyModelProvider[S],
+    progress: ProgressTracker,
+    rule: DivergenceRule,
+    on_divergence: Callable[[Divergence], None],
+    found: Divergence | None,
+) -> None:
+    """Does what the run file says about a finding, and passes it on with that in words."""
+    if found is None:
+        return
+    done = ""
+    if rule.action == "halve":
+        halved = (
+            source.strategy.halve_learning_rate(source.state)
+            if progress.divergence.num_halvings < MAX_HALVINGS
+            else None
+        )
+        if halved is None:
+            done = "; the learning rate cannot be halved any more"
+        else:
+            source.state, progress.divergence.num_halvings = halved, progress.divergence.num_halvings + 1
+            done = f"; the learning rate is halved, 1/{2**progress.divergence.num_halvings} of what it was at first"
+    elif rule.action == "stop":
+        progress.stop_reason = f"stopped, since in {found.message}"
+    on_divergence(replace(found, message=found.message + done))
 
 
 def _aggregate_once(provider: _StrategyModelProvider[S], journal: Journal, progress: ProgressTracker) -> None:

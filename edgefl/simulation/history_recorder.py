@@ -149,6 +149,7 @@ class SimulationHistory:
             "status": str(status),
             "rounds": rounds,
             "accuracy": self._history.newest_accuracy,
+            "reason": self._history.newest_reason,
             "config": self._config,
         }
 
@@ -160,10 +161,15 @@ class _BatchedHistoryWriter(HistoryWriter):
         super().__init__(store, run_id)
         self._turns = 0
         self.newest_accuracy: float | None = None
+        self.newest_reason: str | None = None
 
     def update_accuracy(self, accuracy: float) -> None:
         self.newest_accuracy = accuracy
         super().update_accuracy(accuracy)
+
+    def update_reason(self, reason: str) -> None:
+        self.newest_reason = reason
+        super().update_reason(reason)
 
     def publish(self) -> None:
         # Rows gather here first: each publishing copies all pending rows.

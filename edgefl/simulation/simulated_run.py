@@ -224,6 +224,8 @@ class _Simulation:
                 policy=policy,
                 on_score=run_log.record_score,
                 on_clipped=run_log.record_clipped,
+                divergence=assembled.divergence,
+                on_divergence=run_log.record_divergence,
             )
             if isinstance(strategy, ValidatedStrategy):
                 strategy.check_final_state(state)

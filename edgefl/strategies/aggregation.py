@@ -13,7 +13,7 @@ without bias correction as there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,13 @@ def is_float(tensor: Array) -> bool:
 def to_writable(tensor: Tensor) -> Array:
     """Returns a dense, writable tensor."""
     return tensor.dense() if isinstance(tensor, SparseTensor) else np.array(tensor)
+
+
+def scale_tensor(tensor: Tensor, factor: float) -> Tensor:
+    """Returns a displacement times `factor`, in its own type; of a sparse one the same entries."""
+    if isinstance(tensor, SparseTensor):
+        return replace(tensor, values=np.multiply(tensor.values, factor, dtype=tensor.values.dtype))
+    return np.multiply(tensor, factor, dtype=tensor.dtype)
 
 
 def add_in_place(target: Array, tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -175,6 +175,17 @@ def _compute_power(spec: str, factor: float, exponent: float, closed_rounds: int
             "take a smaller factor"
         )
     return power
+
+
+def compute_rate_factor(schedule: float, halvings: Sequence[int], version: int) -> float:
+    """Returns the factor of the learning rate of work that begins at `version`.
+
+    Args:
+        schedule: factor of the schedule.
+        halvings: versions from which on the learning rate is half of what it was.
+        version: of the model.
+    """
+    return schedule * 0.5 ** sum(start <= version for start in halvings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from edgefl.core.types import (
+    NOT_FINITE,
     Array,
     ClippedUpdate,
     FleetView,
@@ -244,7 +245,7 @@ class UpdateGuard:
             norm = compute_norm(update.tensors)
             is_finite = math.isfinite(norm)
         if not is_finite:
-            return "the update holds a NaN or an infinity: its training has diverged"
+            return f"{NOT_FINITE}: its training has diverged"
         if self.max_norm is not None and norm > self.max_norm and not self.has_full_models:
             return f"the update's norm is {norm:.4g}, at most {self.max_norm:g} is let in"
         return None

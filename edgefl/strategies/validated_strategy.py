@@ -147,6 +147,10 @@ class ValidatedStrategy(Strategy[Any]):
             raise self._make_error(name, f"is {count!r}, it must be a whole number of 0 or more")
         return int(count)
 
+    def halve_learning_rate(self, state: Any) -> Any:
+        halved = self._call("halve_learning_rate", state)
+        return None if halved is None else self._validate_state("halve_learning_rate", halved)
+
     def resumed(self, state: Any) -> Any:
         return self._validate_state("resumed", self._call("resumed", state))
 

@@ -1,9 +1,10 @@
-"""`edgefl export flower-app`."""
+"""`edgefl export flower-app`, and the lines of a run that is watched."""
 
 import tomllib
 
 import pytest
 
+from edgefl.cli.run import RunProgressBar
 from edgefl.core.config import load_run
 
 RUN = '[run]\ntask = "digits"\nrounds = 4\n[strategy]\nname = "fedavg"\nlearning_rate = 0.5\n'
@@ -45,3 +46,14 @@ def test_what_makes_no_sense_is_one_line_and_leaves_nothing(refused, run_file, t
 
 def test_a_folder_that_is_in_use_is_refused(refused, run_file, tmp_path):
     refused(["export", "flower-app", run_file, "--out", tmp_path], 2, "exists and is not an empty folder")
+
+
+def test_watching_says_at_once_that_a_run_diverges(capsys):
+    row = {"name": "first", "status": "running", "rounds": 3, "accuracy": 0.1, "config": {"run": {"rounds": 10}}}
+    with RunProgressBar() as progress:
+        for reason in (None, None, "round 4: the training loss diverges", "round 4: the training loss diverges"):
+            progress.update({**row, "reason": reason})
+    assert capsys.readouterr().err.splitlines() == [
+        "first running: round 3 of 10, accuracy 0.1000",
+        "first running: round 3 of 10, accuracy 0.1000; round 4: the training loss diverges",
+    ]

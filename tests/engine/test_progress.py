@@ -7,7 +7,7 @@ from edgefl.engine.progress import (
     DeviceAccuracy,
     DeviceEvaluationTracker,
     compute_mean_accuracy,
-    compute_trusted_accuracy,
+    compute_trusted_scores,
 )
 
 
@@ -88,13 +88,13 @@ def test_devices_own_splits_count_only_where_there_is_no_evaluator():
 
 def test_the_coordinators_own_evaluation_is_trusted_and_else_the_median_of_three_or_more():
     def trusted(*pairs):
-        return compute_trusted_accuracy(
+        return compute_trusted_scores(
             [result(f"d{number}", "", accuracy, source=source) for number, (source, accuracy) in enumerate(pairs)]
-        )
+        )[0]
 
     assert trusted(("evaluator", 1.0), ("evaluator", 1.0)) is None
     assert trusted(("evaluator", 0.4), ("evaluator", 0.5), ("evaluator", 1.0)) == 0.5
     assert trusted(("evaluator", 1.0), ("evaluator", 1.0), ("coordinator", 0.3)) == 0.3
     assert trusted(("device", 0.2), ("device", 0.3), ("device", 1.0), ("evaluator", 1.0)) == 0.3
     twice = [result("rogue", "", 1.0, version=1)] * 3
-    assert compute_trusted_accuracy(twice) is None
+    assert compute_trusted_scores(twice) == (None, None)

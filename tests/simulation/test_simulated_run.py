@@ -1,6 +1,7 @@
 """`edgefl.simulate`: a whole run in virtual time, as one call; against a real fleet see test_local_run.py."""
 
 import json
+import re
 
 import apart_strategy
 import pytest
@@ -11,6 +12,7 @@ from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyE
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.simulation.local_fleet import partition_devices
 from edgefl.storage.checkpoints import load_model_file
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 from edgefl.tasks.datasets.central import load_central_data
@@ -331,3 +333,45 @@ def test_a_root_update_needs_data_of_the_coordinator(tmp_path):
     shards = [device.shards["digits"] for device in devices]
     with pytest.raises(DataError, match="the coordinator has no examples to train on"):
         edgefl.simulate(run_file(strategy={"name": "fltrust"}), devices=shards, root=tmp_path / "run")
+
+
+def events_of(folder, kind):
+    with Store.open(folder / "edgefl.db", read_only=True) as store:
+        return [row["message"] for row in read_history(store, "events") if row["kind"] == kind]
+
+
+HIGH = 10.0
+"""Twenty times what the task recommends."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.extended)
+        for name in ("fedavg", "asgd", "fedbuff", "pdmm-isvr", "scaffold")
+    ],
+)
+def test_a_learning_rate_far_too_high_is_said_within_ten_rounds_and_the_advice_helps(tmp_path, name):
+    def run(folder, rounds, **options):
+        return edgefl.simulate(
+            run_file(run={"rounds": rounds}, task={"model": "mlp"}, strategy={"name": name, **options}),
+            devices=3, scheme="dirichlet:0.5", root=tmp_path / folder,
+        )  # fmt: skip
+
+    high = run("high", 10, learning_rate=HIGH)
+    (said,) = events_of(tmp_path / "high", "run-diverging")
+    assert "diverges" in said
+    advised = float(re.search(r"learning_rate = 10 is too high: start again with ([0-9.]+)", said)[1])
+    good = run("good", 120 if name == "asgd" else 6, learning_rate=advised)
+    assert high.metrics["accuracy"] < 0.5
+    assert good.metrics["accuracy"] > 0.8
+    assert events_of(tmp_path / "good", "run-diverging") == []
+
+
+def test_a_run_that_diverges_ends_where_the_run_file_says_so(simulate, tmp_path):
+    options = {"run": {"rounds": 20, "on_divergence": "stop"}, "task": {"model": "mlp"}}
+    done = simulate(devices=3, scheme="dirichlet:0.5", strategy={"name": "fedavg", "learning_rate": HIGH}, **options)
+    assert done.status == "finished"
+    assert done.reason.startswith("stopped, since in round ")
+    assert done.reason.split("since in ")[1] in events_of(tmp_path / "run", "run-diverging")[0]
+    assert len(done.rounds) < 10

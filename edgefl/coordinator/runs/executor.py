@@ -228,6 +228,8 @@ class RunExecutor:
             on_abort=self._on_abort,
             on_score=self._log.record_score,
             on_clipped=self._log.record_clipped,
+            divergence=components.divergence,
+            on_divergence=self._log.record_divergence,
         )
 
     def _on_replayed_turn(self, state: Any, loop_state: LoopState) -> None:

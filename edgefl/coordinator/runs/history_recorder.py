@@ -23,6 +23,7 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
+from edgefl.engine.divergence import Divergence
 from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter, VersionAccuracy
 from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
@@ -43,8 +44,10 @@ UPDATE_REJECTED = "update-rejected"
 DEVICE_QUARANTINED = "device-quarantined"
 ACCURACY_UNTRUSTED = "accuracy-untrusted"
 TOO_FEW_UPDATES = "too-few-updates"
+RUN_DIVERGING = "run-diverging"
 DERIVED_EVENT_KINDS = (
     "assignment-failed", UPDATE_CLIPPED, UPDATE_REJECTED, DEVICE_QUARANTINED, ACCURACY_UNTRUSTED, TOO_FEW_UPDATES,
+    RUN_DIVERGING,
 )  # fmt: skip
 """Kinds of events derived from the journal."""
 
@@ -258,6 +261,11 @@ class HistoryRecorder(RunSubscriber):
         log.info("%s of %s is clipped: %s", clipped.assignment_id, clipped.device_id, clipped.reason)
         self._record_event(UPDATE_CLIPPED, clipped.device_id, f"{clipped.assignment_id}: {clipped.reason}")
 
+    def on_divergence(self, divergence: Divergence) -> None:
+        log.warning("%s", divergence.message)
+        self._record_event(RUN_DIVERGING, None, divergence.message)
+        self._history.update_reason(divergence.message)
+
     def on_finish(self) -> None:
         """Closes an incomplete round, and marks unused updates as late."""
         if self._open_round.version:
@@ -297,7 +305,7 @@ class HistoryRecorder(RunSubscriber):
             log.warning("%s is quarantined and not asked again in this run", failure.device_id)
             self._record_event(DEVICE_QUARANTINED, failure.device_id, failure.reason)
 
-    def _record_event(self, kind: str, device_id: str, message: str) -> None:
+    def _record_event(self, kind: str, device_id: str | None, message: str) -> None:
         self._history.add_event(EventRow(kind=kind, device_id=device_id, message=message, at=self._clock()))
 
     def _pop_update(self, assignment_id: str) -> tuple[UpdateRow, float]:

@@ -41,6 +41,7 @@ class HistoryRows:
     round_metrics: dict[int, RoundMetrics] = field(default_factory=dict)
     events: list[EventRow] = field(default_factory=list)
     accuracy: float | None = None
+    reason: str | None = None
 
     def merge(self, newer: HistoryRows) -> HistoryRows:
         """Returns the rows of both, as if added one after the other."""
@@ -61,6 +62,7 @@ class HistoryRows:
             round_metrics=metrics,
             events=[*self.events, *newer.events],
             accuracy=self.accuracy if newer.accuracy is None else newer.accuracy,
+            reason=self.reason if newer.reason is None else newer.reason,
         )
 
 
@@ -119,6 +121,10 @@ class HistoryWriter:
     def update_accuracy(self, accuracy: float) -> None:
         """Sets the newest accuracy of the run's model."""
         self._staged.accuracy = accuracy
+
+    def update_reason(self, reason: str) -> None:
+        """Sets what is said beside the run's status while it is running."""
+        self._staged.reason = reason
 
     def add_event(self, row: EventRow) -> None:
         self._staged.events.append(row)
@@ -181,3 +187,5 @@ class HistoryWriter:
                 store.record_event(event.kind, event.message, at=event.at, run_id=run_id, device_id=event.device_id)
             if rows.accuracy is not None:
                 store.set_run_accuracy(run_id, rows.accuracy)
+            if rows.reason is not None:
+                store.set_running_reason(run_id, rows.reason)

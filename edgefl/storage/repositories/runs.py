@@ -158,6 +158,16 @@ class RunRepository(Repository):
         """Sets the newest accuracy of the run's model."""
         self._update_run(run_id, {"accuracy": accuracy}, durable=False)
 
+    def set_running_reason(self, run_id: str, reason: str) -> None:
+        """Sets the reason of a run that is still running: what its people should know."""
+        query = (
+            update(RunTable)
+            .where(RunTable.run_id == run_id, RunTable.status == str(RunStatus.RUNNING))
+            .values(reason=reason)
+        )
+        with self.database.write() as connection:
+            connection.execute(query)
+
     def open_round(self, run_id: str, number: int, *, started_at: float, num_devices: int = 0) -> None:
         """Opens a round, unless it is open already."""
         self.open_rounds(run_id, {number: (started_at, num_devices)})

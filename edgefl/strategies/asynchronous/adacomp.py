@@ -6,9 +6,13 @@ sigma_p counts the updates that touched entry p since the device got its model, 
 entry that nobody else moved takes the full step, however late its update comes. With c = 1 every update touches every
 entry, and sigma is the delay of the whole update. Nothing is kept of the entries that are not sent.
 
-*Differs from the original code*: it took an update without delay for one of maximal delay. `improved` goes beyond the
-paper: what is not sent is kept for the next time (error feedback), and the values are quantised. In either mode
-`changed` knows which entries moved since any version, so that a delta downlink sends those alone.
+*Differs from the original code*: it took an update without delay for one of maximal delay. By default `improved` and
+`step_scale` go beyond the paper: an update moves the model by 1/n, and what is not sent is kept for the next time
+(error feedback, without which a part of each gradient need not converge: Karimireddy et al., Error Feedback Fixes
+SignSGD, ICML 2019), with quantised values. `improved = false` and `step_scale = 1` are the paper's algorithm. Its
+division alone is not enough at a learning rate that suits rounds: the largest entries of a gradient are the same ones
+on most devices. In either mode `changed` knows which entries moved since any version, so that a delta downlink sends
+those alone.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Indices, SparseTensor, Tensor
 from edgefl.strategies.aggregation import QueuedUpdate, add_at_indices, is_float
-from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState, SingleUpdateConfig
+from edgefl.strategies.strategy_config import RoundRules
 
 MIN_FRACTION = 1e-12
 """Smallest fraction that the codec accepts."""
@@ -32,20 +36,20 @@ MAX_COUNT = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaCompConfig(SingleStepConfig):
-    """Settings of a run with `adacomp`; non-default settings give the baselines of the paper.
+class AdaCompConfig(SingleUpdateConfig):
+    """Settings of a run with `adacomp`.
 
     Attributes:
         compression: c, the fraction of each tensor's entries that is sent. A `[compression] up` other than `dense`
             is taken instead.
         staleness: of each `parameter`, of the whole `update` (divided by its delay), or `none`.
-        improved: error feedback and 8-bit values. With many devices the residual is stale when it is sent, and 8-bit
-            values alone (`[compression] up = "topk:0.01|int8"`) take fewer updates.
+        improved: error feedback and 8-bit values. With a hundred devices the residual is stale when it is sent, and
+            8-bit values alone (`[compression] up = "topk:0.01|int8"`) take fewer updates.
     """
 
     compression: float = 0.01
     staleness: Literal["parameter", "update", "none"] = "parameter"
-    improved: bool = False
+    improved: bool = True
 
     def build(self, rules: RoundRules) -> AdaComp:
         if not MIN_FRACTION <= self.compression <= 1:
@@ -59,7 +63,7 @@ class AdaCompConfig(SingleStepConfig):
             )
         if rules.codec in {None, "dense"}:
             rules = replace(rules, codec=self.make_codec_spec())
-        return self.make(AdaComp, rules, staleness=self.staleness)
+        return self.make(AdaComp, rules, step_scale=self.step_scale, staleness=self.staleness)
 
     def make_codec_spec(self) -> str:
         """Returns the codec of the devices' updates."""
@@ -104,7 +108,8 @@ class AdaComp(AsynchronousStrategy[AdaCompState]):
         state.snapshots.pop(version, None)
 
     def apply(self, state: AdaCompState, queued_update: QueuedUpdate) -> None:
-        displacement, factor = self.select_trained(state, queued_update), self.rules.server.learning_rate
+        displacement = self.select_trained(state, queued_update)
+        factor = self.rules.server.learning_rate * self.compute_step_scale(state)
         touched_entries = _find_touched_entries(displacement)
         counts = state.counts[touched_entries]
         divisor = self._compute_divisor(state, queued_update, touched_entries, counts)

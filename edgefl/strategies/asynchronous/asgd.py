@@ -16,15 +16,15 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Decision, FleetView, Strategy, Tensor
 from edgefl.strategies.aggregation import QueuedUpdate, to_writable
-from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
+from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState, SingleUpdateConfig
 from edgefl.strategies.participation import can_receive_work
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
+from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ASGDConfig(SingleStepConfig):
-    """Settings of a run with `asgd`: w <- w + d, where d = -η g holds the device's own learning rate."""
+class ASGDConfig(SingleUpdateConfig):
+    """Settings of a run with `asgd`: w <- w + d/n, where d = -η g holds the device's own learning rate."""
 
     summary: ClassVar[str] = (
         "Asynchronous SGD: every device's step moves the model as soon as it is there, "
@@ -32,12 +32,12 @@ class ASGDConfig(SingleStepConfig):
     )
 
     def build(self, rules: RoundRules) -> ASGD:
-        return self.make(ASGD, rules)
+        return self.make(ASGD, rules, step_scale=self.step_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ASGD(AsynchronousStrategy[AsyncState]):
-    """Adds every displacement as it is."""
+    """Adds every displacement, scaled."""
 
     def make_state(self, model: dict[str, Array]) -> AsyncState:
         return AsyncState(model=model)
@@ -51,11 +51,11 @@ EPSILON = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DCASGDConfig(SingleStepConfig):
-    """Settings of a run with `dc-asgd`: w <- w - η (g + λ g⊙g⊙(w - w_bak)).
+class DCASGDConfig(SingleUpdateConfig):
+    """Settings of a run with `dc-asgd`: w <- w - (η/n) (g + λ g⊙g⊙(w - w_bak)), with n = 1 in the paper.
 
     w_bak is the model that the device began with: a first-order guess of what its gradient would be at the present
-    model. With the displacement d = -η g that is w <- w + d - (λ/η) d⊙d⊙(w - w_bak).
+    model. With the displacement d = -η g that is w <- w + (d - (λ/η) d⊙d⊙(w - w_bak))/n.
 
     *Differs from the paper* where a device takes more than one step for an assignment: then -d/η is their sum.
 
@@ -80,7 +80,14 @@ class DCASGDConfig(SingleStepConfig):
         strength = DEFAULT_COMPENSATION[self.variant] if self.compensation is None else self.compensation
         if not 0 <= self.mean_square_decay < 1:
             raise ConfigError(f"strategy.mean_square_decay must be in [0, 1), got {self.mean_square_decay!r}")
-        return self.make(DCASGD, rules, variant=self.variant, strength=strength, decay=self.mean_square_decay)
+        return self.make(
+            DCASGD,
+            rules,
+            step_scale=self.step_scale,
+            variant=self.variant,
+            strength=strength,
+            decay=self.mean_square_decay,
+        )
 
 
 @dataclass(slots=True)
@@ -183,12 +190,12 @@ UNBOUNDED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SSPConfig(SingleStepConfig):
+class SSPConfig(SingleUpdateConfig):
     """Settings of a run with `bounded`; `staleness` is s: 0 for `ssgd`, -1 for `asgd`.
 
     A device begins its next step only if it is at most s steps ahead of the slowest that is at work. s = 0 is `ssgd`
     and s = -1, no bound, is `asgd`, both to the last bit. In between every update moves the model when it comes, as
-    `asgd` does: the step of one update is then that of a whole round of `ssgd`, whose updates are averaged.
+    `asgd` does, by the same `step_scale`.
 
     A device that is lost leaves the bound, and one that joins or comes back enters it at the pace of the slowest.
     """
@@ -206,10 +213,10 @@ class SSPConfig(SingleStepConfig):
                 f"strategy.staleness must be 0 or more steps, or -1 for no bound, got {self.staleness!r}"
             )
         if self.staleness == UNBOUNDED:
-            return self.make(ASGD, rules)
+            return self.make(ASGD, rules, step_scale=self.step_scale)
         if self.staleness == 0:
             return self.make(SynchronousStrategy, rules, compute_weight=weight_uniformly)
-        return self.make(SSP, rules, max_steps_ahead=self.staleness)
+        return self.make(SSP, rules, step_scale=self.step_scale, max_steps_ahead=self.staleness)
 
 
 @dataclass(slots=True)

@@ -122,6 +122,9 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
             add_in_place(state.model[name], step)
 
 
+PAPER_BUFFER_SIZE = 10
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedBuffConfig(StrategyConfig):
     """Settings of a run with `fedbuff`: every K updates are one version, w <- w + η_g (1/K) Σ_i d_i / (1 + τ_i)^a.
@@ -130,11 +133,12 @@ class FedBuffConfig(StrategyConfig):
     paper. η_g is the run file's `[server] learning_rate`, and `[server] optimizer` may stand in for the plain step.
 
     Attributes:
-        buffer_size: K.
+        buffer_size: K; None takes 10 as in the paper, and the number of devices at work where these are fewer: a
+            buffer that waits for several updates of each device moves the model more rarely than rounds would.
         staleness_exponent: a; 0 weighs all alike.
     """
 
-    buffer_size: int = field(default=10, metadata={"at_least": 1})
+    buffer_size: int | None = field(default=None, metadata={"at_least": 1})
     staleness_exponent: float = field(default=0.5, metadata={"at_least": 0})
 
     summary: ClassVar[str] = (
@@ -169,7 +173,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
     At the end of a run a partial buffer counts too, with the mean of its updates.
     """
 
-    size: int
+    size: int | None
     exponent: float
 
     versions_per_round: ClassVar[int | None] = 1
@@ -177,8 +181,14 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
     def make_state(self, model: dict[str, Array]) -> FedBuffState:
         return FedBuffState(model=model)
 
+    def compute_size(self, state: FedBuffState) -> int:
+        """Returns K, for the devices that are at work now."""
+        return min(PAPER_BUFFER_SIZE, state.num_workers) if self.size is None else self.size
+
     def receive(self, state: FedBuffState, update: Update) -> FedBuffState:
-        if len(state.buffered) >= self.size:  # the loop aggregates before it waits; a batch may hold more updates
+        if len(state.buffered) >= self.compute_size(
+            state
+        ):  # the loop aggregates before it waits; a batch may hold more updates
             return AsynchronousStrategy.receive(self, state, update)
         queued_update = self.complete_assignment(state, update)
         if queued_update is not None:
@@ -208,7 +218,9 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         self.release_update(state, queued_update)
 
     def ready(self, state: FedBuffState, view: FleetView) -> bool:
-        return len(state.buffered) >= self.size or (state.is_over and bool(state.buffered) and not view.busy)
+        return len(state.buffered) >= self.compute_size(state) or (
+            state.is_over and bool(state.buffered) and not view.busy
+        )
 
     def finish(self, state: FedBuffState) -> FedBuffState:
         state.is_over = True
@@ -237,6 +249,6 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         state.version, state.used = state.version + 1, state.buffered
         state.total, state.counters, state.buffered = {}, {}, ()
         state.weight, state.most_examples = 0.0, -1
-        while state.queue and len(state.buffered) < self.size:
+        while state.queue and len(state.buffered) < self.compute_size(state):
             self.apply(state, state.queue.popleft())
         return state

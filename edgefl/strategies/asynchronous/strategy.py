@@ -36,10 +36,19 @@ from edgefl.strategies.aggregation import (
     add_in_place,
     is_float,
     require_tensor,
+    scale_tensor,
     to_writable,
     unload_tensors,
 )
-from edgefl.strategies.strategy_config import MAX_WAIT_S, MIN_USED_IDS, TICK_S, LearningRateSchedule, RoundRules
+from edgefl.strategies.strategy_config import (
+    MAX_WAIT_S,
+    MIN_USED_IDS,
+    TICK_S,
+    LearningRateSchedule,
+    RoundRules,
+    SingleStepConfig,
+    compute_rate_factor,
+)
 
 NUM_CHECKS_PER_CALL = 3
 """Devices checked per call; a third as many calls check all of them."""
@@ -142,6 +151,21 @@ def select_random_indices(num_idle: int, num_required: int, *seed: int | str) ->
     return (derive_seed(*seed, number) % num_idle for number in range(4 * num_required + 4))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleUpdateConfig(SingleStepConfig):
+    """Settings of strategies in which every update moves the model when it comes.
+
+    Attributes:
+        step_scale: part of an update that the model moves by. None takes 1/n for the n devices at work: n updates
+            then move it as far as one round of `ssgd`, so that a learning rate that suits rounds suits them too. An
+            update is about n - 1 versions old, and gradient descent with a delay is stable for steps of the order of
+            1/delay of those without (Agarwal, Duchi, NIPS 2011; Zhang et al., IJCAI 2016, divide by the delay). 1 is
+            the papers' algorithm, whose learning rate has to be found for each number of devices.
+    """
+
+    step_scale: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+
+
 A = TypeVar("A", bound="AsyncState")
 
 
@@ -150,13 +174,16 @@ class AsyncState:
     """State of an asynchronous strategy, which owns `model` and updates it in place.
 
     `holders` counts the assignments in flight by version; `buffers` are the model's float buffers at those versions.
-    `round_size` is the number of versions per round, `num_left` the number of idle devices not asked last.
+    `round_size` is the number of versions per round, `num_left` the number of idle devices not asked last,
+    `num_workers` the number of devices that may be at work at the same time, as of the last assignments. `halvings`
+    are the versions from which on the learning rate is half of what it was.
     """
 
     model: dict[str, Array]
     version: int = 0
     num_assigned: int = 0
     num_left: int = 0
+    num_workers: int = 1
     round_size: int = 0
     slots: WorkSlots = field(default_factory=WorkSlots)
     queue: deque[QueuedUpdate] = field(default_factory=deque)
@@ -164,6 +191,7 @@ class AsyncState:
     holders: dict[int, int] = field(default_factory=dict)
     buffers: dict[int, dict[str, Array]] = field(default_factory=dict)
     moments: ServerMoments = field(default_factory=dict)
+    halvings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,12 +199,14 @@ class AsynchronousStrategy(Strategy[A]):
     """Base of strategies without rounds; subclasses implement `make_state` and `apply`.
 
     `rules.max_devices` and `rules.fraction` bound the number of busy devices; a k of n and a round time-out
-    do not apply.
+    do not apply. `step_scale` is the part of an update that a strategy which adds updates moves the model by; see
+    `SingleUpdateConfig`.
     """
 
     plan: TrainConfig
     lr_schedule: LearningRateSchedule
     rules: RoundRules
+    step_scale: float | None = 1.0
 
     versions_per_round: ClassVar[int | None] = None
     models_per_device: ClassVar[float] = 0.0
@@ -224,6 +254,7 @@ class AsynchronousStrategy(Strategy[A]):
         if not state.num_assigned and len(view.idle) < self.rules.min_devices:
             return state, Decision(next_wake_s=MAX_WAIT_S)
         self._check_devices(state, view)
+        state.num_workers = max(1, self._compute_max_busy(view))
         plan = self._make_plan(state)
         instructions = tuple(
             self._make_instruction(state, device_id, plan) for device_id in self._select_devices(state, view)
@@ -235,7 +266,8 @@ class AsynchronousStrategy(Strategy[A]):
         )
 
     def _make_plan(self, state: A) -> TrainConfig:
-        factor = self.lr_schedule(state.version // ((self.versions_per_round or state.round_size) or 1))
+        scheduled = self.lr_schedule(state.version // ((self.versions_per_round or state.round_size) or 1))
+        factor = compute_rate_factor(scheduled, state.halvings, state.version)
         return self.plan if factor == 1.0 else replace(self.plan, learning_rate=self.plan.learning_rate * factor)
 
     def _check_devices(self, state: A, view: FleetView) -> None:
@@ -362,9 +394,15 @@ class AsynchronousStrategy(Strategy[A]):
         unload_tensors(queued_update.tensors)
         self._remove_version_holder(state, queued_update.base_version)
 
+    def compute_step_scale(self, state: A) -> float:
+        """Returns the factor of an update's displacement: 1/n for n devices at work, unless it is set."""
+        return 1.0 / state.num_workers if self.step_scale is None else self.step_scale
+
     def apply_displacement(self, state: A, queued_update: QueuedUpdate, displacement: Mapping[str, Tensor]) -> None:
-        """Adds the server optimiser's step for `displacement`, and updates buffers and counters."""
-        server = self.rules.server
+        """Adds the server optimiser's step for the scaled `displacement`, and updates buffers and counters."""
+        server, scale = self.rules.server, self.compute_step_scale(state)
+        if scale != 1.0:
+            displacement = {name: scale_tensor(tensor, scale) for name, tensor in displacement.items()}
         if server.kind != "none" or server.learning_rate != 1.0:
             displacement = server.step(
                 state.moments, {name: to_writable(tensor) for name, tensor in displacement.items()}
@@ -399,6 +437,10 @@ class AsynchronousStrategy(Strategy[A]):
                 add_in_place(tensor, (device_buffer - tensor) / np.asarray(1 + delay, tensor.dtype))
             elif self.is_averaged(name, tensor) or not is_float(tensor):
                 add_in_place(tensor, require_tensor(queued_update, name, tensor))
+
+    def halve_learning_rate(self, state: A) -> A:
+        state.halvings = (*state.halvings, state.version)
+        return state
 
     def resumed(self, state: A) -> A:
         """Returns the state after a coordinator restart: no assignments in flight, and no losses counted for it."""

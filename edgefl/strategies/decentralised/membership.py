@@ -48,7 +48,8 @@ class DecentralisedState:
 
     `bridges` connect components that absent nodes would leave disconnected. `edge_epochs` counts the starts of an
     edge, so that both ends restart it when one of them was away, and `edge_degrees` fixes the degree of its step
-    size, which must be the same at both ends throughout an epoch.
+    size, which must be the same at both ends throughout an epoch. `halvings` are the versions from which on the
+    learning rate is half of what it was.
     """
 
     model: dict[str, Array]
@@ -69,6 +70,7 @@ class DecentralisedState:
     edge_bytes: int = 0
     num_messages: int = 0
     figures: dict[str, float] = field(default_factory=dict)
+    halvings: tuple[int, ...] = ()
 
 
 def add_member(state: DecentralisedState, name: str, *, has_shared_rounds: bool) -> None:

@@ -61,6 +61,7 @@ from edgefl.strategies.strategy_config import (
     LearningRateSchedule,
     RoundRules,
     StrategyConfig,
+    compute_rate_factor,
 )
 
 
@@ -322,6 +323,12 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         state.used, state.pending = tuple(state.pending), []
         return state
 
+    def halve_learning_rate(self, state: DecentralisedState) -> DecentralisedState | None:
+        if self.is_autonomous:  # a node has its learning rate for the whole run
+            return None
+        state.halvings = (*state.halvings, state.version)
+        return state
+
     def resumed(self, state: DecentralisedState) -> DecentralisedState:
         """Returns the state after a coordinator restart: no assignments in flight, and no losses counted for it."""
         state.num_resumes += 1
@@ -444,7 +451,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
         node.until = node.iterations + self._iterations_per_round
         state.edge_bytes += sum(len(message.body) for message in messages)
         state.num_messages += len(messages)
-        factor = self.lr_schedule(state.version)
+        factor = compute_rate_factor(self.lr_schedule(state.version), state.halvings, state.version)
         return TrainInstruction(
             assignment_id=node.assignment_id,
             device_id=name,

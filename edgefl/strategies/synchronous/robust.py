@@ -133,7 +133,13 @@ def compute_neighbour_weights(distances: Array, num_rogues: int) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KrumConfig(RobustConfig):
-    """Settings of a run with `krum`."""
+    """Settings of a run with `krum`.
+
+    `neighbours` is on by default: one update alone follows one device's data, the mean of those nearest to it that of
+    all. Without it this is the paper's Krum.
+    """
+
+    neighbours: bool = True
 
     summary: ClassVar[str] = "Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017, section 4."
 

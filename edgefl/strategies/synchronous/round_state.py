@@ -109,6 +109,7 @@ class RoundState:
         used_assignments: device -> its used assignments and the version that they went into: the newest two, and
             older ones until the device is notified.
         is_over: nothing more will be assigned.
+        halvings: versions from which on the learning rate is half of what it was.
     """
 
     model: dict[str, Array]
@@ -120,6 +121,7 @@ class RoundState:
     silent: set[str] = field(default_factory=set)
     used_assignments: dict[str, dict[str, int]] = field(default_factory=dict)
     is_over: bool = False
+    halvings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import ZERO_CONTROL_VARIATE, Algorithm, Array, FleetView, PeerMessage, TrainConfig, Update
 from edgefl.strategies.aggregation import add_weighted, is_float, require_tensor, unload_tensors
 from edgefl.strategies.participation import is_blocked
-from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig, compute_rate_factor
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 from edgefl.strategies.update_guard import compute_norm
@@ -112,7 +112,8 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         state.has_lost = state.has_lost or (is_blank and update.device_id in state.counted)
 
     def compute_divisor(self, state: ScaffoldState, update: Update) -> float:
-        steps, moved = self.compute_norm(update), self._compute_length(state, update)
+        steps = compute_rate_factor(self.compute_norm(update), state.halvings, update.base_version)
+        moved = self._compute_length(state, update)
         state.lengths.append(moved / steps)
         if state.usual_length > 0:
             steps = max(steps, moved / (MAX_GRADIENT_RATIO * state.usual_length))

@@ -12,6 +12,7 @@ carries the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, TrainConfig, Update
 from edgefl.strategies.aggregation import unload_tensors
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
+from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, compute_rate_factor
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
@@ -29,19 +30,27 @@ class SignSGDConfig(SingleStepConfig):
     """Settings of a run with `signsgd`.
 
     Attributes:
-        step: of an entry in the first round; `schedule` scales it, as it does the learning rate.
+        step: of an entry in the first round; `schedule` scales it, as it does the learning rate. None takes 0.1/√K in
+            a run of K rounds: the paper's theorem 1 has 1/√(|L|₁ K), and leaves the constant to be found; 0.001 where
+            the run file does not say how many.
         momentum: of the devices' gradients (Signum's β, there scaled by 1 - β, which does not change signs); the
             velocity persists from round to round on the device, like that of `keep_optimizer`.
     """
 
-    step: float = field(default=0.001, metadata={"above": 0})
+    step: float | None = field(default=None, metadata={"above": 0})
 
     def plan(self) -> TrainConfig:
         plan = SingleStepConfig.plan(self)
         return replace(plan, keeps_state=True) if plan.momentum else plan
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
-        return self.make(SignSGD, rules, compute_weight=weight_uniformly, step=self.step)
+        step = compute_default_step(rules.rounds) if self.step is None else self.step
+        return self.make(SignSGD, rules, compute_weight=weight_uniformly, step=step)
+
+
+def compute_default_step(rounds: int | None) -> float:
+    """Returns the step in a run of so many rounds, None for not known."""
+    return 0.001 if rounds is None else 0.1 / math.sqrt(rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +67,7 @@ class SignSGD(SynchronousStrategy[RoundState]):
     def compute_displacement(self, state: RoundState, current_round: OpenRound) -> Mapping[str, Array]:
         mean, step = (
             SynchronousStrategy.compute_displacement(self, state, current_round),
-            self.step * self.lr_schedule(state.version),
+            self.step * compute_rate_factor(self.lr_schedule(state.version), state.halvings, state.version),
         )
         return {name: self._compute_step(name, votes, step) for name, votes in mean.items()}
 

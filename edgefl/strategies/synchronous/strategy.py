@@ -36,6 +36,7 @@ from edgefl.strategies.strategy_config import (
     LearningRateSchedule,
     RoundRules,
     check_plan,
+    compute_rate_factor,
 )
 from edgefl.strategies.synchronous.round_state import (
     DeadlineAction,
@@ -218,6 +219,10 @@ class SynchronousStrategy(Strategy[R]):
         state.is_over = True
         return state
 
+    def halve_learning_rate(self, state: R) -> R:
+        state.halvings = (*state.halvings, state.version)
+        return state
+
     def resumed(self, state: R) -> R:
         """Returns the state after a coordinator restart: open rounds are asked for again."""
         state.open.clear()
@@ -255,7 +260,7 @@ class SynchronousStrategy(Strategy[R]):
         )
 
     def _make_round_plan(self, state: R) -> TrainConfig:
-        factor = self.lr_schedule(state.version)
+        factor = compute_rate_factor(self.lr_schedule(state.version), state.halvings, state.version)
         return self.plan if factor == 1.0 else replace(self.plan, learning_rate=self.plan.learning_rate * factor)
 
     def _select_devices(self, available: Sequence[str], state: R) -> Sequence[str]:

@@ -27,6 +27,7 @@ from edgefl.core.types import (
     TrainConfig,
     TrainInstruction,
 )
+from edgefl.engine.divergence import Divergence, DivergenceRule
 from edgefl.engine.fleet_state import DispatchedInstruction
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import LoopState, run_rounds
@@ -90,6 +91,7 @@ class Played:
     records: list[int] = field(default_factory=list)
     wholes: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
     reason: str = ""
+    found: list[Divergence] = field(default_factory=list)
     gate: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
 
 
@@ -122,6 +124,7 @@ def play(
     faults: Mapping[str, str] = FAULTS,
     every: int = 7,
     is_auto: bool = False,
+    divergence: DivergenceRule = DivergenceRule(),  # noqa: B008 it is frozen
 ) -> Played:
     """Runs a strategy on the faulty fleet with a journal; keeps all that a checkpoint has `every` so many turns."""
     strategy, faulty = built(name, seed, CODECS[0] if is_auto else ""), FaultyFleet(seed, faults=faults)
@@ -142,6 +145,7 @@ def play(
         _, played.reason = run_rounds(
             strategy, strategy.init(first_model(seed)), fleet=fleet, journal=LoopJournal(fleet, faulty.journal),
             goal=StoppingCriteria(rounds=rounds), evaluate=EvaluationSchedule(), policy=made, on_turn=turn,
+            divergence=divergence, on_divergence=played.found.append,
             rounds=RoundCounter(versions_per_round=getattr(strategy, "versions_per_round", 1)),
         )  # fmt: skip
         wal.commit()
@@ -156,6 +160,7 @@ def replay(
     *,
     rounds: int = 4,
     is_auto: bool = False,
+    divergence: DivergenceRule = DivergenceRule(),  # noqa: B008 it is frozen
 ) -> list[str]:
     """Returns how the run stood at every turn up to where the journal ends."""
     strategy, made = built(name, seed, CODECS[0] if is_auto else ""), gate(is_auto=is_auto)
@@ -174,7 +179,7 @@ def replay(
         fleet = RecordingFleet(NoFleet(), NoFleet(), JournalReplay(entries), clock, before)  # type: ignore[arg-type]
         run_rounds(
             strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=StoppingCriteria(rounds=rounds),
-            evaluate=EvaluationSchedule(), policy=made, rounds=count, loop_state=course,
+            evaluate=EvaluationSchedule(), policy=made, rounds=count, loop_state=course, divergence=divergence,
             on_turn=lambda state, course: found.append(digest(state, course, made)),
         )  # fmt: skip
     except ReachedError:
@@ -199,6 +204,28 @@ def test_the_journal_brings_a_run_to_the_same_state_turn_by_turn_from_its_start_
     for number, whole in list(played.wholes.items())[:2]:
         entries = entries_after(tmp_path, played.records[number])
         assert replay(entries, name, 2, whole, rounds=rounds) == played.digests[number:]
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "asgd"])
+def test_a_learning_rate_is_halved_at_the_same_place_when_the_journal_is_replayed(tmp_path: Path, name: str) -> None:
+    rule = DivergenceRule(action="halve", untrained_loss=1e-9)
+    played = play(tmp_path, name, 2, rounds=8, divergence=rule)
+    assert "the learning rate is halved, 1/2 of what it was at first" in played.found[0].message
+    assert replay(entries_after(tmp_path), name, 2, rounds=8, divergence=rule) == played.digests
+    for number, whole in list(played.wholes.items())[-2:]:
+        entries = entries_after(tmp_path, played.records[number])
+        assert replay(entries, name, 2, whole, rounds=8, divergence=rule) == played.digests[number:]
+    rates = {
+        instruction.plan.learning_rate
+        for entry in entries_after(tmp_path)
+        if isinstance(entry, Decision)
+        for instruction in entry.instructions
+        if isinstance(instruction, TrainInstruction)
+    }
+    usual = TrainConfig().learning_rate
+    assert {usual, usual / 2} <= rates
+    with pytest.raises(ReplayError):
+        replay(entries_after(tmp_path), name, 2, rounds=8)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def sparse(indices, values=None, size=4):
 
 def of_the_spec():
     """History H0 = {0, 2}, H1 = {1}, H2 = {0}; a pulled at 0, b at 2, c at 3. Zeros touch and do not move."""
-    play = Play(AdaCompConfig(), {"w": np.ones(4)}, "abcd")
+    play = Play(AdaCompConfig(step_scale=1.0), {"w": np.ones(4)}, "abcd")
     for name in "ad":
         play.pull(name)
     for number, touched in enumerate(([0, 2], [1], [0])):
@@ -66,7 +66,7 @@ def test_an_entry_takes_its_share_of_the_step():  # A4
 @pytest.mark.parametrize("staleness", ["parameter", "update"])
 def test_devices_in_turn_that_send_all_are_divided_by_the_number_of_the_others(num_devices, staleness):  # A6
     names = "abcdefg"[:num_devices]
-    play = Play(AdaCompConfig(compression=1.0, staleness=staleness), {"w": np.zeros(3)}, names)
+    play = Play(AdaCompConfig(step_scale=1.0, compression=1.0, staleness=staleness), {"w": np.zeros(3)}, names)
     for name in names:
         play.pull(name)
     for turn in range(5 * num_devices):
@@ -81,7 +81,7 @@ def test_devices_in_turn_that_send_all_are_divided_by_the_number_of_the_others(n
 @pytest.mark.parametrize("seed", range(2))
 def test_many_devices_in_any_order_agree_with_a_count_over_the_history(staleness, seed):
     rng, names = np.random.default_rng(seed), "abcdef"
-    play = Play(AdaCompConfig(staleness=staleness), {"w": np.zeros((5, 4)), "v": np.zeros(9)}, names)
+    play = Play(AdaCompConfig(step_scale=1.0, staleness=staleness), {"w": np.zeros((5, 4)), "v": np.zeros(9)}, names)
     expected = {"w": np.zeros(20), "v": np.zeros(9)}
     for name in names:
         play.pull(name)
@@ -126,7 +126,7 @@ def test_without_staleness_it_is_asgd_to_the_last_bit():
 
 
 def test_counts_that_wrap_still_give_the_difference():
-    play = Play(AdaCompConfig(), {"w": np.zeros(4)}, "ab")
+    play = Play(AdaCompConfig(step_scale=1.0), {"w": np.zeros(4)}, "ab")
     play.state.counts[:] = MAX_COUNT
     for name in "ab":
         play.pull(name)
@@ -138,7 +138,7 @@ def test_counts_that_wrap_still_give_the_difference():
 
 
 def test_a_delay_beyond_what_the_counts_hold_divides_by_the_delay():
-    play = Play(AdaCompConfig(), {"w": np.zeros(4)}, "a")
+    play = Play(AdaCompConfig(step_scale=1.0), {"w": np.zeros(4)}, "a")
     play.pull("a")
     play.state.version = MAX_COUNT + 5
     play.push("a", w=sparse([0], [1.0]))
@@ -147,7 +147,7 @@ def test_a_delay_beyond_what_the_counts_hold_divides_by_the_delay():
 
 @pytest.mark.parametrize("staleness", ["parameter", "update", "none"])
 def test_changed_is_exactly_what_was_touched_since_a_version(staleness):
-    play = Play(AdaCompConfig(staleness=staleness), {"w": np.zeros(6), "n": np.array(3)}, "ab")
+    play = Play(AdaCompConfig(step_scale=1.0, staleness=staleness), {"w": np.zeros(6), "n": np.array(3)}, "ab")
     for name in "ab":
         play.pull(name)
     for number, touched in enumerate([[0, 2], [1], [2, 5]]):
@@ -161,7 +161,7 @@ def test_changed_is_exactly_what_was_touched_since_a_version(staleness):
 
 
 def test_what_is_kept_for_a_version_goes_when_nobody_works_on_it():
-    play = Play(AdaCompConfig(), {"w": np.zeros(4)}, "abc")
+    play = Play(AdaCompConfig(step_scale=1.0), {"w": np.zeros(4)}, "abc")
     for name in "abc":
         play.pull(name)
     for number in range(20):
@@ -173,12 +173,12 @@ def test_what_is_kept_for_a_version_goes_when_nobody_works_on_it():
 @pytest.mark.parametrize(
     ("settings", "codec", "expected"),
     [
-        (AdaCompConfig(), "dense", "topk:0.01"),
-        (AdaCompConfig(), None, "topk:0.01"),
-        (AdaCompConfig(compression=0.005), "dense", "topk:0.005"),
-        (AdaCompConfig(compression=1.0), "dense", "dense"),
-        (AdaCompConfig(improved=True), "dense", "ef|topk:0.01|int8|rice"),
-        (AdaCompConfig(), "topk:0.01|fp16", "topk:0.01|fp16"),
+        (AdaCompConfig(improved=False), "dense", "topk:0.01"),
+        (AdaCompConfig(improved=False), None, "topk:0.01"),
+        (AdaCompConfig(compression=0.005, improved=False), "dense", "topk:0.005"),
+        (AdaCompConfig(compression=1.0, improved=False), "dense", "dense"),
+        (AdaCompConfig(), "dense", "ef|topk:0.01|int8|rice"),
+        (AdaCompConfig(improved=False), "topk:0.01|fp16", "topk:0.01|fp16"),
     ],
 )
 def test_devices_compress_as_the_strategy_says_unless_the_run_file_does(settings, codec, expected):  # A8: no residual
@@ -188,7 +188,7 @@ def test_devices_compress_as_the_strategy_says_unless_the_run_file_does(settings
 
 
 def test_the_servers_learning_rate_scales_every_step():
-    play = Play(AdaCompConfig(), {"w": np.zeros(4)}, "a", server=ServerOptimizer(learning_rate=0.5))
+    play = Play(AdaCompConfig(step_scale=1.0), {"w": np.zeros(4)}, "a", server=ServerOptimizer(learning_rate=0.5))
     play.pull("a")
     play.push("a", w=sparse([2], [1.0]))
     assert play.w.tolist() == [0, 0, 0.5, 0]

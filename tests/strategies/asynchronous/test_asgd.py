@@ -31,13 +31,13 @@ def after(strategy, start, *moves):
 
 
 def test_displacements_are_added_whole_however_old_they_are():
-    strategy = ASGDConfig().build(RoundRules())
+    strategy = ASGDConfig(step_scale=1.0).build(RoundRules())
     found = after(strategy, np.array([1.0, 2.0]), np.array([0.5, 0.0]), np.array([0.25, -1.0]))
     assert found.tolist() == [1.75, 1.0]
 
 
 def test_a_sparse_displacement_moves_only_the_entries_that_it_has():
-    strategy = ASGDConfig().build(RoundRules())
+    strategy = ASGDConfig(step_scale=1.0).build(RoundRules())
     sparse = SparseTensor(indices=np.array([1, 5]), values=np.array([1.0, 2.0], np.float32), shape=(2, 3))
     nothing = SparseTensor(indices=np.array([], np.int64), values=np.array([], np.float32), shape=(2, 3))
     found = after(strategy, np.zeros((2, 3), np.float32), sparse, nothing)
@@ -45,8 +45,29 @@ def test_a_sparse_displacement_moves_only_the_entries_that_it_has():
 
 
 def test_the_server_optimiser_takes_each_displacement_for_a_gradient():
-    strategy = ASGDConfig().build(RoundRules(server=ServerOptimizer(kind="momentum", beta1=0.5)))
+    strategy = ASGDConfig(step_scale=1.0).build(RoundRules(server=ServerOptimizer(kind="momentum", beta1=0.5)))
     assert after(strategy, np.array([0.0]), np.array([1.0]), np.array([1.0])).tolist() == [1.0 + 1.5]
+
+
+@pytest.mark.parametrize("settings", [ASGDConfig(), DCASGDConfig(compensation=0.0), SSPConfig(staleness=2)])
+def test_by_default_one_of_n_devices_moves_the_model_by_an_nth(settings):
+    start = np.zeros((2, 3), np.float32)
+    sparse = SparseTensor(indices=np.array([1, 5]), values=np.array([1.0, 2.0], np.float32), shape=(2, 3))
+    found = after(settings.build(RoundRules()), start, sparse, np.full((2, 3), 4.0, np.float32))
+    assert found.dtype == np.float32
+    assert found.tolist() == [[2, 2.5, 2], [2, 2, 3]]
+
+
+def test_the_part_of_a_step_follows_those_at_work_and_not_those_that_have_just_answered():
+    strategy = ASGDConfig().build(RoundRules(max_devices=3))
+    state = strategy.init({"w": np.zeros(1)})
+    state, decision = strategy.assign(state, view_of(*"abcdefgh"))
+    assert strategy.compute_step_scale(state) == 1 / 3
+    for order in decision.instructions:  # one after the other, with no assignment in between
+        state = moved(strategy, state, order, {"w": np.array([3.0])})
+    assert state.model["w"].tolist() == [3.0]
+    state, _ = strategy.assign(state, view_of("a"))
+    assert strategy.compute_step_scale(state) == 1.0
 
 
 ABC = ("a", "b", "c")
@@ -72,7 +93,7 @@ def test_the_adaptive_form_is_that_of_the_spec():  # E7
 
 @pytest.mark.parametrize(("variant", "expected"), [("constant", 0.9498), ("adaptive", 0.860558)])
 def test_a_run_takes_the_backup_of_the_version_that_the_device_began_with(variant, expected):
-    strategy, state, orders = asked(DCASGDConfig(variant=variant, learning_rate=0.1), [0.8])
+    strategy, state, orders = asked(DCASGDConfig(step_scale=1.0, variant=variant, learning_rate=0.1), [0.8])
     state = stepped(strategy, state, orders["a"], [0.2])  # no delay: asgd's step
     assert state.model["w"][0] == pytest.approx(1.0)
     state = stepped(strategy, state, orders["b"], [-0.05])
@@ -80,7 +101,9 @@ def test_a_run_takes_the_backup_of_the_version_that_the_device_began_with(varian
 
 
 def test_the_mean_square_is_kept_by_device():
-    strategy, state, orders = asked(DCASGDConfig(variant="adaptive", learning_rate=0.1, mean_square_decay=0.5), [0.0])
+    strategy, state, orders = asked(
+        DCASGDConfig(step_scale=1.0, variant="adaptive", learning_rate=0.1, mean_square_decay=0.5), [0.0]
+    )
     state = stepped(strategy, state, orders["a"], [-0.1])
     state = stepped(strategy, state, orders["b"], [-0.2])
     assert state.mean_squares["a"]["w"][0] == pytest.approx(0.5)
@@ -91,7 +114,9 @@ def test_the_mean_square_is_kept_by_device():
 
 
 def test_mxnets_form_knows_only_the_step_of_whoever_came_last():
-    strategy, state, orders = asked(DCASGDConfig(variant="mxnet", compensation=0.1, learning_rate=1.0), [0.0])
+    strategy, state, orders = asked(
+        DCASGDConfig(step_scale=1.0, variant="mxnet", compensation=0.1, learning_rate=1.0), [0.0]
+    )
     for name in ABC:
         state = stepped(strategy, state, orders[name], [1.0])
     # 1; then 1 - 0.1 * (1 - 0); then 1 - 0.1 * (1.9 - 1), although c began at 0.
@@ -108,8 +133,8 @@ def test_without_compensation_it_is_asgd_to_the_last_bit(variant, dtype):
         dense = (0.1 * rng.standard_normal(50)).astype(dtype)
         sparse = SparseTensor(indices=np.arange(0, 50, 3), values=dense[::3], shape=(50,))
         turns.append(sparse if turn % 2 else dense)
-    plain = in_turn(ASGDConfig(learning_rate=0.1), start, turns)
-    other = in_turn(DCASGDConfig(variant=variant, compensation=0.0, learning_rate=0.1), start, turns)
+    plain = in_turn(ASGDConfig(step_scale=1.0, learning_rate=0.1), start, turns)
+    other = in_turn(DCASGDConfig(step_scale=1.0, variant=variant, compensation=0.0, learning_rate=0.1), start, turns)
     assert plain.model["w"].tobytes() == other.model["w"].tobytes()
     assert not other.backups
 
@@ -133,7 +158,7 @@ def test_a_learning_rate_of_nothing_divides_by_nothing():
 
 
 def test_what_is_kept_for_a_device_goes_with_it():
-    strategy, state, orders = asked(DCASGDConfig(variant="adaptive"), [0.0])
+    strategy, state, orders = asked(DCASGDConfig(step_scale=1.0, variant="adaptive"), [0.0])
     state = stepped(strategy, state, orders["a"], [0.1])
     assert set(state.mean_squares) == {"a"}
     assert set(state.backups) == {0}
@@ -214,7 +239,7 @@ def test_one_that_comes_back_goes_on_at_the_pace_of_the_slowest():
 
 
 def test_a_board_that_rests_holds_nobody_up_when_the_slowest_has_died():
-    strategy = SSPConfig(staleness=1).build(RoundRules())
+    strategy = SSPConfig(step_scale=1.0, staleness=1).build(RoundRules())
     state, fleet = strategy.init(first_model()), FaultyFleet(faults={}, names=("a", "b", "c"))
 
     def asked(*lost):
@@ -242,7 +267,10 @@ def test_a_board_that_rests_holds_nobody_up_when_the_slowest_has_died():
 
 
 def test_one_that_was_lost_and_answers_late_does_not_stop_the_clocks_when_all_leave():
-    strategy, names = SSPConfig(staleness=1).build(RoundRules()), [f"pi-{number:02}" for number in range(12)]
+    strategy, names = (
+        SSPConfig(step_scale=1.0, staleness=1).build(RoundRules()),
+        [f"pi-{number:02}" for number in range(12)],
+    )
     fleet = FaultyFleet(faults={}, names=names)
     state, decision = strategy.assign(strategy.init(first_model()), fleet.view())
     late = decision.instructions[-1]
@@ -264,7 +292,7 @@ def test_one_that_was_lost_and_answers_late_does_not_stop_the_clocks_when_all_le
 
 
 def test_one_that_rests_is_not_asked_in_place_of_one_that_has_joined():
-    strategy = SSPConfig(staleness=1).build(RoundRules())
+    strategy = SSPConfig(step_scale=1.0, staleness=1).build(RoundRules())
     gate, fleet = (
         RunParticipationPolicy(selection=DeviceSelection(unhealthy_policy="rest")),
         FaultyFleet(faults={}, names=("a", "b", "c")),
@@ -283,7 +311,7 @@ def test_one_that_rests_is_not_asked_in_place_of_one_that_has_joined():
 
 
 def test_a_board_alone_that_was_lost_twice_is_asked_again_when_its_rest_is_over():
-    strategy = SSPConfig(staleness=1).build(RoundRules())
+    strategy = SSPConfig(step_scale=1.0, staleness=1).build(RoundRules())
     state, given = strategy.init(first_model()), []
     for now_s in (0.0, 10.0, 20.0, 20.5, 80.0):  # whatever it is given is lost at once
         state, decision = strategy.assign(state, view_of("a", now_s=now_s))

@@ -26,7 +26,7 @@ def apply(strategy, state, order, tensors):
 
 
 def made(settings=None, **rules):
-    return (settings or ASGDConfig(learning_rate=0.1)).build(RoundRules(**rules))
+    return (settings or ASGDConfig(step_scale=1.0, learning_rate=0.1)).build(RoundRules(**rules))
 
 
 def weights(*values):
@@ -132,7 +132,7 @@ def test_when_few_may_work_at_a_time_all_get_their_turn():
 
 
 def test_the_learning_rate_follows_the_rounds_of_as_many_updates_as_devices_were_asked_first():
-    strategy = made(ASGDConfig(learning_rate=1.0, schedule="step:1:0.5"))
+    strategy = made(ASGDConfig(step_scale=1.0, learning_rate=1.0, schedule="step:1:0.5"))
     state = strategy.init(weights(0.0))
     orders, rates = asked(strategy, state), []
     for name in ABC:
@@ -144,7 +144,7 @@ def test_the_learning_rate_follows_the_rounds_of_as_many_updates_as_devices_were
 
 
 def test_the_run_file_may_say_how_many_updates_are_a_round():
-    strategy = made(ASGDConfig(learning_rate=1.0, schedule="step:1:0.5"), updates_per_round=1)
+    strategy = made(ASGDConfig(step_scale=1.0, learning_rate=1.0, schedule="step:1:0.5"), updates_per_round=1)
     state = strategy.init(weights(0.0))
     apply(strategy, state, asked(strategy, state)["a"], weights(0.0))
     assert asked(strategy, state)["a"].plan.learning_rate == 0.5

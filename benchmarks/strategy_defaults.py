@@ -1,0 +1,321 @@
+"""Every built-in strategy by its name alone, against `fedavg` at equal local gradient work, on a simulated fleet.
+
+    python benchmarks/strategy_defaults.py [--data-sets digits mnist motionsense] [--data DIR]
+        [--partitions iid dirichlet] [--devices 3 10 50] [--seeds 7 8 9] [--strategies NAME ...] [--jobs 2]
+
+A run file has nothing but the strategy's name, the task, and when to end; i.i.d. shards of `redundant` hold each
+block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its rounds (20 on the
+digits, 10 elsewhere) with the same data, partition, boards and seed. A run whose iterations are not these, because
+boards of different shards take turns, is repeated with another length. `local` trains one board as often as
+`fedavg` trains each, and is only for comparison.
+
+Every cell is a JSON file in the `--out` folder, and those that are there are not run again. The table has the
+accuracy on the coordinator's test data (the mean of the last tenth of the evaluations) less that of `fedavg`, in
+points, the mean over the seeds. MNIST and MotionSense need `--data DIR` or EDGEFL_DATA, with a folder of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from harness import options
+
+from edgefl.strategies.registry import BUILT_IN_STRATEGIES
+
+BASELINE, REFERENCE_LINE = "fedavg", "local"
+ROUNDS = {"digits": 20, "mnist": 10, "motionsense": 10}
+SCHEMES = {"iid": "iid", "dirichlet": "dirichlet:0.5"}
+SCHEMES_OF = {"redundant": {"iid": "redundant:2", "dirichlet": "dirichlet:0.5"}}
+MOST_BELOW = 0.02
+NUM_EVALUATIONS = 20
+MOST_OFF = 0.04
+"""A run whose work differs by more from that of `fedavg` is repeated with another length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    data_set: str
+    partition: str
+    devices: int
+    seed: int
+    strategy: str
+    rounds: int
+
+    @property
+    def name(self) -> str:
+        values = (self.data_set, self.partition, self.devices, self.seed, self.strategy, self.rounds)
+        return "-".join(map(str, values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one cell gave; `iterations` are those of all boards, `said` what the run said about its loss."""
+
+    cell: dict[str, Any]
+    accuracy: float
+    last_accuracy: float
+    iterations: int
+    wall_s: float
+    said: list[str]
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    accuracies: list[float]
+    iterations: int
+    length: int
+    said: list[str]
+
+
+def find_folder(data: Path | None, data_set: str) -> str | None:
+    return None if data is None or data_set == "digits" else str(data / data_set)
+
+
+def simulate_cell(cell: Cell, data: Path | None, *, length: int, counts_updates: bool) -> Run:
+    """Runs a strategy for so many rounds, or updates."""
+    from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
+    from edgefl.storage.queries.history import read_history  # noqa: PLC0415 likewise
+    from edgefl.storage.store import Store  # noqa: PLC0415 likewise
+
+    rounds = math.ceil(length / cell.devices) if counts_updates else length
+    scheme = SCHEMES_OF.get(cell.strategy, SCHEMES)[cell.partition]
+    with tempfile.TemporaryDirectory() as folder:
+        done = simulate(
+            {
+                "run": {
+                    "task": cell.data_set,
+                    "seed": cell.seed,
+                    "evaluate_on": "coordinator",
+                    "evaluate_every": max(1, rounds // NUM_EVALUATIONS),
+                    "updates" if counts_updates else "rounds": length,
+                },
+                "strategy": {"name": cell.strategy},
+                "simulation": {
+                    "devices": cell.devices,
+                    "scheme": scheme,
+                    "workers": 0,
+                    **({} if (path := find_folder(data, cell.data_set)) is None else {"data": path}),
+                },
+            },
+            root=folder,
+        )
+        with Store.open(Path(folder) / "edgefl.db") as store:
+            events = read_history(store, "events", run=done.run_id)
+    return Run(
+        accuracies=[row["accuracy"] for row in done.rounds if row["accuracy"] is not None],
+        iterations=sum(row["iterations"] or 0 for row in done.updates if row["outcome"] == "used"),
+        length=length,
+        said=[row["message"] for row in events if row["kind"] == "run-diverging"],
+    )
+
+
+def run_cell(cell: Cell, data: Path | None, work: int | None) -> Outcome:
+    """Runs one cell with `work` iterations of all boards, None for the baseline itself."""
+    began = time.perf_counter()
+    try:
+        done = run_baseline(cell, data) if work is None else run_equal_work(cell, data, work)
+    except Exception as error:  # noqa: BLE001 a strategy that fails is a line of the table
+        failure = f"{type(error).__name__}: {error}"
+        return Outcome(
+            cell=asdict(cell),
+            accuracy=math.nan,
+            last_accuracy=math.nan,
+            iterations=0,
+            wall_s=round(time.perf_counter() - began, 1),
+            said=[],
+            error=failure,
+        )
+    num_last = max(1, len(done.accuracies) // 10)
+    return Outcome(
+        cell=asdict(cell),
+        accuracy=statistics.fmean(done.accuracies[-num_last:]),
+        last_accuracy=done.accuracies[-1],
+        iterations=done.iterations,
+        wall_s=round(time.perf_counter() - began, 1),
+        said=done.said,
+    )
+
+
+def run_baseline(cell: Cell, data: Path | None) -> Run:
+    return simulate_cell(cell, data, length=cell.rounds, counts_updates=False)
+
+
+def run_equal_work(cell: Cell, data: Path | None, work: int) -> Run:
+    if cell.strategy == REFERENCE_LINE:
+        return run_baseline(cell, data)
+    counts_updates = is_asynchronous(cell)
+    length = estimate_length(cell, work)
+    for _ in range(3):
+        done = simulate_cell(cell, data, length=length, counts_updates=counts_updates)
+        if abs(done.iterations / work - 1) <= MOST_OFF:
+            return done
+        length = max(1, round(length * work / done.iterations))
+        if length == done.length:
+            break
+    return done
+
+
+def is_asynchronous(cell: Cell) -> bool:
+    return "asynchronous" in BUILT_IN_STRATEGIES[cell.strategy].split(":")[0].split(".")
+
+
+def estimate_length(cell: Cell, work: int) -> int:
+    """Returns rounds, or updates, by what the strategy's plan says."""
+    from edgefl.core.config import parse_run  # noqa: PLC0415 in the worker process
+    from edgefl.engine.build import build_run  # noqa: PLC0415 likewise
+
+    strategy: Any = build_run(
+        parse_run({"run": {"task": cell.data_set, "rounds": 1}, "strategy": {"name": cell.strategy}}), "plan"
+    ).strategy
+    per_round = cell.devices * getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
+    iterations = strategy.plan.iterations
+    if iterations is None:  # epochs, as those of the baseline
+        return cell.rounds * (cell.devices if is_asynchronous(cell) else 1)
+    length = work / iterations if is_asynchronous(cell) else work / (iterations * per_round)
+    return max(1, round(length))
+
+
+def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
+    """Runs the cells, `--jobs` at a time; those that are in the `--out` folder already are read from there."""
+    known: dict[Cell, Outcome] = {}
+    args.out.mkdir(parents=True, exist_ok=True)
+    for cell in cells:
+        kept = args.out / f"{cell.name}.json"
+        if kept.exists():
+            known[cell] = Outcome(**json.loads(kept.read_text()))
+    with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
+        for is_baseline in (True, False):
+            missing = [cell for cell in cells if cell not in known and (cell.strategy == BASELINE) == is_baseline]
+            running = {
+                pool.submit(
+                    run_cell, cell, args.data, None if is_baseline else known[baseline_of(cell)].iterations
+                ): cell
+                for cell in missing
+            }
+            for number, future in enumerate(as_completed(running), 1):
+                cell, outcome = running[future], future.result()
+                known[cell] = outcome
+                (args.out / f"{cell.name}.json").write_text(json.dumps(asdict(outcome)))
+                told = outcome.error or f"{outcome.accuracy:.4f}, {outcome.iterations} iterations"
+                print(
+                    f"[{number}/{len(missing)}] {cell.name}: {told} ({outcome.wall_s:.0f} s)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return known
+
+
+def baseline_of(cell: Cell) -> Cell:
+    return Cell(**{**asdict(cell), "strategy": BASELINE})
+
+
+def make_cells(args: argparse.Namespace) -> list[Cell]:
+    """Returns all cells, those of one setting together, with the baseline's first."""
+    strategies = [BASELINE, *(name for name in args.strategies if name != BASELINE)]
+    return [
+        Cell(
+            data_set=data_set,
+            partition=partition,
+            devices=devices,
+            seed=seed,
+            strategy=strategy,
+            rounds=args.rounds or ROUNDS[data_set],
+        )
+        for data_set in args.data_sets
+        for seed in args.seeds
+        for devices in args.devices
+        for partition in args.partitions
+        for strategy in strategies
+    ]
+
+
+def format_table(known: dict[Cell, Outcome]) -> str:
+    """Returns a Markdown table, a row for each strategy and a column for each setting."""
+    settings = sorted({(cell.data_set, cell.partition, cell.devices) for cell in known})
+    strategies = [BASELINE, *sorted({cell.strategy for cell in known} - {BASELINE})]
+    lines = [
+        "| strategy | "
+        + " | ".join(f"{data}, {partition}, {devices}" for data, partition, devices in settings)
+        + " |",
+        "|---|" + "---|" * len(settings),
+    ]
+    for strategy in strategies:
+        entries = [
+            format_entry(
+                strategy,
+                [cell for cell in known if (cell.data_set, cell.partition, cell.devices) == setting],
+                known,
+            )
+            for setting in settings
+        ]
+        lines.append(f"| `{strategy}` | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def format_entry(strategy: str, cells: Iterable[Cell], known: dict[Cell, Outcome]) -> str:
+    chosen = [cell for cell in cells if cell.strategy == strategy and not known[cell].error]
+    if not chosen:
+        return ""
+    if strategy == BASELINE:
+        return f"{statistics.fmean(known[cell].accuracy for cell in chosen):.3f}"
+    points = statistics.fmean(known[cell].accuracy - known[baseline_of(cell)].accuracy for cell in chosen)
+    said = sum(bool(known[cell].said) for cell in chosen)
+    return f"{100 * points:+.1f}" + (f" ({said} said to diverge)" if said else "")
+
+
+def list_misses(known: dict[Cell, Outcome]) -> list[str]:
+    """Returns the cells more than two points below `fedavg`, and those that failed."""
+    lines = []
+    for cell, outcome in known.items():
+        if outcome.error:
+            lines.append(f"{cell.name}: {outcome.error}")
+        elif cell.strategy != REFERENCE_LINE:
+            below = known[baseline_of(cell)].accuracy - outcome.accuracy
+            if below > MOST_BELOW:
+                lines.append(f"{cell.name}: {100 * below:.1f} points below")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds mnist/, motionsense/")
+    parser.add_argument("--data-sets", nargs="+", choices=list(ROUNDS), default=["digits"])
+    parser.add_argument("--partitions", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
+    parser.add_argument("--devices", nargs="+", type=int, default=[3, 10, 50])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8, 9])
+    names = sorted(BUILT_IN_STRATEGIES)
+    parser.add_argument("--strategies", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, help="of fedavg [20 on the digits, 10 elsewhere]")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=Path("strategy-defaults"))
+    parser.add_argument("--json", action="store_true", help="all outcomes, in place of the table")
+    args = options.parse(
+        parser, rounds=2, devices=[3], seeds=[7], partitions=["iid"], strategies=["asgd", "fedbuff", "dsgd"]
+    )
+    args.data = None if args.data is None else Path(args.data).resolve()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    known = run_all(make_cells(args), args)
+    if args.json:
+        print(json.dumps([asdict(outcome) for outcome in known.values()]))
+        return
+    print(format_table(known))
+    for line in list_misses(known):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
