@@ -36,6 +36,7 @@ from edgefl.core.types import (
     TensorSpec,
     TrainInstruction,
 )
+from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import EvaluationRule
 from edgefl.storage.checkpoints import list_checkpoints
@@ -119,6 +120,7 @@ class Made:
     evaluate: EvaluationRule = field(default_factory=EvaluationSchedule)
     rounds: RoundCounter = field(default_factory=RoundCounter)
     policy: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
+    divergence: DivergenceRule = field(default_factory=DivergenceRule)
     config: RunConfig = field(default_factory=lambda: parse_run({"run": {"task": TASK}}))
 
 
