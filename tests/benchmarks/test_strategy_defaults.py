@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HARD = ("asgd", "dc-asgd", "bounded", "adacomp", "fedasync", "fedbuff", "krum", "signsgd")
-"""Those whose defaults follow from the number of devices, or from the paper by one setting."""
+HARD = ("asgd", "dc-asgd", "bounded", "adacomp", "fedasync", "fedbuff")
+"""The asynchronous ones, whose defaults follow from the number of devices."""
 
 
 @pytest.mark.slow

@@ -88,6 +88,17 @@ def test_k_updates_are_one_version_and_move_the_model_by_their_mean():
     assert not strategy.ready(state, view_of(*ABC))
 
 
+@pytest.mark.parametrize(("num_devices", "size"), [(1, 1), (3, 3), (10, 10), (40, 10)])
+def test_a_buffer_is_that_of_the_paper_or_as_many_devices_as_there_are(num_devices, size):
+    names = [f"pi-{number:02}" for number in range(num_devices)]
+    strategy = FedBuffConfig().build(RoundRules())
+    state, orders = begun(strategy, {"w": np.array([0.0])}, names)
+    for number, name in enumerate(names[:size], 1):
+        assert not strategy.ready(state, view_of(*names))
+        state = received(strategy, state, orders[name], w=[1.0])
+        assert strategy.ready(state, view_of(*names)) == (number == size)
+
+
 def test_an_update_that_is_s_versions_old_weighs_one_over_the_root_of_one_plus_s():
     strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=1)
     for name, expected in (("a", 1.0), ("b", 1.0 + 2**-0.5), ("c", 1.0 + 2**-0.5 + 3**-0.5)):

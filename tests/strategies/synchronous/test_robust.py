@@ -255,3 +255,8 @@ def test_of_so_many_updates_a_trimmed_mean_leaves_out_all_that_may_be_rogue_and_
     rule = TrimmedMeanConfig(num_rogues=num_rogues, trim=trim)
     trimmed = [rule.count_trimmed(n) for n in (rule.needed_updates - 1, rule.needed_updates)]
     assert trimmed[0] < num_rogues == min(trimmed[1], num_rogues)
+
+
+def test_krum_mixes_neighbours_unless_it_is_told_not_to():
+    assert KrumConfig().neighbours
+    assert not MultiKrumConfig().neighbours

@@ -34,6 +34,12 @@ def w(*values):
     return {"w": np.array(values, np.float32)}
 
 
+def test_the_step_follows_from_the_rounds_of_the_run_unless_it_is_set():
+    assert make_strategy("signsgd", {}, RoundRules(rounds=400)).step == 0.1 / 20
+    assert make_strategy("signsgd", {}, RoundRules()).step == 0.001
+    assert make_strategy("signsgd", {"step": 0.3}, RoundRules(rounds=400)).step == 0.3
+
+
 def test_an_entry_moves_by_the_step_the_way_most_devices_moved_it():
     state = played(vote(), [w(0.1, -3, 5), w(0.2, -9, -1e-3), w(-100, 7, -1e-3)])
     assert state.model["w"].tolist() == [0.5, -0.5, -0.5]
