@@ -34,6 +34,7 @@ SWING_SHARE, NUM_SWINGS = 0.3, 5
 STALL_SHARE, STALL_GAIN, STALL_ITERATIONS = 0.95, 0.01, 500
 """It stands still when it is above that share of an untrained model's loss, and has not fallen by that part in
 `WINDOW` rounds with so many local iterations."""
+STALLED = "stands still"
 QUIET_ROUNDS = 10
 """Rounds after a finding before the next one."""
 MAX_HALVINGS = 10
@@ -145,7 +146,7 @@ class LossSeries:
         is_long = self.since_best >= WINDOW and self.iterations >= STALL_ITERATIONS
         if not is_long or self.best < STALL_SHARE * untrained:
             return None
-        return f"stands still: it is {self.best:.3g} after {self.since_best} rounds, {whose} {untrained:.3g}"
+        return f"{STALLED}: it is {self.best:.3g} after {self.since_best} rounds, {whose} {untrained:.3g}"
 
 
 @dataclass(slots=True)
@@ -194,7 +195,7 @@ class DivergenceDetector:
         for name, series in (("training loss", self.training), ("loss on the test data", self.evaluated)):
             trend = series.find_trend(rule.untrained_loss)
             if trend is not None:
-                return self._report(round_number, f"the {name} {trend}", rule, is_still=trend.startswith("stands"))
+                return self._report(round_number, f"the {name} {trend}", rule, is_still=trend.startswith(STALLED))
         return None
 
     def find_not_finite(self, round_number: int, num_trainers: int, rule: DivergenceRule) -> Divergence | None:
