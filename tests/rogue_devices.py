@@ -18,6 +18,8 @@ from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec
 from edgefl.simulation.fleet import SimulatedFleet
 from edgefl.simulation.network import SimulatedDownlink
 from edgefl.simulation.simulated_run import make_device_names, make_devices, make_root_device, make_settings
+from edgefl.strategies.participation import EvaluationSchedule
+from edgefl.tasks.registry import make_task
 
 Attack = Callable[[dict[str, Array], int], Mapping[str, Array]]
 """(honest displacement, version) -> what the rogue sends."""
@@ -222,3 +224,61 @@ def play(
     )
     outcome.quarantined = set(made.policy.blocked_devices)
     return outcome
+
+
+class RogueNodeTrainer(SimulatedTrainer):
+    """Trains nodes of a graph as they should; some send their neighbours something else."""
+
+    def __init__(self, *arguments, rogues: Sequence[str] = (), attack: Attack | None = None) -> None:
+        super().__init__(*arguments)
+        self._rogues, self._attack = rogues, attack
+
+    def _create_engine(self, device_id, config, model):
+        engine = super()._create_engine(device_id, config, model)
+        if device_id in self._rogues and self._attack is not None:
+            honest, attack = engine.algorithm.make_messages, self._attack
+            engine.algorithm.make_messages = lambda neighbours: [
+                replace(message, parts={part: attack(to_dense(arrays), message.step) for part, arrays in
+                                        message.parts.items()})
+                for message in honest(neighbours)
+            ]  # fmt: skip
+        return engine
+
+
+def play_nodes(
+    tables: Mapping[str, Mapping[str, object]], data: FleetData, *, attack: Attack | None = None, num_rogues: int = 0
+) -> list[float]:
+    """Returns the accuracies of the honest nodes' last models, 0 of a diverged one; the first devices are rogue."""
+    names = make_device_names(len(data.shards))
+    config = parse_run({**tables, "simulation": {"devices": len(names)}, "devices": {"min": len(names)}})
+    made = build_run(config, "attacked")
+    trainer = RogueNodeTrainer(
+        TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed),
+        data,
+        {name: index for index, name in enumerate(names)},
+        rogues=names[:num_rogues],
+        attack=attack,
+    )
+    fleet = SimulatedFleet(
+        make_devices(config, names, (), data.shards, made.shapes),
+        backend=InProcessBackend(trainer, made.shapes),
+        downlink=SimulatedDownlink(made.encode, made.encode_changes),
+        settings=make_settings(config),
+    )
+    state, _ = run_rounds(
+        made.strategy,
+        made.strategy.init(made.model),
+        fleet=fleet,
+        journal=RunLog(None, []),
+        goal=made.goal,
+        evaluate=EvaluationSchedule(evaluate_on="none"),
+        rounds=made.rounds,
+        policy=made.policy,
+    )
+    learner, accuracies = make_task(config.run.task, config.task).learner(), []
+    models = made.strategy.node_models(state)
+    for name in names[num_rogues:]:
+        if name in models:
+            learner.load(models[name])
+        accuracies.append(float(learner.evaluate(data.test)[1]) if name in models else 0.0)
+    return accuracies

@@ -215,6 +215,7 @@ class GossipConfig:
         until: local iterations of the run after which the update is due, where the device continues autonomously.
         limit: local iterations of the run after which such a device pauses.
         reports: whether the update holds the node's model.
+        num_rogues: neighbours whose messages may be anything, for methods with a bound on them.
     """
 
     method: str
@@ -229,6 +230,7 @@ class GossipConfig:
     until: int = 0
     limit: int = 0
     reports: bool = False
+    num_rogues: int = 0
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:

@@ -9,8 +9,18 @@ import os
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
-from rogue_devices import a_little_is_enough, against_the_mean, flip_labels, load_fleet, noise, play, scaled
+from rogue_devices import (
+    a_little_is_enough,
+    against_the_mean,
+    flip_labels,
+    load_fleet,
+    noise,
+    play,
+    play_nodes,
+    scaled,
+)
 
 pytestmark = pytest.mark.attack
 
@@ -100,6 +110,29 @@ def test_three_rogues_of_ten_cost_a_robust_rule_at_most_three_points(rule, attac
         f"{100 * loss:.1f} points",
     )
     assert loss <= 0.03 or not is_promised
+
+
+@cache
+def measure_nodes(num_rogues, attack):
+    """The mean accuracy of the honest nodes of a ring of ten, one of which is rogue."""
+    tables = make_tables("fedavg", False)
+    options = {"name": "dsgd", "graph": "ring", "num_rogues": num_rogues, "learning_rate": 0.1, "batch_size": 16}
+    tables = {"run": {**tables["run"], "rounds": 8}, "strategy": options, "task": tables.get("task", {})}
+    return np.mean(
+        play_nodes(tables, get_fleet("iid"), attack=ATTACKS.get(attack), num_rogues=int(attack is not None))
+    )
+
+
+@pytest.mark.parametrize("attack", ["update x -1", "update x 10", "noise"])
+def test_a_rogue_neighbour_costs_the_others_at_most_three_points(attack, attack_table):
+    honest = measure_nodes(0, None)
+    open_loss, loss = (honest - measure_nodes(num_rogues, attack) for num_rogues in (0, 1))
+    attack_table.add(
+        f"1 of 10 on a ring, {attack}, dsgd with num_rogues = 1, {TASK} iid",
+        "<= 3 points",
+        f"{100 * loss:.1f} points, {100 * open_loss:.1f} without",
+    )
+    assert loss <= 0.03 < open_loss
 
 
 @pytest.mark.parametrize(("rule", "neighbours"), CASES)

@@ -90,6 +90,7 @@ class DecentralisedConfig(StrategyConfig):
 
     kind: ClassVar[str] = "decentralised"
     method: ClassVar[str] = ""
+    num_rogues: ClassVar[int] = 0
 
     def build(self, rules: RoundRules) -> DecentralisedStrategy:
         """Returns the strategy.
@@ -156,6 +157,8 @@ def _make_config_class(method: str) -> type[DecentralisedConfig]:
         defaults.append(("exchange", "str", field(default=EdgeScheduleKind.POISSON)))
     if algorithm.has_single_iteration:
         defaults.append(("iterations", "int | None", field(default=1)))
+    if algorithm.is_robust:
+        defaults.append(("num_rogues", "int", field(default=0, metadata={"at_least": 0})))
     namespace = {
         "__module__": __name__,
         "__doc__": f"Settings of a run with `{method}`.",
@@ -474,6 +477,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                     until=node.until,
                     limit=(self.rules.rounds or 0) * self._iterations_per_round,
                     reports=node.is_report,
+                    num_rogues=self.config.num_rogues,
                 ),
             ),
             codec="dense",

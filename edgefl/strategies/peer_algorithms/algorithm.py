@@ -66,6 +66,8 @@ class GossipAlgorithm:
     """Whether all edges of a node have to fire together, in the schedule `sync`."""
     has_single_iteration: ClassVar[bool] = False
     """Whether the period is 1: an exchange follows every local iteration."""
+    is_robust: ClassVar[bool] = False
+    """Whether it bounds what up to `num_rogues` of a node's neighbours move it by."""
 
     def __init__(self, name: str, edges: Sequence[PeerLinkConfig], *, learning_rate: float, period: int) -> None:
         if not learning_rate > 0 or period < 1:
@@ -75,7 +77,7 @@ class GossipAlgorithm:
         self.name = name
         self.learning_rate, self.period = learning_rate, period
         self.weights: Arrays = {}
-        self.incarnation = 0
+        self.incarnation = self.num_rogues = 0
         self.iterations = 0
         self.exchanges = 0
         self.edges: dict[str, PeerLinkConfig] = {edge.neighbour: edge for edge in edges}

@@ -9,6 +9,7 @@ All but DSGD lose their exactness when messages are lost: a missing neighbour's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -89,7 +90,16 @@ class GossipAveraging(GossipAlgorithm):
             ]
             if neighbour in self.edges and exchanges:
                 terms.append((self.edges[neighbour].weight, parts_by_exchange[max(exchanges)][part]))
+        terms = self.bound_terms(own, terms)
         return compute_weighted_sum([(1 - sum(weight for weight, _ in terms), own), *terms])
+
+    def bound_terms(
+        self,
+        own: Mapping[str, Array],  # noqa: ARG002 for subclasses
+        terms: list[tuple[float, Mapping[str, Array]]],
+    ) -> list[tuple[float, Mapping[str, Array]]]:
+        """Returns weights and models of the neighbours as they are averaged."""
+        return terms
 
     def _find_later_exchange(self) -> int:
         """Returns the exchange of neighbours that are ahead, as after a reboot of this node; else 0.
@@ -108,9 +118,32 @@ class GossipAveraging(GossipAlgorithm):
 
 
 class Dsgd(GossipAveraging):
-    """K local SGD steps, then w ← Ww. With K = 1 it is D-PSGD. Biased where the nodes' data differ."""
+    """K local SGD steps, then w ← Ww. With K = 1 it is D-PSGD. Biased where the nodes' data differ.
+
+    With `num_rogues` f, what a neighbour differs by is clipped to the distance of the (f + 1)-th farthest one:
+    self-centred clipping, He, Karimireddy, Jaggi, Byzantine-Robust Decentralized Learning via ClippedGossip,
+    arXiv 2202.01545, whose radius rests on the honest neighbours' distances, which are not known.
+    """
 
     summary: ClassVar[str] = "Local SGD steps, then the mean with the neighbours (Lian et al., NeurIPS 2017)."
+    is_robust: ClassVar[bool] = True
+
+    def bound_terms(
+        self, own: Mapping[str, Array], terms: list[tuple[float, Mapping[str, Array]]]
+    ) -> list[tuple[float, Mapping[str, Array]]]:
+        if not self.num_rogues or len(terms) <= self.num_rogues:
+            return terms
+        distances = [_measure_distance(own, arrays) for _, arrays in terms]
+        radius = sorted(distances)[-1 - self.num_rogues]
+        return [
+            (weight * (radius / distance if distance > radius else 1.0), arrays)
+            for (weight, arrays), distance in zip(terms, distances, strict=True)
+        ]
+
+
+def _measure_distance(own: Mapping[str, Array], other: Mapping[str, Array]) -> float:
+    with np.errstate(over="ignore"):  # an infinite distance has no weight
+        return math.sqrt(sum(float(np.vdot(step, step)) for step in (other[name] - own[name] for name in own)))
 
 
 class D2(GossipAveraging):

@@ -274,6 +274,8 @@ def make_algorithm(
 
 def make_configured_algorithm(plan: GossipConfig, name: str, *, incarnation: int = 0) -> GossipAlgorithm:
     """Returns the algorithm of device `name` under a plan; see `make_algorithm`."""
-    return make_algorithm(
+    node = make_algorithm(
         plan.method, name, plan.edges, learning_rate=plan.learning_rate, period=plan.period, incarnation=incarnation
     )
+    node.num_rogues = max(0, plan.num_rogues)
+    return node

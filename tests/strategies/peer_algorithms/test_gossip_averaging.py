@@ -7,8 +7,12 @@ import pytest
 from node_network import Network, Quadratics
 
 from edgefl.core.errors import ConfigError
-from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS, make_algorithm
+from edgefl.core.types import GossipConfig
+from edgefl.strategies.peer_algorithms.algorithm import GossipMessage
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS, make_algorithm, make_configured_algorithm
 from edgefl.strategies.peer_algorithms.topology import make_topology
+from edgefl.strategies.registry import make_strategy
+from edgefl.strategies.strategy_config import RoundRules
 
 NAMES = tuple(f"n{place}" for place in range(8))
 QUADRATICS = Quadratics.drawn(8)
@@ -164,3 +168,43 @@ def test_an_unknown_method_is_refused() -> None:
         make_algorithm(
             "gossip", "n0", make_topology("ring", NAMES).make_link_configs("n0", 8), learning_rate=0.1, period=8
         )
+
+
+def mix_once(own: np.ndarray, others: np.ndarray, num_rogues: int) -> np.ndarray:
+    """What a node's model becomes by the models of its neighbours on a complete graph."""
+    names = NAMES[: 1 + len(others)]
+    links = make_topology("complete", names).make_link_configs(names[0], 1)
+    plan = GossipConfig(method="dsgd", edges=links, learning_rate=1.0, period=1, num_rogues=num_rogues)
+    node = make_configured_algorithm(plan, names[0])
+    node.start({"w": own})
+    node.make_messages(())
+    for name, other in zip(names[1:], others, strict=True):
+        node.receive(GossipMessage(sender=name, receiver=names[0], step=1, parts={"w": {"w": other}}))
+    node.mix()
+    return node.weights["w"]
+
+
+@pytest.mark.parametrize("num_rogues", [0, 1, 2, 3, 4, 9])
+def test_a_neighbour_moves_dsgd_by_no_more_than_the_farthest_that_is_no_rogue(num_rogues: int) -> None:
+    rng = np.random.default_rng(num_rogues)
+    own, others = rng.normal(size=6), rng.normal(size=(4, 6)) * np.array([[1], [2], [3], [50]])
+    steps = others - own
+    lengths = np.linalg.norm(steps, axis=1)
+    radius = np.sort(lengths)[::-1][num_rogues] if num_rogues < 4 else np.inf  # more rogues than that: no rule helps
+    expected = own + (steps * np.minimum(1, radius / lengths)[:, None]).sum(axis=0) / 5
+    assert mix_once(own, others, num_rogues) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_message_as_large_as_numbers_get_moves_dsgd_no_further() -> None:
+    own, others = np.zeros(4, np.float32), np.ones((3, 4), np.float32)
+    others[0] = 3e38
+    mixed = mix_once(own, others, 1)
+    assert np.isfinite(mixed).all()
+    assert np.linalg.norm(mixed) <= 3 * 2.0 / 4
+
+
+def test_only_methods_with_a_bound_take_a_number_of_rogues() -> None:
+    assert make_strategy("dsgd", {"num_rogues": 1}, RoundRules()).config.num_rogues == 1
+    for method in set(ALGORITHMS) - {"dsgd"}:
+        with pytest.raises(ConfigError, match="num_rogues"):
+            make_strategy(method, {"num_rogues": 1}, RoundRules())
