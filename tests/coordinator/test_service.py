@@ -74,7 +74,7 @@ def test_a_second_coordinator_on_the_same_directory_is_refused_and_changes_nothi
         second = Coordinator(directory, _options(directory, port=find_free_port()), build_run, settle)
         with pytest.raises(StoreError, match="another coordinator runs on") as refused, second:
             pass
-    assert (refused.value.exit_code, settled) == (10, [])
+    assert (refused.value.exit_code, settled) == (14, [])
     with Coordinator(directory, _options(directory), build_run, settle):
         pass
     assert settled == [directory]
