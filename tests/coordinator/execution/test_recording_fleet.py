@@ -144,7 +144,8 @@ def play(
 
         _, played.reason = run_rounds(
             strategy, strategy.init(first_model(seed)), fleet=fleet, journal=LoopJournal(fleet, faulty.journal),
-            goal=StoppingCriteria(rounds=rounds), evaluate=EvaluationSchedule(), policy=made, on_turn=turn,
+            goal=StoppingCriteria(rounds=rounds, trust_single_evaluation=True), evaluate=EvaluationSchedule(),
+            policy=made, on_turn=turn,
             divergence=divergence, on_divergence=played.found.append,
             rounds=RoundCounter(versions_per_round=getattr(strategy, "versions_per_round", 1)),
         )  # fmt: skip
@@ -178,7 +179,8 @@ def replay(
     try:
         fleet = RecordingFleet(NoFleet(), NoFleet(), JournalReplay(entries), clock, before)  # type: ignore[arg-type]
         run_rounds(
-            strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()), goal=StoppingCriteria(rounds=rounds),
+            strategy, state, fleet=fleet, journal=LoopJournal(fleet, Checked()),
+            goal=StoppingCriteria(rounds=rounds, trust_single_evaluation=True),
             evaluate=EvaluationSchedule(), policy=made, rounds=count, loop_state=course, divergence=divergence,
             on_turn=lambda state, course: found.append(digest(state, course, made)),
         )  # fmt: skip
