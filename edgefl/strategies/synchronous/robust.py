@@ -155,6 +155,8 @@ class KrumConfig(RobustConfig):
 class MultiKrumConfig(KrumConfig):
     """Settings of a run with `multi-krum`; the n - f best updates are averaged."""
 
+    neighbours: bool = False
+
     summary: ClassVar[str] = "Multi-Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017."
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
