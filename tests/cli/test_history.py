@@ -136,7 +136,7 @@ def test_options_choose_rows(rows, arguments, runs):
         ("rounds --since yesterday", 2, "a time is an age"),
         ("rounds --url https://localhost:1", 2, "give one of them"),
         ("rounds --limit 0", 2, "0 is not in the range"),
-        ("nonsense", 2, "No such command"),
+        ("nonsense", 2, "there is no command 'nonsense': see edgefl history --help"),
         ("updates --where nonsense=1", 2, "cannot be chosen by 'nonsense'; they have run_id, round"),
         ("why nothing 1", 40, "no run 'nothing'"),
         ("why run-1 9", 40, "has no round 9"),

@@ -333,7 +333,10 @@ def test_a_board_that_leaves_needs_attention_until_it_is_back(screens: House) ->
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_in_any_view(screens: House, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs the extra dev").Axe()
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright",
+        reason="needs axe-playwright-python: pip install -e '.[dev]' -c constraints.txt",
+    ).Axe()
     screen = screens.screen(color_scheme=scheme)
     screen.open()
     screen.sign_in(screens.token)

@@ -273,7 +273,11 @@ def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        ("flwr:FedAdam", {"etta": 1}, "strategy.etta: flwr:FedAdam has no such setting; known: learning_rate"),
+        (
+            "flwr:FedAdam",
+            {"etta": 1},
+            "strategy.etta: flwr:FedAdam has no such setting (did you mean eta?); known: learning_rate",
+        ),
         ("flwr:FedAdam", {"eta": "fast"}, "strategy.eta must be a number, got 'fast'"),
         ("flwr:FedAdam", {"eta": True}, "strategy.eta must be a number, got True"),
         ("flwr:FedAdam", {"iterations": "ten"}, "strategy.iterations must be a whole number at least 1, got 'ten'"),

@@ -272,10 +272,7 @@ class DeviceRegistry:
 
     def format_presence(self, device_id: str) -> str:
         """Returns the word for a device's state: one of `DevicePresence`, or `NEVER_SEEN`."""
-        entry, state = self._entries.get(device_id), self.get_state(device_id)
-        if state is None:  # of this coordinator; an earlier one may have seen it
-            return str(DevicePresence.OFFLINE) if entry is not None and entry.was_seen else NEVER_SEEN
-        return str(state)
+        return _format_presence(self.get_state(device_id), self._entries.get(device_id))
 
     def explain_absence(self, device_id: str) -> str:
         """Returns why a device gets no work: what the operator said comes first."""
@@ -309,11 +306,11 @@ class DeviceRegistry:
                     {
                         **DEFAULT_STATUS_ROW,
                         "device_id": device_id,
-                        "presence": self.format_presence(device_id),
+                        "presence": _format_presence(record.state if record else None, entry),
                         **({"silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
-                        "problem": find_problem(entry.info),
+                        "problem": find_problem(entry.info) if "shard_errors" in entry.info.capabilities else None,
                         **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
                     }
@@ -478,6 +475,12 @@ class DeviceRegistry:
 
     def _list_presence_records(self) -> list[PresenceRecord]:
         return self._presence.list_records(self._clock())
+
+
+def _format_presence(state: DevicePresence | None, entry: _RegistryEntry | None) -> str:
+    if state is None:  # of this coordinator; an earlier one may have seen it
+        return DevicePresence.OFFLINE.value if entry is not None and entry.was_seen else NEVER_SEEN
+    return state.value
 
 
 def parse_shard_errors(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -125,7 +125,7 @@ def test_there_is_one_on_a_directory_and_after_a_kill_another_one_at_once_which_
     unit.wait_until_up()
     second = start("--kind", "embedded")
     out, err = second.process.communicate(timeout=60)
-    assert (second.process.returncode, out, err.count("\n")) == (10, "", 1)
+    assert (second.process.returncode, out, err.count("\n")) == (14, "", 1)
     assert "a broker runs on" in err
     unit.end(signal.SIGKILL)
     again = start("--kind", "embedded", "--port", unit.port)
