@@ -106,9 +106,9 @@ def _runs(size: Size) -> Iterator[str]:
         _numbers(size.num_runs)
         + f"""
         INSERT INTO runs (run_id, name, task, strategy, config, status, submitted_at, started_at, finished_at, rounds,
-            version, accuracy, seed)
+            version, accuracy, seed, sequence)
         SELECT {_run("i")}, 'digits-fedavg', 'digits', 'fedavg', '{{}}', 'finished', at, at, at + {DAY_S * 0.9},
-            {rounds}, {rounds}, 0.9, 7
+            {rounds}, {rounds}, 0.9, 7, i + 1
         FROM (SELECT i, {BEGIN} + i * {DAY_S} AS at FROM n)
         """
     )

@@ -502,7 +502,7 @@ def test_beyond_loopback_the_page_asks_for_a_token_before_it_shows_anything(
         screen.page.get_by_text("Waiting for the first board…").wait_for()
         screen.page.evaluate("location.hash = '#/join'")
         screen.page.get_by_role("button", name="Make a token").click()
-        screen.page.get_by_text("This needs the role admin.").wait_for()
+        screen.page.get_by_text("This needs the role admin; you have the role viewer.").wait_for()
         kept = "JSON.stringify([Object.keys(localStorage), Object.keys(sessionStorage), document.cookie])"
         assert json.loads(screen.page.evaluate(kept)) == [[], [], ""], "no script can take the session away"
         screen.page.reload()

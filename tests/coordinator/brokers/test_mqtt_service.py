@@ -246,7 +246,7 @@ def test_a_coordinator_beside_it_needs_no_files_and_none_of_its_own_and_sends_bo
     unit.end()
     with Coordinator(directory, _options(directory), build_run):
         second = start("--kind", "embedded")
-        assert second.process.wait(60) == 10
+        assert second.process.wait(60) == 14
     monkeypatch.setattr(mqtt_service, "CLIENT_TIMEOUT_S", 0.1)
     elsewhere = "mqtts://no-such-host.invalid:1883"
     with Coordinator(directory, _options(directory, broker=elsewhere), build_run):
