@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -93,17 +93,9 @@ class CoordinatorClient:
 
     def download(self, path: str, into: IO[bytes]) -> None:
         """Downloads the file at `path` into an open file; raises as `get`."""
-        from edgefl.system.https_client import create_pinned_context, download  # noqa: PLC0415 fast start
+        from edgefl.system.https_client import download  # noqa: PLC0415 fast start
 
-        with self._name_file():
-            status, reply = download(
-                _parse_address(self.url),
-                create_pinned_context(self.ca_pem.encode()),
-                path,
-                into,
-                headers={"Authorization": f"Bearer {self.token}"},
-                timeout_s=TIMEOUT_S,
-            )
+        status, reply = self._call(download, path, into)
         if status != 200:
             _parse_reply(self.url, status, reply)
             raise NetworkError(f"{self.url} answered {status} instead of a file")
@@ -122,20 +114,27 @@ class CoordinatorClient:
         body: bytes | IO[bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Json:
-        from edgefl.system.https_client import create_pinned_context, request  # noqa: PLC0415 fast start
+        from edgefl.system.https_client import request  # noqa: PLC0415 fast start
 
-        with self._name_file():
-            status, reply = request(
-                _parse_address(self.url),
-                create_pinned_context(self.ca_pem.encode()),
-                method,
-                path,
-                body=body,
-                headers={"Authorization": f"Bearer {self.token}", **(headers or {})},
-                timeout_s=TIMEOUT_S,
-                max_bytes=MAX_REPLY_BYTES,
-            )
+        status, reply = self._call(request, method, path, body=body, headers=headers, max_bytes=MAX_REPLY_BYTES)
         return _parse_reply(self.url, status, reply)
+
+    def _call(
+        self,
+        function: Callable[..., tuple[int, bytes]],
+        *arguments: object,
+        headers: Mapping[str, str] | None = None,
+        **options: object,
+    ) -> tuple[int, bytes]:
+        """Returns status and body of a function of the HTTPS client, called with this address, CA and token."""
+        from edgefl.system.https_client import create_pinned_context  # noqa: PLC0415 fast start
+
+        all_headers = {"Authorization": f"Bearer {self.token}", **(headers or {})}
+        with self._name_file():
+            trust = create_pinned_context(self.ca_pem.encode())
+            return function(
+                _parse_address(self.url), trust, *arguments, headers=all_headers, timeout_s=TIMEOUT_S, **options
+            )
 
     @contextlib.contextmanager
     def _name_file(self) -> Iterator[None]:

@@ -219,7 +219,8 @@ class Candidates:
         """Returns the selected trainers that are not ready, with the reason; those without a shard come last."""
         run, absent = self.run, dict[str, str]()
         infos = {info.device_id: info for info in self.registry.list_devices() if info.role == Role.TRAINER}
-        for name in sorted({*infos, *run.names}, key=lambda name: (name not in self.list_selected(), name)):
+        selected = frozenset(self.list_selected())
+        for name in sorted({*infos, *run.names}, key=lambda name: (name not in selected, name)):
             info = infos.get(name)
             is_other = (bool(run.names) and name not in run.names) or (
                 info is not None and bool(run.groups) and set(run.groups).isdisjoint(info.groups)
