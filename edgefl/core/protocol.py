@@ -67,7 +67,9 @@ KEY_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER = "flwr-public-key", "flwr-timest
 NONCE_HEADER = "edgefl-nonce"
 """Signer and number of a device's request: `parse_nonce`."""
 BODY_HASH_HEADER = "edgefl-body-sha256"
-"""SHA-256 of a device's request body, 64 hexadecimal digits; sent ahead, so that headers are verified first."""
+"""SHA-256 of a device's request body, 64 hexadecimal digits; sent ahead, so that headers are verified first.
+
+That of a request that pushes an object is `compute_push_hash`."""
 SIGNED_HEADERS = (TIMESTAMP_HEADER, NONCE_HEADER, BODY_HASH_HEADER, INSTANCE_HEADER, STAMP_HEADER)
 SIGNATURE_VERSION = 2
 """Version of what a device's signature covers; the first, Flower's, covered the timestamp alone."""
@@ -205,6 +207,14 @@ def make_signed_request(method: str, target: str, headers: Mapping[str, str]) ->
     """Returns what a device signs of a request; `target` is the path with the query, as they are sent."""
     values = (headers.get(name, "") for name in SIGNED_HEADERS)
     return "\n".join((f"edgefl-request {SIGNATURE_VERSION}", method, target, *values)).encode()
+
+
+def compute_push_hash(node_id: int, run_id: int, session_id: str, object_id: str) -> str:
+    """Returns the value of `BODY_HASH_HEADER` for a request that pushes an object: SHA-256 of its JSON list of ids.
+
+    The content is covered by its id, which is the SHA-256 of the content: the receiver has to compute that anyway.
+    """
+    return hashlib.sha256(json.dumps([node_id, run_id, session_id, object_id]).encode()).hexdigest()
 
 
 def parse_nonce(nonce: str) -> tuple[str, int]:

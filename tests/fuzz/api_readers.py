@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
 import time
@@ -28,6 +29,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
 from flwr.supercore.primitives.asymmetric import sign_message
 from fuzz.reader import MIB, Form, Reader, Seed
+from google.protobuf.message import DecodeError
 from noted_calls import NotedCalls
 
 from edgefl.compression.codec import decode_body, make_codec
@@ -47,6 +49,7 @@ from edgefl.core.protocol import (
     SIGNED_HEADERS,
     STAMP_HEADER,
     StatusMessage,
+    compute_push_hash,
     make_signed_request,
 )
 from edgefl.core.types import (
@@ -259,7 +262,12 @@ class _Nodes:
 
     def sign(self, path: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
         """Signed headers of a request."""
-        headers = self._signer.sign("POST", path.decode("latin-1"), body)
+        body_hash = None
+        if path.endswith(b"/push-object"):
+            with contextlib.suppress(DecodeError):
+                pushed = PushObjectRequest.FromString(body)
+                body_hash = compute_push_hash(pushed.node.node_id, pushed.run_id, pushed.session_id, pushed.object_id)
+        headers = self._signer.sign("POST", path.decode("latin-1"), body, body_hash=body_hash)
         return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
     def reply(self, instruction: str, header: Any, body: bytes) -> Any:

@@ -87,7 +87,10 @@ class FleetServicer(Protocol):
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response to one request, for any error too; may block unless in `INLINE_METHODS`.
 
-        `authenticate` has checked the headers before.
+        `authenticate` has checked the headers before, and the caller the body's hash, but that of a pushed object.
+
+        Raises:
+            NotAllowedError: a pushed object is not the one that was signed.
         """
 
     def is_from_other_device(self, method: str, body: bytes, node_id: int) -> bool:
@@ -183,16 +186,18 @@ async def send_response(send: Send, status: int, content: bytes, *extra_headers:
 class SpooledRequestBody:
     """A request body; a context manager. Not thread-safe.
 
-    `folder` is for its file, None for the system's temporary files.
+    Args:
+        folder: for its file; None for the system's temporary files.
+        is_hashed: whether `sha256` is wanted.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, is_hashed: bool = True) -> None:
         self._folder = folder
         self._chunks: list[bytes] = []
         self._num_buffered = 0
         self._file: IO[bytes] | None = None
         self._can_spill = True
-        self._digest = hashlib.sha256()
+        self._digest = hashlib.sha256() if is_hashed else None
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
@@ -208,14 +213,15 @@ class SpooledRequestBody:
         self._chunks.append(chunk)
         self._num_buffered += len(chunk)
         self.num_bytes += len(chunk)
-        self._digest.update(chunk)
+        if self._digest is not None:
+            self._digest.update(chunk)
         if self._can_spill and (self._file is not None or self._num_buffered > MAX_MEMORY_BYTES):
             self._spill()
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the body so far, in hexadecimal digits."""
-        return self._digest.hexdigest()
+        """SHA-256 of the body so far, in hexadecimal digits; empty if it is not computed."""
+        return "" if self._digest is None else self._digest.hexdigest()
 
     def read(self) -> bytes:
         """Returns the whole body; may wait for the disk."""
@@ -287,17 +293,22 @@ class FleetApi:
             await send_response(send, 404, encode_error("Not Found"))
         else:
             limit_bytes = MAX_PUSH_OBJECT_BYTES if name == PUSH_OBJECT else MAX_REQUEST_BYTES
-            with SpooledRequestBody(self._folder) as body:
+            is_hashed = name != PUSH_OBJECT  # whose content the servicer hashes, as its id
+            with SpooledRequestBody(self._folder, is_hashed=is_hashed) as body:
                 if not await read_chunks(request, receive, limit_bytes, body.append):
                     self._on_rejected(
                         "size", request, node_id, f"{name}: a body over {limit_bytes} bytes, or cut off"
                     )
                     await send_response(send, 413, encode_error(f"body over {limit_bytes} bytes"))
                     return
-                if request.headers.get(BODY_HASH_HEADER) != body.sha256:
+                if is_hashed and request.headers.get(BODY_HASH_HEADER) != body.sha256:
                     await self._refuse(request, node_id, send, f"{name}: its body is not the one that was signed")
                     return
-                response = await self._handle(request, name, body, node_id)
+                try:
+                    response = await self._handle(request, name, body, node_id)
+                except NotAllowedError as error:
+                    await self._refuse(request, node_id, send, f"{name}: {error}")
+                    return
             stamp = self._observer.get_stamp(node_id).encode()
             await send_response(send, response.status, response.content, (STAMP_HEADER.encode(), stamp))
 

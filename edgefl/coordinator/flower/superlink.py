@@ -30,7 +30,7 @@ from flwr.common.constant import (
     SubStatus,
 )
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PushMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.constant import (
@@ -43,6 +43,7 @@ from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
@@ -67,6 +68,7 @@ from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembl
 from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request
 from edgefl.core.errors import NetworkError, NotAllowedError
 from edgefl.core.protocol import (
+    BODY_HASH_HEADER,
     CHUNK_BYTES,
     FIELD_BYTES,
     FIELD_JSON,
@@ -75,6 +77,7 @@ from edgefl.core.protocol import (
     RECORD_BODY,
     RECORD_HEADER,
     REPLY_SALT_BYTES,
+    compute_push_hash,
 )
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
@@ -118,12 +121,14 @@ def prepare_body(body: bytes) -> PreparedBody:
 class ChunkStore(InMemoryObjectStore):
     """Flower's objects in memory, but for chunks of incomplete replies, which are spooled to disk.
 
+    Objects are checked before they come here: Flower would drop a wrong one without a word to us.
+
     Args:
         folder: of the spooled chunks; None for the system's temporary files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        super().__init__()
+        super().__init__(verify=False)
         self._folder = folder
         self._spooled: dict[str, SpooledBytes] = {}
 
@@ -195,6 +200,7 @@ class NotifyingLinkState(InMemoryLinkState):
             raise _make_rejection(
                 f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}"
             )
+        _check_object(object_id, object_content)
         self._extend_session(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
         if not stored:
@@ -360,7 +366,11 @@ class FlowerFleetServicer:
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response of a handler; every error becomes one, since this is the boundary.
 
-        `authenticate` has checked the headers before. May block unless in `INLINE_METHODS`.
+        `authenticate` has checked the headers before, and the caller the body's hash, but that of a pushed object.
+        May block unless in `INLINE_METHODS`.
+
+        Raises:
+            NotAllowedError: a pushed object is not the one that was signed.
         """
         try:
             message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
@@ -368,10 +378,14 @@ class FlowerFleetServicer:
             self._check_node(request, message)
             if method == PUSH_MESSAGES:
                 _check_sender(message)
+            elif method == PUSH_OBJECT:
+                _check_push_hash(request, message)
             reply = _HANDLERS[method](message, self._state)
             content = (
                 self._encode_cached(message.object_id, reply) if method == PULL_OBJECT else reply.SerializeToString()
             )
+        except NotAllowedError:
+            raise
         except DecodeError:
             return FleetResponse(status=400, content=encode_error("The body is no message of the Fleet API."))
         except HTTPException as error:
@@ -433,6 +447,24 @@ def _check_sender(request: Any) -> None:
     """Checks that replies are from the device that signed; Flower checks that of the request only."""
     if any(message.metadata.src_node_id != request.node.node_id for message in request.messages_list):
         raise HTTPException(401, "a reply is from another node than the request")
+
+
+def _check_object(object_id: str, content: bytes) -> None:
+    """Checks a pushed object by its id, which the device has signed."""
+    try:
+        if get_object_id(content) == object_id:
+            validate_object_content(content)
+            return
+    except ValueError:
+        raise NotAllowedError("its object is malformed") from None
+    raise NotAllowedError("its object is not the one that was signed")
+
+
+def _check_push_hash(request: Request, message: PushObjectRequest) -> None:
+    """Checks that a pushed object's ids are those that were signed."""
+    signed = compute_push_hash(message.node.node_id, message.run_id, message.session_id, message.object_id)
+    if request.headers.get(BODY_HASH_HEADER) != signed:
+        raise NotAllowedError("its ids are not the ones that were signed")
 
 
 class SuperLink:

@@ -48,6 +48,7 @@ from edgefl.core.protocol import (
     SIGNATURE_HEADER,
     STAMP_HEADER,
     TIMESTAMP_HEADER,
+    compute_push_hash,
     make_signed_request,
 )
 from edgefl.core.safe_parsing import parse_json
@@ -104,19 +105,22 @@ class RequestSigner:
         self._encoded_key = base64.b64encode(self.public_key).decode()
         self._name, self._numbers = os.urandom(8).hex(), itertools.count()
 
-    def sign(self, method: str, target: str, body: bytes = b"", *, stamp: str = "") -> dict[str, str]:
+    def sign(
+        self, method: str, target: str, body: bytes = b"", *, body_hash: str | None = None, stamp: str = ""
+    ) -> dict[str, str]:
         """Returns the headers of one request, valid for five minutes of the coordinator's time.
 
         Args:
             method: in capitals.
             target: path with query, as it is sent.
             body: as it is sent.
+            body_hash: in place of the body's own (`protocol.compute_push_hash`).
             stamp: from the coordinator's last answer to this process.
         """
         headers = {
             TIMESTAMP_HEADER: dt.datetime.fromtimestamp(self._clock(), tz=dt.UTC).isoformat(),
             NONCE_HEADER: f"{self._name}-{next(self._numbers)}",
-            BODY_HASH_HEADER: hashlib.sha256(body).hexdigest(),
+            BODY_HASH_HEADER: hashlib.sha256(body).hexdigest() if body_hash is None else body_hash,
             **({INSTANCE_HEADER: self._instance} if self._instance else {}),
             **({STAMP_HEADER: stamp} if stamp else {}),
         }
@@ -137,7 +141,12 @@ class _SigningInterceptor:
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
         request: httpx.Request = context.request
         target = request.url.raw_path.decode("ascii")
-        request.headers.update(self._signer.sign(request.method, target, request.read(), stamp=self.stamp))
+        pushed = context.message if isinstance(context.message, PushObjectRequest) else None
+        body_hash = None
+        if pushed is not None:
+            body_hash = compute_push_hash(pushed.node.node_id, pushed.run_id, pushed.session_id, pushed.object_id)
+        signed = self._signer.sign(request.method, target, request.read(), body_hash=body_hash, stamp=self.stamp)
+        request.headers.update(signed)
         response = call_next(context)
         self.stamp = response.headers.get(STAMP_HEADER, self.stamp)
         # A response and its stream reference each other, and the request: models would stay until garbage collection.

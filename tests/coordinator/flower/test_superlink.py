@@ -19,7 +19,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, DeactivateNodeRequest, PullMessagesRequest
-from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.server.superlink.linkstate.in_memory_linkstate import InMemoryLinkState
 from flwr.supercore.object_store import in_memory_object_store
@@ -729,6 +729,45 @@ def test_a_body_changed_on_its_way_is_refused_and_an_event(site):
     kind, node, detail = site.rejected.pop()
     assert (kind, node) == ("signature", device.id)
     assert "not the one that was signed" in detail
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "detail"),
+    [
+        ("object_content", b"another", "its object is not the one that was signed"),
+        ("object_id", "cd" * 32, "its ids are not the ones that were signed"),
+        ("session_id", "another", "its ids are not the ones that were signed"),
+        ("run_id", 17, "its ids are not the ones that were signed"),
+    ],
+)
+def test_a_pushed_object_changed_on_its_way_is_refused_and_an_event(site, run, monkeypatch, field, value, detail):
+    device = site.device()
+    send(run, device, bytes(INLINE_BODY_BYTES + 1))
+    instruction = device.supernode.pull()
+    sign, changes = RequestSigner.sign, [value]
+
+    def sign_and_change(self, method, target, body=b"", **options):
+        headers = sign(self, method, target, body, **options)
+        if target.endswith("/push-object") and changes:
+            pushed = PushObjectRequest.FromString(body)
+            setattr(pushed, field, changes.pop())
+            content = pushed.SerializeToString()
+            headers |= {"content-length": str(len(content))}
+            assert site.request(target, headers=headers, body=content)[0] == 401
+            assert site.rejected.pop() == ("signature", device.id, f"push-object: {detail}")
+            return sign(self, method, target, body, **options)
+        return headers
+
+    monkeypatch.setattr(RequestSigner, "sign", sign_and_change)
+    device.supernode.push(answer(device, instruction))
+    assert changes == []
+    assert len(site.reply().body) == INLINE_BODY_BYTES + 1
+
+
+def test_a_pushed_object_has_no_field_that_its_signature_leaves_out():
+    fields = {field.name for field in PushObjectRequest.DESCRIPTOR.fields}
+    assert fields == {"node", "run_id", "session_id", "object_id", "object_content"}
+    assert [field.name for field in Node.DESCRIPTOR.fields] == ["node_id"]
 
 
 def test_the_timestamp_alone_signed_as_flower_does_is_refused(site):
