@@ -24,7 +24,7 @@ from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES
 from edgefl.coordinator import auth
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.api.server import make_routers
-from edgefl.coordinator.brokers import broker, mqtt_client
+from edgefl.coordinator.brokers import broker, mqtt_service
 from edgefl.coordinator.execution import admission, live_fleet, messaging
 from edgefl.coordinator.execution.headers import (
     LINEAGE_KEY,
@@ -65,7 +65,7 @@ def test_the_page_describes_every_topic_with_its_writer_quality_and_fields():
     assert set(told) == set(Topic)
     for topic, (_, writer, quality, retained, said) in told.items():
         assert writer.startswith("device") == (topic in protocol.FROM_DEVICE), topic
-        assert int(quality) == {**mqtt_client.QOS, Topic.WAKEUP: 0, Topic.COMMAND: 1}[Topic(topic)], topic
+        assert int(quality) == {**mqtt_service.QOS, Topic.WAKEUP: 0, Topic.COMMAND: 1}[Topic(topic)], topic
         assert retained == ("yes" if topic in {"status", "capabilities"} else "no"), topic
         if topic in messages:
             known = {item.name for item in fields(messages[Topic(topic)])}
@@ -134,7 +134,7 @@ def test_the_page_lists_every_route_and_who_may_call_it():
     room = Path(fleet_api.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "dashboard", "devices", "enrolment_service", "renewal", "runs", "server", "sign_in",
+        "dashboard", "devices", "enrolment_service", "runs", "server", "sign_in",
     }  # fmt: skip
 
 

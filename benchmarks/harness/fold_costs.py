@@ -36,7 +36,7 @@ from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
-from edgefl.strategies.synchronous.update_rows import BLOCK_BYTES
+from edgefl.strategies.synchronous.robust import BLOCK_BYTES
 from edgefl.strategies.update_guard import UpdateGuard
 from harness.cost_rows import Row, interleaved, ratio
 

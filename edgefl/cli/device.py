@@ -51,7 +51,7 @@ def infer(  # noqa: PLR0913 the options of one command
     """Print class and probability of every row of a file."""
     import numpy as np  # noqa: PLC0415 fast start
 
-    from edgefl.device.inference.model_check import predict_file  # noqa: PLC0415 likewise
+    from edgefl.device.inference.onnx_model import predict_file  # noqa: PLC0415 likewise
     from edgefl.device.state_dir import DeviceStateDir, get_default_state_dir  # noqa: PLC0415 likewise
 
     state_dir = root or get_default_state_dir()

@@ -37,8 +37,7 @@ from edgefl.coordinator.connections import make_limiters
 from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
-from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
 from edgefl.coordinator.fleet.clone_detection import CloneRejected
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import PresenceTracker

@@ -26,8 +26,7 @@ from edgefl.device.enrolment.certificates import CertificateRenewal
 from edgefl.device.flower.supernode import RequestSigner, UnauthorisedError
 from edgefl.device.flower.work_loop import PollBackoff, WorkLoop
 from edgefl.device.hardware.capabilities import compute_board_hash, select_accelerator
-from edgefl.device.hardware.health import HealthReader, create_thermal_pacer
-from edgefl.device.hardware.health_sampler import HealthSampler
+from edgefl.device.hardware.health import HealthReader, HealthSampler, create_thermal_pacer
 from edgefl.device.hardware.step_rate import StepRateCache
 from edgefl.device.inference.deployments import DeployedModels
 from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection

@@ -33,7 +33,7 @@ BUILT_IN_STRATEGIES = {
     "fedasync": "edgefl.strategies.asynchronous.fedasync:FedAsyncConfig",
     "fedavg": "edgefl.strategies.synchronous.fedavg:FedAvgConfig",
     "fedbuff": "edgefl.strategies.asynchronous.fedasync:FedBuffConfig",
-    "fednova": "edgefl.strategies.synchronous.fednova:FedNovaConfig",
+    "fednova": "edgefl.strategies.synchronous.fedavg:FedNovaConfig",
     "fedprox": "edgefl.strategies.synchronous.fedavg:FedProxConfig",
     "fltrust": "edgefl.strategies.synchronous.fltrust:FLTrustConfig",
     "geometric-median": "edgefl.strategies.synchronous.robust:GeometricMedianConfig",

@@ -25,8 +25,7 @@ from edgefl import __version__
 from edgefl.coordinator import pki
 from edgefl.coordinator.api.sign_in import identify, parse_provider, verify_id_token
 from edgefl.coordinator.directory import init_directory
-from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
 from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.config import OpenIdSettings
 from edgefl.core.protocol import JoinToken, certificate_fingerprint

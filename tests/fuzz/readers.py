@@ -101,11 +101,13 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "coordinator/enrolment/enrolment_service.py:_load_public_key",
             "coordinator/pki.py:verify_request",
         ),
-        "join-renew": _entry(join_readers.renewals, "coordinator/enrolment/renewal.py:RenewalService.renew"),
+        "join-renew": _entry(
+            join_readers.renewals, "coordinator/enrolment/enrolment_service.py:RenewalService.renew"
+        ),
         "join-reenroll": _entry(
             join_readers.reenrolments,
-            "coordinator/enrolment/renewal.py:RenewalService.reenroll",
-            "coordinator/enrolment/renewal.py:_parse_certificate",
+            "coordinator/enrolment/enrolment_service.py:RenewalService.reenroll",
+            "coordinator/enrolment/enrolment_service.py:_parse_certificate",
         ),
         "join-certificates": _entry(
             join_readers.certificates,
@@ -297,8 +299,8 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "device/hardware/step_rate.py:_parse_result": "the answer of a child of this very program",
         "device/updates/updater.py:can_reach": "the answer of a child of this very program",
         "device/diagnostics/timings.py:measure_import_times": "the answer of a child of this very program",
-        "device/hardware/board_sensors.py:read_cuda_version": "a file of the board's own system",
-        "device/hardware/health_sampler.py:read_wireless_bits_per_s": "the kernel's answer",
+        "device/hardware/board_reader.py:read_cuda_version": "a file of the board's own system",
+        "device/hardware/health.py:read_wireless_bits_per_s": "the kernel's answer",
         "device/mqtt/session.py:MqttSession._is_transferring": "the kernel's answer",
         "device/diagnostics/diagnostic_report.py:make_report": "what was dumped in the same line",
         "device/diagnostics/diagnostic_report.py:_make_device_section": (

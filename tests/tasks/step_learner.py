@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from edgefl.core.types import TrainConfig
+from edgefl.tasks.local_algorithms.optimizers import to_numpy
 from edgefl.tasks.local_algorithms.registry import make_local_algorithm
-from edgefl.tasks.local_algorithms.sgd import to_numpy
 
 needs_torch = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="needs torch: pip install '.[train]'"

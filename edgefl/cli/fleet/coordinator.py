@@ -364,8 +364,7 @@ def restore(root: Path, file: Path) -> None:
 def alert_test(root: Path, webhook: str | None, secret: str | None) -> None:
     """Send one alert to the webhook, to see that it arrives."""
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
-    from edgefl.coordinator.monitoring.alerts import TEST_ALERT, Alert  # noqa: PLC0415 fast start
-    from edgefl.coordinator.monitoring.webhook import WebhookConfig, send_alert  # noqa: PLC0415 likewise
+    from edgefl.coordinator.monitoring.alerts import TEST_ALERT, Alert, WebhookConfig, send_alert  # noqa: PLC0415 fast start  # noqa: PLC0415 likewise
 
     directory = load_directory(root)
     settings = resolve_alert_settings(directory, webhook, secret)

@@ -11,8 +11,7 @@ from edgefl.coordinator.auth import AccessCheck, RecordRejection
 from edgefl.coordinator.device_clients import DeviceClients
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.certificates import CertificateRotation
-from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService
-from edgefl.coordinator.enrolment.renewal import RenewalService
+from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
 from edgefl.coordinator.fleet.membership import DrainController
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.config import RunConfig

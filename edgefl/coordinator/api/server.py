@@ -37,8 +37,7 @@ from edgefl.coordinator.auth import (
 )
 from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, find_pending_slot, make_limiters
 from edgefl.coordinator.directory import CoordinatorDirectory
-from edgefl.coordinator.enrolment.enrolment_service import enrolment_router
-from edgefl.coordinator.enrolment.renewal import renewal_router
+from edgefl.coordinator.enrolment.enrolment_service import enrolment_router, renewal_router
 from edgefl.coordinator.flower.fleet_api import (
     FLEET_PREFIX,
     encode_error,

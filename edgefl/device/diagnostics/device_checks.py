@@ -25,8 +25,7 @@ from edgefl import __version__
 from edgefl.core.errors import BrokerError, EdgeflError, NotJoinedError, VersionError, WrongCaError
 from edgefl.core.protocol import Topic, check_version, parse_peer_topic, peer_topic, topic
 from edgefl.core.types import Role
-from edgefl.device.hardware.board_reader import BoardReader
-from edgefl.device.hardware.board_sensors import NOT_THROTTLED, read_throttle_status
+from edgefl.device.hardware.board_reader import NOT_THROTTLED, BoardReader, read_throttle_status
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.requirements import get_training_facts
 from edgefl.device.mqtt.session import create_tls_context

@@ -26,20 +26,18 @@ from edgefl.device.hardware.board_reader import (
     RunProgram,
     find_paths,
     list_cgroups,
+    list_supplies,
     no_program,
     parse_int,
+    read_cuda_version,
     read_int,
     read_kilobytes,
+    read_power_mode,
     read_strings,
     read_text,
+    read_throttle_status,
     run_program,
     sanitise_text,
-)
-from edgefl.device.hardware.board_sensors import (
-    list_supplies,
-    read_cuda_version,
-    read_power_mode,
-    read_throttle_status,
 )
 
 LIBRARIES = (DISTRIBUTION, "flwr", "numpy", "torch", "onnxruntime", "paho-mqtt", "cryptography", "scikit-learn")

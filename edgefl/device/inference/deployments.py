@@ -18,7 +18,7 @@ from edgefl.core.errors import BundleError, DataError
 from edgefl.core.protocol import MAX_MODEL_BYTES
 from edgefl.core.safe_parsing import SHA256, parse_json, parse_record
 from edgefl.core.types import Json
-from edgefl.device.inference.model_check import ModelCheckRequest, ModelCheckResult, check_in_subprocess
+from edgefl.device.inference.onnx_model import ModelCheckRequest, ModelCheckResult, check_in_subprocess
 from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.rollouts.download import Artefact
 from edgefl.device.state_dir import DeviceStateDir

@@ -32,8 +32,7 @@ from edgefl.core.types import (
     Tensors,
     derive_rng,
 )
-from edgefl.device.hardware.health import ThermalPacer
-from edgefl.device.hardware.health_sampler import HealthSampler
+from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
 from edgefl.device.training.client_state import ClientState
 from edgefl.device.training.gossip_worker import GossipWorker

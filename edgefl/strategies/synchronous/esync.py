@@ -29,7 +29,7 @@ from edgefl.strategies.strategy_config import (
     RoundRules,
     SingleStepConfig,
 )
-from edgefl.strategies.synchronous.fednova import check_normalisable, make_normaliser
+from edgefl.strategies.synchronous.fedavg import check_normalisable, make_normaliser
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import (
     SynchronousStrategy,

@@ -11,8 +11,8 @@ from numpy.random import Generator
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
-from edgefl.tasks.local_algorithms.sgd import DriftCorrectedSgd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

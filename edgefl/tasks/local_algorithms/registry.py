@@ -14,9 +14,17 @@ from typing import Protocol, runtime_checkable
 from edgefl.core.errors import ConfigError
 from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_entry_point
 from edgefl.core.types import Algorithm, Array, Dataset, Learner, TrainConfig
-from edgefl.tasks.local_algorithms.adaptive import Adadelta, Adagrad, Adam, RMSprop
+from edgefl.tasks.local_algorithms.optimizers import (
+    Adadelta,
+    Adagrad,
+    Adam,
+    DecayedSgd,
+    FullGradientDescent,
+    ProximalSgd,
+    RMSprop,
+    Sgd,
+)
 from edgefl.tasks.local_algorithms.scaffold import ScaffoldSgd
-from edgefl.tasks.local_algorithms.sgd import DecayedSgd, FullGradientDescent, ProximalSgd, Sgd
 
 
 class LocalAlgorithm(Protocol):

@@ -16,7 +16,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Learner, TrainConfig
-from edgefl.tasks.local_algorithms.sgd import Sgd, copy_into, to_numpy, zeros_like
+from edgefl.tasks.local_algorithms.optimizers import Sgd, copy_into, to_numpy, zeros_like
 
 
 class ScaffoldSgd(Sgd):

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from edgefl.coordinator.brokers.mqtt_client import MqttClient
+from edgefl.coordinator.brokers.mqtt_service import MqttClient
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged, PresenceTracker
 from edgefl.core.protocol import Command, CommandKind, Heartbeat, StatusMessage, Topic
 

@@ -6,20 +6,21 @@ from pathlib import Path
 import pytest
 from board_trees import ORIN_JETPACK_7, PI_4, plant
 
-from edgefl.device.hardware import board_sensors
+from edgefl.device.hardware import board_reader
 from edgefl.device.hardware.board_reader import (
     MAX_FILE_BYTES,
     OUTPUT_CACHE_S,
     BoardReader,
+    ThrottleStatus,
     find_paths,
     read_int,
     read_kilobytes,
     read_strings,
     read_text,
+    read_throttle_status,
     run_program,
     sanitise_text,
 )
-from edgefl.device.hardware.board_sensors import ThrottleStatus, read_throttle_status
 from edgefl.device.hardware.capabilities import probe
 
 WITHOUT_MONITOR = {name: text for name, text in PI_4.items() if "hwmon" not in name}
@@ -102,21 +103,21 @@ def test_a_program_is_asked_again_after_half_a_minute_and_not_before(script, tmp
 
 
 def test_a_jetson_s_programs_tell_what_no_file_does(script, tmp_path, monkeypatch):
-    monkeypatch.setattr(board_sensors, "TEGRASTATS_S", 1.0)
+    monkeypatch.setattr(board_reader, "TEGRASTATS_S", 1.0)
     script("nvpmodel", '[ "$1" = -q ] && printf "NV Power Mode: MAXN_SUPER\\n2\\n"')
     script("tegrastats", f"while true; do echo '{TEGRASTATS}'; sleep 1; done")
     board = BoardReader(plant(tmp_path / "root", BARE_JETSON))
-    assert board_sensors.read_power_mode(board) == "MAXN_SUPER"
-    assert board_sensors.read_jetson_status(board) == {"gpu_load": 0.45, "power_w": 4.5}
+    assert board_reader.read_power_mode(board) == "MAXN_SUPER"
+    assert board_reader.read_jetson_status(board) == {"gpu_load": 0.45, "power_w": 4.5}
 
 
 def test_a_jetson_whose_programs_hang_answers_all_the_same(script, tmp_path, monkeypatch):
     for name in ("nvpmodel", "tegrastats"):
         script(name, "exec sleep 60")
-        monkeypatch.setattr(board_sensors, f"{name.upper()}_S", 0.1)
+        monkeypatch.setattr(board_reader, f"{name.upper()}_S", 0.1)
     root = plant(tmp_path / "root", BARE_JETSON)
     assert "power_mode" not in probe(root)
-    assert board_sensors.read_jetson_status(BoardReader(root)) == {"gpu_load": None, "power_w": None}
+    assert board_reader.read_jetson_status(BoardReader(root)) == {"gpu_load": None, "power_w": None}
 
 
 def _is_gone(pid):

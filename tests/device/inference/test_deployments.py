@@ -22,7 +22,7 @@ from edgefl.device.inference.deployments import (
     rejection_reason,
     report_to_json,
 )
-from edgefl.device.inference.model_check import ModelCheckResult
+from edgefl.device.inference.onnx_model import ModelCheckResult
 from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.state_dir import DeviceSettings, save_enrolment
 from edgefl.device.updates.slots import SoftwareUpdateConfig

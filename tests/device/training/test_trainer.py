@@ -14,7 +14,7 @@ from edgefl import __version__
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import encode_delta
 from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
-from edgefl.device.hardware.health_sampler import HealthSampler, LinkQuality
+from edgefl.device.hardware.health import HealthSampler, LinkQuality
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate

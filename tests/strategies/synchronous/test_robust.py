@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import LazyTensors, SparseTensor
 from edgefl.strategies.strategy_config import RoundRules
-from edgefl.strategies.synchronous import update_rows
+from edgefl.strategies.synchronous import robust
 from edgefl.strategies.synchronous.robust import (
     BulyanConfig,
     CentredClippingConfig,
@@ -21,9 +21,9 @@ from edgefl.strategies.synchronous.robust import (
     KrumConfig,
     MultiKrumConfig,
     TrimmedMeanConfig,
+    UpdateRows,
     compute_neighbour_weights,
 )
-from edgefl.strategies.synchronous.update_rows import UpdateRows
 
 
 def rows_of(matrix):
@@ -140,7 +140,7 @@ def test_a_rule_is_its_definition_however_the_columns_are_cut(name, x, block, st
     x[:ROGUES] *= np.float32(stretch)
     expected = naive(x.astype(np.float64), ROGUES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_rows, "BLOCK_BYTES", block)
+        patch.setattr(robust, "BLOCK_BYTES", block)
         found = flat(rule.combine(rows_of(x)))
     # The selected update and the entries of sorted columns are themselves; sums are rounded to single precision.
     if name in {"krum", "coordinate-median"}:
@@ -213,7 +213,7 @@ class Journal:
 def test_a_round_takes_a_block_and_three_models_however_many_updates_it_has(name, neighbours, monkeypatch):
     rule, _ = RULES[name]
     size, count = 100_000, 20
-    monkeypatch.setattr(update_rows, "BLOCK_BYTES", block := 5 * 4 * size)  # a quarter of the updates
+    monkeypatch.setattr(robust, "BLOCK_BYTES", block := 5 * 4 * size)  # a quarter of the updates
     model, journal = {"w": np.zeros(size, np.float32)}, Journal(size)
     rows = UpdateRows(rows=[journal.update(number) for number in range(count)], model=model)
     tracemalloc.start()
@@ -225,7 +225,7 @@ def test_a_round_takes_a_block_and_three_models_however_many_updates_it_has(name
     finally:
         tracemalloc.stop()
     num_passes = math.ceil(count * 4 * size / block) + (name == "centred-clipping")
-    assert peak < block + 3 * 4 * size + 12 * 8 * count * update_rows.CHUNK_SIZE
+    assert peak < block + 3 * 4 * size + 12 * 8 * count * robust.CHUNK_SIZE
     assert journal.num_loads <= 2 * num_passes * count
 
 
