@@ -20,7 +20,7 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, RunFailedError, UsageError
+from edgefl.core.errors import ConfigError, NetworkError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
@@ -171,42 +171,9 @@ def resume(*, run: str, url: str | None) -> None:
 @command.command()
 def schema() -> None:
     """Print the JSON schema of run files, with which editors complete and check them."""
+    from edgefl.engine.build import make_run_schema  # noqa: PLC0415 fast start
+
     echo(json.dumps(make_run_schema(), indent=2))
-
-
-def make_run_schema() -> Json:
-    """Returns the JSON schema (2020-12) of run files, with the options of every strategy and task that is here.
-
-    A name that is not built in, such as `module:Class`, may have any options: its class is not there for an editor.
-    """
-    from edgefl.core.config import RunConfig, StrategySection  # noqa: PLC0415 fast start
-    from edgefl.core.settings import list_options, make_schema  # noqa: PLC0415 likewise
-    from edgefl.strategies.registry import find_strategy, list_strategy_names  # noqa: PLC0415 likewise
-    from edgefl.tasks.registry import list_task_names, list_task_options  # noqa: PLC0415 likewise
-
-    schema = make_schema(list_options(RunConfig), RunConfig.__doc__)
-    strategy, name_schema = schema["properties"]["strategy"], {"type": "string", "default": StrategySection().name}
-    strategy["properties"]["name"] = {**name_schema, "examples": list_strategy_names()}
-    strategy["allOf"] = []
-    for name in list_strategy_names():
-        try:
-            found = find_strategy(name)
-            options = make_schema(list_options(found), found.__doc__)
-        except EdgeflError:  # a broken package must not hide the others
-            continue
-        options["properties"]["name"] = {"const": name}
-        is_default = name == name_schema["default"]
-        condition = {"properties": {"name": {"const": name}}, "required": [] if is_default else ["name"]}
-        strategy["allOf"].append({"if": condition, "then": options})
-    schema["properties"]["run"]["properties"]["task"]["examples"] = list(list_task_names())
-    schema["allOf"] = [
-        {
-            "if": {"properties": {"run": {"properties": {"task": {"const": name}}}}},
-            "then": {"properties": {"task": make_schema(list_task_options(name))}},
-        }
-        for name in list_task_names()
-    ]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "edgefl run file", **schema}
 
 
 def _wait_for_run(run_id: str, url: str | None) -> None:

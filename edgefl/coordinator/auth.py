@@ -1,7 +1,7 @@
 """What all checks of callers share: signatures of devices, a rate limit of failures, rejections, error responses.
 
 Errors are `{"v": 1, "error": CODE, "message": LINE}` with a 4xx or 5xx status, so that the client raises the same
-error. Who people are is decided in `api.access`.
+error; those about settings have `faults` besides, a row for each setting. Who people are is decided in `api.access`.
 
 - Rate limit: an address may fail ten times at once and regains one try every six seconds. All addresses together may
   fail two hundred times; beyond that each address has one try, so that a device with a valid token and its own
@@ -25,7 +25,10 @@ from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from edgefl.core.config import find_setting
 from edgefl.core.errors import (
+    CodecError,
+    ConfigError,
     EdgeflError,
     JoinError,
     NameTakenError,
@@ -34,12 +37,16 @@ from edgefl.core.errors import (
     NotFoundError,
     RoleError,
     StoreError,
+    StrategyError,
+    TaskError,
     TooManyTriesError,
     VersionError,
 )
 from edgefl.core.protocol import BODY_HASH_HEADER, PROTOCOL_VERSION, error_code
 from edgefl.core.safe_parsing import sanitise_text
 from edgefl.core.safe_text import escape_start
+from edgefl.core.settings import MAX_FAULTS
+from edgefl.core.types import Json
 from edgefl.storage.store import REJECTED_EVENT_KIND, Store
 
 log = logging.getLogger(__name__)
@@ -69,6 +76,12 @@ STATUS_BY_ERROR: Mapping[type[EdgeflError], int] = {
     TooManyTriesError: 429,
     NetworkError: 400,
 }
+SETTING_BY_ERROR: Mapping[type[EdgeflError], str] = {
+    TaskError: "run.task",
+    StrategyError: "strategy.name",
+    CodecError: "compression.up",
+}
+"""Settings that errors without a setting's name are about."""
 MAX_PATH_CHARS = 100
 
 
@@ -286,9 +299,20 @@ def register_error_handler(app: FastAPI) -> None:
         return error_response(error)
 
 
+def list_faults(error: EdgeflError) -> list[Json]:
+    """Returns the settings of a run file that an error is about, each with its message; a setting may be None."""
+    if isinstance(error, ConfigError):
+        return [{"setting": find_setting(text), "message": sanitise_text(text)} for text in error.faults[:MAX_FAULTS]]
+    setting = next((name for kind, name in SETTING_BY_ERROR.items() if isinstance(error, kind)), None)
+    text = str(error)
+    return [] if setting is None else [{"setting": find_setting(text) or setting, "message": sanitise_text(text)}]
+
+
 def error_response(error: EdgeflError) -> JSONResponse:
     """Returns the response of an error: its status, code and message."""
     status = next((status for kind, status in STATUS_BY_ERROR.items() if isinstance(error, kind)), 400)
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    content = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": sanitise_text(str(error))}
+    content: Json = {"v": PROTOCOL_VERSION, "error": error_code(error), "message": sanitise_text(str(error))}
+    if faults := list_faults(error):
+        content["faults"] = faults
     return JSONResponse(content, status_code=status, headers=headers)

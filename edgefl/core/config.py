@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -507,6 +507,13 @@ def add_lines(message: str, text: str) -> str:
         return match[0] if line is None else f"{match[0]} (line {line})"
 
     return _SETTING.sub(add_line, message)
+
+
+def find_setting(message: str) -> str | None:
+    """Returns the setting of a run file that a message is about, such as `run.rounds`; None if it names none."""
+    sections = {item.name for item in fields(RunConfig)}
+    names = (match[0] for match in _SETTING.finditer(message))
+    return next((name for name in names if "." in name and name.partition(".")[0] in sections), None)
 
 
 def _find_lines(text: str) -> dict[str, int]:

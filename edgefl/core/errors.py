@@ -37,6 +37,7 @@ EdgeflError                  1   anything below, or nothing more exact
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from edgefl import DISTRIBUTION
@@ -53,7 +54,13 @@ class UsageError(EdgeflError):
 
 
 class ConfigError(EdgeflError):
+    """Settings that make no sense; `faults` are the messages of several, each beginning with its setting."""
+
     exit_code = 3
+
+    def __init__(self, message: str, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.faults = tuple(faults) or (message,)
 
 
 class DataError(EdgeflError):

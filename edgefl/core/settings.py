@@ -71,14 +71,14 @@ class Faults(contextlib.AbstractContextManager[None]):
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self.messages.append(str(error))
+        self.messages += error.faults
         return True
 
     def check(self) -> None:
         """Raises one `ConfigError` of all messages, if there are any."""
         if self.messages:
             more = [f"and {len(self.messages) - MAX_FAULTS} more"] if len(self.messages) > MAX_FAULTS else []
-            raise ConfigError("; ".join([*self.messages[:MAX_FAULTS], *more]))
+            raise ConfigError("; ".join([*self.messages[:MAX_FAULTS], *more]), self.messages)
 
 
 def list_options(target: Callable[..., Any]) -> Mapping[str, OptionType]:

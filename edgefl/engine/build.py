@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from edgefl.compression.codec_selection import CodecSelector, make_codec_selecto
 from edgefl.compression.delta import encode_delta, parse_downlink_codec
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
-from edgefl.core.config import RunConfig
-from edgefl.core.errors import ConfigError
+from edgefl.core.config import RunConfig, StrategySection
+from edgefl.core.errors import CodecError, ConfigError, EdgeflError
 from edgefl.core.protocol import INSTRUCTION_VERSION, model_fingerprint
+from edgefl.core.settings import list_options, make_schema
 from edgefl.core.types import (
     Array,
     Indices,
@@ -36,8 +38,14 @@ from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
 from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
-from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
-from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.registry import (
+    BUILT_IN_STRATEGIES,
+    find_strategy,
+    get_settings,
+    list_strategy_names,
+    make_strategy,
+)
+from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
@@ -48,7 +56,7 @@ from edgefl.strategies.update_guard import (
     UpdateGuard,
 )
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
-from edgefl.tasks.registry import is_torch_task, make_task
+from edgefl.tasks.registry import is_torch_task, list_task_names, list_task_options, make_task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,9 +103,11 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     """
     task = make_task(config.run.task, config.task)
     shapes = tuple(spec for spec in task.shapes() if spec.shared)
-    sends_changes, whole_spec = _parse_downlink(config)
-    down = make_codec(whole_spec, shapes)
-    up, codecs = _make_uplink_codec(config, shapes)
+    with _naming("compression.down"):
+        sends_changes, whole_spec = _parse_downlink(config)
+        down = make_codec(whole_spec, shapes)
+    with _naming("compression.up"):
+        up, codecs = _make_uplink_codec(config, shapes)
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
@@ -143,6 +153,15 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         divergence=_make_divergence_rule(task, config, strategy),
         needs_torch=is_torch_task(task),
     )
+
+
+@contextmanager
+def _naming(setting: str) -> Iterator[None]:
+    """Puts the setting before the message of a codec's error in the block."""
+    try:
+        yield
+    except CodecError as error:
+        raise CodecError(f"{setting}: {error}") from None
 
 
 def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy[Any]:
@@ -313,3 +332,37 @@ def _load_initial_model(task: Task, shapes: ModelSpec, config: RunConfig) -> dic
             found = model[spec.name].shape if spec.name in model else "none"
             raise ConfigError(f"run.init: tensor {spec.name!r} must have shape {spec.shape}, got {found}")
     return {spec.name: model[spec.name].astype(spec.dtype) for spec in shapes}
+
+
+def make_run_schema() -> Json:
+    """Returns the JSON schema (2020-12) of run files, with the options of every strategy and task that is here.
+
+    A name that is not built in, such as `module:Class`, may have any options: its class is not there for an editor.
+    """
+    schema = make_schema(list_options(RunConfig), RunConfig.__doc__)
+    strategy, name_schema = schema["properties"]["strategy"], {"type": "string", "default": StrategySection().name}
+    strategy["properties"]["name"] = {**name_schema, "examples": list_strategy_names()}
+    strategy["allOf"] = []
+    shared = make_schema(list_options(StrategyConfig), StrategyConfig.__doc__)["properties"]
+    for name in list_strategy_names():
+        try:
+            found = find_strategy(name)
+            options = make_schema(list_options(found), found.__doc__)
+        except EdgeflError:  # a broken package must not hide the others
+            continue
+        for key, option in options["properties"].items():
+            if "description" in shared.get(key, {}):
+                option.setdefault("description", shared[key]["description"])
+        options["properties"]["name"] = {"const": name}
+        is_default = name == name_schema["default"]
+        condition = {"properties": {"name": {"const": name}}, "required": [] if is_default else ["name"]}
+        strategy["allOf"].append({"if": condition, "then": options})
+    schema["properties"]["run"]["properties"]["task"]["examples"] = list(list_task_names())
+    schema["allOf"] = [
+        {
+            "if": {"properties": {"run": {"properties": {"task": {"const": name}}}}},
+            "then": {"properties": {"task": make_schema(list_task_options(name))}},
+        }
+        for name in list_task_names()
+    ]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "edgefl run file", **schema}

@@ -49,6 +49,11 @@ class StrategyConfig:
         learning_rate: of the local optimiser, in the first round.
         schedule: of the learning rate by round; see `parse_schedule`.
         epochs: passes over the shard; `iterations`, when set, replaces them, and so does `seconds`.
+        iterations: local steps of an assignment, in place of `epochs`.
+        seconds: how long an assignment trains, in place of `epochs`.
+        batch_size: examples of a step.
+        momentum: share of the last step that the next one keeps.
+        weight_decay: share of the weights that every step subtracts, before the learning rate.
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """

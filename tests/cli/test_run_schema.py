@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from edgefl.cli.run import make_run_schema
+from edgefl.engine.build import make_run_schema
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*/*.toml"))
@@ -60,6 +60,13 @@ def test_keys_have_their_texts_and_every_strategy_its_options(validator):
     sections = validator.schema["properties"]
     assert sections["run"]["properties"]["rounds"]["description"] == "stop rule: closed rounds."
     assert sections["run"]["properties"]["seed"]["default"] == 7
+    fedprox = next(
+        entry["then"]["properties"]
+        for entry in sections["strategy"]["allOf"]
+        if entry["then"]["properties"]["name"]["const"] == "fedprox"
+    )
+    assert fedprox["batch_size"]["description"] == "examples of a step."
+    assert "description" not in fedprox["mu"], "what only it has, its own class describes"
     named = {entry["then"]["properties"]["name"]["const"] for entry in sections["strategy"]["allOf"]}
     assert set(BUILT_IN_STRATEGIES) <= named
 

@@ -117,8 +117,7 @@ def test_a_run_is_started_watched_and_read_on_the_page(screens: House) -> None:
     screen.sign_in(screens.token)
     page.get_by_role("link", name="Start a run").click()
     page.get_by_label("Run file (TOML)").fill(RUN_FILE)
-    page.get_by_role("button", name="Check only").click()
-    page.get_by_text("This run file can be run.").wait_for()
+    page.get_by_text("It can be started: 2 devices take part.").wait_for()
     page.get_by_role("button", name="Start the run").click()
     page.get_by_role("heading", name="from the page finished").wait_for(timeout=60_000)
     page.locator("dt", has_text="Rounds").locator("+ dd", has_text="12 of 12").wait_for()
@@ -290,9 +289,52 @@ def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens:
     run_file = page.get_by_label("Run file (TOML)")
     assert parse_run_text(run_file.input_value()) == run_of("second", 4)
     run_file.fill(run_file.input_value().replace("rounds = 4", "rounds = 0"))
-    page.get_by_role("button", name="Check only").click()
-    page.get_by_text("rounds must be a whole number at least 1").wait_for()
+    page.get_by_text("It must be a whole number at least 1").wait_for()
     assert [text for text in screen.complaints if "400" not in text] == []
+
+
+def test_form_and_run_file_follow_each_other_and_every_fault_stands_at_its_field(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("start")
+    screen.sign_in(screens.token)
+    page = screen.page
+    text = page.get_by_label("Run file (TOML)")
+    text.fill('# why\n[run]\ntask = "digits"  # small\nrounds = 1_0\n[devices]\nmin = 2\n')
+    rounds = page.get_by_label("Rounds", exact=True)
+    assert rounds.input_value() == "1_0"
+    rounds.fill("4")
+    page.get_by_label("Groups").fill("north, south")
+    page.get_by_label("Strategy", exact=True).select_option("fedprox")
+    page.get_by_label("Mu", exact=True).fill("0.5")
+    assert text.input_value() == (
+        '# why\n[run]\ntask = "digits"  # small\nrounds = 4\n[devices]\nmin = 2\n'
+        'groups = ["north", "south"]\n\n[strategy]\nname = "fedprox"\nmu = 0.5\n'
+    )
+    page.get_by_text("It would wait: it needs 2, and no devices can take part").wait_for()
+    page.get_by_role("row", name="device-01 no it is in none of the groups").wait_for()
+
+    page.get_by_label("Groups").fill("")
+    page.get_by_label("Strategy", exact=True).select_option("fedavg")
+    page.get_by_text("Left out, since fedavg does not have it: mu.").wait_for()
+    assert "mu =" not in text.input_value()
+    assert "groups" not in text.input_value()
+    page.get_by_text("It can be started: 2 devices take part.").wait_for()
+
+    rounds.fill("0")
+    page.get_by_text("Guard", exact=True).click()
+    page.get_by_label("Norm ratio").fill("wide")
+    page.get_by_text("2 settings are wrong.").wait_for()
+    page.get_by_text("Guard", exact=True).click()  # closed: a fault opens it again
+    page.get_by_role("button", name="Check").click()
+    for entry, said in ((rounds, "at least 1, got 0"), (page.get_by_label("Norm ratio"), "got 'wide'")):
+        page.wait_for_function("field => field.getAttribute('aria-invalid') === 'true'", arg=entry.element_handle())
+        described = entry.get_attribute("aria-describedby").split()[-1]
+        assert said in page.locator(f"#{described}").inner_text()
+    text.fill("[run")
+    page.get_by_text("The form does not follow this text, line 1: expected ]").wait_for()
+    assert rounds.is_disabled()
+    page.get_by_text("the run file is not TOML").wait_for()
+    assert [said for said in screen.complaints if "400" not in said] == []
 
 
 def test_several_devices_are_drained_at_once_and_none_is_removed_without_a_question(screens: House) -> None:

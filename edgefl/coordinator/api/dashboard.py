@@ -18,6 +18,7 @@ from edgefl.coordinator.api.feed import FeedResponse
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
+from edgefl.engine.build import make_run_schema
 from edgefl.storage.queries.dashboard import find_newest_rounds, get_device_timeline, get_run_curve
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.store import Store
@@ -57,7 +58,7 @@ Curve = tuple[int, list[Json]]
 
 
 def dashboard_router(context: ApiContext) -> APIRouter:
-    """Returns the routes of the page's data: feed, and charts of a run."""
+    """Returns the routes of the page's data: feed, charts of a run, and the schema of run files."""
     router = APIRouter(prefix="/edgefl/v1")
     store, viewer_only = context.store, [Depends(context.viewer)]
     get_curve = cache_curves(store)
@@ -76,6 +77,10 @@ def dashboard_router(context: ApiContext) -> APIRouter:
         run_id = find_run_id(store, run)
         num_rounds, rows = get_curve(run_id, points)
         return {"v": PROTOCOL_VERSION, "run_id": run_id, "num_rounds": num_rounds, "rows": rows}
+
+    @router.get("/run-schema", dependencies=viewer_only)
+    def get_schema() -> Json:
+        return {"v": PROTOCOL_VERSION, "schema": make_run_schema()}
 
     @router.get("/runs/{run}/spans", dependencies=viewer_only)
     def get_spans(

@@ -37,7 +37,7 @@ from edgefl.coordinator.runs.recovery import RESUMABLE_STATUSES
 from edgefl.coordinator.service import Coordinator
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import JoinToken
-from edgefl.engine.build import build_run
+from edgefl.engine.build import build_run, make_run_schema
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
@@ -194,6 +194,31 @@ def test_what_is_wrong_with_a_pasted_run_file_is_one_line(site: Site, text: str,
     if not said.endswith(("TOML", "path")):
         config = {"config": tomllib.loads(text)}
         assert [site.act(route, config)[1]["message"] for route in ("runs", "runs/plan")] == [answer["message"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ('[run]\ntask = "digits"\nrounds = 0\n[guard]\nfoo = 3', ["run.rounds", "guard.foo"]),
+        ('[run]\ntask = "nonsense"', ["run.task"]),
+        ('[run]\ntask = "digits"\n[strategy]\nname = "nonsense"', ["strategy.name"]),
+        ('[run]\ntask = "digits"\n[strategy]\nmu = 1\nepochs = 0', ["strategy.mu", "strategy.epochs"]),
+        ('[run]\ntask = "digits"\n[compression]\ndown = "nonsense"', ["compression.down"]),
+        ('[run]\ntask = "digits"\n[compression]\nup = "nonsense"', ["compression.up"]),
+        ("[run", [None]),
+    ],
+)  # fmt: skip
+def test_every_fault_of_a_pasted_run_file_names_its_setting(
+    site: Site, text: str, settings: list[str | None]
+) -> None:
+    faults = site.act("run-files", {"toml": text})[1]["faults"]
+    assert sorted(map(str, (row["setting"] for row in faults))) == sorted(map(str, settings))
+    assert all(row["message"] and "\n" not in row["message"] for row in faults)
+
+
+def test_the_form_s_schema_is_that_of_the_command(site: Site) -> None:
+    status, answer = site.ask("GET", "run-schema")
+    assert (status, answer["schema"]) == (200, json.loads(json.dumps(make_run_schema())))
 
 
 def test_a_token_made_here_is_good_and_its_qr_code_says_how_to_join(site: Site) -> None:

@@ -5,8 +5,9 @@ const SILENT_MS = 40000;
 const MAX_PAUSE_MS = 15000;
 
 export class Refused extends Error {
-  constructor(status, code, message) {
+  constructor(status, code, message, faults = []) {
     super(message);
+    this.faults = faults;
     this.status = status;
     this.code = code;
   }
@@ -24,7 +25,7 @@ async function answer(response) {
   const body = await response.json().catch(() => ({}));
   if (response.ok) return body;
   const detail = typeof body.detail === "string" ? body.detail : "the request was not understood";
-  throw new Refused(response.status, body.error ?? "", body.message ?? detail);
+  throw new Refused(response.status, body.error ?? "", body.message ?? detail, body.faults);
 }
 
 export async function get(path, parameters = {}) {

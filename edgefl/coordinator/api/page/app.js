@@ -2,12 +2,13 @@
 
 import { Feed } from "./api.js";
 import { auditView } from "./audit.js";
+import { startView } from "./builder.js";
 import { compareView } from "./compare.js";
 import { deviceView } from "./device.js";
 import { afterSignIn, learnAccess, signIn, signOut } from "./dialogs.js";
 import { framed, h, replace, setText, visible } from "./dom.js";
 import { fleetView } from "./fleet.js";
-import { joinView, startView } from "./forms.js";
+import { joinView } from "./forms.js";
 import { courseOf, listen, model, take, tell } from "./model.js";
 import { nowView } from "./now.js";
 import { runView } from "./run.js";

@@ -1,57 +1,10 @@
-// Starting a run from a run file, and letting a device join.
+// Letting a device join.
 
 import { post } from "./api.js";
 import { act } from "./dialogs.js";
 import { button, h, link, refresh, replace, toast } from "./dom.js";
-import { bytes, moment, plain } from "./format.js";
+import { moment } from "./format.js";
 import { boards, model } from "./model.js";
-import { facts } from "./run.js";
-
-const EXAMPLE = `[run]
-task = "digits"
-rounds = 20
-[strategy]
-name = "fedavg"
-`;
-
-export function startView(root) {
-  const text = h("textarea", { id: "run-file", rows: 16, spellcheck: "false", autocomplete: "off", wrap: "off" });
-  text.value = sessionStorage.getItem("edgefl-run-file") ?? EXAMPLE;
-  text.addEventListener("input", () => sessionStorage.setItem("edgefl-run-file", text.value));
-  const file = h("input", { id: "file", type: "file", accept: ".toml,application/toml,text/plain", onchange: async () => {
-    if (file.files.length) text.value = await file.files[0].text();
-    text.dispatchEvent(new Event("input"));
-  } });
-  const answer = h("div", { role: "status" });
-  const fail = (error) => {
-    replace(answer, h("p", { class: "error" }, error.message));
-    if (error.status === 401) throw error;
-  };
-  const check = () => act(() => post("run-files", { toml: text.value }).then(tell, fail));
-  const start = () => act(async () => {
-    try {
-      const { config } = await post("run-files", { toml: text.value });
-      const run = await post("runs", { config });
-      toast(`${run.name} is ${run.status}.`);
-      location.hash = `#/runs/${encodeURIComponent(run.run_id)}`;
-    } catch (error) {
-      fail(error);
-    }
-  });
-  function tell(checked) {
-    const { config } = checked;
-    const { names = [], groups = [], min } = config.devices ?? {};
-    const meant = names.length ? plain(names) : groups.length ? `groups ${plain(groups)}` : "all with a shard";
-    replace(answer, h("p", {}, "This run file can be run."), facts([["Task", config.run.task], ["Strategy", config.strategy.name], ["Rounds", plain(config.run.rounds)], ["Seed", plain(config.run.seed)],
-      ["Up", config.compression?.up], ["Down", config.compression?.down], ["Devices", min > 1 ? `${meant}, at least ${min}` : meant], ["State kept", checked.state_bytes ? bytes(checked.state_bytes) : null]]));
-  }
-  replace(root, h("h1", {}, "Start a run"),
-    h("form", { onsubmit: (event) => { event.preventDefault(); start(); } },
-      h("label", { for: "run-file" }, "Run file (TOML)"), text,
-      h("p", {}, h("label", { for: "file" }, "or choose a file: "), file),
-      h("p", { class: "actions left" }, h("button", { type: "submit", class: "primary" }, "Start the run"), button("Check only", check))), answer);
-  return { update() {} };
-}
 
 export function joinView(root) {
   const field = (id, label, input) => h("p", {}, h("label", { for: id }, label), input);

@@ -7,7 +7,7 @@ import { button, h, link, refresh, replace, setText, toast, visible } from "./do
 import { accuracy, bytes, count, digits, moment, percent, seconds, words } from "./format.js";
 import { courseOf, courseRows, loadCourse, model, newestRow } from "./model.js";
 import { eventList } from "./events.js";
-import { goalOf, lasted, LIVE, progress, result, status, timeLeft } from "./runs.js";
+import { goalOf, lasted, LIVE, progress, result, runAgain, status, timeLeft } from "./runs.js";
 import { Table } from "./tables.js";
 import { TimeLine } from "./timeline.js";
 import { toToml } from "./toml.js";
@@ -248,10 +248,7 @@ export function runView(root, wanted) {
     h("p", {}, error.status === 404 ? `There is no run ${wanted} here; it may be of another fleet.` : error.message), h("p", {}, link(["runs"], "To the runs", { class: "button" }))));
 
   function again() {
-    return button("Run again with changes", () => {
-      sessionStorage.setItem("edgefl-run-file", file.textContent);
-      location.hash = "#/start";
-    });
+    return button("Run again with changes", () => runAgain(run.config));
   }
 
   async function loadMore() {

@@ -7,6 +7,7 @@ import { pickColumn, Table } from "./tables.js";
 
 export const LIVE = ["running", "stopping", "waiting", "paused"];
 export const MAX_COMPARED = 8;
+export const AGAIN_KEY = "edgefl-run-again";
 const PACE_ROUNDS = 20;
 
 export function status(run) {
@@ -40,6 +41,12 @@ export function timeLeft(run, course) {
   if (!goal || run.status !== "running" || rows.length < 2) return null;
   const pace = (rows.at(-1).closed_at - rows[0].closed_at) / (rows.at(-1).round - rows[0].round);
   return Math.max(0, goal - run.rounds) * pace;
+}
+
+// Opens a run's settings where runs are started.
+export function runAgain(config) {
+  sessionStorage.setItem(AGAIN_KEY, JSON.stringify(config));
+  location.hash = "#/start";
 }
 
 const COLUMNS = [
