@@ -156,10 +156,10 @@ def load_fleet(
         return fleet
     share = examples / sum(len(shard.train) for shard in fleet.shards)
     rng, test = derive_rng("part", seed), fleet.test
-    shards = tuple(
-        replace(shard, train=np.sort(rng.permutation(shard.train)[: max(8, round(share * len(shard.train)))]))
-        for shard in fleet.shards
-    )
+    kept = [
+        np.sort(rng.permutation(shard.train)[: max(8, round(share * len(shard.train)))]) for shard in fleet.shards
+    ]
+    shards = tuple(replace(shard, rows=rows, train=rows) for shard, rows in zip(fleet.shards, kept, strict=True))
     return replace(fleet, shards=shards, test=test.take(np.arange(min(len(test), 2000))))
 
 

@@ -246,6 +246,7 @@ def _make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> Round
         rounds=config.run.rounds,
         codec=codec,
         task=config.run.task,
+        test_fraction=config.run.local_test_fraction,
         server=ServerOptimizer(
             kind=server.optimizer,
             learning_rate=server.learning_rate,

@@ -209,6 +209,7 @@ class RoundRules:
         on_timeout: aggregate the received updates (k of n), reassign the work of the missing devices, or do nothing.
         codec: spec of the codec for updates.
         task: the task's name, under which devices list the blocks of their shards.
+        test_fraction: of its examples that a device does not train on.
         updates_per_round: updates per round of an asynchronous run, by which learning rates change; None for the
             number of devices in the first dispatch.
         rounds: number of rounds of the run; None where another criterion ends it.
@@ -225,6 +226,7 @@ class RoundRules:
     on_timeout: TimeoutPolicy = "aggregate"
     codec: str | None = None
     task: str = ""
+    test_fraction: float = 0.0
     updates_per_round: int | None = None
     rounds: int | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)

@@ -6,8 +6,8 @@ synchronous result does not depend on who answers first, and no device can move 
 run have none before them; they are held in the journal until all are there, and judged against each other.
 
 - Not finite, of another shape, or above `max_norm`: refused.
-- Entries, tensors or a whole update beyond a multiple of the others' median: clipped to it; below the median where a
-  device is far above its peers in several versions in a row, the further the more it is above; refused at hundreds of
+- Entries, tensors or a whole update beyond a multiple of the others' median: clipped to it; to the median or below
+  where a device was far above its peers in several versions, the further the more it is above; refused at hundreds of
   times the median. A tensor of which most entries are too large is scaled, so that it keeps its direction.
 - Its part orthogonal to the others' direction adds up, version by version, to far more than theirs do (a slow creep):
   clipped to less than the median, by as much as it is ahead.
@@ -64,8 +64,9 @@ TENSOR_RATIO_FACTOR, PEAK_RATIO_FACTOR = 2.0, 2.5
 """A single tensor varies more than the whole, and its largest entry more than the tensor."""
 MAX_PEAK_FRACTION = 0.05
 """Of a tensor's entries that are cut off; where more are too large it is scaled, which keeps its direction."""
-NUM_LONG_VERSIONS = 3
-"""Versions in a row with a norm far above the peers', after which clipping goes below the median."""
+NUM_LONG_VERSIONS, MAX_LONG_VERSIONS = 3, 10
+"""Versions with a norm far above the peers', less those without, after which clipping goes to the median and below;
+and how many of them count."""
 MAX_EXCESS_POWER = 4
 """Of `norm_ratio`, 256 times by default: a device that is still so far above its peers then is refused."""
 NUM_AGREEMENTS, MIN_AGREEMENTS = 8, 5
@@ -117,7 +118,7 @@ class UpdateRecord:
 
 @dataclass(slots=True)
 class DeviceTrust:
-    """What a device's updates were like: newest cosines, versions in a row that were long, and its drift.
+    """What a device's updates were like: newest cosines, versions that were long less those that were not, its drift.
 
     `response`, `response_square` are decayed sums of the cosine of its update's change with the way that the others
     moved the model meanwhile, and of its square; `num_responses` their number.
@@ -296,7 +297,7 @@ class UpdateGuard:
             return None
         return (
             f"its norm {norm:.3g} is {norm / usual:.3g} times the usual {usual:.3g}, after "
-            f"{trust.num_long} versions in a row that were far above it"
+            f"{trust.num_long} versions or more that were far above it"
         )
 
     def _is_opposed(self, trust: DeviceTrust) -> bool:
@@ -442,12 +443,12 @@ class UpdateGuard:
     def _bound_norm(self, norm: float, trust: DeviceTrust, norms: Array, reasons: list[str]) -> float:
         """Returns the most norm of an update, by those of the others; adds why it is too long to the reasons."""
         usual = float(compute_low_medians(norms[:, None])[0])
-        limit = most = usual * self._compute_ratio(norms)
+        limit = most = self._compute_most(norms)
         is_opposed = self._is_opposed(trust)
         if is_opposed:
             limit = usual
-        if norm > most and trust.num_long >= NUM_LONG_VERSIONS:
-            limit = usual * most / norm
+        if trust.num_long >= NUM_LONG_VERSIONS:
+            limit = usual * min(1.0, most / norm) if norm > 0 else usual
         if trust.damping < 1.0:
             limit = min(limit, usual * trust.damping)
         if norm > limit:
@@ -458,9 +459,9 @@ class UpdateGuard:
                 reasons.append("what it adds beside the others' direction grows far faster than theirs")
         return limit
 
-    def _compute_ratio(self, norms: Array) -> float:
+    def _compute_most(self, norms: Array) -> float:
         assert self.norm_ratio is not None
-        return compute_outlier_ratio(norms, self.norm_ratio)
+        return compute_most_norm(norms, self.norm_ratio)
 
     def _record_trust(self, newest: Mapping[str, UpdateRecord]) -> None:
         names, incoming = list(newest), self.state.incoming
@@ -482,8 +483,8 @@ class UpdateGuard:
             trust.unities = [*trust.unities[1 - NUM_AGREEMENTS :], unity]
             peers = np.delete(raw, index)
             usual = float(compute_low_medians(peers[:, None])[0])
-            is_long = self.norm_ratio is not None and raw[index] > usual * self._compute_ratio(peers)
-            trust.num_long = trust.num_long + 1 if is_long else 0
+            is_long = self.norm_ratio is not None and raw[index] > self._compute_most(peers)
+            trust.num_long = min(trust.num_long + 1, MAX_LONG_VERSIONS) if is_long else max(trust.num_long - 1, 0)
             step = sketches[index] * np.float32(newest[name].norm / usual if math.isfinite(usual) else 0.0)
             self._record_response(trust, self.state.records.get(name), incoming[name])
             trust.drift = np.float32(DRIFT_DECAY) * trust.drift + step - (step @ direction) * direction
@@ -610,6 +611,18 @@ def compute_outlier_ratio(values: Array, least: float) -> float:
         return least
     spread = float(np.median(np.abs(logs - np.median(logs))))
     return min(max(least, math.exp(_DEVIATIONS * spread)), least**2)
+
+
+def compute_most_norm(norms: Array, ratio: float) -> float:
+    """Returns how long an update may be by the norms of the others, [n].
+
+    That is `ratio` times their low median, and more where they differ much, but at most `ratio` times their upper
+    quartile: among few devices with much or little data the spread alone would let anything pass.
+    """
+    usual = float(compute_low_medians(norms[:, None])[0])
+    known = np.sort(norms[norms > 0])
+    quartile = float(known[math.ceil(0.75 * len(known)) - 1]) if len(known) else math.inf
+    return min(usual * compute_outlier_ratio(norms, ratio), max(usual, quartile) * ratio)
 
 
 def compute_unity(gram: Array) -> float:

@@ -19,7 +19,7 @@ TASK = "fashion-mnist" if DATA.is_dir() else "digits"
 SCHEMES = ("iid", "dirichlet:0.3")
 NUM_DEVICES, NUM_EXAMPLES, NUM_SEEDS = 5, 4000, 20
 EPOCHS = {"epochs": 1.0, "learning_rate": 0.1}
-STEPS = {"iterations": 5, "learning_rate": 0.02}
+STEPS = {"iterations": 10, "learning_rate": 0.05}
 STRATEGIES = {
     "fedavg": (40, EPOCHS),
     "fedprox": (40, EPOCHS),
@@ -33,7 +33,7 @@ STRATEGIES = {
     "asgd": (100, STEPS),
     "dc-asgd": (100, STEPS),
     "bounded": (100, STEPS),
-    "adacomp": (100, {**STEPS, "learning_rate": 0.05, "compression": 0.05}),
+    "adacomp": (100, {**STEPS, "compression": 0.05}),
 }
 """Rounds and options with which each one learns."""
 ATTACKS = {

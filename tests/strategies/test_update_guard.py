@@ -17,6 +17,7 @@ from edgefl.strategies.update_guard import (
     GuardState,
     UpdateGuard,
     compute_low_medians,
+    compute_most_norm,
     measure_update,
 )
 
@@ -113,6 +114,23 @@ def test_a_device_that_grows_by_a_tenth_each_version_does_not_move_its_own_bound
         received = play_version(guard, version, vectors)
         assert np.linalg.norm(received["pi-5"]) < 4.001 * 7
     assert np.linalg.norm(received["pi-5"]) < 1  # far above the peers version by version: the less, the further
+
+
+def test_a_device_that_was_long_for_long_has_to_be_short_for_as_long_before_it_counts_again():
+    guard, received = make_guard(), []
+    for version, factor in enumerate([10.0] * 8 + [3.5] * 7):
+        sent = play_version(guard, version, honest(4) | {"pi-5": factor * DIRECTION})
+        received.append(float(np.linalg.norm(sent["pi-5"])) / 5)
+    assert max(received[4:8]) < 0.6
+    assert max(received[8:14]) < 1.1
+    assert received[14] == pytest.approx(3.5)
+
+
+def test_where_norms_differ_much_the_bound_follows_the_upper_quartile():
+    assert compute_most_norm(np.array([1.0, 1.0, 1.1, 1e6]), 4.0) == pytest.approx(4.0)
+    assert compute_most_norm(np.array([0.9, 0.2, 1.0, 0.3]), 4.0) == pytest.approx(4 * 0.9)
+    assert 8.0 < compute_most_norm(np.array([1.0, 1.3, 3.0, 3.0]), 4.0) < 9.0
+    assert compute_most_norm(np.array([0.0, 0.0, 1.0]), 4.0) == np.inf
 
 
 def test_a_device_hundreds_of_times_above_its_peers_is_refused_after_some_versions():

@@ -74,7 +74,10 @@ class FLTrustStrategy(SynchronousStrategy[RoundState]):
             return plans
         names = [device_id for device_id, _ in state.open[-1].assigned.values()] or devices
         known = [view.devices[name].examples for name in names if name != EVALUATOR_NAME and name in view.devices]
-        counts = [plan.count_iterations(each[self.rules.task]) or 1 for each in known if self.rules.task in each]
+        trained = [
+            round(each[self.rules.task] * (1 - self.rules.test_fraction)) for each in known if self.rules.task in each
+        ]
+        counts = [plan.count_iterations(number) or 1 for number in trained]
         if counts:
             plans[EVALUATOR_NAME] = replace(plan, epochs=None, iterations=statistics.median_low(counts))
         return plans

@@ -102,6 +102,8 @@ def test_a_round_begins_with_the_evaluator_which_does_as_much_as_the_median_devi
     assert list(orders) == [EVALUATOR_NAME, "a", "b", "c"]
     assert (orders[EVALUATOR_NAME].plan.epochs, orders[EVALUATOR_NAME].plan.iterations) == (None, 4)
     assert orders["a"].plan.epochs == 2.0
+    _, _, orders = begin("a", "b", "c", test_fraction=0.5)
+    assert orders[EVALUATOR_NAME].plan.iterations == 2
     state, decision = strategy.assign(strategy.init({"w": np.zeros(4, np.float32)}), view("a", evaluator=False))
     assert (state.open, decision.instructions) == ([], ())
 
