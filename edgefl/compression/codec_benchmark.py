@@ -25,6 +25,8 @@ RANDOM_UPDATE_SCALE = 1e-3
 _MAX_RANDOM_VALUES = 1 << 20
 _SEED = 7
 
+LARGE_ENTRY_FRACTION = 0.01
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecBenchmark:
@@ -157,9 +159,6 @@ def _measure_fastest_s(work: Callable[[], object], clock: Callable[[], float], r
 def _compute_log2_choose(size: int, count: int) -> float:
     """Returns the bits of a uniform choice of `count` among `size` entries."""
     return (math.lgamma(size + 1) - math.lgamma(count + 1) - math.lgamma(size - count + 1)) / math.log(2)
-
-
-LARGE_ENTRY_FRACTION = 0.01
 
 
 def make_example_specs(update: Tensors) -> list[str]:

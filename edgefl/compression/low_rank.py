@@ -33,6 +33,18 @@ from edgefl.compression.wire import PayloadReader, encode_varint, to_little_endi
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, Tensors, TensorSpec
 
+MAX_WEIGHT = 1e30
+"""Maximum weight in the encoder: sums of products grow, and a value stage may make vectors longer."""
+DENSE_FORM, ENTRIES_FORM, VECTORS_FORM = 0, 1, 2
+"""Forms of a parameter on the wire: whole, entries, and 2 + the rule's number for vectors."""
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+_MAX_RANK = 4096
+_EXACT_FLAG = 128
+_MAX_SKEW = 0.5
+_MIN_PROJECTION = 2.0**-20
+
 
 class MatrixRule(IntEnum):
     KERNEL = 0
@@ -90,14 +102,6 @@ def _halve_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) > 2 and columns == 1:
         return shape[0], shape[1]
     return (rows, columns) if rows % 2 else (rows // 2, 2 * columns)
-
-
-MAX_WEIGHT = 1e30
-"""Maximum weight in the encoder: sums of products grow, and a value stage may make vectors longer."""
-DENSE_FORM, ENTRIES_FORM, VECTORS_FORM = 0, 1, 2
-"""Forms of a parameter on the wire: whole, entries, and 2 + the rule's number for vectors."""
-
-_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def quantise_vectors(vectors: Array, values: ValueStage, rng: Generator) -> tuple[Array, list[Array]]:
@@ -187,12 +191,6 @@ def compute_sum_of_products(left: Array, weights: Array, right: Array) -> Array:
         raise CodecError(f"vectors and their weights make numbers up to {bound:.6g}, beyond float32")
     product: Array = (left.T * weights) @ right
     return product
-
-
-_MAX_RANK = 4096
-_EXACT_FLAG = 128
-_MAX_SKEW = 0.5
-_MIN_PROJECTION = 2.0**-20
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,11 @@ _ALIGNMENT = 8
 _MAX_VARINT_BITS = 63
 _MAX_HEADER_BYTES = _FIXED_HEADER.size + MAX_STAGES * (_STAGE_NUMBER.size + 1 + MAX_NAME_BYTES) + _ALIGNMENT
 
+_PEER_MAGIC = b"eE1"
+_PEER_HEADER = struct.Struct("<3sBIIIII")
+_PEER_PART = struct.Struct("<BI")
+_MAX_PARTS = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecFrame:
@@ -223,12 +228,6 @@ class PeerModelFrame:
     ack_epoch: int
     ack_number: int
     parts: Mapping[str, memoryview]
-
-
-_PEER_MAGIC = b"eE1"
-_PEER_HEADER = struct.Struct("<3sBIIIII")
-_PEER_PART = struct.Struct("<BI")
-_MAX_PARTS = 8
 
 
 def write_peer_frame(frame: PeerModelFrame) -> bytes:

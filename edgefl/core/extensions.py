@@ -23,6 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from edgefl.core.errors import EdgeflError, TaskError, UsageError
+from edgefl.core.settings import find_similar
 
 ALLOW_VARIABLE = "EDGEFL_ALLOW_MODULES"
 """Names of modules, with commas between them."""
@@ -89,6 +90,21 @@ def load_extension(kind: ExtensionKind, name: str) -> type[Any] | None:
         module, _, attribute = name.partition(":")
         check_allowed(name, kind.noun, kind.error)
         found = _load_class(kind, name, module, attribute)
+    return found
+
+
+def find_extension(kind: ExtensionKind, name: str, known_names: Sequence[str]) -> type[Any]:
+    """Returns what `load_extension` does, which must find something; an error names what was probably meant.
+
+    Raises:
+        EdgeflError: of the kind's class, as `load_extension`, or the name is neither.
+    """
+    found = load_extension(kind, name)
+    if found is None:
+        similar = find_similar(name, known_names)
+        hint = f" (did you mean {similar}?)" if similar else ""
+        listing = ", ".join(known_names)
+        raise kind.error(f"unknown {kind.noun} {format_name(name)}{hint}; known: {listing}, or module:Class")
     return found
 
 

@@ -337,6 +337,24 @@ class EvaluateInstruction:
     round: int
     subject: str = ""
 
+    def make_result(
+        self, *, source: str, num_examples: int, loss: float, accuracy: float, bytes_up: int = 0, bytes_down: int = 0
+    ) -> EvaluateResult:
+        """Returns the result of this evaluation."""
+        return EvaluateResult(
+            assignment_id=self.assignment_id,
+            device_id=self.device_id,
+            version=self.version,
+            round=self.round,
+            subject=self.subject,
+            source=source,
+            num_examples=num_examples,
+            loss=loss,
+            accuracy=accuracy,
+            bytes_up=bytes_up,
+            bytes_down=bytes_down,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishEarlyInstruction:

@@ -39,6 +39,9 @@ QUIET_ROUNDS = 10
 """Rounds after a finding before the next one."""
 MAX_HALVINGS = 10
 
+TOO_HIGH = 1.5
+"""So many times what the task recommends, a learning rate is taken for the cause."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DivergenceRule:
@@ -54,10 +57,6 @@ class DivergenceRule:
     untrained_loss: float | None = None
     smaller: str = "start again with a smaller strategy.learning_rate"
     other: str = "start again with another strategy.learning_rate"
-
-
-TOO_HIGH = 1.5
-"""So many times what the task recommends, a learning rate is taken for the cause."""
 
 
 def make_advice(name: str, rate: float | None, usual: float, step_scale: float | None) -> dict[str, str]:

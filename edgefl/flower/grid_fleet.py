@@ -374,16 +374,11 @@ def _parse_evaluation(
     loss, accuracy, num_examples = float(metrics["loss"]), float(metrics["accuracy"]), int(metrics["num_examples"])
     if not (math.isfinite(loss) and math.isfinite(accuracy) and num_examples > 0):
         raise ValueError(f"loss = {loss!r}, accuracy = {accuracy!r} on {num_examples} examples")
-    return EvaluateResult(
-        assignment_id=instruction.assignment_id,
-        device_id=instruction.device_id,
-        version=instruction.version,
-        round=instruction.round,
+    return instruction.make_result(
         source="device",
         num_examples=num_examples,
         loss=loss,
         accuracy=accuracy,
-        subject=instruction.subject,
         bytes_up=bytes_up,
         bytes_down=bytes_down,
     )

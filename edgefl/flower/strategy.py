@@ -52,6 +52,11 @@ _BUDGETS = ("iterations", "epochs", "seconds")
 _PLAN_FIELDS = frozenset({*_BUDGETS, "batch_size", "learning_rate", "momentum", "weight_decay"})
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 
+PLACEHOLDER_ID = 1
+"""Messages of a strategy in this process never leave it; any number will do."""
+MAX_QUERIES = 6
+"""Flower's `sample_nodes` queries, sleeps and repeats without end; no node joins during its sleep here."""
+
 
 @dataclass(slots=True)
 class FlowerState(RoundState):
@@ -326,12 +331,6 @@ def _from_saved(value: Any) -> Any:
     if type(value) in {list, tuple}:
         return type(value)(_from_saved(entry) for entry in value)
     return value
-
-
-PLACEHOLDER_ID = 1
-"""Messages of a strategy in this process never leave it; any number will do."""
-MAX_QUERIES = 6
-"""Flower's `sample_nodes` queries, sleeps and repeats without end; no node joins during its sleep here."""
 
 
 def ensure_identity() -> None:

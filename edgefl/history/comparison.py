@@ -27,6 +27,15 @@ LOG_AXIS_RATIO = 5.0
 LOG_SCALE_RATIO = 50.0
 """A loss that falls by more than this factor is drawn on a logarithmic scale."""
 
+_LINE_STYLES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
+
+MAX_BARS = len(plot_style.HATCHES)
+"""More devices than this are drawn as a box: quartiles and extremes."""
+
+MAX_BINS = 40
+MIN_AXIS_VERSIONS = 5
+"""Minimum axis length: one bar across the sheet would look like a mistake."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotMetric:
@@ -65,7 +74,6 @@ PLOT_METRICS = MappingProxyType(
         ),
     }
 )
-_LINE_STYLES: tuple[Literal["-", "--", ":"], ...] = ("-", "--", ":")
 
 
 def render_curves(
@@ -217,10 +225,6 @@ def _make_line_style_entries(series: Sequence[RoundSeries], metrics: Sequence[Pl
     return entries
 
 
-MAX_BARS = len(plot_style.HATCHES)
-"""More devices than this are drawn as a box: quartiles and extremes."""
-
-
 def render_bars(names: Sequence[str], parts: Mapping[str, Sequence[float]], label: str, title: str = "") -> Figure:
     """Returns a sheet with one bar per run.
 
@@ -332,11 +336,6 @@ def _set_row_names(panel: Any, names: Sequence[str]) -> None:
     panel.set_yticks(range(len(names)), [plot_style.format_label(name, 32) for name in names])
     panel.set_ylim(len(names) - 0.4, -0.6)
     panel.grid(visible=False, axis="y")
-
-
-MAX_BINS = 40
-MIN_AXIS_VERSIONS = 5
-"""Minimum axis length: one bar across the sheet would look like a mistake."""
 
 
 def render_staleness(by_run: Mapping[str, Array], title: str = "") -> Figure:

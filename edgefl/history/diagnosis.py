@@ -23,6 +23,10 @@ _DEVICE_COLUMNS = (
     "wait_s", "bytes_up", "bytes_down", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s", "energy_j",
 )  # fmt: skip
 
+MAX_NAMES = 3
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
+_BIT_UNITS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+
 
 def diagnose_round(details: RoundDetails) -> Json:
     """Returns the diagnosis of a round: `sentence` for people, the facts for programs."""
@@ -216,11 +220,6 @@ def _compute_median(rows: Sequence[Json], name: str) -> Any:
 
 def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-MAX_NAMES = 3
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
-_BIT_UNITS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 
 
 def format_seconds(seconds: float | None) -> str:

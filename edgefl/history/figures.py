@@ -36,6 +36,23 @@ DEFAULT_TIMELINE_ROUNDS = 20
 MAX_ASSIGNMENTS_PER_DEVICE = 60
 """Assignments of each device in such a timeline; a decentralised round has many."""
 
+MAX_DEVICES = 40
+NUM_SLOWEST_DEVICES = 32
+"""Devices shown of a fleet of more than `MAX_DEVICES`."""
+MAX_ASSIGNMENTS = 20_000
+MAX_ROUND_LINES = 60
+MAX_ROUND_LABELS = 13
+NO_UPDATE_LABEL = "brought no update"
+# Dark, hatched and light: distinguishable without colour.
+ACTIVITY_STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "computing": {"facecolor": "#0072B2", "linewidth": 0.0},
+        "sending": {"facecolor": "#E69F00", "edgecolor": "#7A5400", "hatch": "//////", "linewidth": 0.0},
+        "waiting": {"facecolor": "#DDDDDD", "linewidth": 0.0},
+    }
+)
+ActivitySpans = dict[str, list[tuple[float, float]]]
+
 
 def render_figure(
     source: HistoryReader,
@@ -211,24 +228,6 @@ _RENDERERS = {
     "computing-time": _render_computing_time,
     "staleness": _render_staleness,
 }
-
-
-MAX_DEVICES = 40
-NUM_SLOWEST_DEVICES = 32
-"""Devices shown of a fleet of more than `MAX_DEVICES`."""
-MAX_ASSIGNMENTS = 20_000
-MAX_ROUND_LINES = 60
-MAX_ROUND_LABELS = 13
-NO_UPDATE_LABEL = "brought no update"
-# Dark, hatched and light: distinguishable without colour.
-ACTIVITY_STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "computing": {"facecolor": "#0072B2", "linewidth": 0.0},
-        "sending": {"facecolor": "#E69F00", "edgecolor": "#7A5400", "hatch": "//////", "linewidth": 0.0},
-        "waiting": {"facecolor": "#DDDDDD", "linewidth": 0.0},
-    }
-)
-ActivitySpans = dict[str, list[tuple[float, float]]]
 
 
 def render_timeline(rounds: RoundSeries, work: AssignmentArrays, title: str = "") -> Figure:

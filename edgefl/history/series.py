@@ -14,6 +14,14 @@ from edgefl.core.errors import NotFoundError, UsageError
 from edgefl.core.types import Array, Json, UpdateStatus
 from edgefl.storage.queries.columns import HistoryFilters
 
+_ROUND_COLUMNS = (
+    "round", "bytes_up", "bytes_down", "num_devices", "num_updates", "accuracy", "loss", "train_loss",
+    "node_accuracy", "worst_node_accuracy",
+)  # fmt: skip
+
+READ_BATCH_ROWS = 50_000
+"""A run of a million assignments is read in batches: HTTPS answers are limited."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
@@ -62,12 +70,6 @@ def parse_round_range(text: str) -> RoundRange:
     if low is not None and high is not None and low > high:
         raise UsageError(f"rounds must go from the lower to the higher, got {text!r}")
     return RoundRange(low, high)
-
-
-_ROUND_COLUMNS = (
-    "round", "bytes_up", "bytes_down", "num_devices", "num_updates", "accuracy", "loss", "train_loss",
-    "node_accuracy", "worst_node_accuracy",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +172,6 @@ def find_runs(source: HistoryReader, texts: Sequence[str]) -> dict[str, RunInfo]
     runs = list({run.run_id: run for run in map(source.find_run, texts)}.values())
     name_counts = Counter(run.name for run in runs)
     return {run.name if name_counts[run.name] == 1 else f"{run.name} {run.run_id}": run for run in runs}
-
-
-READ_BATCH_ROWS = 50_000
-"""A run of a million assignments is read in batches: HTTPS answers are limited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

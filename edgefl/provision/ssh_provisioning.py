@@ -39,6 +39,11 @@ systemctl start --no-block edgefl-join.service
 """
 _REMOTE_FOLDER = re.compile(r"/var/tmp/edgefl\.[A-Za-z0-9]+\Z")  # noqa: S108 on the host, made by mktemp
 
+ProvisionOutcome = Literal["joined", "already joined", "updated", "would join", "would update", "failed"]
+"""Outcome for a host; those with `would` belong to a dry run."""
+ProvisionStep = Literal["reach", "copy", "install", "data", "join"]
+"""Last step reached by a host."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
@@ -150,12 +155,6 @@ def _parse_device(text: str) -> Mapping[str, Any]:
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {}
-
-
-ProvisionOutcome = Literal["joined", "already joined", "updated", "would join", "would update", "failed"]
-"""Outcome for a host; those with `would` belong to a dry run."""
-ProvisionStep = Literal["reach", "copy", "install", "data", "join"]
-"""Last step reached by a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

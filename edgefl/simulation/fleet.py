@@ -19,7 +19,6 @@ from edgefl.core.types import (
     DeviceAvailable,
     DeviceInfo,
     EvaluateInstruction,
-    EvaluateResult,
     Event,
     FinishEarlyInstruction,
     HealthMetrics,
@@ -37,6 +36,11 @@ from edgefl.simulation.backends.trainer import EncodedModel, TrainingBackend, Tr
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.instruction_lifecycle import InstructionLifecycle, make_failure
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
+
+MAX_IDLE_WAITS = 10_000
+"""Number of waits without events after which the run fails, if none can follow."""
+MAX_CONSECUTIVE_LOSSES = 1000
+"""Number of instructions lost in a row, and 20 per device, after which the run fails: no device is in time."""
 
 
 class ChurnSimulator:
@@ -114,12 +118,6 @@ class ChurnSimulator:
         rng = self._rngs[device.device_id]
         start_s = self._event_queue.now_s + float(rng.exponential(profile.mtbf_s))
         return start_s, start_s + float(rng.exponential(profile.mttr_s))
-
-
-MAX_IDLE_WAITS = 10_000
-"""Number of waits without events after which the run fails, if none can follow."""
-MAX_CONSECUTIVE_LOSSES = 1000
-"""Number of instructions lost in a row, and 20 per device, after which the run fails: no device is in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,17 +296,12 @@ class SimulatedFleet:
         except TrainingFailedError as error:
             self._publish(make_failure(instruction, UpdateStatus.FAILED, str(error)))
             return
-        result = EvaluateResult(
-            assignment_id=instruction.assignment_id,
-            device_id=instruction.device_id,
-            version=instruction.version,
-            round=instruction.round,
+        result = instruction.make_result(
             source=info.source,
             num_examples=scores.num_examples,
             loss=scores.loss,
             accuracy=scores.accuracy,
             bytes_down=len(encoded.body) if is_board else 0,
-            subject=instruction.subject,
         )
         self._publish(self._state.bound_evaluation(result))
 

@@ -33,6 +33,8 @@ from edgefl.system.processes import exit_with_parent
 from edgefl.tasks.datasets.central import TEST_NAME, create_shards
 from edgefl.tasks.registry import make_task
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
@@ -40,6 +42,9 @@ TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 COORDINATOR = "coordinator"
 LOOPBACK = "127.0.0.1"
 EDGEFL_COMMAND = (sys.executable, "-m", "edgefl.cli.main")
+
+DEFAULT_SCHEMES = {"digits": "dirichlet:0.5", "motionsense": "natural"}
+FALLBACK_SCHEME = "iid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,12 +335,6 @@ def find_free_port() -> int:
             server.accept()[0].close()
             client.recv(1)  # the other side closes first: the side that does stays in TIME_WAIT
     return port
-
-
-log = logging.getLogger(__name__)
-
-DEFAULT_SCHEMES = {"digits": "dirichlet:0.5", "motionsense": "natural"}
-FALLBACK_SCHEME = "iid"
 
 
 def run(

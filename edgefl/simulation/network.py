@@ -16,6 +16,14 @@ from edgefl.core.types import Indices, ModelProvider, Tensors, TrainInstruction
 from edgefl.simulation.backends.trainer import EncodedModel
 from edgefl.simulation.device import SimulatedDevice
 
+TransferT = TypeVar("TransferT")
+
+Transfer = tuple[Callable[[Any], None], Any, float, float]
+"""Callback, its subject, earliest end in seconds, and the latency after the last byte."""
+
+EncodeModel = Callable[[Tensors, int], bytes]
+EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
+
 
 class SimulationEventQueue:
     """A heap of callbacks; those of the same instant run in the order of scheduling."""
@@ -44,9 +52,6 @@ class SimulationEventQueue:
             _, _, callback, subject = heapq.heappop(heap)
             callback(subject)
         return True
-
-
-TransferT = TypeVar("TransferT")
 
 
 class SharedLink(Generic[TransferT]):
@@ -89,10 +94,6 @@ class SharedLink(Generic[TransferT]):
         else:
             self._served_bytes = 0.0
         self._updated_s = now_s
-
-
-Transfer = tuple[Callable[[Any], None], Any, float, float]
-"""Callback, its subject, earliest end in seconds, and the latency after the last byte."""
 
 
 class SimulatedNetwork:
@@ -170,10 +171,6 @@ class SimulatedNetwork:
         for callback, subject, own_end_s, latency_s in link.complete_next(now_s):
             self._event_queue.schedule(max(now_s, own_end_s) + latency_s, callback, subject)
         self._schedule_next_end(link)
-
-
-EncodeModel = Callable[[Tensors, int], bytes]
-EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
 
 
 class SimulatedDownlink:

@@ -28,6 +28,11 @@ StepTrace = tuple[tuple[float, float], ...]
 Absences = tuple[tuple[float, float], ...]
 """(from second, to second), in the order of time and apart from each other; the last may end at infinity."""
 
+BUILT_IN_FILE = "profiles.toml"
+SOURCE_KINDS = ("measured", "vendor", "estimated")
+MAX_JITTER = 2.0
+"""As of `simulation.jitter`: beyond it the times of iterations would overflow."""
+
 
 def value_at(steps: StepTrace, now_s: float) -> float | None:
     """Returns the value at `now_s`; None before the first step."""
@@ -123,12 +128,6 @@ class IterationTimes:
         num_cycles = int(work_s // float(self.ends_s[-1]))
         remainder_s = work_s - num_cycles * float(self.ends_s[-1])
         return num_cycles * len(self.ends_s) + int(np.searchsorted(self.ends_s, remainder_s, side="right"))
-
-
-BUILT_IN_FILE = "profiles.toml"
-SOURCE_KINDS = ("measured", "vendor", "estimated")
-MAX_JITTER = 2.0
-"""As of `simulation.jitter`: beyond it the times of iterations would overflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

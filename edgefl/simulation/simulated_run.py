@@ -57,6 +57,17 @@ from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
 from edgefl.tasks.registry import make_task
 
+log = logging.getLogger(__name__)
+
+DEFAULT_EXPECTED_ROUNDS = 20
+"""Expected rounds of work in a run without a number of rounds."""
+
+REFERENCE_FLOPS = 10e9
+"""Speed of the reference machine on small networks, for tasks without a measured cost."""
+FLOPS_PER_WEIGHT = 6
+"""Forward, backward and gradient of one weight and one example; a convolution uses its weights far more often."""
+ITERATION_OVERHEAD_S = 3e-4
+
 
 def simulate(  # noqa: PLR0913 the options of the command line, all by name
     config: RunConfig | Mapping[str, Any] | str | Path,
@@ -277,12 +288,6 @@ def _build_result(store: Store, run_id: str, root: Path) -> RunResult:
     )
 
 
-log = logging.getLogger(__name__)
-
-DEFAULT_EXPECTED_ROUNDS = 20
-"""Expected rounds of work in a run without a number of rounds."""
-
-
 def make_device_names(num_devices: int) -> list[str]:
     """Returns the device names, the same as `create_shards` gives."""
     width = max(2, len(str(num_devices)))
@@ -439,13 +444,6 @@ def _make_device_info(
         capabilities=make_capabilities(profile),
         blocks={task: tuple(sorted(blocks))} if blocks else {},
     )
-
-
-REFERENCE_FLOPS = 10e9
-"""Speed of the reference machine on small networks, for tasks without a measured cost."""
-FLOPS_PER_WEIGHT = 6
-"""Forward, backward and gradient of one weight and one example; a convolution uses its weights far more often."""
-ITERATION_OVERHEAD_S = 3e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

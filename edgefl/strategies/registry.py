@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from edgefl.core.errors import StrategyError
-from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_extension
-from edgefl.core.settings import check_options, find_similar, list_options
+from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
+from edgefl.core.settings import check_options, list_options
 from edgefl.core.types import Scalar, Strategy
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
@@ -82,14 +82,7 @@ def find_strategy(name: str) -> type[Any]:
         module_name, _, class_name = BUILT_IN_STRATEGIES[name].partition(":")
         built_in: type[Any] = getattr(importlib.import_module(module_name), class_name)
         return built_in
-    strategy_class = load_extension(KIND, name)
-    if strategy_class is None:
-        similar = find_similar(name, list_strategy_names())
-        hint = f" (did you mean {similar}?)" if similar else ""
-        raise StrategyError(
-            f"unknown strategy {format_name(name)}{hint}; known: {', '.join(list_strategy_names())}, or module:Class"
-        )
-    return strategy_class
+    return find_extension(KIND, name, list_strategy_names())
 
 
 def get_settings(name: str) -> dict[str, Any]:

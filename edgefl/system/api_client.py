@@ -22,6 +22,8 @@ from edgefl.core.types import Json
 TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 
+_FIELDS = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer_token")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorFile:
@@ -42,9 +44,6 @@ class OperatorFile:
     def to_toml(self) -> str:
         """Returns the TOML text."""
         return format_toml(asdict(self))
-
-
-_FIELDS = ("url", "fleet", "ca_fingerprint", "ca_pem", "operator_token", "viewer_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,10 +32,33 @@ from edgefl.system.confinement import Confinement, make_command, make_environmen
 if TYPE_CHECKING:
     from edgefl.core.types import Json
 
+log = logging.getLogger(__name__)
+
 PR_SET_PDEATHSIG = 1
 # Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+KEEPALIVES_PER_TIMEOUT = 4
+"""Notifications per WatchdogSec; a loop has half of WatchdogSec to make progress."""
+WORK_TIMEOUT_S = 1800.0
+"""Time without computing or progress after which work counts as stuck, as at a disk or a lock that never answers."""
+MIN_CPU_SHARE = 0.005
+"""Minimum share of a core of a computing thread; waiting, even with short sleeps, takes less."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+"""glibc's `malloc.h`: how much may be free at the heap's end before it is given back, from which size on a block is
+a mapping of its own, and how many heaps threads are spread over (otherwise eight for each core)."""
+TRIM_THRESHOLD_BYTES = 16 << 20
+MMAP_THRESHOLD_BYTES = 32 << 20
+"""glibc's maximum, which it reaches by itself as blocks of that size are freed."""
+
+BLOCKED_MODULES = ("httpx._main",)
+"""Optional imports of libraries: command lines and terminal output."""
+STUBBED_MODULES = (
+    "flwr.client", "flwr.clientapp", "flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc",
+)  # fmt: skip
+"""Unused imports of `flwr`: a device runs no Flower app and no server, and uses the Fleet API over HTTP, not gRPC."""
 
 
 @contextlib.contextmanager
@@ -88,9 +111,6 @@ def exit_with_parent() -> None:
     """
     if _PRCTL is not None:
         _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-
-
-log = logging.getLogger(__name__)
 
 
 def call_in_subprocess(
@@ -154,14 +174,6 @@ def _encode_error(error: Exception) -> Json:
         return {"kind": kind.__name__, "message": str(error), "trace": ""}
     trace = "".join(traceback.format_exception(error))
     return {"kind": EdgeflError.__name__, "message": f"{type(error).__name__}: {error}", "trace": trace}
-
-
-KEEPALIVES_PER_TIMEOUT = 4
-"""Notifications per WatchdogSec; a loop has half of WatchdogSec to make progress."""
-WORK_TIMEOUT_S = 1800.0
-"""Time without computing or progress after which work counts as stuck, as at a disk or a lock that never answers."""
-MIN_CPU_SHARE = 0.005
-"""Minimum share of a core of a computing thread; waiting, even with short sleeps, takes less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,21 +288,6 @@ def _send_keepalives(notifier: SystemdNotifier, monitor: LivenessMonitor, stop: 
         was_alive = is_alive
         if stop.wait(notifier.watchdog_s / KEEPALIVES_PER_TIMEOUT):
             return
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""glibc's `malloc.h`: how much may be free at the heap's end before it is given back, from which size on a block is
-a mapping of its own, and how many heaps threads are spread over (otherwise eight for each core)."""
-TRIM_THRESHOLD_BYTES = 16 << 20
-MMAP_THRESHOLD_BYTES = 32 << 20
-"""glibc's maximum, which it reaches by itself as blocks of that size are freed."""
-
-BLOCKED_MODULES = ("httpx._main",)
-"""Optional imports of libraries: command lines and terminal output."""
-STUBBED_MODULES = (
-    "flwr.client", "flwr.clientapp", "flwr.server", "flwr.serverapp", "flwr.simulation", "flwr.supercore.grpc",
-)  # fmt: skip
-"""Unused imports of `flwr`: a device runs no Flower app and no server, and uses the Fleet API over HTTP, not gRPC."""
 
 
 class _StubModule(ModuleType):

@@ -37,6 +37,18 @@ FILE_NAME = "motionsense.npz"
 _RECORDING_ARRAYS = ("length", "subject", "activity", "trial")
 _ARRAYS = ("q", "scale", *_RECORDING_ARRAYS)
 
+LABELS = ("downstairs", "upstairs", "walking", "jogging", "sitting", "standing")
+# Mean and standard deviation of each channel over the training trials, fixed here: a device with data of
+# one person cannot know them.
+MEAN = np.array([0.0375, 0.7839, -0.1245, 0.0042, 0.0167, 0.0139, -0.0051, 0.0455, 0.0378], np.float32)
+STD = np.array([0.3326, 0.2970, 0.4120, 1.3193, 1.2437, 0.8208, 0.3289, 0.5360, 0.3804], np.float32)
+BAND_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 33)
+"""Edges of the frequency bands, in steps of 50/128 Hz; above 13 Hz there is mostly noise."""
+NUM_FEATURES = CHANNELS * (5 + len(BAND_EDGES) - 1)
+
+MODELS = ("cnn", "mlp", "logistic")
+DEFAULTS: dict[str, Scalar] = {"batch_size": 16}
+
 
 def read_motion_windows(path: Path) -> tuple[Dataset, Dataset, Array]:
     """Returns training and test windows with their activities, and the people of the training windows.
@@ -109,19 +121,6 @@ def _check_arrays(arrays: Mapping[str, Array], path: Path) -> None:
         raise DataError(
             f"{path} must hold recordings of trials before {FIRST_TEST_TRIAL} and later; download it again"
         )
-
-
-LABELS = ("downstairs", "upstairs", "walking", "jogging", "sitting", "standing")
-# Mean and standard deviation of each channel over the training trials, fixed here: a device with data of
-# one person cannot know them.
-MEAN = np.array([0.0375, 0.7839, -0.1245, 0.0042, 0.0167, 0.0139, -0.0051, 0.0455, 0.0378], np.float32)
-STD = np.array([0.3326, 0.2970, 0.4120, 1.3193, 1.2437, 0.8208, 0.3289, 0.5360, 0.3804], np.float32)
-BAND_EDGES = (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 33)
-"""Edges of the frequency bands, in steps of 50/128 Hz; above 13 Hz there is mostly noise."""
-NUM_FEATURES = CHANNELS * (5 + len(BAND_EDGES) - 1)
-
-MODELS = ("cnn", "mlp", "logistic")
-DEFAULTS: dict[str, Scalar] = {"batch_size": 16}
 
 
 def motionsense(*, model: str = "cnn") -> ClassificationTask:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from edgefl.core.errors import EdgeflError, TaskError, format_install_command
-from edgefl.core.extensions import ExtensionKind, format_name, inherits_from, list_entry_points, load_extension
-from edgefl.core.settings import OptionType, check_options, find_similar, list_options
+from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
+from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import Scalar, Task
 
 KIND = ExtensionKind(
@@ -68,15 +68,7 @@ def _find_factory(name: str) -> Callable[..., Task]:
     if name in BUILT_IN:
         built_in: Callable[..., Task] = load_object(BUILT_IN[name])
         return built_in
-    task_class = load_extension(KIND, name)
-    if task_class is None:
-        similar = find_similar(name, list_task_names())
-        hint = f" (did you mean {similar}?)" if similar else ""
-        raise TaskError(
-            f"there is no task {format_name(name)}{hint}; choose one of {', '.join(list_task_names())}, or "
-            "module:Class of your own"
-        )
-    return task_class
+    return find_extension(KIND, name, list_task_names())
 
 
 def load_object(target: str) -> Any:

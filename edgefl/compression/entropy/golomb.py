@@ -27,6 +27,8 @@ MAX_PARAMETER = 31
 
 _MAX_COUNTED_VALUE = 2**16
 
+MAX_CLASSES = 32
+
 
 def pack_bits(values: Array, width: int) -> Array:
     """Returns the lowest `width` bits of each value, as planes from the lowest bit up."""
@@ -211,9 +213,6 @@ def _unpack_bits(stream: Array) -> Iterator[Array]:
     """Yields the bits of a stream, in chunks that stay in the cache."""
     for chunk in iterate_chunks(stream.size, CHUNK // 8):
         yield np.unpackbits(stream[chunk], bitorder="little").view(np.bool_)
-
-
-MAX_CLASSES = 32
 
 
 def compute_exp_golomb_cost(numbers: Array, counts: Array) -> int:

@@ -41,6 +41,8 @@ _MAX_FEW_LABELS = 16
 _MAX_FRAME_OVERHEAD_BYTES = 2**10
 """Upper limit of a frame's overhead over its content, even if incompressible."""
 
+_MIN_LABEL_CODED_LEVELS = 127
+
 
 def write_labels(labels: Array) -> list[Array]:
     """Returns the arrays to write for [n] integer labels, each from 0 to 65,535."""
@@ -101,9 +103,6 @@ def _encode_digits(labels: Array, base: int) -> Array:
 def _count_digits_per_byte(base: int) -> int:
     """Returns the number of digits per byte, from one to eight."""
     return next((number for number in range(8, 1, -1) if base**number <= _NUM_BYTE_VALUES), 1)
-
-
-_MIN_LABEL_CODED_LEVELS = 127
 
 
 def write_levels(levels: Array, highest: int) -> list[Array]:

@@ -18,6 +18,12 @@ from edgefl.compression.wire import PayloadReader, encode_varint, to_little_endi
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array
 
+DEFAULT_LEVEL = 3
+# Levels over 19 take hundreds of MB, too much for small devices.
+_MAX_LEVEL = 19
+_MAX_NUMBER_BYTES = 16
+_MAX_RUNS = 2**16
+
 
 def compress(content: bytes | memoryview, level: int, **settings: int) -> Array:
     """Returns the frame as uint8; `settings` are Zstandard's own and override those of the level."""
@@ -53,13 +59,6 @@ def _decompress_empty(frame: memoryview) -> bytes:
     if content or not reader.eof or reader.unused_data:
         raise CodecError("payload cannot be unpacked: more than the empty frame that it states")
     return content
-
-
-DEFAULT_LEVEL = 3
-# Levels over 19 take hundreds of MB, too much for small devices.
-_MAX_LEVEL = 19
-_MAX_NUMBER_BYTES = 16
-_MAX_RUNS = 2**16
 
 
 @dataclass(frozen=True, slots=True)

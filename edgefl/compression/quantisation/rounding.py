@@ -34,6 +34,11 @@ from edgefl.core.types import Array
 
 _UINT16 = np.dtype("<u2")
 
+_INT8 = np.dtype(np.int8)
+_MAX_STEP = np.float32(127)
+
+_MAX_BUCKET = 2**20
+
 
 class Float32(StageWithoutArgument):
     """The exact default value stage; it has no number because it is never in a header."""
@@ -149,10 +154,6 @@ def _make_float16_table() -> Array:
     return np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-_INT8 = np.dtype(np.int8)
-_MAX_STEP = np.float32(127)
-
-
 @dataclass(frozen=True, slots=True)
 class Int8(FiniteValueStage):
     """Rounds to the nearest 127th of the largest magnitude of the tensor, or of its slice along the first axis.
@@ -221,9 +222,6 @@ class ScaledSign(StageWithoutArgument, FiniteValueStage):
     def decode(reader: PayloadReader, size: int) -> Array:
         scale = read_finite(reader, 1, UNEXPECTED_SCALE)
         return read_binary_values(reader, size, scale[0], -scale[0])
-
-
-_MAX_BUCKET = 2**20
 
 
 @dataclass(frozen=True, slots=True)

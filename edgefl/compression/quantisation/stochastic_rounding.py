@@ -33,6 +33,14 @@ _MAX_BITS = 8
 _MAX_BUCKET = 2**20
 _MAX_FLOAT32 = np.finfo(np.float32).max
 
+DEFAULT_CLIP = 2.5
+
+MAX_MAGNITUDE = 2.0**127
+_MIN_EXPONENT, _NUM_EXPONENTS = -149, 277
+_FRACTION_BITS = 23
+_EXPONENT_BIAS = 127
+_FRACTION_MASK = 2**_FRACTION_BITS - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Qsgd(FiniteValueStage):
@@ -130,9 +138,6 @@ def _compute_norms(buckets: Array) -> Array:
     return rounded_up
 
 
-DEFAULT_CLIP = 2.5
-
-
 @dataclass(frozen=True, slots=True)
 class TernGrad(FiniteValueStage):
     """Rounds each value at random to -s, 0 or s, the largest magnitude.
@@ -194,13 +199,6 @@ def _sample_levels(values: Array, scale: np.float32, rng: Generator, levels: Arr
     is_kept = rng.random(values.size, dtype=np.float32) < chances
     np.copysign(is_kept, values, out=chances)
     levels[:] = chances
-
-
-MAX_MAGNITUDE = 2.0**127
-_MIN_EXPONENT, _NUM_EXPONENTS = -149, 277
-_FRACTION_BITS = 23
-_EXPONENT_BIAS = 127
-_FRACTION_MASK = 2**_FRACTION_BITS - 1
 
 
 class NaturalCompression(StageWithoutArgument, FiniteValueStage):

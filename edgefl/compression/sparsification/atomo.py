@@ -66,6 +66,15 @@ _CHUNK = 2**18
 _MIN_BUDGET, _MAX_BUDGET = Decimal("1e-12"), Decimal("1e12")
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
+_MIN_RELATIVE_WEIGHT = 2.0**-22
+_GRAM_CHUNK_ROWS = 4096
+
+MAX_KERNEL_SIDE, MAX_DECOMPOSED_SIDE = 1024, 2048
+"""Smaller sides of matrices over which kernels are made matrices by `out`, and over which entries travel: the time to
+decompose a matrix grows with the third power, and 1536 takes 3 s where 512 takes 0.1 s."""
+
+_SAMPLE_SIZE, _BISECTION_STEPS = 2**14, 16
+
 
 def compute_level(magnitudes: Array, budget: float) -> float:
     """Returns the magnitude t whose probabilities have the least variance within the budget.
@@ -223,10 +232,6 @@ def read_entries(reader: PayloadReader, spec: TensorSpec, values: type[ValueStag
     return SparseTensor(indices=atoms, values=entries, shape=spec.shape)
 
 
-_MIN_RELATIVE_WEIGHT = 2.0**-22
-_GRAM_CHUNK_ROWS = 4096
-
-
 class Spectrum(NamedTuple):
     """A matrix as a sum of orthonormal atoms: its products with the [n, n] orthonormal columns of `basis`.
 
@@ -300,13 +305,6 @@ def read_triples(reader: PayloadReader, sides: tuple[int, int], values: type[Val
     weights = read_finite(reader, count, "a singular value that is not finite")
     left, right = (read_vectors(reader, count, side, values) for side in sides)
     return compute_sum_of_products(left, weights, right)
-
-
-MAX_KERNEL_SIDE, MAX_DECOMPOSED_SIDE = 1024, 2048
-"""Smaller sides of matrices over which kernels are made matrices by `out`, and over which entries travel: the time to
-decompose a matrix grows with the third power, and 1536 takes 3 s where 512 takes 0.1 s."""
-
-_SAMPLE_SIZE, _BISECTION_STEPS = 2**14, 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,13 @@ _NUM_BINS = 100
 _OUTLIER_WEIGHT = 3.0
 _MIN_BUCKETS = 10
 
+DEFAULT_FRACTION = 0.05
+_MAX_BITS = 6
+_MAX_LABEL = 2**_MAX_BITS
+_MAX_SAMPLE_SIZE = 100_000
+# Number of buckets summed at a time, in double precision.
+_BUCKET_CHUNK = 2**14
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clusters:
@@ -158,14 +165,6 @@ def _compute_entropy(magnitudes: Array) -> float:
     shares = np.bincount(bins) / magnitudes.size
     shares = shares[shares > 0]
     return -float(shares @ np.log2(shares))
-
-
-DEFAULT_FRACTION = 0.05
-_MAX_BITS = 6
-_MAX_LABEL = 2**_MAX_BITS
-_MAX_SAMPLE_SIZE = 100_000
-# Number of buckets summed at a time, in double precision.
-_BUCKET_CHUNK = 2**14
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,12 @@ from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, TensorSpec
 
+_MIN_SAMPLED_SIZE = 2**16
+_SAMPLE_SIZE = 2**14
+
+_MIN_FRACTION = Decimal("1e-12")
+_MIN_THRESHOLD, _MAX_FLOAT32 = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+
 
 class Dense(StageWithoutArgument, EachTensorStage):
     """All entries in order. Decoded tensors are read-only views of the body where no cast is needed."""
@@ -46,10 +52,6 @@ class Dense(StageWithoutArgument, EachTensorStage):
     @staticmethod
     def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> Array:
         return values.decode(reader, spec.size).reshape(spec.shape)
-
-
-_MIN_SAMPLED_SIZE = 2**16
-_SAMPLE_SIZE = 2**14
 
 
 def find_top_k(flat: Array, count: int) -> Array:
@@ -90,10 +92,6 @@ def _find_candidates(magnitudes: Array, count: int) -> Array | None:
     floor = np.partition(sample, sample.size - rank)[sample.size - rank]
     candidates = np.flatnonzero(magnitudes >= floor)
     return candidates if candidates.size >= count else None
-
-
-_MIN_FRACTION = Decimal("1e-12")
-_MIN_THRESHOLD, _MAX_FLOAT32 = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
 
 class _Sparsifier(EachTensorStage):

@@ -202,9 +202,9 @@ class AdmissionController:
             self.transport.cancel(candidate.message_id)
             self._send_query(candidate)
 
-    def get_absent(self) -> dict[str, str]:
+    def get_not_ready(self) -> dict[str, str]:
         """Returns why devices that the run could have are not ready, by id."""
-        return self._candidates.get_absent()
+        return self._candidates.get_not_ready(with_unselected=True)
 
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""
@@ -458,9 +458,9 @@ class RunMembership:
         """Returns whether a reply answered an admission query."""
         return self._admission is not None and self._admission.on_reply(device_id, reply)
 
-    def get_absent(self) -> dict[str, str]:
+    def get_not_ready(self) -> dict[str, str]:
         """Returns why devices that the run could have are not ready, by id."""
-        return self._admission.get_absent() if self._admission is not None else {}
+        return self._admission.get_not_ready() if self._admission is not None else {}
 
     def pop_traffic(self, device_id: str) -> tuple[int, int]:
         """Returns and clears the bytes up and down that a device spent on admission."""

@@ -193,41 +193,37 @@ class Candidates:
     clock: Callable[[], float]
     by_device: dict[str, Candidate] = field(default_factory=dict)
 
-    def get_not_ready(self) -> dict[str, str]:
-        """Returns the selected devices that are not ready, with the reason."""
-        return {
-            name: self.get_reason(name)
-            for name in self.list_selected()
-            if self.get_status(name) is not AdmissionStatus.READY
-        }
+    def get_not_ready(self, *, with_unselected: bool = False) -> dict[str, str]:
+        """Returns the selected devices that are not ready, with the reason.
+
+        `with_unselected` adds, at the end, those that only lack what the task needs, such as a shard.
+        """
+        names = self.list_selected()
+        if with_unselected:
+            infos = self._get_trainers()
+            others = {*infos, *self.run.names}.difference(names)
+            names += sorted(name for name in others if self._is_matching(name, infos.get(name)))
+        return {name: self.get_reason(name) for name in names if self.get_status(name) is not AdmissionStatus.READY}
 
     def list_selected(self) -> list[str]:
         """Returns the devices that the run file selects, sorted, present or not."""
         run = self.run
         if run.names and not run.groups:
             return sorted(run.names)
-        trainers = [info for info in self.registry.list_devices() if info.role == Role.TRAINER]
         return sorted(
-            info.device_id
-            for info in trainers
-            if (not run.groups or not set(run.groups).isdisjoint(info.groups))
-            and (not run.names or info.device_id in run.names)
-            and (run.groups or not self._get_permanent_reason(info))
+            name
+            for name, info in self._get_trainers().items()
+            if self._is_matching(name, info) and (run.groups or not self._get_permanent_reason(info))
         )
 
-    def get_absent(self) -> dict[str, str]:
-        """Returns the selected trainers that are not ready, with the reason; those without a shard come last."""
-        run, absent = self.run, dict[str, str]()
-        infos = {info.device_id: info for info in self.registry.list_devices() if info.role == Role.TRAINER}
-        selected = frozenset(self.list_selected())
-        for name in sorted({*infos, *run.names}, key=lambda name: (name not in selected, name)):
-            info = infos.get(name)
-            is_other = (bool(run.names) and name not in run.names) or (
-                info is not None and bool(run.groups) and set(run.groups).isdisjoint(info.groups)
-            )
-            if not is_other and self.get_status(name) is not AdmissionStatus.READY:
-                absent[name] = self.get_reason(name)
-        return absent
+    def _get_trainers(self) -> dict[str, DeviceInfo]:
+        return {info.device_id: info for info in self.registry.list_devices() if info.role == Role.TRAINER}
+
+    def _is_matching(self, name: str, info: DeviceInfo | None) -> bool:
+        """Returns whether a device is among the names and groups of the run file, where it has any."""
+        run = self.run
+        is_in_groups = info is None or not run.groups or not set(run.groups).isdisjoint(info.groups)
+        return is_in_groups and (not run.names or name in run.names)
 
     def get_status(self, device_id: str) -> AdmissionStatus | None:
         """Returns the status of a device; None if it may still come."""
@@ -416,7 +412,7 @@ class IdleRunReporter:
         run: the run.
         clock: seconds, monotonic.
         record_event: (kind, message) -> None; writes an event of the run to the history, once per wait.
-        get_absent: () -> why devices are not ready, by id.
+        get_not_ready: () -> why devices are not ready, by id.
         on_waiting: (reason) -> None; what the run waits for, every second, and empty once it has work.
         has_started: training was dispatched; the run goes on with any device from then on.
     """
@@ -427,11 +423,11 @@ class IdleRunReporter:
         clock: Callable[[], float],
         record_event: Callable[[str, str], None],
         *,
-        get_absent: Callable[[], Mapping[str, str]] = dict,
+        get_not_ready: Callable[[], Mapping[str, str]] = dict,
         on_waiting: Callable[[str], None] = lambda _reason: None,
     ) -> None:
         self._run, self._clock, self._record_event = run, clock, record_event
-        self._get_absent, self._on_waiting = get_absent, on_waiting
+        self._get_not_ready, self._on_waiting = get_not_ready, on_waiting
         self._since_s: float | None = None
         self._update_s = 0.0
         self._is_reported = False
@@ -485,7 +481,7 @@ class IdleRunReporter:
                 " there"
             )
         boards = "a board" if count == 1 and not idle_devices else f"{count} more board{'s' if count > 1 else ''}"
-        absent = [_format_absent(name, reason) for name, reason in self._get_absent().items()]
+        absent = [_format_absent(name, reason) for name, reason in self._get_not_ready().items()]
         more = [f"and {len(absent) - MAX_NAMES} more that are not"] if len(absent) > MAX_NAMES else []
         listed = ", ".join([ready, *absent[:MAX_NAMES], *more])
         return f"waiting for {boards} with a shard for {self._run.task}: {listed}"

@@ -208,16 +208,11 @@ def parse_evaluate_result(instruction: EvaluateInstruction, metrics: Json, sourc
     accuracy = _parse_number(metrics["accuracy"])
     if accuracy > 1:
         raise ValueError(f"accuracy must lie in 0 to 1, got {accuracy!r}")
-    return EvaluateResult(
-        assignment_id=instruction.assignment_id,
-        device_id=instruction.device_id,
-        version=instruction.version,
-        round=instruction.round,
+    return instruction.make_result(
         source=source,
         num_examples=_parse_count(metrics["num_examples"]),
         loss=_parse_number(metrics["loss"], at_least=-math.inf),
         accuracy=accuracy,
-        subject=instruction.subject,
     )
 
 

@@ -172,7 +172,7 @@ class LiveFleet:
             run,
             clock,
             lambda kind, message: record_event(kind, "", message),
-            get_absent=self._membership.get_absent,
+            get_not_ready=self._membership.get_not_ready,
             on_waiting=on_waiting,
         )
         self._unsubscribe = registry.subscribe(self._queue.put)

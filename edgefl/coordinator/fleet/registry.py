@@ -42,49 +42,42 @@ DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
 """Status row of a device that has joined and never been seen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRestarted:
+@dataclass(frozen=True, kw_only=True)
+class DeviceEvent:
+    """What happened to one device, as subscribers of the registry are told."""
+
+    device_id: str
+
+
+class DeviceRestarted(DeviceEvent):
     """The agent of a device is a new process: its memory is lost."""
 
-    device_id: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldInstructions:
+@dataclass(frozen=True, kw_only=True)
+class HeldInstructions(DeviceEvent):
     """The assignments that a device reports as held, as of `at_s`."""
 
-    device_id: str
     assignment_ids: tuple[str, ...]
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceAdded:
+class DeviceAdded(DeviceEvent):
     """A device joined, or joined again: its role, groups or data may differ."""
 
-    device_id: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceChanged:
+class DeviceChanged(DeviceEvent):
     """A device reported new capabilities or shards."""
 
-    device_id: str
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExamplesChanged:
+@dataclass(frozen=True, kw_only=True)
+class ExamplesChanged(DeviceEvent):
     """A device reported other numbers of examples than before; `reason` says which, and what counts of them."""
 
-    device_id: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceRemoved:
+class DeviceRemoved(DeviceEvent):
     """A device was removed from the fleet; it will never answer."""
-
-    device_id: str
 
 
 RegistryEvent = (

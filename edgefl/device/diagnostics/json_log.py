@@ -52,6 +52,18 @@ GetCurrentWork = Callable[[], tuple[str, str] | None]
 LOG_FOLDER = "logs"
 """The folder of the log in a device's state directory."""
 
+MIN_SECRET_CHARS = 8
+MIN_NAME_CHARS = 3
+PSEUDONYM_CHARS = 8
+
+_PEM = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL)
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\w)")
+_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?(?!\w)")
+_MAC = re.compile(r"(?<![\w:-])(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(?![\w:-])")
+_MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+_LONG_HEX = re.compile(r"(?<!\w)[0-9A-Fa-f]{40,}(?!\w)")
+"""Fingerprints of keys and certificates: no secrets, but they identify the fleet."""
+
 
 class JsonLogHandler(logging.Handler):
     """Handler that writes the log of this process; line numbers grow over restarts too.
@@ -197,19 +209,6 @@ def _parse_query(command: Command) -> Json:
     if not isinstance(query, dict):
         raise NetworkError("the question makes no sense: its argument is no JSON object")
     return query
-
-
-MIN_SECRET_CHARS = 8
-MIN_NAME_CHARS = 3
-PSEUDONYM_CHARS = 8
-
-_PEM = re.compile(r"-----BEGIN [A-Z0-9 ]+-----.*?(?:-----END [A-Z0-9 ]+-----|\Z)", re.DOTALL)
-_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\w)")
-_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?(?!\w)")
-_MAC = re.compile(r"(?<![\w:-])(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(?![\w:-])")
-_MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
-_LONG_HEX = re.compile(r"(?<!\w)[0-9A-Fa-f]{40,}(?!\w)")
-"""Fingerprints of keys and certificates: no secrets, but they identify the fleet."""
 
 
 class Redactor:

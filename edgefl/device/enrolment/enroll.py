@@ -74,6 +74,17 @@ log = logging.getLogger(__name__)
 # Larger differences are logged, because they make certificates and logs of the board look wrong.
 SKEW_WARNING_S = 60.0
 
+GRACE_S = 2.0
+"""How long to wait for better addresses than one that has answered."""
+
+INITIAL_WAIT_S = 1.0
+MAX_WAIT_S = 60.0
+TIME_SYNC_S = 30.0
+"""Enrolment does not need the date: the wait only avoids first log lines and events dated decades back."""
+TIMESYNC_DIR = Path("/run/systemd/timesync")
+PERMANENT_ERRORS = (TokenExpiredError, TokenInvalidError, TokenUsedError)
+"""Errors that no retry can fix: the board needs another token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnrolmentOptions:
@@ -290,10 +301,6 @@ def _is_key_registered(coordinator: DiscoveredCoordinator, key_pem: bytes) -> bo
     return True
 
 
-GRACE_S = 2.0
-"""How long to wait for better addresses than one that has answered."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiscoveredCoordinator:
     """Reachable coordinator whose CA is the token's."""
@@ -387,15 +394,6 @@ def _raise_failure(attempts: Sequence[Future[DiscoveredCoordinator]]) -> Discove
     worst_error = next((failure for failure in failures if isinstance(failure, WrongCaError)), failures[0])
     suffix = f" (nor {len(failures) - 1} other addresses)" if len(failures) > 1 else ""
     raise type(worst_error)(f"{worst_error}{suffix}")
-
-
-INITIAL_WAIT_S = 1.0
-MAX_WAIT_S = 60.0
-TIME_SYNC_S = 30.0
-"""Enrolment does not need the date: the wait only avoids first log lines and events dated decades back."""
-TIMESYNC_DIR = Path("/run/systemd/timesync")
-PERMANENT_ERRORS = (TokenExpiredError, TokenInvalidError, TokenUsedError)
-"""Errors that no retry can fix: the board needs another token."""
 
 
 def _create_rng() -> Generator:

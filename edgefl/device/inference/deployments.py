@@ -27,6 +27,8 @@ from edgefl.system.atomic_files import compute_sha256, make_private_directory, w
 from edgefl.system.bundles.archive import BundleKind, SignedManifest
 from edgefl.system.bundles.keys import LIST_FILE, TrustedKeys
 
+log = logging.getLogger(__name__)
+
 STATE_FILE = "current.json"
 STATE_FORMAT = 1
 UNSIGNED_REASON = (
@@ -181,9 +183,6 @@ def check_content(signed: SignedManifest, *, sha256: str, num_bytes: int) -> Non
     entry = manifest.wheels[0] if manifest.kind is BundleKind.MODEL else None
     if entry is None or (entry.sha256, entry.num_bytes) != (sha256, num_bytes):
         raise BundleError(f"{manifest.kind} {manifest.name} was signed, and not this file of {num_bytes} bytes")
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

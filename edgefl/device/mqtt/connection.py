@@ -58,6 +58,8 @@ PROGRESS_INTERVAL_S = 0.1
 OFFLINE_PUBLISH_TIMEOUT_S = 2.0
 STABLE_AFTER_S = 5.0
 
+STOP_TIMEOUT_S = 2.0
+
 
 class MqttConnection:
     """Connection to the broker that reconnects whenever it breaks.
@@ -343,9 +345,6 @@ class MqttConnection:
     def _get_session(self) -> MqttSession | None:
         with self._lock:
             return self._session
-
-
-STOP_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ LOOP_TIMEOUT_S = 1.0
 _TCP_COUNTERS = struct.Struct("=QQIII")
 _TCP_COUNTERS_OFFSET = 120
 
+MAX_RECENT_COMMANDS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MqttIdentity:
@@ -181,9 +183,6 @@ class MqttCallbacks:
     on_command: Callable[[Command], None]
     on_connection: Callable[[bool], None] = lambda _: None
     on_peer_message: Callable[[str, bytes], None] = lambda _sender, _payload: None
-
-
-MAX_RECENT_COMMANDS = 256
 
 
 class MessageDispatcher:

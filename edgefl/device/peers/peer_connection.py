@@ -37,12 +37,18 @@ from edgefl.device.state_dir import TlsFiles
 from edgefl.system.https_client import X509_V_FLAG_NO_CHECK_TIME
 from edgefl.system.retries import RateLimitedLog
 
+log = logging.getLogger(__name__)
+
 MAGIC = b"EFLP"
 FRAME_VERSION = 1
 HEADER = struct.Struct("<4sHHIQQ")
 """Little-endian: magic, version, kind, length of the payload in bytes, session, number."""
 MIN_BYTES_PER_S = 8 * 1024
 _CHUNK_BYTES = 16 * 1024
+
+OnPeerMessage = Callable[[str, bytes], None]
+"""Callback with the sender's device id and payload; called in a thread of the transport, one call at a time for each
+sender, and should return soon: until it does, its sender's next message waits."""
 
 
 class FrameKind(IntEnum):
@@ -246,13 +252,6 @@ def _harden(context: ssl.SSLContext) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     return context
-
-
-log = logging.getLogger(__name__)
-
-OnPeerMessage = Callable[[str, bytes], None]
-"""Callback with the sender's device id and payload; called in a thread of the transport, one call at a time for each
-sender, and should return soon: until it does, its sender's next message waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from edgefl.device.rollouts.download import PART_SUFFIX, Artefact, DownloadSourc
 from edgefl.system.atomic_files import sync_directory
 from edgefl.system.retries import Backoff
 
+log = logging.getLogger(__name__)
+
 INITIAL_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 MAX_DAMAGED_ATTEMPTS = 2
@@ -28,6 +30,8 @@ MAX_DAMAGED_ATTEMPTS = 2
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
+
+_FINAL_STATES = frozenset({"running", "rejected", "failed", "reverted", "rolled-back"})
 
 
 class TaskCancelledError(Exception):
@@ -145,11 +149,6 @@ class BackgroundTaskQueue(Generic[ItemT]):
             with self._lock:
                 if not self._stopping.is_set():
                     self._pending.remove(order)
-
-
-log = logging.getLogger(__name__)
-
-_FINAL_STATES = frozenset({"running", "rejected", "failed", "reverted", "rolled-back"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

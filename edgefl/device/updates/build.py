@@ -27,6 +27,46 @@ from edgefl.system.bundles.archive import BundleKind, BundleManifest
 MAX_LINE_CHARS = 400
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+INSTALL_TIMEOUT_S = 1800.0
+_SLOT_SPECIFIC_FILES = frozenset({"bin", "pyvenv.cfg", "lib64", RECORD_FILE})
+_INSTALL_COMMAND = (
+    "install", "--no-index", "--no-deps", "--only-binary", ":all:", "--force-reinstall", "--no-cache-dir",
+    "--no-warn-script-location",
+)  # fmt: skip
+_UNINSTALL_COMMAND = ("uninstall", "--yes")
+_QUIET_OPTIONS = ("--disable-pip-version-check", "--root-user-action", "ignore", "--quiet")
+_DISK_FULL_TEXT = os.strerror(errno.ENOSPC)
+
+SMOKE_TEST_TIMEOUT_S = 300.0
+_GROUP_PREFIX = "edgefl."
+_REGISTRIES = {
+    "edgefl.codecs": "edgefl.compression.registry",
+    "edgefl.local_steps": "edgefl.tasks.local_algorithms.registry",
+    "edgefl.strategies": "edgefl.strategies.registry",
+    "edgefl.tasks": "edgefl.tasks.registry",
+}
+"""Modules whose `KIND` says what the classes of a group must be. The new slot imports them, and not this process."""
+_IMPORT_SCRIPT = f"""
+import importlib, sys
+from importlib.metadata import distribution
+
+def load(point):
+    try:
+        from edgefl.core.extensions import load_declared
+        kind = importlib.import_module({_REGISTRIES!r}[point.group]).KIND
+    except (ImportError, KeyError):  # a release before this check, or a group that it does not know
+        return point.load()
+    return load_declared(kind, point)
+
+for name in sys.argv[1:]:
+    for point in distribution(name).entry_points:
+        if point.group.startswith({_GROUP_PREFIX!r}):
+            try:
+                load(point)
+            except BaseException as error:
+                sys.exit(f"{{point.group}} {{point.name}} = {{point.value}}: {{type(error).__name__}}: {{error}}")
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedCommand:
@@ -87,17 +127,6 @@ def _run(command: Sequence[str], timeout_s: float, identity: Mapping[str, object
             returncode=-1, stdout="", stderr=f"{command[0]} cannot be started: {error.strerror or error}"
         )
     return CompletedCommand(returncode=process.returncode, stdout=process.stdout, stderr=process.stderr)
-
-
-INSTALL_TIMEOUT_S = 1800.0
-_SLOT_SPECIFIC_FILES = frozenset({"bin", "pyvenv.cfg", "lib64", RECORD_FILE})
-_INSTALL_COMMAND = (
-    "install", "--no-index", "--no-deps", "--only-binary", ":all:", "--force-reinstall", "--no-cache-dir",
-    "--no-warn-script-location",
-)  # fmt: skip
-_UNINSTALL_COMMAND = ("uninstall", "--yes")
-_QUIET_OPTIONS = ("--disable-pip-version-check", "--root-user-action", "ignore", "--quiet")
-_DISK_FULL_TEXT = os.strerror(errno.ENOSPC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,37 +252,6 @@ def _rewrite_scripts(old: Path, new: Path) -> None:
             script = new / "bin" / path.name
             script.write_bytes(content.replace(old_line, new_line, 1))
             script.chmod(path.stat().st_mode & 0o777)
-
-
-SMOKE_TEST_TIMEOUT_S = 300.0
-_GROUP_PREFIX = "edgefl."
-_REGISTRIES = {
-    "edgefl.codecs": "edgefl.compression.registry",
-    "edgefl.local_steps": "edgefl.tasks.local_algorithms.registry",
-    "edgefl.strategies": "edgefl.strategies.registry",
-    "edgefl.tasks": "edgefl.tasks.registry",
-}
-"""Modules whose `KIND` says what the classes of a group must be. The new slot imports them, and not this process."""
-_IMPORT_SCRIPT = f"""
-import importlib, sys
-from importlib.metadata import distribution
-
-def load(point):
-    try:
-        from edgefl.core.extensions import load_declared
-        kind = importlib.import_module({_REGISTRIES!r}[point.group]).KIND
-    except (ImportError, KeyError):  # a release before this check, or a group that it does not know
-        return point.load()
-    return load_declared(kind, point)
-
-for name in sys.argv[1:]:
-    for point in distribution(name).entry_points:
-        if point.group.startswith({_GROUP_PREFIX!r}):
-            try:
-                load(point)
-            except BaseException as error:
-                sys.exit(f"{{point.group}} {{point.name}} = {{point.value}}: {{type(error).__name__}}: {{error}}")
-"""
 
 
 def run_smoke_test(

@@ -42,6 +42,13 @@ RECORD_FORMAT = 1
 PROVISIONED_COMMAND = "sudo /opt/edgefl/current/bin/python -m edgefl {} --state /var/lib/edgefl"
 """A command on a board set up by `edgefl provision`, where `edgefl` is not on PATH."""
 
+UPDATER_TIMEOUT_S = 120.0
+"""Time within which the updater must start, else it counts as missing."""
+NO_SLOTS_REASON = (
+    "this edgefl is not installed in slots (ROOT/a, ROOT/b, ROOT/current); update it by hand on the board"
+)
+ENTRY_POINT_PREFIX = "edgefl."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstalledPack:
@@ -213,14 +220,6 @@ def _parse_pack(value: Mapping[str, object]) -> InstalledPack:
     if not isinstance(projects, list):
         raise TypeError(f"projects of a pack must be a list, got {projects!r}")
     return InstalledPack(version=str(value["version"]), projects=tuple(map(str, projects)))
-
-
-UPDATER_TIMEOUT_S = 120.0
-"""Time within which the updater must start, else it counts as missing."""
-NO_SLOTS_REASON = (
-    "this edgefl is not installed in slots (ROOT/a, ROOT/b, ROOT/current); update it by hand on the board"
-)
-ENTRY_POINT_PREFIX = "edgefl."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

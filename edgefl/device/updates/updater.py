@@ -48,7 +48,12 @@ from edgefl.system.bundles.archive import Bundle, BundleKind, BundleManifest, re
 from edgefl.system.bundles.keys import LIST_FILE, TrustedKeys
 from edgefl.system.bundles.wheels import check_wheel, compute_unpacked_bytes
 
+log = logging.getLogger(__name__)
+
 POLL_INTERVAL_S = 0.25
+
+MAX_ATTEMPTS = 3
+"""Number of interrupted builds or trials after which a request is given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,10 +164,6 @@ def _check_reaches_broker(expected: ExpectedHealth, state_dir: Path, until_s: fl
         )
 
 
-log = logging.getLogger(__name__)
-
-MAX_ATTEMPTS = 3
-"""Number of interrupted builds or trials after which a request is given up."""
 _DEFAULT_TIMEOUTS = TrialTimeouts()
 
 

@@ -25,6 +25,16 @@ from edgefl.simulation.backends.trainer import (
 )
 from edgefl.simulation.device import SimulatedDevice
 
+log = logging.getLogger(__name__)
+
+PLACEHOLDER_TENSORS = {"nothing": np.zeros(1, np.float32)}
+"""Stand-in for the model in strategies, and for the update of a device."""
+
+PROBE_DURATION_S = 0.5
+"""Duration of the probe of the first job."""
+MIN_POOL_TRAINING_S = 15.0
+"""Processes take seconds to start, so a run that trains for less than this stays in one."""
+
 
 class InProcessBackend:
     """Implements `TrainingBackend` with a `SimulatedTrainer`; a cancelled job was never run."""
@@ -66,10 +76,6 @@ def make_result(update: EncodedUpdate, model_spec: ModelSpec) -> TrainingResult:
 def format_error(error: Exception) -> str:
     """Returns the error reply of a device."""
     return f"{type(error).__name__}: {error}"
-
-
-PLACEHOLDER_TENSORS = {"nothing": np.zeros(1, np.float32)}
-"""Stand-in for the model in strategies, and for the update of a device."""
 
 
 class NoOpBackend:
@@ -122,14 +128,6 @@ def _freeze(array: Array) -> Array:
     copied = array.copy()
     copied.setflags(write=False)
     return copied
-
-
-log = logging.getLogger(__name__)
-
-PROBE_DURATION_S = 0.5
-"""Duration of the probe of the first job."""
-MIN_POOL_TRAINING_S = 15.0
-"""Processes take seconds to start, so a run that trains for less than this stays in one."""
 
 
 class AutoBackend:

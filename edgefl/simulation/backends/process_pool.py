@@ -39,8 +39,14 @@ from edgefl.simulation.backends.trainer import (
 )
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encode_messages
 
+log = logging.getLogger(__name__)
+
 CONFIG_FILE = "site.json"
 _LENGTHS = struct.Struct("<II")
+
+_INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "used_assignments"})
+
+SINGLE_THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def write_message(stream: BinaryIO, header: Json, body: bytes = b"") -> None:
@@ -76,9 +82,6 @@ def instruction_from_json(value: Json, messages: tuple[PeerMessage, ...] = ()) -
         plan=plan,
         used_assignments=tuple(value["used_assignments"]),
     )
-
-
-_INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "used_assignments"})
 
 
 def main() -> None:
@@ -145,11 +148,6 @@ class WorkerServer:
         )
         message_headers, packed = encode_messages(update.messages, update.body)
         return {"num_examples": update.num_examples, "loss": update.loss, "messages": message_headers}, packed
-
-
-log = logging.getLogger(__name__)
-
-SINGLE_THREAD_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class WorkerProcess:

@@ -46,6 +46,9 @@ from edgefl.tasks.local_algorithms.local_training import (
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.registry import make_task
 
+MAX_CACHE_BYTES = 512 * 1024 * 1024
+"""Maximum size of the cache of devices' examples; others are taken from the pool for every job."""
+
 
 class TrainingFailedError(Exception):
     """A device failed an instruction; the text is the device's error reply."""
@@ -122,10 +125,6 @@ class TrainingBackend(Protocol):
         """
 
     def close(self) -> None: ...
-
-
-MAX_CACHE_BYTES = 512 * 1024 * 1024
-"""Maximum size of the cache of devices' examples; others are taken from the pool for every job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

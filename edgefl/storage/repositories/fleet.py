@@ -214,10 +214,7 @@ class FleetRepository(Repository):
             NotFoundError: no device ever had this name.
         """
         with self.database.read() as connection:
-            row = _find_device_row(connection, device_id)
-        if row is None:
-            raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
-        return _to_stored_device(row)
+            return _to_stored_device(_get_device_row(connection, device_id))
 
     def set_node_id(self, device_id: str, node_id: int) -> None:
         """Stores the Flower node id, so that it stays the same over restarts."""
@@ -253,8 +250,7 @@ class FleetRepository(Repository):
         """
         facts, shards = to_storable(facts), to_storable(shards)
         with self.database.write() as connection:
-            if _find_device_row(connection, device_id) is None:
-                raise NotFoundError(f"no device {device_id!r}")
+            _get_device_row(connection, device_id)
             newest = connection.execute(_build_newest_capabilities_query(device_id)).first()
             if newest is not None and (newest.facts, newest.shards) == (facts, shards):
                 return False
@@ -310,6 +306,13 @@ class FleetRepository(Repository):
                 update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values)
             ).rowcount:
                 raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
+
+
+def _get_device_row(connection: Connection, device_id: str) -> Row[Any]:
+    row = _find_device_row(connection, device_id)
+    if row is None:
+        raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
+    return row
 
 
 def _verify_token(connection: Connection, token_id: str, secret_sha256: str) -> Row[Any]:

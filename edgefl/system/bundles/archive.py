@@ -49,6 +49,20 @@ _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 _FILE = re.compile(r"[A-Za-z0-9_.+!-]{1,200}\.whl\Z")
 _MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,90}\.onnx\Z")
 
+MANIFEST_FILE, SIGNATURE_FILE, WHEEL_FOLDER = "manifest.json", "signatures.json", "wheels"
+MAX_BUNDLE_FILE_BYTES = MAX_TOTAL_WHEEL_BYTES + 2 * 1024 * 1024
+"""Maximum size of the file including headers."""
+_BLOCK_BYTES = tarfile.BLOCKSIZE
+_END_BYTES = 2 * _BLOCK_BYTES
+_MAX_PADDING_BYTES = _END_BYTES + tarfile.RECORDSIZE
+"""A tar ends with two empty blocks, and may then be padded to a whole record."""
+MAX_SIGNED_CHARS = MAX_MANIFEST_BYTES + 4 * MAX_SIGNATURES_BYTES
+_CHUNK_BYTES = 1 << 20
+_ENTRY_KINDS = {
+    tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
+    tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe",
+}  # fmt: skip
+
 
 class BundleKind(StrEnum):
     """A RELEASE is edgefl with its dependencies, a PACK a user's own task, codec or local steps.
@@ -260,21 +274,6 @@ def _validate_projects(manifest: BundleManifest) -> None:
         raise BundleError(
             f"a pack must not bring {min(reserved)} itself; a release of edgefl is signed with --kind release"
         )
-
-
-MANIFEST_FILE, SIGNATURE_FILE, WHEEL_FOLDER = "manifest.json", "signatures.json", "wheels"
-MAX_BUNDLE_FILE_BYTES = MAX_TOTAL_WHEEL_BYTES + 2 * 1024 * 1024
-"""Maximum size of the file including headers."""
-_BLOCK_BYTES = tarfile.BLOCKSIZE
-_END_BYTES = 2 * _BLOCK_BYTES
-_MAX_PADDING_BYTES = _END_BYTES + tarfile.RECORDSIZE
-"""A tar ends with two empty blocks, and may then be padded to a whole record."""
-MAX_SIGNED_CHARS = MAX_MANIFEST_BYTES + 4 * MAX_SIGNATURES_BYTES
-_CHUNK_BYTES = 1 << 20
-_ENTRY_KINDS = {
-    tarfile.SYMTYPE: "a symbolic link", tarfile.LNKTYPE: "a hard link", tarfile.DIRTYPE: "a folder",
-    tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a pipe",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,10 @@ _STARTUP_MODULES = frozenset({"sitecustomize", "usercustomize"})
 # Likewise, or installed outside site-packages, or (egg-info) able to pose as a project of another name.
 _FORBIDDEN_PACK_SUFFIXES = (".pth", ".data", ".egg-info", ".egg-link", ".egg")
 
+MAX_NAME_CHARS = 100
+"""Maximum length of a file's own name in a tar header."""
+_FIXED_NAMES = {BundleKind.RELEASE: DISTRIBUTION, BundleKind.SIGNERS: SIGNERS_NAME}
+
 
 def check_wheel(path: Path, entry: WheelEntry, kind: BundleKind) -> list[str]:
     """Returns the paths in a wheel after checking that they are allowed; executes nothing.
@@ -150,11 +154,6 @@ def _check_pack(entry: WheelEntry, names: Sequence[str]) -> None:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which a pack must not: packages and entry points")
         if canonicalize_name(top_level.partition("-")[0].partition(".")[0]) in RESERVED_PROJECTS:
             raise BundleError(f"{entry.file} holds {name[:120]!r}, which is edgefl's own; a pack must not replace it")
-
-
-MAX_NAME_CHARS = 100
-"""Maximum length of a file's own name in a tar header."""
-_FIXED_NAMES = {BundleKind.RELEASE: DISTRIBUTION, BundleKind.SIGNERS: SIGNERS_NAME}
 
 
 def make_bundle(

@@ -41,6 +41,26 @@ _READ_ERRORS = (
     SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error, lzma.LZMAError,
 )  # fmt: skip
 
+UNSIGNED_BYTE = 0x08
+GZIP_MAGIC = b"\x1f\x8b"
+MAX_BYTES = 64 * 1024 * 1024
+
+PUBLISHED_MD5 = {
+    "mnist": {
+        "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+        "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+        "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+        "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+    },
+    "fashion-mnist": {
+        "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+        "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
+        "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
+        "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+    },
+}
+"""MD5 of the decompressed bytes, so that a recompressed file is still recognised."""
+
 
 def read_npz(file: IO[bytes], names: Collection[str] | None = None) -> dict[str, Array]:
     """Returns the arrays of an open `.npz` file by name; with `names`, these.
@@ -114,27 +134,6 @@ def _check_header(file: IO[bytes], num_bytes: int) -> None:
     declared_bytes, num_left = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or declared_bytes != num_left:
         raise ValueError(f"an array of {list(shape)} {dtype} has {declared_bytes} bytes, {num_left} are there")
-
-
-UNSIGNED_BYTE = 0x08
-GZIP_MAGIC = b"\x1f\x8b"
-MAX_BYTES = 64 * 1024 * 1024
-
-PUBLISHED_MD5 = {
-    "mnist": {
-        "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
-        "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
-        "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
-        "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
-    },
-    "fashion-mnist": {
-        "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
-        "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
-        "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
-        "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
-    },
-}
-"""MD5 of the decompressed bytes, so that a recompressed file is still recognised."""
 
 
 def read_image_set(folder: Path, task: str, part: str) -> Dataset:

@@ -21,6 +21,8 @@ from edgefl.tasks.registry import make_task
 DATA_ENV_VARIABLE = "EDGEFL_DATA"
 DIGITS_TEST_FRACTION = 0.2
 
+TEST_NAME = "test.npz"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CentralData:
@@ -100,9 +102,6 @@ def _load_motionsense(folder: Path) -> CentralData:
 
 def _make_noop() -> CentralData:
     return CentralData(train=make_noop_data(), test=make_noop_data(), source="nothing")
-
-
-TEST_NAME = "test.npz"
 
 
 def create_shards(

@@ -29,6 +29,10 @@ SHARD_FILE_MODE = 0o644
 METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
+_ARRAYS = ("inputs", "labels")
+
+HASH_BYTES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMetadata:
@@ -116,9 +120,6 @@ def _require_text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a string, got {value!r}")
     return value
-
-
-_ARRAYS = ("inputs", "labels")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +263,6 @@ def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
     return Dataset(
         inputs=np.concatenate([part.inputs for part in parts]), labels=np.concatenate([part.labels for part in parts])
     )
-
-
-HASH_BYTES = 8
 
 
 def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:

@@ -38,6 +38,9 @@ TOLERANCE = 2e-5
 """Relative to the largest logit, at least 1: float32 sums are added in another order."""
 BATCH_SIZE = 256
 
+NUM_RANDOM_INPUTS = 64
+FILE_MODE = 0o644
+
 
 def open_session(content: bytes) -> Any:
     """Returns an onnxruntime session of a file's bytes, on the CPU.
@@ -117,10 +120,6 @@ def run_in_batches(function: Callable[[Array], Array], inputs: Array) -> Iterato
 def _compute_logits(session: Any, features: Array) -> Array:
     (logits,) = session.run([LOGITS], {INPUTS: features})
     return np.asarray(logits)
-
-
-NUM_RANDOM_INPUTS = 64
-FILE_MODE = 0o644
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

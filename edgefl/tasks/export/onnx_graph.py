@@ -20,6 +20,9 @@ from edgefl.core.errors import TaskError, format_install_command
 from edgefl.core.types import Array
 from edgefl.tasks.registry import import_extra, import_torch
 
+if TYPE_CHECKING:
+    import torch
+
 OPSET = 18
 """The default of torch's exporter, so nothing has to be translated; every onnxruntime since 1.14 reads it."""
 IR_VERSION = 8
@@ -30,6 +33,11 @@ _BUILDER_ATTRIBUTE = "onnx_steps"
 NodeBuilder = Callable[["OnnxGraph", str], str]
 """(graph, name of a value) -> name of the value after the added steps."""
 Prepare = TypeVar("Prepare", bound=Callable[[Array], Array])
+
+INPUTS, LOGITS = "inputs", "logits"
+PREPARE, MODEL = "prepare", "model"
+
+_INPUT_NAME, _OUTPUT_NAME = "module_features", "module_logits"
 
 
 class OnnxGraph:
@@ -80,10 +88,6 @@ class OnnxGraph:
         except (self.onnx.checker.ValidationError, self.onnx.shape_inference.InferenceError) as error:
             raise TaskError(f"the model makes no valid ONNX graph: {get_first_line(error)}") from error
         return onnx_model
-
-
-INPUTS, LOGITS = "inputs", "logits"
-PREPARE, MODEL = "prepare", "model"
 
 
 def register_node_builder(builder: NodeBuilder) -> Callable[[Prepare], Prepare]:
@@ -155,12 +159,6 @@ def suppress_export_logs() -> Iterator[None]:
 
 def get_first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-if TYPE_CHECKING:
-    import torch
-
-_INPUT_NAME, _OUTPUT_NAME = "module_features", "module_logits"
 
 
 def add_torch_module(module: torch.nn.Module, graph: OnnxGraph, features: str, example: Array) -> str:

@@ -15,9 +15,38 @@ from numpy.random import Generator
 
 from edgefl.core.types import Array, ModelSpec, TensorSpec, derive_rng
 
+if TYPE_CHECKING:
+    import torch
+
 ADACOMP_STD = 0.1
 ADACOMP_BIAS = 0.1
 TRUNCATION_STD = 2.0
+
+NUM_CLASSES = 10
+RESNET_CHANNELS = (64, 128, 256, 512)
+RESNET_GROUPS = 32
+
+Chain = Mapping[str, tuple[str | int, ...]]
+"""Layers one after the other: name -> the class of torch.nn, and its arguments (inputs and outputs first)."""
+
+LENET: Chain = {
+    "conv1": ("Conv2d", 1, 6, 5, 1, 2),
+    "relu1": ("ReLU",),
+    "pool1": ("MaxPool2d", 2),
+    "conv2": ("Conv2d", 6, 16, 5),
+    "relu2": ("ReLU",),
+    "pool2": ("MaxPool2d", 2),
+    "flat": ("Flatten",),
+    "fc1": ("Linear", 400, 120),
+    "relu3": ("ReLU",),
+    "fc2": ("Linear", 120, 84),
+    "relu4": ("ReLU",),
+    "fc3": ("Linear", 84, NUM_CLASSES),
+}
+"""LeNet-5 with ReLU and maxima in place of its squashing and subsampling: 61,706 parameters.
+
+Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998.
+"""
 
 
 def conv(name: str, outputs: int, inputs: int, *kernel: int) -> ModelSpec:
@@ -82,17 +111,6 @@ def _sample_truncated_normal(shape: tuple[int, ...], rng: Generator) -> Array:
     return (ADACOMP_STD * values).astype(np.float32)
 
 
-if TYPE_CHECKING:
-    import torch
-
-NUM_CLASSES = 10
-RESNET_CHANNELS = (64, 128, 256, 512)
-RESNET_GROUPS = 32
-
-Chain = Mapping[str, tuple[str | int, ...]]
-"""Layers one after the other: name -> the class of torch.nn, and its arguments (inputs and outputs first)."""
-
-
 def _make_two_layer_cnn(channels: tuple[int, int], kernel: int, hidden: int) -> Chain:
     """Returns two convolutions and two fully connected layers, for 28x28 images."""
     return {
@@ -117,24 +135,6 @@ CNN_LARGE: Chain = _make_two_layer_cnn((32, 64), 5, 512)
 """1,663,370 parameters.
 
 Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, its MNIST network.
-"""
-LENET: Chain = {
-    "conv1": ("Conv2d", 1, 6, 5, 1, 2),
-    "relu1": ("ReLU",),
-    "pool1": ("MaxPool2d", 2),
-    "conv2": ("Conv2d", 6, 16, 5),
-    "relu2": ("ReLU",),
-    "pool2": ("MaxPool2d", 2),
-    "flat": ("Flatten",),
-    "fc1": ("Linear", 400, 120),
-    "relu3": ("ReLU",),
-    "fc2": ("Linear", 120, 84),
-    "relu4": ("ReLU",),
-    "fc3": ("Linear", 84, NUM_CLASSES),
-}
-"""LeNet-5 with ReLU and maxima in place of its squashing and subsampling: 61,706 parameters.
-
-Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998.
 """
 
 

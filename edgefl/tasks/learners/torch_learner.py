@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 EVALUATION_BATCH_SIZE = 256
 
+MAX_EVALUATION_VALUES = 2_000_000
+"""Approximate number of input values per evaluation batch, so that a large model fits a small device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
@@ -205,13 +208,6 @@ def _is_batch_normalisation(layer: torch.nn.Module) -> bool:
 def _make_spec(name: str, tensor: torch.Tensor, kind: TensorKind) -> TensorSpec:
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind)
-
-
-if TYPE_CHECKING:
-    import torch
-
-MAX_EVALUATION_VALUES = 2_000_000
-"""Approximate number of input values per evaluation batch, so that a large model fits a small device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

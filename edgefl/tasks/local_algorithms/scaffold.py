@@ -18,6 +18,13 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Learner, TrainConfig
 from edgefl.tasks.local_algorithms.optimizers import Sgd, copy_into, to_numpy, zeros_like
 
+MAX_PENDING_MOVES = 2
+"""At most two instructions are in flight per device."""
+NUM_REPORTED_IDS = 2
+"""Number of last used assignments reported to a device each time."""
+_MAX_USED_IDS = 8
+_INDEX_KEY, _VALUE_PREFIX, _MOVE_PREFIX = "index", "own/", "move"
+
 
 class ScaffoldSgd(Sgd):
     """y ← y - η(g - c_i + c), and at the end c_i ← c_i - c + (x - y)/(Kη), which is kept.
@@ -90,14 +97,6 @@ def _decode_server_variate(plan: TrainConfig, like: Mapping[str, Array]) -> dict
         variate[name] = np.frombuffer(body, kind, array.size, start).reshape(array.shape).astype(array.dtype)
         start += array.nbytes
     return variate
-
-
-MAX_PENDING_MOVES = 2
-"""At most two instructions are in flight per device."""
-NUM_REPORTED_IDS = 2
-"""Number of last used assignments reported to a device each time."""
-_MAX_USED_IDS = 8
-_INDEX_KEY, _VALUE_PREFIX, _MOVE_PREFIX = "index", "own/", "move"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ class Desk:
             run,
             lambda: self.now_s,
             lambda kind, said: self.told.append((kind, said)),
-            get_absent=lambda: self.absent,
+            get_not_ready=lambda: self.absent,
             on_waiting=self.shown.append,
         )
 
