@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, format_option, print_rows, select_known_columns
+from edgefl.cli.output import FullHelpGroup, format_option, make_broker_option, print_rows, select_known_columns
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
@@ -208,13 +208,7 @@ def _use_one_thread() -> None:
 @click.option(
     "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
 )
-@click.option(
-    "--broker",
-    type=click.Choice(["auto", "mosquitto", "embedded"]),
-    default="auto",
-    show_default=True,
-    help="auto takes mosquitto when it is installed.",
-)
+@make_broker_option("--broker")
 @click.option(
     "--out",
     type=FOLDER_TYPE,

@@ -82,6 +82,17 @@ text_format_option = click.option(
 )
 
 
+def make_broker_option(name: str) -> Callable[[Function], Function]:
+    """Returns the option, of that name, of the commands that start a broker."""
+    return click.option(
+        name,
+        type=click.Choice(["auto", "mosquitto", "embedded"]),
+        default="auto",
+        show_default=True,
+        help="auto is mosquitto when it is installed, else embedded.",
+    )
+
+
 def echo(text: str, *, err: bool = False) -> None:
     """Prints lines that may hold names, reasons or errors of boards and users."""
     click.echo(escape_lines(text), err=err)

@@ -153,7 +153,7 @@ class RejectedRequestLog:
             with self.store.batch():
                 for (kind, source), detail, device_id, count in rows:
                     self._write(kind, source, detail, device_id, count)
-        except BaseException:
+        except BaseException:  # an interrupt too: no count may be lost
             self._restore(rows)
             raise
 

@@ -107,7 +107,7 @@ class Coordinator:
     def __enter__(self) -> Self:
         try:
             self._open()
-        except BaseException:
+        except BaseException:  # an interrupt too: what is open is closed
             self._closers.close()
             raise
         return self

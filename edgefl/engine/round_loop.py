@@ -402,7 +402,7 @@ def _wait_for_events(
     """Returns the fleet's events; when it raises instead, the state is handed over first."""
     try:
         return fleet.wait(until_s)
-    except BaseException:
+    except BaseException:  # an interrupt too, which a run is resumed after
         on_abort(provider.state)
         raise
 

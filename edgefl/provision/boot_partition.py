@@ -144,7 +144,7 @@ class BootFolder:
                 file.flush()
                 os.fsync(file.fileno())
             Path(temporary).replace(path)
-        except BaseException:
+        except BaseException:  # an interrupt too: no half of a file stays on the card
             Path(temporary).unlink(missing_ok=True)
             raise
 

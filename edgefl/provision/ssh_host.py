@@ -175,7 +175,7 @@ class SshConnection:
         self._control_path = f"{folder}/%C"
         try:
             self._connect()
-        except BaseException:
+        except BaseException:  # an interrupt too: ssh is ended
             self._exit_stack.close()
             raise
         self._exit_stack.callback(self._close_connection)

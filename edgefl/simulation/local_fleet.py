@@ -104,7 +104,7 @@ class LocalFleet:
             for device in self.devices:
                 self.start_device(device.name)
             self.wait_for_devices(len(self.devices) + bool(self.test_shards))
-        except BaseException:
+        except BaseException:  # an interrupt too: no process stays behind
             self.stop()
             raise
         return self

@@ -240,7 +240,7 @@ class _Simulation:
             )
             if isinstance(strategy, ValidatedStrategy):
                 strategy.check_final_state(state)
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: the history says how the run ended
             history.fail(error)
             raise
         model = None if self._data is None else strategy.model(state)

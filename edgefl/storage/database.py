@@ -158,7 +158,7 @@ class Database:
         try:
             with translate_errors(location):
                 database._upgrade_if_needed()
-        except BaseException:
+        except BaseException:  # an interrupt too: its connections are closed
             database.close()
             raise
         return database

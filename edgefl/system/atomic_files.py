@@ -67,7 +67,7 @@ def open_atomic(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         Path(name).replace(path)
         sync_directory(path.parent)
-    except BaseException:
+    except BaseException:  # an interrupt too: no temporary file stays
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
         raise

@@ -158,7 +158,7 @@ FOUND = [
     ("operator-api", b'POST /edgefl/v1/run-files\n{"toml":1e999}', "1e999 is no number"),
     ("operator-api", b'POST /edgefl/v1/installations\n"\\ud800"', "Input should be a valid dictionary"),
     ("operator-api", b'POST /edgefl/v1/runs\n{"config":{"run":{"task":"\\ud800"},"strategy":{"name":"fedavg"}}}',
-    "no task '?'"),
+    "unknown task '?'"),
     ("operator-api", b"GET /edgefl/v1/history/events?after=%5B9223372036854775808%2C1%5D\n", "a place in the"),
     ("operator-api", b"GET /edgefl/v1/history/why?run=first&round=-9223372036854775809\n", "has no round -92233"),
     ("operator-api", b"GET /edgefl/v1/runs?\xff\n", "must be ASCII"),

@@ -244,7 +244,8 @@ def test_json_that_may_be_read_but_is_too_deep_to_be_written_is_changed_as_bytes
     """It ended the reader's process, which counted as a finding of the reader."""
     luck, limit = Random(4), sys.getrecursionlimit()
     for depth in range(limit - 200, limit, 4):
-        changed(b'{"a":' * depth + b"1" + b"}" * depth, Form.JSON, luck)
+        content = b'{"a":' * depth + b"1" + b"}" * depth
+        assert isinstance(changed(content, Form.JSON, luck), bytes)
 
 
 def _is_json(content: bytes) -> bool:

@@ -83,7 +83,7 @@ def test_nothing_is_loaded_between_fork_and_exec():
         "del ctypes.CDLL, ctypes.PyDLL\n"
         "exit_with_parent()\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=30).returncode == 0
 
 
 def _is_running(pid):

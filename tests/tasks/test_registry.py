@@ -52,8 +52,8 @@ def test_every_built_in_task_keeps_the_contract(name):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cifar", {}, "no task 'cifar'; choose one of .*mnist"),
-        ("minst", {}, r"no task 'minst' \(did you mean mnist\?\); choose one of .*mnist"),
+        ("cifar", {}, "unknown task 'cifar'; known: .*mnist"),
+        ("minst", {}, r"unknown task 'minst' \(did you mean mnist\?\); known: .*mnist"),
         (
             "mnist",
             {"modle": "cnn"},

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from edgefl.cli.fleet import users
-from edgefl.cli.output import FullHelpGroup, text_format_option
+from edgefl.cli.output import FullHelpGroup, make_broker_option, text_format_option
 from edgefl.cli.signing import sign
 from edgefl.cli.sources import FILE_TYPE, dir_option, make_client, record_command, url_option, warn_visible_secret
 from edgefl.core.errors import DataError, UsageError
@@ -242,13 +242,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
 @dir_option
 @click.option("--host", default=DEFAULT_HOST, show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8883, show_default=True, help="MQTT over TLS.")
-@click.option(
-    "--kind",
-    type=click.Choice(["auto", "mosquitto", "embedded"]),
-    default="auto",
-    show_default=True,
-    help="auto is mosquitto when it is installed, else embedded.",
-)
+@make_broker_option("--kind")
 def broker(root: Path, host: str, port: int, kind: str) -> None:
     """Run the fleet's broker alone until SIGTERM or Ctrl-C; it outlives a coordinator that uses it.
 

@@ -129,8 +129,7 @@ class EmbeddedBroker:
             asyncio.run(self._serve())
         except EdgeflError as error:
             self._failure = error
-        except Exception as error:
-            # The boundary of the thread: every error must reach the coordinator.
+        except Exception as error:  # the boundary of the thread: every error must reach the coordinator
             log.exception("the embedded broker ended")
             self._failure = BrokerError(f"the embedded broker ended: {error}")
         finally:

@@ -169,8 +169,7 @@ class MqttClient:
     def _notify_connection(self, *, connected: bool) -> None:
         try:
             self._on_connection(connected)
-        except Exception:
-            # The boundary of paho's thread: an exception would end it, and the fleet with it.
+        except Exception:  # the boundary of paho's thread: it would end, and the fleet with it
             log.exception("the coordinator failed to handle a change of its broker connection")
 
     def _handle_message(self, _client: Any, _data: Any, message: mqtt.MQTTMessage) -> None:
@@ -182,8 +181,7 @@ class MqttClient:
         except EdgeflError as error:
             self._malformed_counts[sender] += 1
             self._rate_limited_log.warning(sender, "dropped a message of %s: %s", sender, error)
-        except Exception:
-            # One message must not stop the others; see `_notify_connection`.
+        except Exception:  # likewise: one message must not stop the others
             log.exception("the coordinator failed to handle a message of %s", sender)
 
     def _validate_payload(self, fleet: str, kind: Topic, message: mqtt.MQTTMessage) -> bytes:

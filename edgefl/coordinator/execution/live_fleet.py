@@ -144,19 +144,7 @@ class LiveFleet:
             make_store_header=self._make_store_header,
         )
         self._distributor = ModelDistributor(run)
-        admission = None
-        if requirements is not None:
-            admission = AdmissionController(
-                run=run,
-                requirements=requirements,
-                transport=transport,
-                notifier=notifier,
-                registry=registry,
-                clock=clock,
-                record_event=record_event,
-                get_model=self._distributor.get_newest_model,
-                on_prefetched=self._distributor.record_prefetch,
-            )
+        admission = self._make_admission(requirements, transport, notifier) if requirements is not None else None
         self._resumed_until_s: float | None = None
         self._has_renewed_lineage = False
         self._interruption: InterruptedRunError | None = None
@@ -176,6 +164,21 @@ class LiveFleet:
             on_waiting=on_waiting,
         )
         self._unsubscribe = registry.subscribe(self._queue.put)
+
+    def _make_admission(
+        self, requirements: AdmissionRequirements, transport: InstructionTransport, notifier: DeviceNotifier
+    ) -> AdmissionController:
+        return AdmissionController(
+            run=self._run,
+            requirements=requirements,
+            transport=transport,
+            notifier=notifier,
+            registry=self.registry,
+            clock=self.clock,
+            record_event=self._record_event,
+            get_model=self._distributor.get_newest_model,
+            on_prefetched=self._distributor.record_prefetch,
+        )
 
     def post(self, item: Reply | Progress | StopRequested | InterruptedRunError) -> None:
         """Queues an item for the run; a reply beyond the memory limit waits a little, then is spooled."""

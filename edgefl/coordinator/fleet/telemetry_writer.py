@@ -138,7 +138,7 @@ class TelemetryWriter:
         if pending != _PendingTelemetry():
             try:
                 self._write(pending)
-            except BaseException:
+            except BaseException:  # an interrupt too: no telemetry may be lost
                 with self._lock:
                     self._pending = pending.merge(self._pending)
                 raise

@@ -123,7 +123,7 @@ class RunExecutor:
             return self._run_loop(self._on_turn)
         except (StoreError, JournalError):
             raise
-        except Exception as error:
+        except Exception as error:  # a strategy of others may raise anything
             if not self._fleet.is_live:  # the journaled turns did not fail before: the replay deviates
                 raise ReplayError(f"{type(error).__name__}: {error}") from error
             self._log.commit()  # the last turn is history too
@@ -154,7 +154,7 @@ class RunExecutor:
             return self._last_turn[1].progress.version
         except (StoreError, JournalError):
             raise
-        except Exception as error:
+        except Exception as error:  # likewise
             raise ReplayError(f"{type(error).__name__}: {error}") from error
         raise ReplayError("the run ends before its journal does")
 

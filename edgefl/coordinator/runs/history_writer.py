@@ -149,7 +149,7 @@ class HistoryWriter:
                 return
             try:
                 self._write(rows)
-            except BaseException:
+            except BaseException:  # an interrupt too: no row may be lost
                 with self._lock:
                     self._ready = rows.merge(self._ready)
                 raise

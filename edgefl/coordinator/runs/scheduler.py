@@ -521,7 +521,7 @@ class RunScheduler:
                 is_over = True
             except (InterruptedRunError, StoreError, JournalError):
                 raise
-            except BaseException:
+            except BaseException:  # an interrupt too: its devices are told that it is over
                 is_over = True
                 raise
             finally:

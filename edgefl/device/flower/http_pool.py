@@ -47,7 +47,7 @@ class PooledHttpTransport(httpx.BaseTransport):
             with _translate_errors(httpx.ReadTimeout, httpx.ReadError):
                 response = connection.getresponse()
                 content = response.read()
-        except BaseException:
+        except BaseException:  # an interrupt too: half an answer must not stay in it
             connection.close()
             raise
         self._add_idle(connection)
@@ -77,7 +77,7 @@ class PooledHttpTransport(httpx.BaseTransport):
         try:
             with _translate_errors(httpx.ConnectTimeout, httpx.ConnectError):
                 connection.connect()
-        except BaseException:
+        except BaseException:  # an interrupt too: half an answer must not stay in it
             connection.close()
             raise
         return connection

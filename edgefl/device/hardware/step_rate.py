@@ -106,8 +106,7 @@ class StepRateCache:
             return
         try:
             self._measure_next(shards, facts, accelerator, threads, read_traits, is_confined=is_confined)
-        except Exception:
-            # A custom task may raise anything in its constructor, and the board must survive.
+        except Exception:  # a custom task may raise anything in its constructor, and the board must survive
             log.exception("cannot measure how fast this board is")
             self._last_work_s = self._clock()
 

@@ -417,8 +417,7 @@ class HeartbeatPublisher:
     def _publish_once(self) -> None:
         try:
             self._publish(self._make_heartbeat())
-        except Exception:
-            # The boundary of the thread: a failed reading must not make the whole board look dead.
+        except Exception:  # the boundary of the thread: a failed reading must not make the board look dead
             log.exception("a heartbeat was lost")
 
     def _make_heartbeat(self) -> Heartbeat:

@@ -254,6 +254,5 @@ class MessageDispatcher:
     def _guard(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception:
-            # The boundary of paho's thread: presence must survive failures of the agent.
+        except Exception:  # the boundary of paho's thread: presence must survive failures of the agent
             log.exception("the agent failed to act on a message")

@@ -248,8 +248,7 @@ class PeerListener:
     def _call_handler(self, peer: str, payload: bytes) -> None:
         try:
             self._on_message(peer, payload)
-        except Exception:
-            # The boundary of the transport: a repeat would fail again, the next message may not.
+        except Exception:  # the boundary of the transport: a repeat would fail again, the next message may not
             log.exception("a message of %s could not be used", peer)
 
     def _send_frame(self, connection: ssl.SSLSocket, frame: TransportFrame) -> None:

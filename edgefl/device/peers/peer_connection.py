@@ -206,8 +206,7 @@ def verify_certificate(der: bytes, authority: x509.Certificate) -> str:
         verifier = PolicyBuilder().store(Store([authority])).time(both_valid).build_client_verifier()
         verifier.verify(certificate, [])
         names = [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
-    except Exception as error:
-        # Untrusted bytes, for which some versions of the parser raise KeyError: reject whatever it is.
+    except Exception as error:  # untrusted bytes, for which some versions of the parser raise KeyError
         raise NetworkError(f"it shows no device certificate of this fleet: {error}") from error
     if len(names) != 1 or not isinstance(names[0], str):
         raise NetworkError(f"its certificate must have one common name, got {names!r}")

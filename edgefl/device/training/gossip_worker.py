@@ -279,8 +279,8 @@ class GossipWorker:
             try:
                 transport.start()
                 session.start()
-            except BaseException:
-                self._stop_session()  # or the next assignment would wait for a session that never started
+            except BaseException:  # or the next assignment would wait for a session that never started
+                self._stop_session()
                 raise
             self._save_instruction(instruction)
             return session

@@ -263,7 +263,7 @@ class Updater:
         self._on_step("unpacked")
         try:
             self._fill_slot(attempt, wheel_set)
-        except Exception:
+        except Exception:  # whatever failed, half a slot must not stay; it is raised again
             delete_slot(self._slots, attempt.new)
             raise
         return manifest

@@ -221,7 +221,7 @@ class WalJournal:
         try:
             with translate_disk_full(f"journal {self._path}"):
                 yield
-        except BaseException:
+        except BaseException:  # an interrupt too: half a record must not stay
             if self._failure is None:
                 self._roll_back(path, end, next_record)
             raise
@@ -273,7 +273,7 @@ class WalJournal:
         try:
             os.ftruncate(handle, end)
             os.fsync(handle)
-        except BaseException:
+        except BaseException:  # an interrupt too: the file is closed
             os.close(handle)
             raise
         if self._handle >= 0:

@@ -894,7 +894,7 @@ def test_a_board_that_comes_back_at_once_is_let_in(site, run):
     device.supernode.connect(site.address)
     send(run, device)
     work(device)
-    site.reply()
+    assert site.reply().body == b"model"
 
 
 def test_a_removed_device_is_refused_and_may_come_back_under_a_new_number(site):

@@ -381,6 +381,8 @@ def test_one_trainer_that_has_it_or_does_not_say_is_enough(other: list[str] | No
 
 def test_a_fleet_that_is_still_empty_may_be_given_work() -> None:
     check_trainers(config(), make_trainers(), needs_torch=True)
+    with pytest.raises(TaskError, match="small have no torch"):
+        check_trainers(config(), make_trainers(small=["numpy"]), needs_torch=True)
 
 
 @pytest.mark.parametrize(("needs_torch", "accepted"), [(True, ["large", "old"]), (False, ["small", "large", "old"])])

@@ -148,7 +148,8 @@ def test_a_damaged_journal_keeps_no_run_from_its_checkpoint(store: Store, direct
     checkpoint(directory, run.run_id, advanced(made(), 2))
     for file in (directory.runs / run.run_id / "journal").iterdir():
         file.write_bytes(b"nonsense" * 9)
-    check_resumable(run, directory, made)
+    check_resumable(run, directory, made)  # raises where it cannot
+    assert store.get_run(run.run_id) == run
 
 
 def test_a_run_whose_strategy_is_another_now_is_refused(store: Store, directory: CoordinatorDirectory) -> None:
