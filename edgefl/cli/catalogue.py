@@ -33,6 +33,11 @@ BENCH_COLUMNS = (
     "entropy_bits",
 )  # fmt: skip
 
+SHELLS = ("bash", "zsh", "fish")
+
+DEFAULT_GOAL = "20"
+MAX_ROUNDS_TO_ACCURACY = 500
+
 
 @click.group("strategies", cls=FullHelpGroup)
 def strategies() -> None:
@@ -325,9 +330,6 @@ def _draw_gradient(name: str) -> SampleUpdate:
     )
 
 
-SHELLS = ("bash", "zsh", "fish")
-
-
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
@@ -339,10 +341,6 @@ def completion(shell: str) -> None:
     complete = get_completion_class(shell)
     assert complete is not None
     click.echo(complete(edgefl, {}, "edgefl", "_EDGEFL_COMPLETE").source())
-
-
-DEFAULT_GOAL = "20"
-MAX_ROUNDS_TO_ACCURACY = 500
 
 
 def _parse_goal(_context: click.Context, _option: click.Parameter, value: str | None) -> str | None:

@@ -27,6 +27,13 @@ _GAP = "  "
 _MAX_UNBROKEN_CHARS = 12
 _BLANK_CELLS = frozenset({"", "-"})
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+Rows = Sequence[Mapping[str, Any]]
+
+text_format_option = click.option(
+    "--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True
+)
+
 
 class FullHelpGroup(click.Group):
     """Command group with full summaries: Click itself cuts a command's first sentence after 45 letters."""
@@ -60,10 +67,6 @@ def _format_summary(command: click.Command) -> str:
     return " ".join(paragraph.split()).removesuffix(".")
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Rows = Sequence[Mapping[str, Any]]
-
-
 def format_option(function: Function) -> Function:
     """Adds `--format table|json|csv`; the command gets it as `fmt`."""
     option = click.option(
@@ -75,11 +78,6 @@ def format_option(function: Function) -> Function:
         help="How to print: for people (UTC), or exact values for programs (unix seconds).",
     )
     return option(function)
-
-
-text_format_option = click.option(
-    "--format", "style", type=click.Choice(["text", "json"]), default="text", show_default=True
-)
 
 
 def make_broker_option(name: str) -> Callable[[Function], Function]:

@@ -42,6 +42,16 @@ days_option = click.option(
 RESTART_TIMEOUT_S, DAY_S = 180.0, 86_400
 SIGNERS_KIND = "signers"
 
+DEFAULT_ROOT, DEFAULT_STATE_DIR = Path("/opt/edgefl"), Path("/var/lib/edgefl")
+
+signers_option = click.option(
+    "--signers",
+    type=FOLDER_TYPE,
+    default=Path("/etc/edgefl/signers"),
+    show_default=True,
+    help="Folder of the public keys that are trusted.",
+)
+
 
 @click.group("signing", cls=FullHelpGroup)
 def command() -> None:
@@ -265,17 +275,6 @@ def _default_folder() -> Path:
     from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 fast start
 
     return get_operator_path().parent / "signing"
-
-
-DEFAULT_ROOT, DEFAULT_STATE_DIR = Path("/opt/edgefl"), Path("/var/lib/edgefl")
-
-signers_option = click.option(
-    "--signers",
-    type=FOLDER_TYPE,
-    default=Path("/etc/edgefl/signers"),
-    show_default=True,
-    help="Folder of the public keys that are trusted.",
-)
 
 
 @click.command()

@@ -35,6 +35,44 @@ DELTA_PREFIX = "delta"
 LAYER_SEPARATOR = ";"
 PATTERN_SEPARATOR = "="
 
+StageClass = type[TensorStage] | type[ValueStage] | type[LosslessStage]
+KIND = ExtensionKind(
+    noun="codec stage",
+    group="edgefl.codecs",
+    is_declared=lambda found: getattr(found, "kind", None) in list(StageKind),
+    declaration="has a StageKind of edgefl.compression.stages as its kind",
+    error=CodecError,
+)
+STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
+    {
+        "dense": (1, Dense),
+        "fp16": (2, Float16),
+        "bf16": (3, BFloat16),
+        "int8": (4, Int8),
+        "qsgd": (5, Qsgd),
+        "terngrad": (6, TernGrad),
+        "sign": (7, ScaledSign),
+        "topk": (8, TopK),
+        "threshold": (9, Threshold),
+        "randk": (10, RandK),
+        "delta": (11, SparseDelta),
+        "zstd": (12, Zstd),
+        "shuffle": (13, ByteShuffle),
+        "atomo": (14, Atomo),
+        "atomo-svd": (15, AtomoSvd),
+        "powersgd": (16, PowerSgd),
+        "natural": (17, NaturalCompression),
+        "onebit": (18, OneBitSgd),
+        "lss": (19, Lss),
+    }
+)
+"""Built-in stages: name, number on the wire, class."""
+LAYERS, LAYERS_ID = "layers", 20
+"""The stage of `codec.py` that holds other codecs: only lines with patterns have it, so none is found by name."""
+AUTO = "auto"
+RICE = "rice"
+"""May be typed behind a stage that codes indices; it is always used where it is smallest, so it has no number."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecSpec:
@@ -94,45 +132,6 @@ def _parse_layers(text: str, typed: list[str]) -> tuple[tuple[str, str], ...]:
             raise CodecError(f"codec {text!r}: the pattern {pattern!r} has two codecs")
         layers[pattern] = line
     return tuple(layers.items())
-
-
-StageClass = type[TensorStage] | type[ValueStage] | type[LosslessStage]
-KIND = ExtensionKind(
-    noun="codec stage",
-    group="edgefl.codecs",
-    is_declared=lambda found: getattr(found, "kind", None) in list(StageKind),
-    declaration="has a StageKind of edgefl.compression.stages as its kind",
-    error=CodecError,
-)
-STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
-    {
-        "dense": (1, Dense),
-        "fp16": (2, Float16),
-        "bf16": (3, BFloat16),
-        "int8": (4, Int8),
-        "qsgd": (5, Qsgd),
-        "terngrad": (6, TernGrad),
-        "sign": (7, ScaledSign),
-        "topk": (8, TopK),
-        "threshold": (9, Threshold),
-        "randk": (10, RandK),
-        "delta": (11, SparseDelta),
-        "zstd": (12, Zstd),
-        "shuffle": (13, ByteShuffle),
-        "atomo": (14, Atomo),
-        "atomo-svd": (15, AtomoSvd),
-        "powersgd": (16, PowerSgd),
-        "natural": (17, NaturalCompression),
-        "onebit": (18, OneBitSgd),
-        "lss": (19, Lss),
-    }
-)
-"""Built-in stages: name, number on the wire, class."""
-LAYERS, LAYERS_ID = "layers", 20
-"""The stage of `codec.py` that holds other codecs: only lines with patterns have it, so none is found by name."""
-AUTO = "auto"
-RICE = "rice"
-"""May be typed behind a stage that codes indices; it is always used where it is smallest, so it has no number."""
 
 
 def list_stage_names() -> list[str]:

@@ -84,6 +84,8 @@ SETTING_BY_ERROR: Mapping[type[EdgeflError], str] = {
 """Settings that errors without a setting's name are about."""
 MAX_PATH_CHARS = 100
 
+AccessCheck = Callable[[Request], object]
+
 
 def ignore_rejection(_kind: str, _source: str, _detail: str) -> None:
     """Ignores a rejection."""
@@ -250,9 +252,6 @@ class RateLimiter:
 
     def count_addresses(self) -> int:
         return len(self._by_address)
-
-
-AccessCheck = Callable[[Request], object]
 
 
 def require_device(

@@ -17,6 +17,8 @@ from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import Command, CommandKind, Heartbeat
 from edgefl.core.types import Progress
 
+END_RESEND_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceClients:
@@ -104,9 +106,6 @@ class DeviceMessageRouter:
         clients.deployments.on_heartbeat(device_id, heartbeat)
         clients.installations.on_heartbeat(device_id, heartbeat)
         _cancel_stale_work(clients, device_id, heartbeat, self._clock())
-
-
-END_RESEND_S = 60.0
 
 
 def _cancel_stale_work(clients: DeviceClients, device_id: str, heartbeat: Heartbeat, now_s: float) -> None:

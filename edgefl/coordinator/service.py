@@ -38,9 +38,8 @@ from edgefl.coordinator.device_clients import DeviceClients, DeviceMessageRouter
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions
 from edgefl.coordinator.enrolment.certificates import CertificateRotation, renew_ca, replace_own_certificates
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
-from edgefl.coordinator.fleet.clone_detection import CloneRejected
 from edgefl.coordinator.fleet.membership import DrainController, Membership
-from edgefl.coordinator.fleet.presence import PresenceTracker
+from edgefl.coordinator.fleet.presence import CloneRejected, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink

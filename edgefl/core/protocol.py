@@ -88,6 +88,28 @@ RESERVED_NAMES = frozenset({COORDINATOR_NAME})
 _NONCE = re.compile(r"([0-9a-f]{16})-([0-9]{1,15})\Z", re.ASCII)
 _SLUG = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 
+PEER = "peer"
+
+_NONE = type(None)
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str | None": (str, _NONE),
+    "int | None": (int, _NONE),
+    "float | None": (int, float, _NONE),
+    "list[str]": (list,),
+    "Json": (dict,),
+    "Json | None": (dict, _NONE),
+}
+
+JOIN_TOKEN_VARIABLE = "EDGEFL_JOIN_TOKEN"  # noqa: S105 its name, no secret
+"""Environment variable of a join token: other users of a machine do not see it, unlike arguments."""
+TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
+MAX_TOKEN_CHARS = 4096
+_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+
 
 def validate_slug(text: str, what: str = "device name") -> str:
     """Returns `text` if it is a valid device or fleet id.
@@ -135,9 +157,6 @@ def parse_topic(name: str) -> tuple[str, str, Topic]:
     if len(parts) != 5 or parts[:2] != ["edgefl", "v1"] or parts[4] not in set(Topic):
         raise NetworkError(f"not an edgefl topic: {name!r}")
     return parts[2], parts[3], Topic(parts[4])
-
-
-PEER = "peer"
 
 
 def peer_topic(fleet: str, sender: str, receiver: str) -> str:
@@ -261,21 +280,6 @@ class _Message:
                 )
 
 
-_NONE = type(None)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (int, float),
-    "bool": (bool,),
-    "str | None": (str, _NONE),
-    "int | None": (int, _NONE),
-    "float | None": (int, float, _NONE),
-    "list[str]": (list,),
-    "Json": (dict,),
-    "Json | None": (dict, _NONE),
-}
-
-
 class PresenceState(StrEnum):
     ONLINE = "online"
     OFFLINE = "offline"
@@ -394,13 +398,6 @@ class CommandReply(_Message):
     id: str
     content: Json = field(default_factory=dict)
     error: str | None = None
-
-
-JOIN_TOKEN_VARIABLE = "EDGEFL_JOIN_TOKEN"  # noqa: S105 its name, no secret
-"""Environment variable of a join token: other users of a machine do not see it, unlike arguments."""
-TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
-MAX_TOKEN_CHARS = 4096
-_ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

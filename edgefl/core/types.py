@@ -24,6 +24,18 @@ Array = NDArray[Any]
 Json = dict[str, Any]
 Scalar = str | int | float | bool
 
+Indices = Mapping[str, Array]
+
+V = TypeVar("V")
+
+PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
+NOT_FINITE = "the update holds a NaN or an infinity"
+"""How the reason of a refused update begins whose training has diverged."""
+ZERO_CONTROL_VARIATE = "blank_variate"
+"""Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
+
+S = TypeVar("S")
+
 
 class TensorKind(StrEnum):
     """Kind of a tensor: parameters are trained, buffers (running means, counters) only tracked."""
@@ -80,7 +92,6 @@ class SparseTensor:
 
 Tensor = Array | SparseTensor
 Tensors = Mapping[str, Tensor]
-Indices = Mapping[str, Array]
 
 
 def size_of_tensors(tensors: Tensors) -> int:
@@ -121,9 +132,6 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def unload(self) -> None:
         self._loaded = None
-
-
-V = TypeVar("V")
 
 
 class ComputedMapping(Mapping[str, V]):
@@ -337,23 +345,9 @@ class EvaluateInstruction:
     round: int
     subject: str = ""
 
-    def make_result(
-        self, *, source: str, num_examples: int, loss: float, accuracy: float, bytes_up: int = 0, bytes_down: int = 0
-    ) -> EvaluateResult:
-        """Returns the result of this evaluation."""
-        return EvaluateResult(
-            assignment_id=self.assignment_id,
-            device_id=self.device_id,
-            version=self.version,
-            round=self.round,
-            subject=self.subject,
-            source=source,
-            num_examples=num_examples,
-            loss=loss,
-            accuracy=accuracy,
-            bytes_up=bytes_up,
-            bytes_down=bytes_down,
-        )
+    def make_result(self, **values: Any) -> EvaluateResult:
+        """Returns the result of this evaluation; `values` are its other fields, by name."""
+        return EvaluateResult(**asdict(self), **values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,13 +377,6 @@ class UpdateStatus(StrEnum):
     REJECTED = "rejected"
     FAILED = "failed"
     LOST = "lost"
-
-
-PREFETCH_BYTE_KEYS = ("bytes_up_ahead", "bytes_down_ahead")
-NOT_FINITE = "the update holds a NaN or an infinity"
-"""How the reason of a refused update begins whose training has diverged."""
-ZERO_CONTROL_VARIATE = "blank_variate"
-"""Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -575,9 +562,6 @@ class FleetView(Protocol):
     def progress(self) -> Mapping[str, Progress]: ...
     @property
     def health(self) -> Mapping[str, HealthMetrics]: ...
-
-
-S = TypeVar("S")
 
 
 class Strategy(Protocol[S]):

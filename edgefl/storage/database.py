@@ -41,6 +41,16 @@ _ADVICE = {
     "SQLITE_CANTOPEN": "cannot be opened; check that the directory exists and is yours",
 }
 
+FIRST_REVISION, SCHEMA_REVISION = "0011", "0011"
+"""The oldest and the newest revision in `migrations/`; a test compares them."""
+BUSY_TIMEOUT_S = 10.0
+POSTGRES_DRIVER = "postgresql+psycopg"
+CONNECT_TIMEOUT_S = 10
+"""Per address of a database server."""
+WAL_RETRY_S = 0.02
+CHECK_TIMEOUT_S = 1.5
+_VERSION_TABLE = "alembic_version"
+
 
 @contextmanager
 def translate_errors(location: str) -> Iterator[None]:
@@ -99,17 +109,6 @@ def _has_free_space(path: str) -> bool:
 
 def _first_line(error: BaseException | None) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-FIRST_REVISION, SCHEMA_REVISION = "0011", "0011"
-"""The oldest and the newest revision in `migrations/`; a test compares them."""
-BUSY_TIMEOUT_S = 10.0
-POSTGRES_DRIVER = "postgresql+psycopg"
-CONNECT_TIMEOUT_S = 10
-"""Per address of a database server."""
-WAL_RETRY_S = 0.02
-CHECK_TIMEOUT_S = 1.5
-_VERSION_TABLE = "alembic_version"
 
 
 class CommitCounter(Protocol):

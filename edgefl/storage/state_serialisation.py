@@ -26,23 +26,6 @@ from edgefl.core.errors import JournalError, NotKeptError, StoreTooNewError
 from edgefl.core.safe_parsing import check_nesting, parse_json
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors
 
-
-def check_format_version(what: str, found: object, supported: int) -> None:
-    """Checks that a file has this program's format.
-
-    Raises:
-        StoreTooNewError: it is newer.
-        ValueError: there is no such format, or it is one from before the first release.
-    """
-    if not isinstance(found, int) or found < supported:
-        raise ValueError(f"format {found!r:.40}, this program reads {supported}")
-    if found > supported:
-        raise StoreTooNewError(
-            f"{what} has format {found}, this program reads {supported}: "
-            "a newer edgefl wrote it; start a newer edgefl"
-        )
-
-
 T = TypeVar("T")
 
 FORMAT_VERSION = 1
@@ -59,6 +42,22 @@ _JSON_TYPES: tuple[type[Any], ...] = (type(None), bool, int, str)
 
 _MALFORMED_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 """Errors of an intact value of an unexpected form."""
+
+
+def check_format_version(what: str, found: object, supported: int) -> None:
+    """Checks that a file has this program's format.
+
+    Raises:
+        StoreTooNewError: it is newer.
+        ValueError: there is no such format, or it is one from before the first release.
+    """
+    if not isinstance(found, int) or found < supported:
+        raise ValueError(f"format {found!r:.40}, this program reads {supported}")
+    if found > supported:
+        raise StoreTooNewError(
+            f"{what} has format {found}, this program reads {supported}: "
+            "a newer edgefl wrote it; start a newer edgefl"
+        )
 
 
 def encode_state(state: Any) -> bytes:

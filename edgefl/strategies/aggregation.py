@@ -21,6 +21,14 @@ import numpy as np
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, Update
 
+_BLOCK_SIZE = 2**16
+"""Numbers per block: the products stay in the cache until they are added."""
+
+SERVER_OPTIMIZERS = ("none", "momentum", "adagrad", "adam", "yogi")
+
+ServerMoments = dict[str, Array]
+"""Moments of an optimiser, part of a strategy's state: `m/NAME` and, except for momentum, `v/NAME`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedUpdate:
@@ -83,10 +91,6 @@ def require_tensor(update: QueuedUpdate | Update, name: str, like: Array) -> Ten
             f"the model's is {like.shape}"
         )
     return tensor
-
-
-_BLOCK_SIZE = 2**16
-"""Numbers per block: the products stay in the cache until they are added."""
 
 
 @dataclass(slots=True)
@@ -223,12 +227,6 @@ def _add_blocks(sums: Array, displacement: Array, weight: float) -> None:
         part = products[: block.size]
         np.multiply(displacement[start : start + _BLOCK_SIZE], weight, dtype=sums.dtype, out=part)
         np.add(block, part, out=block)
-
-
-SERVER_OPTIMIZERS = ("none", "momentum", "adagrad", "adam", "yogi")
-
-ServerMoments = dict[str, Array]
-"""Moments of an optimiser, part of a strategy's state: `m/NAME` and, except for momentum, `v/NAME`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

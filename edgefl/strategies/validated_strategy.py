@@ -47,6 +47,9 @@ REQUIRED_METHODS = ("init", "assign", "receive", "ready", "aggregate", "model", 
 MAX_ID_BYTES = 255
 """Maximum id length in a journal record."""
 
+T = TypeVar("T")
+_TensorLayout = tuple[tuple[int, ...], str]
+
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
@@ -63,9 +66,6 @@ _FIELD_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
 }
 """Values that the journal stores, by a field's annotation, as text and predicate; others have types of edgefl."""
-
-T = TypeVar("T")
-_TensorLayout = tuple[tuple[int, ...], str]
 
 
 def make_validated_strategy(

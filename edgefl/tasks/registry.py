@@ -32,6 +32,15 @@ BUILT_IN: Mapping[str, str] = {
     "noop": "edgefl.tasks.noop:NoopTask",
 }
 
+_ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
+
+NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
+    "mnist": ("2nn", "mlp", "logistic"),
+    "fashion-mnist": ("2nn", "mlp", "logistic"),
+    "motionsense": ("mlp", "logistic"),
+}
+"""NumPy models (values of `model`) of tasks that usually need torch."""
+
 
 def make_task(name: str, options: Mapping[str, Scalar] | None = None) -> Task:
     """Returns the task of that name.
@@ -77,9 +86,6 @@ def load_object(target: str) -> Any:
     return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
-_ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
-
-
 def validate_accelerator(name: str) -> str:
     """Returns `name` if it is `cpu`, `cuda` or `cuda:N`.
 
@@ -118,14 +124,6 @@ def import_torch() -> Any:
         TaskError: it is not installed.
     """
     return import_extra("torch", "this task trains with torch")
-
-
-NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
-    "mnist": ("2nn", "mlp", "logistic"),
-    "fashion-mnist": ("2nn", "mlp", "logistic"),
-    "motionsense": ("mlp", "logistic"),
-}
-"""NumPy models (values of `model`) of tasks that usually need torch."""
 
 
 def list_numpy_models(task: str) -> tuple[str, ...]:

@@ -26,6 +26,14 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
 
+modules_option = click.option(
+    "--allow-module",
+    "modules",
+    multiple=True,
+    metavar="MODULE",
+    help="Let run files name classes of this module; may be repeated, remembered.",
+)
+
 
 def save_operator_file(content: OperatorFile, path: Path) -> Path:
     """Writes the file and returns its path: beside `path`, where that is another fleet's."""
@@ -108,15 +116,6 @@ def alert_options(function: Function) -> Function:
         "--alert-webhook", "webhook", metavar="URL", envvar="EDGEFL_ALERT_WEBHOOK", help="Told of alerts."
     )
     return url(key(function))
-
-
-modules_option = click.option(
-    "--allow-module",
-    "modules",
-    multiple=True,
-    metavar="MODULE",
-    help="Let run files name classes of this module; may be repeated, remembered.",
-)
 
 
 @click.group(cls=FullHelpGroup)

@@ -32,6 +32,27 @@ FOLLOW_INTERVAL_S = 1.0
 _OPTIONAL_COLUMNS = ("problem", "drained", "cloned", "groups", "run", "iteration", "temperature_c", "model")
 _DETAIL_COLUMNS = ("seconds_per_iteration", "joined_at")
 
+TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
+POLL_S = 0.5
+FAILED_STATES = frozenset({"rejected", "failed", "rolled-back"})
+INSTALL_COMMANDS = {
+    "release": "devices update --to VERSION --bundle FILE",
+    "pack": "devices install FILE",
+    "removal": "devices uninstall FILE",
+    "signers": "devices signers FILE",
+    "model": "model deploy MODEL --bundle FILE",
+}
+
+canary_option = click.option(
+    "--canary", type=click.IntRange(0), default=0, show_default=True, help="How many devices get it first."
+)
+canary_time_option = click.option(
+    "--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 1800]."
+)
+wait_option = click.option(
+    "--wait", "waits", is_flag=True, help="Stay until it is over; exit code 41 when a device could not take it."
+)
+
 
 @click.group("devices", cls=FullHelpGroup)
 def command() -> None:
@@ -171,28 +192,6 @@ def _format_line(line: Json) -> str:
         + ([f"[{format_value('', about)}]"] if about and not message.startswith(str(about)) else [])
         + [message]
     )
-
-
-TERMINAL_STATUSES = frozenset({"done", "failed", "superseded"})
-POLL_S = 0.5
-FAILED_STATES = frozenset({"rejected", "failed", "rolled-back"})
-INSTALL_COMMANDS = {
-    "release": "devices update --to VERSION --bundle FILE",
-    "pack": "devices install FILE",
-    "removal": "devices uninstall FILE",
-    "signers": "devices signers FILE",
-    "model": "model deploy MODEL --bundle FILE",
-}
-
-canary_option = click.option(
-    "--canary", type=click.IntRange(0), default=0, show_default=True, help="How many devices get it first."
-)
-canary_time_option = click.option(
-    "--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 1800]."
-)
-wait_option = click.option(
-    "--wait", "waits", is_flag=True, help="Stay until it is over; exit code 41 when a device could not take it."
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,9 @@ RENEWED_INTERVAL_S = 120.0
 TAKEOVER_TIMEOUT_S = 2.0
 DISCONNECT = b"\xe0\x00"
 
+OnDenied = Callable[[str, str], None]
+"""(identity, denied action); the identity is empty without a valid certificate"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerTls:
@@ -68,10 +71,6 @@ class BrokerAddress:
     host: str
     port: int
     tls: BrokerTls | None = None
-
-
-OnDenied = Callable[[str, str], None]
-"""(identity, denied action); the identity is empty without a valid certificate"""
 
 
 def ignore_denied(_identity: str, _action: str) -> None:

@@ -30,6 +30,8 @@ CA_RENEWAL_MARGIN_S = 5 * 365 * DAY_S
 """With less of its lifetime left the CA's certificate is renewed, at the next start of the coordinator."""
 POLL_INTERVAL_S = 60.0
 
+SendCommand = Callable[[str, Command], None]
+
 
 def compute_renewal_window(lifetime_s: float, now: float, *, ca_ends_at: float) -> tuple[float, float]:
     """Returns (earliest, latest) expiry in Unix seconds; a certificate that ends outside is due for renewal.
@@ -80,9 +82,6 @@ def _is_current(cert: Path, key: Path, earliest: float, latest: float) -> bool:
         return pki.is_key_pair(cert_pem, key_pem) and earliest <= pki.get_expiry(cert_pem) <= latest
     except (OSError, ConfigError):
         return False
-
-
-SendCommand = Callable[[str, Command], None]
 
 
 class CertificateRotation:

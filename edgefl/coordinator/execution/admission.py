@@ -41,6 +41,11 @@ REJOIN_TIMEOUT_S = 15.0
 MAX_REASON_CHARS = 300
 MAX_NAMES = 10
 
+RecordEvent = Callable[[str, str, str], None]
+"""(kind of event, device, message)"""
+GetModel = Callable[[], tuple[int, PreparedBody]]
+"""() -> (newest version, its full encoded model)"""
+
 
 class NotEnoughDevicesError(RunFailedError):
     """Raised when too few devices are ready; the run has dispatched nothing."""
@@ -76,12 +81,6 @@ class AdmissionRequirements:
     should_prefetch_model: bool = True
     previous_devices: tuple[str, ...] = ()
     is_resumed: bool = False
-
-
-RecordEvent = Callable[[str, str, str], None]
-"""(kind of event, device, message)"""
-GetModel = Callable[[], tuple[int, PreparedBody]]
-"""() -> (newest version, its full encoded model)"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -38,11 +38,22 @@ from edgefl.core.types import (
 from edgefl.engine.fleet_state import FleetState
 from edgefl.storage.lineage import Lineage
 
+log = logging.getLogger(__name__)
+
 NO_TORCH = f"it has no torch, and can only use finished models; on the board: install {DISTRIBUTION}[train]"
 NO_NUMPY = "it says that it cannot train; edgefl device probe, on the board, says why"
 MAX_REASON_CHARS = 300
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
 """(model, changed indices, version) -> delta body for an older model; None where the full model is smaller."""
+
+RUN_WAITING = "run-waiting"
+"""Kind of the event of a waiting run."""
+SHOW_AFTER_S = 2.0
+"""A run without work for so long is shown as waiting."""
+UPDATE_INTERVAL_S = 1.0
+REPORT_AFTER_S = 30.0
+"""And after so long the history says it."""
+MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,18 +265,6 @@ class Candidates:
         if self.run.task not in info.tasks:
             return f"{explain_missing_shard(info, self.run.task)}; on the board: edgefl device shard add"
         return find_training_blocker(info, needs_torch=self.run.needs_torch)
-
-
-log = logging.getLogger(__name__)
-
-RUN_WAITING = "run-waiting"
-"""Kind of the event of a waiting run."""
-SHOW_AFTER_S = 2.0
-"""A run without work for so long is shown as waiting."""
-UPDATE_INTERVAL_S = 1.0
-REPORT_AFTER_S = 30.0
-"""And after so long the history says it."""
-MAX_NAMES = 5
 
 
 class HealthSnapshot(Mapping[str, HealthMetrics]):

@@ -33,6 +33,25 @@ from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 
 FIRST_INCARNATION = 0
 
+LINEAGE_KEY, MODEL_HASH_KEY, RECORD_KEY = "lineage", "model_sha256", "newest_record"
+"""Of an instruction: the store's lineage, the full model's hash, the journal's newest durable record.
+
+A device answers with the first two, and with the highest record that it heard of in this lineage and run.
+"""
+
+MAX_COUNT = 2**53
+"""Largest valid count: JSON numbers are exact up to here."""
+PLAUSIBLE_RANGES = MappingProxyType(
+    {
+        "max_temperature_c": (-40.0, 150.0),
+        "signal_dbm": (-200.0, 0.0),
+        "link_bits_per_s": (0.0, 1e12),
+        "energy_j": (0.0, 1e12),
+        "paced_s": (0.0, 1e8),
+    }
+)
+"""Valid ranges of reported telemetry; a value outside is treated as unknown."""
+
 
 def format_wire_id(run_id: str, assignment_id: str, incarnation: int = FIRST_INCARNATION) -> str:
     """Returns the id of an assignment on the wire."""
@@ -90,13 +109,6 @@ class RunIncarnations:
         return ids_by_incarnation
 
 
-LINEAGE_KEY, MODEL_HASH_KEY, RECORD_KEY = "lineage", "model_sha256", "newest_record"
-"""Of an instruction: the store's lineage, the full model's hash, the journal's newest durable record.
-
-A device answers with the first two, and with the highest record that it heard of in this lineage and run.
-"""
-
-
 def find_foreign_part(sent: Json, reply: Json, *, newest_record: int) -> str | None:
     """Returns why a reply is no answer to an instruction, though it names its assignment; None if it is one.
 
@@ -119,20 +131,6 @@ def is_ahead(reply: Json, newest_record: int) -> bool:
     """Returns whether a device heard of a later state of this store than the store has: it was rolled back."""
     number = reply.get(RECORD_KEY)
     return isinstance(number, int) and not isinstance(number, bool) and number > newest_record
-
-
-MAX_COUNT = 2**53
-"""Largest valid count: JSON numbers are exact up to here."""
-PLAUSIBLE_RANGES = MappingProxyType(
-    {
-        "max_temperature_c": (-40.0, 150.0),
-        "signal_dbm": (-200.0, 0.0),
-        "link_bits_per_s": (0.0, 1e12),
-        "energy_j": (0.0, 1e12),
-        "paced_s": (0.0, 1e8),
-    }
-)
-"""Valid ranges of reported telemetry; a value outside is treated as unknown."""
 
 
 def create_instruction_header(

@@ -36,6 +36,21 @@ log = logging.getLogger(__name__)
 RESEND_AFTER_S = 3 * HEARTBEAT_S
 """An instruction delivered longer ago than this that its device does not hold counts as lost."""
 
+MAX_BATCH_BYTES = 16 * 1024 * 1024
+"""A batch ends with the item that exceeds this."""
+MAX_MEMORY_BYTES = 32 * 1024 * 1024
+"""While more than this is queued in memory, `put` of a body waits."""
+PUT_TIMEOUT_S = 2.0
+"""How long `put` waits before it spools: a paused run must not hold up the other devices."""
+
+T = TypeVar("T")
+
+LoadItem = Callable[[], T | None]
+"""() -> spooled item; None when it cannot be loaded"""
+
+REPLY_TIMEOUT_S = 10.0
+_REACHABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
+
 
 class DeviceNotifier(Protocol):
     """The coordinator's end of the MQTT connection."""
@@ -226,19 +241,6 @@ class InFlightInstructions:
         self._notifier.notify(device_id)
 
 
-MAX_BATCH_BYTES = 16 * 1024 * 1024
-"""A batch ends with the item that exceeds this."""
-MAX_MEMORY_BYTES = 32 * 1024 * 1024
-"""While more than this is queued in memory, `put` of a body waits."""
-PUT_TIMEOUT_S = 2.0
-"""How long `put` waits before it spools: a paused run must not hold up the other devices."""
-
-T = TypeVar("T")
-
-LoadItem = Callable[[], T | None]
-"""() -> spooled item; None when it cannot be loaded"""
-
-
 @dataclass(frozen=True, slots=True)
 class _QueuedItem(Generic[T]):
     load: LoadItem[T]
@@ -310,10 +312,6 @@ def _is_in_event_loop() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-REPLY_TIMEOUT_S = 10.0
-_REACHABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
 
 
 class DeviceRpc:

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-from edgefl.coordinator.fleet.clone_detection import CloneDetector, CloneRejected
-from edgefl.coordinator.fleet.presence import DevicePresence, PresenceEvent, PresenceRecord, PresenceTracker
+from edgefl.coordinator.fleet.presence import (
+    CloneDetector,
+    CloneRejected,
+    DevicePresence,
+    PresenceEvent,
+    PresenceRecord,
+    PresenceTracker,
+)
 from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.safe_text import escape_start
@@ -425,7 +431,7 @@ class DeviceRegistry:
         return rejection
 
     def get_stamp(self, node_id: int) -> str:
-        """Returns the stamp for an answer, which the next request repeats; see `clone_detection`."""
+        """Returns the stamp for an answer, which the next request repeats; see `CloneDetector`."""
         with self._lock:
             return self._clone_detector.get_stamp(self._device_by_node.get(node_id, ""))
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from edgefl.coordinator.fleet.clone_detection import CloneRejected
-from edgefl.coordinator.fleet.presence import PresenceChanged, SessionConflict
+from edgefl.coordinator.fleet.presence import CloneRejected, PresenceChanged, SessionConflict
 from edgefl.coordinator.fleet.registry import (
     DeviceRegistry,
     DeviceRestarted,

@@ -54,6 +54,12 @@ from edgefl.system.atomic_files import make_private_directory, sync_directory, w
 if TYPE_CHECKING:
     from edgefl.engine.build import RunComponents
 
+JOURNAL_DAMAGED = "journal-damaged"
+"""Event kind: the damage, and the quarantined files."""
+JOURNAL_REPLAYED = "journal-replayed"
+"""Event kind: how far the intact entries before the damage were replayed."""
+QUARANTINE_PREFIX = "damaged"
+
 
 class _ReplayFinishedError(Exception):
     """Raised when a replay has reached its last turn."""
@@ -274,13 +280,6 @@ class RunExecutor:
             self.checkpointer.save(state, snapshot, is_of_previous_incarnation=is_of_previous_incarnation)
         except NotKeptError as error:
             raise self._create_save_error(loop_state.progress.version, error) from error
-
-
-JOURNAL_DAMAGED = "journal-damaged"
-"""Event kind: the damage, and the quarantined files."""
-JOURNAL_REPLAYED = "journal-replayed"
-"""Event kind: how far the intact entries before the damage were replayed."""
-QUARANTINE_PREFIX = "damaged"
 
 
 @dataclass(slots=True)

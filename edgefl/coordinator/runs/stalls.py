@@ -36,6 +36,12 @@ MIN_FREE_BYTES = 512 * 1024
 FIRST_RETRY_S = 0.5
 MAX_RETRY_S = 10.0
 
+RUN_STALLED = "run-stalled"
+REPORT_AFTER_S = 60.0
+"""A strategy call that delays a stop for longer is reported as an event."""
+STOP_TIMEOUT_S = 45.0
+"""How long a stopping coordinator waits for its run: half of its unit's TimeoutStopSec."""
+
 
 @dataclass(slots=True)
 class IdleRuns:
@@ -136,13 +142,6 @@ class StorageBackoff:
         except RETRYABLE_STORE_ERRORS:
             return False
         return True
-
-
-RUN_STALLED = "run-stalled"
-REPORT_AFTER_S = 60.0
-"""A strategy call that delays a stop for longer is reported as an event."""
-STOP_TIMEOUT_S = 45.0
-"""How long a stopping coordinator waits for its run: half of its unit's TimeoutStopSec."""
 
 
 class SlowCallWatchdog:

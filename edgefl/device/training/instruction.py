@@ -1,13 +1,29 @@
-"""Parsing and validation of an instruction's header."""
+"""Instructions to this board: parsing and validation of their headers, and the readiness phases before a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-from edgefl.core.errors import NetworkError
-from edgefl.core.protocol import INSTRUCTION_VERSION
+from edgefl import __version__
+from edgefl.compression.codec import decode_body
+from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
+from edgefl.core.extensions import ExtensionRefusedError
+from edgefl.core.protocol import INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
 from edgefl.core.types import Json, Scalar, TrainConfig
+from edgefl.device.hardware.health import read_available_memory_bytes
+from edgefl.device.hardware.requirements import check_requirements
+from edgefl.device.training.task_cache import TaskCache
+
+log = logging.getLogger(__name__)
+
+LEASE_S = 600.0
+"""Lifetime of a prefetched model; a run that starts later sends it again."""
 
 
 class FullModelRequiredError(NetworkError):
@@ -110,3 +126,122 @@ def _parse_int(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"must be a whole number, got {value!r:.40}")
     return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PrefetchedModel:
+    run: str
+    version: int
+    body: bytes
+    expires_s: float
+
+
+class ReadinessHandler:
+    """Handler of readiness phases; used by the training thread, `remove` by any.
+
+    Args:
+        state_dir: of the runs' state.
+        task_cache: trainable tasks of this board.
+        training_lock: guards the learner.
+        is_gossip_running: returns whether an autonomous node of this run is running; then the board is ready.
+        clock: seconds, monotone.
+        root: of the board's files.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        task_cache: TaskCache,
+        *,
+        training_lock: threading.Lock,
+        is_gossip_running: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+        root: Path = Path("/"),
+    ) -> None:
+        self._root = root
+        self._state_dir, self._task_cache, self._training_lock = state_dir, task_cache, training_lock
+        self._is_gossip_running, self._clock = is_gossip_running, clock
+        self._prefetched: _PrefetchedModel | None = None
+
+    def run_phase(self, header: Json, body: bytes) -> tuple[Json, bytes]:
+        """Returns the reply to a phase: `ready`, or the `reason` why not."""
+        reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
+        try:
+            check_instruction_version(header)
+            if not self._is_gossip_running(str(header["run"])):
+                with self._training_lock:
+                    (self._prepare if header["phase"] == ReadinessPhase.PREPARE else self._check_eligible)(
+                        header, body
+                    )
+        except ExtensionRefusedError:
+            raise
+        except Exception as error:  # the boundary of one request: the board must survive for the next
+            is_known = isinstance(error, EdgeflError)
+            log.warning("cannot take part in run %s: %s", header.get("run"), error, exc_info=not is_known)
+            return {
+                **reply,
+                "ready": False,
+                "reason": str(error) if is_known else f"{type(error).__name__}: {error}",
+            }, b""
+        return {**reply, "ready": True}, b""
+
+    def add_prefetched_model(self, run: str, version: int | None, body: bytes) -> bytes:
+        """Returns the body of an instruction, with the prefetched model of this version appended, if any.
+
+        Raises:
+            FullModelRequiredError: it is not available any more.
+        """
+        prefetched = self._prefetched
+        if version is None:
+            return body
+        if prefetched is None or (prefetched.run, prefetched.version) != (run, version):
+            raise FullModelRequiredError(f"needs the whole model: version {version} was to be here, and is not")
+        self._prefetched = None
+        return body + prefetched.body
+
+    def remove(self, run: str) -> None:
+        """Drops the model prefetched for a run."""
+        prefetched = self._prefetched
+        if prefetched is not None and prefetched.run == run:
+            self._prefetched = None
+            log.info("run %s does not begin here; forgot its model", run)
+
+    def remove_expired(self) -> None:
+        """Drops an expired prefetched model."""
+        prefetched = self._prefetched
+        if prefetched is not None and self._clock() >= prefetched.expires_s:
+            self.remove(prefetched.run)
+
+    def _check_eligible(self, header: Json, _body: bytes) -> None:
+        check_version(__version__, str(header["edgefl"]))
+        name, options, requirements = str(header["task"]), dict(header.get("options", {})), header.get("needs", {})
+        self._task_cache.get_shard_path(name)
+        check_requirements(name, options, self._root)
+        _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
+        _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
+        cached_task = self._task_cache.get(name, options)
+        fingerprint = model_fingerprint(cached_task.model_spec)
+        if fingerprint != header["layout"]:
+            raise TaskError(
+                f"its task {name} has another model ({fingerprint}) than the coordinator's ({header['layout']}); "
+                "update the package that it comes from"
+            )
+        self._task_cache.load_data(cached_task)
+
+    def _prepare(self, header: Json, body: bytes) -> None:
+        self._prefetched = None
+        cached_task = self._task_cache.get(str(header["task"]), dict(header.get("options", {})))
+        training, _ = self._task_cache.load_split(cached_task, float(header["test_fraction"]))
+        if not len(training):
+            raise DataError(f"the shard of task {cached_task.name} holds no example to train on")
+        if body:
+            decode_body(body, cached_task.model_spec)
+            expires_s = self._clock() + LEASE_S
+            self._prefetched = _PrefetchedModel(
+                run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s
+            )
+
+
+def _check_free(what: str, free_bytes: int | None, needed_bytes: int) -> None:
+    if free_bytes is not None and free_bytes < needed_bytes:
+        raise DataError(f"it has {free_bytes / 1e6:.0f} MB of {what} free, the run needs {needed_bytes / 1e6:.0f} MB")

@@ -36,8 +36,12 @@ from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
 from edgefl.device.training.client_state import ClientState
 from edgefl.device.training.gossip_worker import GossipWorker
-from edgefl.device.training.instruction import FullModelRequiredError, ParsedInstruction, parse_instruction
-from edgefl.device.training.readiness import ReadinessHandler
+from edgefl.device.training.instruction import (
+    FullModelRequiredError,
+    ParsedInstruction,
+    ReadinessHandler,
+    parse_instruction,
+)
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.datasets.shards import compute_root_fraction

@@ -13,6 +13,24 @@ from edgefl.core.types import Array, Json
 from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EvaluationTable, EventTable, RoundTable, RunTable, UpdateTable
 
+DRAIN_REQUESTED = "drain-requested"
+RESUME_REQUESTED = "resume-requested"
+DEVICE_JOINED = "device-joined"
+
+MAX_DEVICES = 40
+"""Maximum of legible lines in a timeline: the devices with most work and sending are selected."""
+
+EXTREMA_COLUMNS = ("accuracy", "loss", "train_loss", "seconds", "node_accuracy")
+"""Columns whose minima and maxima are retained by down-sampling."""
+_SOURCE_RANKS = {"coordinator": 0, "evaluator": 1, "device": 2}
+_ROUND_COLUMNS = (
+    "round", "started_at", "closed_at", "num_devices", "num_updates", "train_loss", "bytes_up", "bytes_down",
+    "node_accuracy", "worst_node_accuracy", "seconds", "disagreement",
+)  # fmt: skip
+_SCORE_COLUMNS = ("loss", "accuracy")
+
+CurveRow = tuple[Any, ...]
+
 
 def downsample_indices(columns: Sequence[Array], points: int) -> list[int]:
     """Returns the row indices for a chart: first, last, and the extremes of each stretch.
@@ -33,11 +51,6 @@ def downsample_indices(columns: Sequence[Array], points: int) -> list[int]:
             if not np.isnan(stretch).all():
                 indices |= {begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))}
     return sorted(indices)
-
-
-DRAIN_REQUESTED = "drain-requested"
-RESUME_REQUESTED = "resume-requested"
-DEVICE_JOINED = "device-joined"
 
 
 def list_events_after(store: Store, event_id: int, *, limit: int) -> list[Json]:
@@ -86,10 +99,6 @@ def list_draining_devices(store: Store) -> list[str]:
     return [row.device_id for row in store.database.read_rows(query)]
 
 
-MAX_DEVICES = 40
-"""Maximum of legible lines in a timeline: the devices with most work and sending are selected."""
-
-
 def find_newest_rounds(store: Store, run_id: str, count: int) -> tuple[int, int] | None:
     """Returns the first and the last of a run's newest closed rounds; None before the first has closed."""
     newest = (
@@ -124,18 +133,6 @@ def get_device_timeline(store: Store, run_id: str, first: int, last: int, *, max
         busy_s[row["device_id"]] = busy_s.get(row["device_id"], 0.0) + cost_s
     busiest = set(sorted(busy_s, key=lambda name: (-busy_s[name], name))[:max_devices])
     return {"num_devices": len(busy_s), "rows": [row for row in rows if row["device_id"] in busiest]}
-
-
-EXTREMA_COLUMNS = ("accuracy", "loss", "train_loss", "seconds", "node_accuracy")
-"""Columns whose minima and maxima are retained by down-sampling."""
-_SOURCE_RANKS = {"coordinator": 0, "evaluator": 1, "device": 2}
-_ROUND_COLUMNS = (
-    "round", "started_at", "closed_at", "num_devices", "num_updates", "train_loss", "bytes_up", "bytes_down",
-    "node_accuracy", "worst_node_accuracy", "seconds", "disagreement",
-)  # fmt: skip
-_SCORE_COLUMNS = ("loss", "accuracy")
-
-CurveRow = tuple[Any, ...]
 
 
 def list_closed_rounds(store: Store, run_id: str, *, after: int = -1) -> list[Json]:

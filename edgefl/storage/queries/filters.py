@@ -32,6 +32,12 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], Any]] = MappingProxyType(
     }
 )  # fmt: skip
 
+FIRST_CURSOR = ""
+"""The cursor before the first row."""
+MAX_CURSOR_CHARS = 400
+CURSOR_COLUMNS = ("place_at", "place_of")
+"""Names of the two cursor columns in a result."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnCondition:
@@ -99,13 +105,6 @@ def _parse_value(name: str, comparison: str, text: str, *, is_textual: bool) -> 
     if not math.isfinite(number):
         raise UsageError(f"{name} is a number, got {text[:80]!r}")
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
-FIRST_CURSOR = ""
-"""The cursor before the first row."""
-MAX_CURSOR_CHARS = 400
-CURSOR_COLUMNS = ("place_at", "place_of")
-"""Names of the two cursor columns in a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,8 @@ PAGE_ROWS = 5_000
 MIN_TIME, MAX_TIME = -62_135_596_800.0, 253_402_300_799.0
 """The years 1 to 9999."""
 
+MAX_MEASURED_UPDATES = 2000
+
 
 def read_history(store: Store, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
     """Returns the newest rows of one kind, oldest first; devices by name, slow rounds slowest first.
@@ -192,9 +194,6 @@ def _find_slowest_round(store: Store, run_id: str) -> int:
     if number is None:
         raise NotFoundError(f"run {run_id} has closed no round yet")
     return int(number)
-
-
-MAX_MEASURED_UPDATES = 2000
 
 
 def get_seconds_per_iteration(store: Store, task: str) -> dict[str, tuple[float, str]]:

@@ -17,6 +17,9 @@ from edgefl.storage.tables import Base
 MAX_DEPTH = 32
 _INT64_LIMIT = 2**63
 
+UpsertRows = Sequence[Mapping[str, Any]]
+MergeExpression = Callable[[Any, Any], ColumnElement[Any]]
+
 
 def to_storable(value: Any, *, depth: int = 0) -> Any:
     """Returns `value` in a form that a column or JSON can hold; what none can hold becomes None.
@@ -55,10 +58,6 @@ def _clean_text(text: str) -> str:
 def to_columns(row: Any) -> dict[str, Any]:
     """Returns the fields of a dataclass, each by `to_storable`; ten times faster than `asdict`."""
     return {name: to_storable(getattr(row, name)) for name in row.__dataclass_fields__}
-
-
-UpsertRows = Sequence[Mapping[str, Any]]
-MergeExpression = Callable[[Any, Any], ColumnElement[Any]]
 
 
 def insert_new(connection: Connection, orm_class: type[Base], rows: UpsertRows, keys: Sequence[str]) -> None:

@@ -23,6 +23,34 @@ from edgefl.storage.tables import Base, DayTotalTable, DeviceTotalTable, RunTota
 NO_STRAGGLER: Mapping[str, Any] = MappingProxyType({"waited_for": None, "waited_s": None, "waited_update_id": None})
 """Columns of a round that waited for nobody."""
 
+TOTAL_KEYS: Mapping[type[Base], tuple[str, ...]] = MappingProxyType(
+    {
+        TotalTable: ("run_id", "device_id", "day"),
+        RunTotalTable: ("run_id",),
+        DeviceTotalTable: ("device_id",),
+        DayTotalTable: ("day",),
+    }
+)
+"""Tables of sums and their keys; the first has those of all others."""
+OUTCOME_COLUMNS = MappingProxyType({f"num_{outcome}": str(outcome) for outcome in UpdateStatus})
+_COLUMN_BY_OUTCOME = {outcome: name for name, outcome in OUTCOME_COLUMNS.items()}
+SUM_COLUMNS = (
+    "iterations", "num_examples", "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down", "energy_j",
+)  # fmt: skip
+MAX_COLUMNS = MappingProxyType({"max_staleness": "staleness", "max_temperature_c": "max_temperature_c"})
+UNKNOWN_DAY = ""
+
+_FULL_KEY = TOTAL_KEYS[TotalTable]
+_SOURCE_COLUMNS: tuple[Any, ...] = (
+    UpdateTable.assignment_id, UpdateTable.device_id, UpdateTable.dispatched_at, UpdateTable.received_at,
+    UpdateTable.outcome, UpdateTable.staleness, UpdateTable.iterations, UpdateTable.num_examples,
+    UpdateTable.compute_s, UpdateTable.send_s, UpdateTable.wait_s, UpdateTable.bytes_up, UpdateTable.bytes_down,
+    UpdateTable.energy_j, UpdateTable.max_temperature_c,
+)  # fmt: skip
+_CHUNK = 500
+_TotalValues = dict[str, Any]
+_TotalsByKey = dict[tuple[str, ...], _TotalValues]
+
 
 def find_stragglers(
     connection: Connection, run_id: str, started: Mapping[int, float], closed: Mapping[int, float]
@@ -61,35 +89,6 @@ def find_straggler(rows: Sequence[Any], closed_at: float, started_at: float = 0.
     since = half.ended_at if len(ended_rows) > 1 else last.dispatched_at
     seconds = 0.0 if since is None else max(0.0, last.ended_at - max(since, started_at))
     return {"waited_for": last.device_id, "waited_s": seconds, "waited_update_id": last.id}
-
-
-TOTAL_KEYS: Mapping[type[Base], tuple[str, ...]] = MappingProxyType(
-    {
-        TotalTable: ("run_id", "device_id", "day"),
-        RunTotalTable: ("run_id",),
-        DeviceTotalTable: ("device_id",),
-        DayTotalTable: ("day",),
-    }
-)
-"""Tables of sums and their keys; the first has those of all others."""
-OUTCOME_COLUMNS = MappingProxyType({f"num_{outcome}": str(outcome) for outcome in UpdateStatus})
-_COLUMN_BY_OUTCOME = {outcome: name for name, outcome in OUTCOME_COLUMNS.items()}
-SUM_COLUMNS = (
-    "iterations", "num_examples", "compute_s", "send_s", "wait_s", "bytes_up", "bytes_down", "energy_j",
-)  # fmt: skip
-MAX_COLUMNS = MappingProxyType({"max_staleness": "staleness", "max_temperature_c": "max_temperature_c"})
-UNKNOWN_DAY = ""
-
-_FULL_KEY = TOTAL_KEYS[TotalTable]
-_SOURCE_COLUMNS: tuple[Any, ...] = (
-    UpdateTable.assignment_id, UpdateTable.device_id, UpdateTable.dispatched_at, UpdateTable.received_at,
-    UpdateTable.outcome, UpdateTable.staleness, UpdateTable.iterations, UpdateTable.num_examples,
-    UpdateTable.compute_s, UpdateTable.send_s, UpdateTable.wait_s, UpdateTable.bytes_up, UpdateTable.bytes_down,
-    UpdateTable.energy_j, UpdateTable.max_temperature_c,
-)  # fmt: skip
-_CHUNK = 500
-_TotalValues = dict[str, Any]
-_TotalsByKey = dict[tuple[str, ...], _TotalValues]
 
 
 @contextmanager

@@ -21,6 +21,11 @@ from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
+DEFAULT_COMPENSATION = {"constant": 0.04, "adaptive": 2.0, "mxnet": 0.04}
+EPSILON = 1e-7
+
+UNBOUNDED = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ASGDConfig(SingleUpdateConfig):
@@ -44,10 +49,6 @@ class ASGD(AsynchronousStrategy[AsyncState]):
 
     def apply(self, state: AsyncState, queued_update: QueuedUpdate) -> None:
         self.apply_displacement(state, queued_update, self.select_trained(state, queued_update))
-
-
-DEFAULT_COMPENSATION = {"constant": 0.04, "adaptive": 2.0, "mxnet": 0.04}
-EPSILON = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,9 +185,6 @@ def compute_adaptive_strength(mean_squares: Array, strength: float) -> Array:
     """Returns λ_t = λ / sqrt(MS + 1e-7)."""
     adaptive: Array = strength / np.sqrt(mean_squares + EPSILON)
     return adaptive
-
-
-UNBOUNDED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,8 @@ NUM_CHECKS_PER_CALL = 3
 """Devices checked per call; a third as many calls check all of them."""
 MAX_BACKOFF_S = 60.0
 
+A = TypeVar("A", bound="AsyncState")
+
 
 @dataclass(slots=True)
 class WorkSlot:
@@ -164,9 +166,6 @@ class SingleUpdateConfig(SingleStepConfig):
     """
 
     step_scale: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
-
-
-A = TypeVar("A", bound="AsyncState")
 
 
 @dataclass(slots=True)

@@ -64,6 +64,16 @@ from edgefl.strategies.strategy_config import (
     compute_rate_factor,
 )
 
+MIN_NODES = 2
+MAX_CONSECUTIVE_FAILURES = 3
+"""Assignments lost in a row after which a node leaves the graph for a while, so that no node waits for it."""
+RECONNECT_GRACE_S = 60.0
+"""Time after a coordinator restart in which unseen devices still count as present."""
+MAX_ROUNDS_AHEAD = 2
+"""Rounds that an autonomous node may report ahead of the others; its training does not wait."""
+MAX_QUEUED_MESSAGES = 3
+"""Queue length per edge where a node needs the messages of every exchange; else only the newest is queued."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecentralisedConfig(StrategyConfig):
@@ -183,17 +193,6 @@ AdPsgdConfig = _make_config_class("ad-psgd")
 GradientTrackingConfig = _make_config_class("gradient-tracking")
 KGradientTrackingConfig = _make_config_class("k-gt")
 D2Config = _make_config_class("d2")
-
-
-MIN_NODES = 2
-MAX_CONSECUTIVE_FAILURES = 3
-"""Assignments lost in a row after which a node leaves the graph for a while, so that no node waits for it."""
-RECONNECT_GRACE_S = 60.0
-"""Time after a coordinator restart in which unseen devices still count as present."""
-MAX_ROUNDS_AHEAD = 2
-"""Rounds that an autonomous node may report ahead of the others; its training does not wait."""
-MAX_QUEUED_MESSAGES = 3
-"""Queue length per edge where a node needs the messages of every exchange; else only the newest is queued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,9 @@ Parts = Mapping[str, Mapping[str, Array]]
 _MAX_BUFFERED = 3
 """Number of a neighbour's newest messages that are kept: of this exchange, of the one before, and of the next."""
 
+MAX_UNANSWERED_FIRINGS = 8
+"""Number of firings of an edge without a reply after which the request counts as lost."""
+
 
 class GossipAveraging(GossipAlgorithm):
     """Base of methods that replace each of `parts` by its weighted mean over node and neighbours."""
@@ -317,10 +320,6 @@ class KGradientTracking(GossipAveraging):
 def _require_period_one(name: str, period: int) -> None:
     if period != 1:
         raise ConfigError(f"{name} exchanges after every local iteration: iterations must be 1, got {period}")
-
-
-MAX_UNANSWERED_FIRINGS = 8
-"""Number of firings of an edge without a reply after which the request counts as lost."""
 
 
 @dataclass(slots=True)

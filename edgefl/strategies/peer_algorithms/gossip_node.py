@@ -28,6 +28,20 @@ from edgefl.strategies.peer_algorithms.isvr import AdmmIsvr, PdmmIsvr
 
 log = logging.getLogger(__name__)
 
+MAX_MESSAGES = 4096
+
+ALGORITHMS: Mapping[str, type[GossipAlgorithm]] = MappingProxyType(
+    {
+        "pdmm-isvr": PdmmIsvr,
+        "admm-isvr": AdmmIsvr,
+        "dsgd": Dsgd,
+        "ad-psgd": AdPsgd,
+        "gradient-tracking": GradientTracking,
+        "k-gt": KGradientTracking,
+        "d2": D2,
+    }
+)
+
 
 class PeerMessageCodec(Protocol):
     """Codec between message parts and body; implemented by `compression.peer_codec.PeerCodec`."""
@@ -165,9 +179,6 @@ class GossipNode:
         )
 
 
-MAX_MESSAGES = 4096
-
-
 def encode_messages(messages: Sequence[PeerMessage], tail: bytes = b"") -> tuple[list[list[Any]], bytes]:
     """Returns the JSON index of the messages, and their bodies followed by `tail`."""
     index = [[*message.edge, message.step, int(message.is_reply), len(message.body)] for message in messages]
@@ -228,19 +239,6 @@ def _parse_entry(entry: Any) -> tuple[str, str, int, int, int]:
         if isinstance(sender, str) and isinstance(receiver, str) and is_whole:
             return sender, receiver, step, is_reply, length
     raise NetworkError(f"a message of an edge must be [sender, receiver, step, reply, bytes], got {entry!r:.80}")
-
-
-ALGORITHMS: Mapping[str, type[GossipAlgorithm]] = MappingProxyType(
-    {
-        "pdmm-isvr": PdmmIsvr,
-        "admm-isvr": AdmmIsvr,
-        "dsgd": Dsgd,
-        "ad-psgd": AdPsgd,
-        "gradient-tracking": GradientTracking,
-        "k-gt": KGradientTracking,
-        "d2": D2,
-    }
-)
 
 
 def make_algorithm(

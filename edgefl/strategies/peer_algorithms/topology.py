@@ -39,6 +39,12 @@ _SPEC_PATTERN = re.compile(
 _PAPER_RANDOM = ((0, 1), (0, 4), (0, 6), (0, 7), (1, 6), (2, 4), (2, 5), (3, 6), (3, 7), (4, 5))
 _MAX_DRAWS = 100
 
+EdgeSchedule = Callable[[int, Sequence[str]], tuple[int, tuple[str, ...]]]
+"""(local iterations done, neighbours) -> iterations to the next exchange, one at least, and whose edges fire then."""
+
+_MAX_PORT = 65535
+_MAX_PERIOD = 10**9
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
@@ -283,10 +289,6 @@ class EdgeScheduleKind(StrEnum):
     POISSON = "poisson"
 
 
-EdgeSchedule = Callable[[int, Sequence[str]], tuple[int, tuple[str, ...]]]
-"""(local iterations done, neighbours) -> iterations to the next exchange, one at least, and whose edges fire then."""
-
-
 def _find_next_slot(
     iteration: int, neighbours: Sequence[str], *, slots: Mapping[str, int], period: int
 ) -> tuple[int, tuple[str, ...]]:
@@ -333,10 +335,6 @@ def make_edge_schedule(
             return partial(_find_next_slot, slots=slots, period=period)
         case _:
             return partial(_draw_next_exchange, period=period, rng=rng)
-
-
-_MAX_PORT = 65535
-_MAX_PERIOD = 10**9
 
 
 def read_topology(path: str | Path) -> Topology:

@@ -42,6 +42,12 @@ MIN_DEADLINE_S = 60.0
 CHECK_INTERVAL_S_PER_DEVICE = 1e-5
 """Minimum interval of scans of all devices, per device, however many reports arrive."""
 
+MEDIAN_WINDOW = 3
+EWMA_WEIGHT = 0.5
+"""Weight of the newest measurement in the moving average."""
+_ROUNDING = 1e-9
+"""0.3 / 0.1 is less than 3 in floating point, and three iterations fit."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ESyncConfig(SingleStepConfig):
@@ -282,13 +288,6 @@ class ESync(SynchronousStrategy[ESyncState]):
                     iterations=iterations, seconds_per_iteration=pace.min_round_s, age_s=age_s
                 )
         return progress_by_device
-
-
-MEDIAN_WINDOW = 3
-EWMA_WEIGHT = 0.5
-"""Weight of the newest measurement in the moving average."""
-_ROUNDING = 1e-9
-"""0.3 / 0.1 is less than 3 in floating point, and three iterations fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,9 @@ from edgefl.core.types import Array, FleetView, Update
 from edgefl.strategies.aggregation import ServerMoments, StreamingMean
 from edgefl.strategies.strategy_config import TICK_S, RoundRules
 
+MAX_LISTED_DEVICES = 10
+"""Maximum of devices named in a message."""
+
 
 @dataclass(slots=True)
 class OpenRound:
@@ -131,10 +134,6 @@ class SlotRequest:
     device_id: str
     slot: str | None = None
     block: int | None = None
-
-
-MAX_LISTED_DEVICES = 10
-"""Maximum of devices named in a message."""
 
 
 class DeadlineAction(Enum):

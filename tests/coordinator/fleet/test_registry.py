@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from small_fleet import SmallFleet
 
-from edgefl.coordinator.fleet.clone_detection import CloneRejected
-from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.presence import CloneRejected, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
     DeviceAdded,
     DeviceChanged,

@@ -22,7 +22,7 @@ from edgefl.device.hardware.requirements import (
     get_training_facts,
     select_training_paths,
 )
-from edgefl.device.training.readiness import ReadinessHandler
+from edgefl.device.training.instruction import ReadinessHandler
 from edgefl.device.training.task_cache import TaskCache
 from edgefl.tasks.registry import NUMPY_MODELS, is_torch_task, make_task
 

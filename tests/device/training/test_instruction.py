@@ -10,8 +10,7 @@ from edgefl import __version__
 from edgefl.compression.codec import make_codec
 from edgefl.core.protocol import model_fingerprint
 from edgefl.core.types import derive_rng
-from edgefl.device.training.instruction import FullModelRequiredError
-from edgefl.device.training.readiness import LEASE_S, ReadinessHandler
+from edgefl.device.training.instruction import LEASE_S, FullModelRequiredError, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.tasks.registry import make_task
 
