@@ -14,10 +14,9 @@ minimum distances between faults.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -107,20 +106,6 @@ def load_faults(path: str | Path) -> tuple[Fault, ...]:
         return tuple(from_mapping(Fault, entry, path="fault") for entry in entries)
     except ConfigError as error:
         raise ConfigError(f"fault script {path}: {error}") from None
-
-
-def render_fault_script(faults: Sequence[Fault]) -> str:
-    """Returns the text of a fault script, which `load_faults` reads."""
-    return "\n".join(
-        "[[fault]]\n"
-        # JSON strings and numbers are TOML's too.
-        + "".join(
-            f"{item.name} = {json.dumps(value)}\n"
-            for item in fields(fault)
-            if (value := getattr(fault, item.name)) is not None
-        )
-        for fault in faults
-    )
 
 
 def apply_faults(device_id: str, profile: DeviceProfile, faults: Sequence[Fault]) -> DeviceProfile:

@@ -18,9 +18,9 @@ from pathlib import Path
 from chaos.play import Play, table
 from chaos.processes import Site
 from chaos.runs import NAMES, NUM_DEVICES, PYTHON_PATH, TASK, accuracy, config
-from chaos.schedule import EVERYTHING, each_once, random_kills
+from chaos.schedule import EVERYTHING, each_once, random_kills, render_fault_script
 
-from edgefl.simulation.faults import Fault, load_faults, render_fault_script
+from edgefl.simulation.faults import Fault, load_faults
 from edgefl.tasks.datasets.central import create_shards
 
 TOLERANCE = 0.03

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
 from edgefl.simulation.faults import Fault, FaultKind
 from edgefl.simulation.local_fleet import COORDINATOR
@@ -95,3 +97,17 @@ def _at_random_times(
         )
         at_s += for_s
     return tuple(faults)
+
+
+def render_fault_script(faults: Sequence[Fault]) -> str:
+    """Returns the text of a fault script, which `load_faults` reads."""
+    return "\n".join(
+        "[[fault]]\n"
+        # JSON strings and numbers are TOML's too.
+        + "".join(
+            f"{item.name} = {json.dumps(value)}\n"
+            for item in fields(fault)
+            if (value := getattr(fault, item.name)) is not None
+        )
+        for fault in faults
+    )

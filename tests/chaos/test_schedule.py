@@ -6,10 +6,10 @@ import itertools
 from pathlib import Path
 
 import pytest
-from chaos.schedule import EVERYTHING, each_once, random_kills
+from chaos.schedule import EVERYTHING, each_once, random_kills, render_fault_script
 
 import edgefl
-from edgefl.simulation.faults import load_faults, render_fault_script
+from edgefl.simulation.faults import load_faults
 
 NAMES = [f"device-{number:02}" for number in range(1, 6)]
 

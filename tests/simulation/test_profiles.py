@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chaos.schedule import render_fault_script
 from hypothesis import given
 from hypothesis import strategies as st
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
-from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults, render_fault_script
+from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults
 from edgefl.simulation.profiles import (
     DeviceProfile,
     IterationCost,
