@@ -167,7 +167,7 @@ def _naming(setting: str) -> Iterator[None]:
 def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy[Any]:
     """Returns the strategy of the run file; a user's or Flower's is validated against the contract."""
     name, options = config.strategy.name, config.strategy.options
-    defaults: Mapping[str, Scalar] = getattr(task, "defaults", {})
+    defaults = _list_recommended(task, name)
     if name in BUILT_IN_STRATEGIES:
         return make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules)
     from edgefl.storage.state_serialisation import encode_state  # noqa: PLC0415 a device that assembles needs no store
@@ -189,7 +189,7 @@ def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]
     inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
     plan, name = getattr(inner, "plan", None), "learning_rate"
     rate = plan.learning_rate if isinstance(plan, TrainConfig) else None
-    usual = getattr(task, "defaults", {}).get("learning_rate", TrainConfig().learning_rate)
+    usual = _list_recommended(task, config.strategy.name).get("learning_rate", TrainConfig().learning_rate)
     if isinstance(inner, SignSGD):
         name, rate, usual = "step", inner.step, compute_default_step(config.run.rounds)
     labels: Sequence[str] = getattr(task, "labels", ())
@@ -198,6 +198,14 @@ def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]
         untrained_loss=math.log(len(labels)) if len(labels) > 1 else None,
         **make_advice(name, rate, float(usual), getattr(inner, "step_scale", None)),
     )
+
+
+def _list_recommended(task: Task, name: str) -> dict[str, Any]:
+    """Returns the settings that a task recommends, with the learning rate that suits the strategy."""
+    recommended = dict(getattr(task, "defaults", {}))
+    if "learning_rate" in recommended and name in BUILT_IN_STRATEGIES:
+        recommended["learning_rate"] *= find_strategy(name).rate_share
+    return recommended
 
 
 def _select_known(recommended: Mapping[str, Scalar], settings: Mapping[str, Any]) -> dict[str, Scalar]:

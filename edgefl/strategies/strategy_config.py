@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _ALGORITHM_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,199}")
 """Names of entry points; a `module:Class` is never looked for on a board."""
+CONSTANT = "constant"
 MAX_WAIT_S = 60.0
 """Upper bound on the sleep between two `assign` calls; every event wakes the loop anyway."""
 TICK_S = 1e-6
@@ -59,7 +60,7 @@ class StrategyConfig:
     """
 
     learning_rate: float = _copy_field("learning_rate")
-    schedule: str = "constant"
+    schedule: str = CONSTANT
     epochs: float = _copy_field("epochs", default=1.0)
     iterations: int | None = _copy_field("iterations")
     seconds: float | None = _copy_field("seconds")
@@ -71,6 +72,8 @@ class StrategyConfig:
 
     summary: ClassVar[str] = ""
     """One line for `edgefl strategies`; without it, the first paragraph of the strategy's module."""
+    rate_share: ClassVar[float] = 1.0
+    """Part of the task's recommended learning rate that is the default."""
 
     def plan(self) -> TrainConfig:
         """Returns the plan of the first round.
@@ -131,7 +134,7 @@ def check_plan(plan: TrainConfig) -> None:
     plan.check("strategy")
 
 
-SCHEDULES = ("constant", "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
+SCHEDULES = (CONSTANT, "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
 
 LearningRateSchedule = Callable[[int], float]
 """Number of closed rounds -> factor of the learning rate, 1 at first."""

@@ -123,6 +123,8 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
 
 
 PAPER_BUFFER_SIZE = 10
+MOST_BUFFERS_IN_FLIGHT = 2
+"""Buffers that the updates of all devices at work fill: about the delay of an update, in versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +135,10 @@ class FedBuffConfig(StrategyConfig):
     paper. η_g is the run file's `[server] learning_rate`, and `[server] optimizer` may stand in for the plain step.
 
     Attributes:
-        buffer_size: K; None takes 10 as in the paper, and the number of devices at work where these are fewer: a
-            buffer that waits for several updates of each device moves the model more rarely than rounds would.
+        buffer_size: K; None takes 10 as in the paper, half of the n devices at work where that is more, and n where
+            that is fewer. A buffer that waits for several updates of each device moves the model more rarely than
+            rounds would. One of far fewer makes updates n/K versions old, of which n/K move the model as far as a
+            round does: that times the delay bounds the stable rate, and (1 + τ)^-½ takes only a root of it back.
         staleness_exponent: a; 0 weighs all alike.
     """
 
@@ -183,7 +187,10 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
 
     def compute_size(self, state: FedBuffState) -> int:
         """Returns K, for the devices that are at work now."""
-        return min(PAPER_BUFFER_SIZE, state.num_workers) if self.size is None else self.size
+        if self.size is not None:
+            return self.size
+        num_workers = state.num_workers
+        return min(num_workers, max(PAPER_BUFFER_SIZE, math.ceil(num_workers / MOST_BUFFERS_IN_FLIGHT)))
 
     def receive(self, state: FedBuffState, update: Update) -> FedBuffState:
         if len(state.buffered) >= self.compute_size(

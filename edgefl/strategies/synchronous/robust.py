@@ -16,8 +16,9 @@ With n updates, f of them arbitrary:
   Karimireddy, He, Jaggi, Learning from History for Byzantine Robust Optimization, ICML 2021, algorithm 2.
 
 With `neighbours` each update is first replaced by the mean of the n - f updates nearest to it, itself among them,
-which helps where the devices' data differ. Allouah et al., Fixing by Mixing: A Recipe for Optimal Byzantine ML under
-Heterogeneity, AISTATS 2023, algorithm 1.
+which helps where the devices' data differ: one update, or the median of entries that few devices move, follows some
+devices' data only. A rule that holds against f rogues still does, with its own f. Allouah et al., Fixing by Mixing: A
+Recipe for Optimal Byzantine ML under Heterogeneity, AISTATS 2023, algorithm 1, lemma 1.
 
 Updates weigh the same, whatever their number of examples. All points that these rules go through are weighted sums of
 the updates, so their distances follow from those between the updates; see `UpdateRows` for the memory that it takes.
@@ -215,17 +216,21 @@ def _add_distances(distances: Array, values: Array) -> None:
             distances[:first, first] += squares
 
 
+MIN_MIXED = 5
+"""Of fewer updates every one has the same neighbours, and what another device has learnt is lost in each."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RobustConfig(StrategyConfig):
     """Settings of all robust rules, beside those of local training.
 
     Attributes:
         num_rogues: f; more than the number of updates allows counts as what it allows.
-        neighbours: mix each update with those nearest to it first.
+        neighbours: mix each update with those nearest to it first; None does from `MIN_MIXED` updates on.
     """
 
     num_rogues: int = field(default=1, metadata={"at_least": 0})
-    neighbours: bool = False
+    neighbours: bool | None = False
 
     has_centre: ClassVar[bool] = False
     """Whether the step of the round before is a row, behind those of the updates."""
@@ -239,8 +244,12 @@ class RobustConfig(StrategyConfig):
         """n, from which on the rule holds against f rogues."""
         return 2 * self.num_rogues + 1
 
+    def is_mixed(self, num_updates: int) -> bool:
+        """Returns whether so many updates are mixed with their neighbours."""
+        return num_updates >= MIN_MIXED if self.neighbours is None else self.neighbours
+
     def count_rogues(self, num_updates: int) -> int:
-        """Returns f: fewer than half of the updates."""
+        """Returns f, for which neighbours are mixed: fewer than half of the updates."""
         return min(self.num_rogues, (num_updates - 1) // 2)
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
@@ -272,10 +281,10 @@ class RobustStrategy(SynchronousStrategy[RoundState]):
         if self.rule.has_centre:
             sources.append(_get_centre(state.moments, state.model))
         rows = UpdateRows(rows=sources, model=state.model)
-        if not self.rule.neighbours:
+        count = len(updates)
+        if not self.rule.is_mixed(count):
             return rows
         mixing = np.eye(len(rows))
-        count = len(updates)
         mixing[:count, :count] = compute_neighbour_weights(
             rows.distances[:count, :count], self.rule.count_rogues(count)
         )
@@ -357,7 +366,12 @@ def _weight_equally(selected: Sequence[int], num_rows: int) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BulyanConfig(RobustConfig):
-    """Settings of a run with `bulyan`; with fewer than 4 f + 3 updates at least one entry is left of each."""
+    """Settings of a run with `bulyan`; with fewer than 4 f + 3 updates at least one entry is left of each.
+
+    `neighbours` is on by default, as with `krum`: fewer than 4 f + 3 updates leave one.
+    """
+
+    neighbours: bool = True
 
     summary: ClassVar[str] = (
         "Bulyan: El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018."
@@ -395,9 +409,18 @@ def compute_mean_around_median(columns: Array, count: int) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoordinateMedianConfig(RobustConfig):
-    """Settings of a run with `coordinate-median`."""
+    """Settings of a run with `coordinate-median`.
+
+    By default five updates and more are mixed with their neighbours, for the f < n/2 that a median holds against: the
+    median of an entry that fewer than half of the devices have data for is what the others' updates do to it.
+    """
+
+    neighbours: bool | None = None
 
     summary: ClassVar[str] = "Coordinate-wise median: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
+
+    def count_rogues(self, num_updates: int) -> int:
+        return (num_updates - 1) // 2
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
         return rows.combine_columns(lambda columns: np.median(columns, axis=0))
@@ -405,8 +428,12 @@ class CoordinateMedianConfig(RobustConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrimmedMeanConfig(RobustConfig):
-    """Settings of a run with `trimmed-mean`; `trim` is β, the part that is left out at either end, rounded up."""
+    """Settings of a run with `trimmed-mean`; `trim` is β, the part that is left out at either end, rounded up.
 
+    By default five updates and more are mixed with their neighbours, for as many rogues as are left out at one end.
+    """
+
+    neighbours: bool | None = None
     trim: float = field(default=0.2, metadata={"at_least": 0, "below": 0.5})
 
     summary: ClassVar[str] = (
@@ -417,6 +444,9 @@ class TrimmedMeanConfig(RobustConfig):
     def needed_updates(self) -> int:
         most = (self.num_rogues - 1) / self.trim if self.trim and self.num_rogues else 0.0
         return max(2 * self.num_rogues + 1, math.floor(min(most, _MANY_UPDATES) + 1e-6) + 1)
+
+    def count_rogues(self, num_updates: int) -> int:
+        return self.count_trimmed(num_updates)
 
     def count_trimmed(self, num_rows: int) -> int:
         """Returns how many updates are left out at either end."""

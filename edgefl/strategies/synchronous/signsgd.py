@@ -20,7 +20,7 @@ import numpy as np
 
 from edgefl.core.types import Array, LazyTensors, SparseTensor, Tensor, Tensors, TrainConfig, Update
 from edgefl.strategies.aggregation import unload_tensors
-from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig, compute_rate_factor
+from edgefl.strategies.strategy_config import CONSTANT, RoundRules, SingleStepConfig, compute_rate_factor
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
 
@@ -30,9 +30,11 @@ class SignSGDConfig(SingleStepConfig):
     """Settings of a run with `signsgd`.
 
     Attributes:
-        step: of an entry in the first round; `schedule` scales it, as it does the learning rate. None takes 0.1/√K in
-            a run of K rounds: the paper's theorem 1 has 1/√(|L|₁ K), and leaves the constant to be found; 0.001 where
-            the run file does not say how many.
+        step: of an entry in the first round; `schedule` scales it, as it does the learning rate. None takes 0.2/√K in
+            a run of K rounds, and in a straight line to 0 unless there is another schedule: votes do not get shorter
+            near the optimum, so the last model of a constant step swings by it. The paper's theorem 1 has the constant
+            1/√(|L|₁ K), whose mean over the run is the same, and leaves L to be found; that a last iterate wants a
+            falling step is in Jain, Nagaraj, Netrapalli, COLT 2019. 0.001 where the run file does not say how many.
         momentum: of the devices' gradients (Signum's β, there scaled by 1 - β, which does not change signs); the
             velocity persists from round to round on the device, like that of `keep_optimizer`.
     """
@@ -44,13 +46,17 @@ class SignSGDConfig(SingleStepConfig):
         return replace(plan, keeps_state=True) if plan.momentum else plan
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
-        step = compute_default_step(rules.rounds) if self.step is None else self.step
-        return self.make(SignSGD, rules, compute_weight=weight_uniformly, step=step)
+        config, step = self, self.step
+        if step is None:
+            step = compute_default_step(rules.rounds)
+            if rules.rounds is not None and self.schedule == CONSTANT:
+                config = replace(self, schedule=f"linear:{rules.rounds}")
+        return config.make(SignSGD, rules, compute_weight=weight_uniformly, step=step)
 
 
 def compute_default_step(rounds: int | None) -> float:
     """Returns the step in a run of so many rounds, None for not known."""
-    return 0.001 if rounds is None else 0.1 / math.sqrt(rounds)
+    return 0.001 if rounds is None else 0.2 / math.sqrt(rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -88,8 +88,8 @@ def test_k_updates_are_one_version_and_move_the_model_by_their_mean():
     assert not strategy.ready(state, view_of(*ABC))
 
 
-@pytest.mark.parametrize(("num_devices", "size"), [(1, 1), (3, 3), (10, 10), (40, 10)])
-def test_a_buffer_is_that_of_the_paper_or_as_many_devices_as_there_are(num_devices, size):
+@pytest.mark.parametrize(("num_devices", "size"), [(1, 1), (3, 3), (10, 10), (20, 10), (41, 21)])
+def test_a_buffer_is_that_of_the_paper_or_half_of_the_devices_and_not_more_than_there_are(num_devices, size):
     names = [f"pi-{number:02}" for number in range(num_devices)]
     strategy = FedBuffConfig().build(RoundRules())
     state, orders = begun(strategy, {"w": np.array([0.0])}, names)

@@ -257,6 +257,20 @@ def test_of_so_many_updates_a_trimmed_mean_leaves_out_all_that_may_be_rogue_and_
     assert trimmed[0] < num_rogues == min(trimmed[1], num_rogues)
 
 
-def test_krum_mixes_neighbours_unless_it_is_told_not_to():
-    assert KrumConfig().neighbours
-    assert not MultiKrumConfig().neighbours
+@pytest.mark.parametrize(
+    ("rule", "mixed", "rogues_of_ten"),
+    [
+        (KrumConfig(), [True, True], 1),
+        (BulyanConfig(), [True, True], 1),
+        (MultiKrumConfig(), [False, False], 1),
+        (CoordinateMedianConfig(), [False, True], 4),
+        (TrimmedMeanConfig(trim=0.3), [False, True], 3),
+        (TrimmedMeanConfig(neighbours=False), [False, False], 2),
+        (GeometricMedianConfig(), [False, False], 1),
+    ],
+)
+def test_rules_mix_neighbours_by_default_where_it_helps_and_for_the_rogues_that_they_promise_to_hold_against(
+    rule, mixed, rogues_of_ten
+):
+    assert [rule.is_mixed(4), rule.is_mixed(5)] == mixed
+    assert rule.count_rogues(10) == rogues_of_ten

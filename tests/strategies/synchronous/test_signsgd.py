@@ -1,6 +1,7 @@
 """Majority vote: one device, one vote, and what the votes decide."""
 
 import numpy as np
+import pytest
 from strategy_turns import update_of, view_of
 
 from edgefl.compression.codec import make_codec
@@ -34,10 +35,19 @@ def w(*values):
     return {"w": np.array(values, np.float32)}
 
 
-def test_the_step_follows_from_the_rounds_of_the_run_unless_it_is_set():
-    assert make_strategy("signsgd", {}, RoundRules(rounds=400)).step == 0.1 / 20
-    assert make_strategy("signsgd", {}, RoundRules()).step == 0.001
-    assert make_strategy("signsgd", {"step": 0.3}, RoundRules(rounds=400)).step == 0.3
+@pytest.mark.parametrize(
+    ("options", "rounds", "step", "half_way"),
+    [
+        ({}, 400, 0.01, 0.5),
+        ({}, None, 0.001, 1.0),
+        ({"step": 0.3}, 400, 0.3, 1.0),
+        ({"schedule": "inverse-sqrt"}, 400, 0.01, 201**-0.5),
+    ],
+)
+def test_the_step_follows_from_the_rounds_of_the_run_and_falls_unless_it_is_set(options, rounds, step, half_way):
+    strategy = make_strategy("signsgd", options, RoundRules(rounds=rounds))
+    assert strategy.step == step
+    assert strategy.lr_schedule(200) == pytest.approx(half_way)
 
 
 def test_an_entry_moves_by_the_step_the_way_most_devices_moved_it():
