@@ -78,7 +78,7 @@ def format_shortage(needed: int, count: int) -> str:
     """Returns one line on a robust rule that gets fewer updates than its promise needs."""
     return (
         f"the robust rule needs {needed} updates a round to hold against as many rogues as strategy.num_rogues says, "
-        f"and gets {count}: lower num_rogues, or let more devices take part; till then it may leave out honest devices"
+        f"and gets {count}: lower num_rogues, or let more devices take part; it may leave out honest devices now"
     )
 
 

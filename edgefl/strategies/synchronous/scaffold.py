@@ -43,7 +43,8 @@ class ScaffoldConfig(StrategyConfig):
     """Settings of a run with `scaffold`.
 
     The learning rate is half of what the task recommends, unless the run file has one. c - c_i is a round old, and
-    feedback that is one step old halves the stable step: x <- x - a x is stable for a < 2, with the x before for a < 1.
+    feedback that is one step old halves the stable step: x <- x - a x is stable for a < 2, with the x before for
+    a < 1.
     """
 
     rate_share: ClassVar[float] = 0.5

@@ -32,7 +32,7 @@ class SignSGDConfig(SingleStepConfig):
     Attributes:
         step: of an entry in the first round; `schedule` scales it, as it does the learning rate. None takes 0.2/√K in
             a run of K rounds, and in a straight line to 0 unless there is another schedule: votes do not get shorter
-            near the optimum, so the last model of a constant step swings by it. The paper's theorem 1 has the constant
+            near the optimum, so the last model of a constant step swings by it. The paper's theorem 1 has
             1/√(|L|₁ K), whose mean over the run is the same, and leaves L to be found; that a last iterate wants a
             falling step is in Jain, Nagaraj, Netrapalli, COLT 2019. 0.001 where the run file does not say how many.
         momentum: of the devices' gradients (Signum's β, there scaled by 1 - β, which does not change signs); the
