@@ -3,22 +3,27 @@
     python docs/tools/page_picture.py --task fashion-mnist --data DIR --model mlp --rounds 40 --epochs 0.3
 
 Needs Chromium, and Pillow, which matplotlib brings. Two short runs come first, so that there are runs to compare. The
-pictures are of whatever the runs were like: they are taken when most rounds of the last are closed.
+pictures are of whatever the runs were like: they are taken when most rounds of the last are closed. `--terminal`
+takes only those of `edgefl top`, as Textual draws them, and needs neither of the two.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import io
+import re
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
+from edgefl.cli.fleet.top_app import TopApp
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 
@@ -52,7 +57,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1.0)
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path, default=Path("docs/images/page"))
-    take(parser.parse_args())
+    parser.add_argument("--terminal", action="store_true", help="only the pictures of edgefl top")
+    asked = parser.parse_args()
+    if asked.terminal:
+        with tempfile.TemporaryDirectory(prefix="edgefl-picture-") as folder:
+            take_fleet(asked, Path(folder), take_terminal)
+    else:
+        take(asked)
 
 
 def take(asked: argparse.Namespace) -> None:
@@ -64,18 +75,44 @@ def take(asked: argparse.Namespace) -> None:
         browser = playwright.chromium.launch(executable_path=program, args=list(ARGUMENTS))
         with LocalFleet(root=root / "new", devices=()) as fleet:
             take_views(browser, fleet, NEW_FLEET, asked.out)
-        devices, test_shards = partition_devices(
-            asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7
-        )
-        with LocalFleet(root=root / "fleet", devices=devices, test_shards=test_shards) as fleet:
-            for strategy in ("fedavg", "fedbuff"):
-                fleet.wait_for_run(fleet.submit(make_config(asked, strategy, strategy, asked.rounds // 2)))
-            name = f"{asked.task} on {asked.devices} devices"
-            run_id = fleet.submit(make_config(asked, name, "fedavg", asked.rounds))
-            while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds // 3:
-                time.sleep(0.2)
-            take_views(browser, fleet, {key: view.replace("RUN", run_id) for key, view in VIEWS.items()}, asked.out)
+
+        def take_page(fleet: LocalFleet, run_id: str, folder: Path) -> None:
+            take_views(browser, fleet, {key: view.replace("RUN", run_id) for key, view in VIEWS.items()}, folder)
+
+        take_fleet(asked, root, take_page)
         browser.close()
+
+
+def take_fleet(asked: argparse.Namespace, root: Path, take_pictures: Callable[[LocalFleet, str, Path], None]) -> None:
+    """Runs a fleet, and has its pictures taken in the middle of its last run."""
+    devices, test_shards = partition_devices(asked.task, asked.scheme, asked.devices, root / "shards", asked.data, 7)
+    with LocalFleet(root=root / "fleet", devices=devices, test_shards=test_shards) as fleet:
+        for strategy in ("fedavg", "fedbuff"):
+            fleet.wait_for_run(fleet.submit(make_config(asked, strategy, strategy, asked.rounds // 2)))
+        name = f"{asked.task} on {asked.devices} devices"
+        run_id = fleet.submit(make_config(asked, name, "fedavg", asked.rounds))
+        while fleet.make_client().get(f"/edgefl/v1/runs/{run_id}")["rounds"] < asked.rounds // 3:
+            time.sleep(0.2)
+        take_pictures(fleet, run_id, asked.out)
+
+
+def take_terminal(fleet: LocalFleet, _run_id: str, folder: Path) -> None:
+    """Writes what `edgefl top` shows of the fleet and of its run, in a terminal of 80 by 24."""
+
+    async def use() -> None:
+        app = TopApp(fleet.make_client(), fleet.make_client().url, interval_s=0.5)
+        async with app.run_test(size=(80, 24)) as pilot:
+            for name, key in (("top-fleet", "1"), ("top", "2")):
+                await pilot.press(key)
+                while app.snapshot is None:
+                    await pilot.pause(0.1)
+                await pilot.pause(2.0)
+                path = folder.parent / f"{name}.svg"
+                # Without the fonts of another host: the reader's own are as good.
+                path.write_text(re.sub(r"@font-face \{.*?\}", "", app.export_screenshot(), flags=re.DOTALL))
+                print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+    asyncio.run(use())
 
 
 def make_config(asked: argparse.Namespace, name: str, strategy: str, num_rounds: int) -> RunConfig:

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgefl.cli.device_join import confine_option, join, save_temperature_limit, set_, shard, temperature_option
+from edgefl.cli.device_join import (
+    confine_option,
+    join,
+    save_temperature_limit,
+    set_,
+    shard,
+    temperature_option,
+    training_threads_option,
+)
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state, state_option
@@ -163,8 +171,16 @@ def probe(
 @signers_option
 @temperature_option
 @confine_option
+@training_threads_option
 @allow_module_option
-def start(root: Path | None, signers: Path, max_temperature: str | float | None, confine: str | None) -> None:
+def start(
+    *,
+    root: Path | None,
+    signers: Path,
+    max_temperature: str | float | None,
+    confine: str | None,
+    threads: int | None,
+) -> None:
     """Run the agent until SIGTERM or Ctrl-C; what the systemd unit runs."""
     from edgefl.system.processes import reduce_memory  # noqa: PLC0415 fast start
 
@@ -178,6 +194,8 @@ def start(root: Path | None, signers: Path, max_temperature: str | float | None,
         save_temperature_limit(state, max_temperature)
         if confine is not None:
             state.update(confine=confine)
+        if threads is not None:
+            state.update(threads=threads)
         run_agent(state, load_update_config(signers))
 
 

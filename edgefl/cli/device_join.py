@@ -58,6 +58,11 @@ temperature_option = click.option(
 )
 
 
+training_threads_option = click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="Threads to train with; kept [default: as before, else all cores].",
+)
 confine_option = click.option(
     "--confine",
     type=click.Choice(["auto", "always", "never"]),
@@ -93,7 +98,7 @@ def _validate_accelerator(_context: click.Context, _option: click.Parameter, val
 @click.option(
     "--accelerator", callback=_validate_accelerator, metavar="auto|cpu|cuda|cuda:N", default="auto", show_default=True
 )
-@click.option("--threads", type=click.IntRange(1, 1024), help="Threads to train with [default: all cores].")
+@training_threads_option
 @click.option(
     "--peer-port",
     type=click.IntRange(1, 65535),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli.output import echo, format_option, format_value, print_rows
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, load_device_state
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, fleet_option, load_device_state
 from edgefl.core.errors import EdgeflError, NotJoinedError, UnsoundError, UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ CheckGroup = tuple[str, "Callable[[], list[Finding]]"]
 @click.option("--dir", "root", type=FOLDER_TYPE, help="A coordinator's directory to look at.")
 @click.option("--state", type=FOLDER_TYPE, help="A device's state directory.")
 @click.option("--url", metavar="URL", help="A coordinator to look at as its operator.")
+@fleet_option
 @format_option
 def command(*, root: Path | None, state: Path | None, url: str | None, fmt: str) -> None:
     """Look for problems, with a remedy for each; changes nothing.
@@ -72,13 +73,13 @@ def _select_checks(root: Path | None, state: Path | None, url: str | None) -> li
 def _find_local_checks() -> list[CheckGroup]:
     from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 likewise
     from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
-    from edgefl.system.api_client import get_operator_path  # noqa: PLC0415 fast start
+    from edgefl.system.api_client import is_coordinator_configured  # noqa: PLC0415 fast start
 
     return _select_checks(
         default_directory() if (default_directory() / "settings.toml").exists() else None,
         get_default_state_dir() if (get_default_state_dir() / "device.json").exists() else None,
         None,
-    ) + ([("operator", lambda: _check_operator(None))] if get_operator_path().exists() else [])
+    ) + ([("operator", lambda: _check_operator(None))] if is_coordinator_configured() else [])
 
 
 def _check_device(state: Path) -> list[Finding]:
@@ -122,14 +123,16 @@ def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
 
 def _check_operator(url: str | None) -> list[Finding]:
     from edgefl.device.diagnostics.device_checks import check_coordinator  # noqa: PLC0415 likewise
-    from edgefl.system.api_client import CoordinatorClient, find_operator_file, get_operator_path  # noqa: PLC0415 fast start
+    from edgefl.system.api_client import CoordinatorClient, load_operator_file  # noqa: PLC0415 fast start
     from edgefl.system.diagnostics import check_private, problem  # noqa: PLC0415 likewise
 
     try:
-        operator, operator_file = CoordinatorClient.from_options(url), find_operator_file(url)
+        operator = CoordinatorClient.from_options(url)
+        assert operator.file is not None
+        operator_file = load_operator_file(operator.file)
     except EdgeflError as error:
         return [problem("operator", str(error), "copy operator.toml from the coordinator's machine")]
-    files = check_private(get_operator_path().parent, [get_operator_path()]) if get_operator_path().exists() else []
+    files = check_private(operator.file.parent, [operator.file])
     address = operator.url.removeprefix("https://")
     hello, findings = check_coordinator([address], operator.ca_pem.encode())
     return [*files, *findings, *(_check_token(operator, operator_file) if hello else [])]

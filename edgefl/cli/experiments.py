@@ -61,6 +61,12 @@ FORMAT_VERSION = 1
 @click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone.")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
 @click.option(
+    "--shards",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Data of your own in place of a cut data set: an entry of a folder, or a file, is one device's; repeatable.",
+)
+@click.option(
     "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="In place of the run file's.")
@@ -81,6 +87,7 @@ def simulate(  # noqa: PLR0913 one per option
     root: Path | None,
     bookkeeping_only: bool,
     data: Path | None,
+    shards: tuple[Path, ...],
     scheme: str | None,
     seed: int | None,
     faults: Path | None,
@@ -99,10 +106,12 @@ def simulate(  # noqa: PLR0913 one per option
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
     config = _apply_options(load_run(file), seed, faults, workers)
+    if shards and (devices is not None or data is not None or scheme is not None):
+        raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
     with _silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
             config,
-            devices=devices,
+            devices=_list_shards(shards) or devices,
             profiles=profiles,
             data=data,
             scheme=scheme,
@@ -121,6 +130,30 @@ def simulate(  # noqa: PLR0913 one per option
             click.echo(words)
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
+
+
+def _list_shards(paths: Sequence[Path]) -> list[Path]:
+    """Returns one shard per device: files, and the entries of folders by name, without cards and a test shard.
+
+    Raises:
+        DataError: there is no such path, or a folder without entries.
+    """
+    from edgefl.tasks.datasets.central import TEST_NAME  # noqa: PLC0415 fast start
+
+    shards = []
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"there is no {path}; --shards takes a folder with one entry per device, or single files")
+        entries = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = [
+            entry
+            for entry in entries
+            if not entry.name.startswith(".") and entry.suffix != ".json" and entry.name != TEST_NAME
+        ]
+        if not found:
+            raise DataError(f"folder {path} holds no shard; it should have one file or folder per device")
+        shards += found
+    return shards
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ COMMANDS = {
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
     "user": ("edgefl.cli.fleet.users:remote_command", "Name people who may use a coordinator, from afar"),
+    "top": ("edgefl.cli.fleet.top:command", "Watch boards, run and events in this terminal"),
     "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
 }
 """Where each command lies, and its line in the help."""
@@ -57,7 +58,7 @@ FIRST_DAY = (
 )
 THEMES = {
     "Begin": ("quickstart", "demo", "doctor"),
-    "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "user"),
+    "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "top", "user"),
     "On a board": ("device", "field-report"),
     "Train": ("run", "simulate", "strategies", "codecs", "data"),
     "Results": ("history", "model", "export"),
@@ -155,6 +156,7 @@ EXAMPLES = {
     "simulate": "simulate run.toml --devices 100 --profile pi-4:60 --profile pi-zero-2w:40",
     "strategies list": "strategies list",
     "strategies new": "strategies new trimmed",
+    "top": "top",
     "user add": "user add ada --role viewer",
     "user list": "user list",
     "user revoke": "user revoke ada",

@@ -190,8 +190,9 @@ class BundleError(EdgeflError):
 EXTRAS = {
     "alembic": "coordinator", "authlib": "coordinator", "fastapi": "coordinator", "joserfc": "coordinator",
     "prometheus_client": "coordinator", "segno": "coordinator", "sqlalchemy": "coordinator",
-    "starlette": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator", "matplotlib": "plots",
-    "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo", "torch": "train",
+    "starlette": "coordinator", "textual": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
+    "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
+    "torch": "train",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

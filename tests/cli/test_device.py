@@ -45,6 +45,14 @@ def test_status_says_whether_the_coordinator_is_reached(run, joined, front_door,
     assert "cannot be reached" in run("device", "status", "--state", joined).out
 
 
+def test_the_threads_of_a_start_are_kept_and_without_the_option_they_stay(run, joined, monkeypatch):
+    started = []
+    monkeypatch.setattr("edgefl.device.agent.run_agent", lambda state, _: started.append(state.settings.threads))
+    for words in (("--threads", 3), ()):
+        assert run("device", "start", "--state", joined, *words).code == 0
+    assert started == [3, 3]
+
+
 def test_probe_says_with_what_this_machine_trains(run):
     assert "cores" in run("device", "probe").out
     facts = json.loads(run("device", "probe", "--json").out)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -48,6 +49,36 @@ def test_options_replace_what_the_run_file_says_and_json_has_the_rounds_in_full(
     assert [(row["num_updates"], row["accuracy"]) for row in rows] == [(200, None)] * 2
     (tmp_path / "faults.toml").write_text('[[fault]]\ndevice = "device-01"\nat_s = 0\nkind = "kill"\n')
     assert [row["num_updates"] for row in simulate("--devices", 3, "--faults", tmp_path / "faults.toml")] == [2, 2]
+
+
+def test_each_entry_of_a_folder_of_shards_is_one_device_s_data(run, simulate, file, refused, shard, tmp_path):
+    (tmp_path / "readings").mkdir()
+    for name in ("b.npz", "a.npz"):
+        shutil.copy(shard, shard.with_name(name))
+        shutil.copy(shard.with_suffix(".json"), shard.with_name(name).with_suffix(".json"))
+    shutil.copy(shard, shard.with_name("test.npz"))
+    assert [row["num_updates"] for row in simulate("--shards", shard.parent)] == [3, 3]
+    assert [row["num_updates"] for row in simulate("--shards", shard, "--shards", shard.with_name("a.npz"))] == [2, 2]
+    for words, code, said in (
+        (("--shards", tmp_path / "nowhere"), 4, "a folder with one entry per device"),
+        (("--shards", tmp_path / "readings"), 4, "holds no shard"),
+        (("--shards", shard.parent, "--devices", 2), 2, "--shards says who has what"),
+    ):
+        refused(["simulate", file, *words], code, said)
+
+
+def test_a_task_without_a_data_set_says_how_to_bring_shards_and_its_own_error_is_a_line(
+    refused, monkeypatch, tmp_path
+):
+    (tmp_path / "weather.py").write_text(
+        "from edgefl.tasks.noop import NoopTask\n\n\nclass Weather(NoopTask):\n    name = 'weather:Weather'\n\n"
+        "    def read(self, path):\n        raise KeyError('no column')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.toml").write_text('[run]\ntask = "weather:Weather"\nrounds = 1\n')
+    words = ["simulate", tmp_path / "own.toml", "--allow-module", "weather"]
+    refused(words, 5, "edgefl simulate FILE --shards DIR")
+    refused([*words, "--shards", tmp_path / "own.toml"], 4, "cannot read shard")
 
 
 def test_the_profiles_are_listed_with_their_sources(run, tmp_path):

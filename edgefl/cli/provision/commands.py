@@ -14,7 +14,7 @@ import click
 from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.provision.options import PLACEHOLDER_TOKEN, ProvisionOptions, board_options, read_text, read_token
 from edgefl.cli.provision.raspberry_pi import command as raspberry_pi
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, warn_visible_secret
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, FOLDER_TYPE, fleet_option, warn_visible_secret
 from edgefl.core.errors import JoinError, UsageError
 from edgefl.core.protocol import JoinToken
 from edgefl.provision import systemd_units as units
@@ -144,6 +144,7 @@ def _parse_shard(text: str) -> tuple[str, str]:
     "--token-file", type=click.Path(path_type=Path, allow_dash=True), help="A file with it; - is the input."
 )
 @click.option("--url", metavar="URL", help="The coordinator that makes the tokens [default: operator.toml's].")
+@fleet_option
 @click.option("--wheels", type=FOLDER_TYPE, help="edgefl's wheel, or all wheels.")
 @click.option("--lock", type=EXISTING_FILE_TYPE, help="A hash-pinned requirements file [default: each board's].")
 @click.option(

@@ -11,7 +11,7 @@ from typing import IO, Any, TypeVar
 
 import click
 
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, make_client, warn_visible_secret
+from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, fleet_option, make_client, warn_visible_secret
 from edgefl.core.errors import ConfigError, UsageError
 from edgefl.core.protocol import JoinToken, validate_address, validate_slug
 from edgefl.device.enrolment.join_file import JoinFile
@@ -149,6 +149,7 @@ _OPTIONS: Sequence[Callable[[Any], Any]] = (
     _make_option("--ttl", default="24h", show_default=True, help="How long a token that is made lets in: 24h, 7d."),
     _make_option("--group", "groups", multiple=True, help="Put the board into this group; may be repeated."),
     _make_option("--url", metavar="URL", help="The coordinator that makes the token [default: operator.toml's]."),
+    fleet_option,
     _make_option("--wheels", type=FOLDER_TYPE, help="edgefl's wheel, or all wheels."),
     _make_option("--lock", type=FILE_TYPE, help="A hash-pinned requirements file [default: the board's]."),
     _make_option(

@@ -31,7 +31,7 @@ from edgefl.engine.fleet_state import update_moving_average
 E = TypeVar("E")
 
 _SCHEDULABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
-_HEARTBEAT_FIELDS = ("temperature_c", "run", "iteration")
+_HEARTBEAT_FIELDS = ("temperature_c", "throttled", "run", "iteration")
 MAX_SHARD_ERRORS, MAX_ERROR_CHARS = 8, 200
 NEVER_SEEN = "never seen"
 DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.errors import ConfigError, DataError, EdgeflError
 from edgefl.core.types import Array, Dataset, Task, derive_rng
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
@@ -21,6 +22,8 @@ from edgefl.tasks.datasets.shards import (
     read_metadata,
     split_train_test,
 )
+
+log = logging.getLogger(__name__)
 
 _ROW_FIELDS = ("rows", "train", "test")
 
@@ -96,7 +99,7 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     """
     if not paths:
         raise ConfigError("a fleet needs at least one shard")
-    parts = [task.read(str(path)) for path in paths]
+    parts = [_read_shard(task, Path(path)) for path in paths]
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError("the shards hold inputs of different shapes")
     pool = Dataset(
@@ -106,6 +109,19 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
     blocks = [_read_card_blocks(Path(path)) for path in paths]
     return FleetData(pool=pool, shards=_split_shards(pool, rows, blocks, test_fraction))
+
+
+def _read_shard(task: Task, path: Path) -> Dataset:
+    try:
+        return task.read(str(path))
+    except EdgeflError:
+        raise
+    except Exception as error:  # what a task of one's own raises at data that it does not know
+        log.debug("task %s cannot read %s", task.name, path, exc_info=True)
+        raise DataError(
+            f"task {task.name} cannot read shard {path}: {type(error).__name__}: {error} (-vv shows where); each "
+            "path is one device's data"
+        ) from error
 
 
 def _read_card_blocks(path: Path) -> Mapping[int, tuple[int, int]]:

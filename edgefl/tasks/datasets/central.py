@@ -53,7 +53,10 @@ def load_central_data(task: str, folder: Path | None = None) -> CentralData:
         "noop": _make_noop,
     }
     if task not in readers:
-        raise TaskError(f"task {task!r} has no data set to cut; cut one of {', '.join(readers)}, or bring shards")
+        raise TaskError(
+            f"task {task!r} has no data set to cut; cut one of {', '.join(readers)}, or bring shards: "
+            "edgefl simulate FILE --shards DIR, with one file or folder per device in DIR"
+        )
     return readers[task]()
 
 

@@ -160,9 +160,13 @@ def read_shard(
         )
     if not shard_path.is_dir():
         if not get_metadata_path(shard_path).exists():
+            shape = "" if input_shape is None else "".join(f", {size}" for size in input_shape)
+            classes = "" if num_classes is None else f" in 0..{num_classes - 1}"
             raise DataError(
-                f"shard {shard_path} has no card {get_metadata_path(shard_path).name}; "
-                "put a file without one into a folder of its own"
+                f"shard {shard_path} has no card, the file {get_metadata_path(shard_path).name} that says its task. "
+                f"A file of your own is a .npz with inputs [n{shape or ', ...'}] (numbers) and labels [n] (whole "
+                f"numbers{classes}) for {task}; put it into a folder and name the folder: it needs no card there. "
+                "See docs/tutorials/first-task.md, Your data in a file"
             )
         return _read_file(shard_path, task, input_shape, num_classes)
     files = list_shard_files(shard_path)

@@ -81,7 +81,9 @@ def test_a_shard_of_another_task_without_a_card_or_that_is_not_there_says_what_t
     with pytest.raises(DataError, match="is of task digits, this is task mnist"):
         read_shard(str(shard), "mnist")
     get_metadata_path(shard).unlink()
-    refused(shard, r"has no card device-01.json; put a file without one into a folder")
+    refused(
+        shard, r"no card, the file device-01.json .* inputs \[n, 8, 8\].* 0\.\.9\) for digits; put it into a folder"
+    )
     for path in ("", "/nowhere/shard.npz"):
         refused(path, r"does not exist; give a .npz file or a folder")
 
