@@ -46,7 +46,7 @@ COMMANDS = {
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
     "user": ("edgefl.cli.fleet.users:remote_command", "Name people who may use a coordinator, from afar"),
-    "top": ("edgefl.cli.fleet.top:command", "Watch boards, run and events in this terminal"),
+    "top": ("edgefl.cli.fleet.devices:top", "Watch boards, run and events in this terminal"),
     "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
 }
 """Where each command lies, and its line in the help."""

@@ -1,10 +1,13 @@
 """`edgefl devices`: the devices of a fleet, as the coordinator sees them, their logs, and what is brought to them.
 
 Releases and task packs are brought by `update`, `install` and `uninstall`, models by `edgefl model deploy`.
+`edgefl top` shows devices, runs and events in a terminal.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -151,6 +154,24 @@ def remove(*, device: str, yes: bool, url: str | None) -> None:
     confirm(f"take {device} out of the fleet? To come back it has to join anew", is_confirmed=yes)
     _post_action(device, "remove", url)
     click.echo(f"{device} is out; to let it in again: edgefl coordinator token, and join anew on the board")
+
+
+@click.command()
+@url_option
+def top(*, url: str | None) -> None:
+    """Watch the fleet in this terminal: boards, run, events, what needs attention; q ends it.
+
+    It needs the extra `coordinator`. A viewer's token suffices to look, stopping a run needs the role operator.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
+        raise UsageError(
+            "edgefl top needs a terminal whose cursor it can move (ssh -t gives one; TERM must not be dumb); "
+            "elsewhere: edgefl devices list, edgefl run watch, edgefl history events"
+        )
+    from edgefl.cli.fleet.top_app import TopApp  # noqa: PLC0415 Textual is slow to load, and an extra
+
+    client = make_client(url)
+    TopApp(client, client.url).run()
 
 
 def _format_presence(row: Json) -> str:

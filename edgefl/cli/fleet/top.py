@@ -6,20 +6,16 @@ Textual; `top_app` draws.
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import click
-
 from edgefl.cli.output import format_value
 from edgefl.cli.run import TERMINAL_STATUSES
-from edgefl.cli.sources import make_client, make_path, url_option
-from edgefl.core.errors import EdgeflError, UsageError
+from edgefl.cli.sources import make_path
+from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import EVALUATOR_NAME
 
 if TYPE_CHECKING:
@@ -40,24 +36,6 @@ class ApiClient(Protocol):
 
     def get(self, path: str, params: Mapping[str, Any] | None = None) -> Json: ...
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Json: ...
-
-
-@click.command()
-@url_option
-def command(*, url: str | None) -> None:
-    """Watch the fleet in this terminal: boards, run, events, what needs attention; q ends it.
-
-    It needs the extra `coordinator`. A viewer's token suffices to look, stopping a run needs the role operator.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM", "dumb") == "dumb":
-        raise UsageError(
-            "edgefl top needs a terminal whose cursor it can move (ssh -t gives one; TERM must not be dumb); "
-            "elsewhere: edgefl devices list, edgefl run watch, edgefl history events"
-        )
-    from edgefl.cli.fleet.top_app import TopApp  # noqa: PLC0415 Textual is slow to load, and an extra
-
-    client = make_client(url)
-    TopApp(client, client.url).run()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ class Rows(DataTable[Text]):
 
     def __init__(self, columns: Sequence[tuple[str, int | None]], *, name: str, wraps: bool = False) -> None:
         super().__init__(id=name, cursor_type="row")
-        self._titles, self._wraps, self._shown = columns, wraps, dict[str, list[Text]]()
+        self._titles, self._wraps, self._visible = columns, wraps, dict[str, list[Text]]()
 
     def on_mount(self) -> None:
         for title, width in self._titles:
@@ -148,26 +148,26 @@ class Rows(DataTable[Text]):
 
     def show(self, rows: dict[str, list[Text]]) -> None:
         """Shows rows by their key, in order; of the rows that stay, those in sight are brought up to date."""
-        if list(rows) != list(self._shown):
+        if list(rows) != list(self._visible):
             chosen = self.selected
             self.clear()
             for key, cells in rows.items():
                 self.add_row(*cells, key=key, height=None if self._wraps else 1)
             if chosen in rows:
                 self.move_cursor(row=list(rows).index(chosen), animate=False)
-            self._shown = rows
+            self._visible = rows
             return
         first = max(0, int(self.scroll_y) - 1)
         for key in list(rows)[first : first + self.size.height + 1] if not self._wraps else rows:
-            for (title, _), cell, shown in zip(self._titles, rows[key], self._shown[key], strict=True):
-                if (cell.plain, cell.style) != (shown.plain, shown.style):
+            for (title, _), cell, previous in zip(self._titles, rows[key], self._visible[key], strict=True):
+                if (cell.plain, cell.style) != (previous.plain, previous.style):
                     self.update_cell(key, title, cell)
-            self._shown[key] = rows[key]
+            self._visible[key] = rows[key]
 
     @property
     def selected(self) -> str | None:
         """Key of the row under the cursor."""
-        keys = list(self._shown)
+        keys = list(self._visible)
         return keys[self.cursor_row] if 0 <= self.cursor_row < len(keys) else None
 
 
@@ -187,7 +187,7 @@ class TopApp(App[None]):
     #head.failed { background: $error; color: $text; text-style: bold; }
     #summary, #progress { height: auto; padding: 0 1; }
     #filter { display: none; height: 1; border: none; padding: 0 1; }
-    #filter.shown { display: block; }
+    #filter.visible { display: block; }
     TabPane { padding: 0; }
     TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
     DataTable { height: 1fr; background: $background; overflow-x: hidden; }
@@ -295,8 +295,8 @@ class TopApp(App[None]):
             log.scroll_end(animate=False)
 
     def _show_rows(self, name: str, rows: dict[str, list[Text]]) -> None:
-        shown = {key: cells for key, cells in rows.items() if matches([cell.plain for cell in cells], self._filter)}
-        self.query_one(name, Rows).show(shown)
+        visible = {key: cells for key, cells in rows.items() if matches([cell.plain for cell in cells], self._filter)}
+        self.query_one(name, Rows).show(visible)
 
     def on_resize(self) -> None:
         self._draw()
@@ -324,11 +324,11 @@ class TopApp(App[None]):
     def _focus_view(self) -> None:
         view = self.query_one(TabbedContent).active
         self.query_one({"fleet": "#boards", "run": "#runs", "events": "#log"}.get(view, "#problems")).focus()
-        self.query_one("#filter").set_class(bool(self._filter), "shown")
+        self.query_one("#filter").set_class(bool(self._filter), "visible")
 
     def action_filter(self) -> None:
         field = self.query_one("#filter", Input)
-        field.add_class("shown")
+        field.add_class("visible")
         field.focus()
 
     def action_unfilter(self) -> None:
@@ -412,14 +412,14 @@ class TopApp(App[None]):
         question = f"Stop {run['name']} in round {run['rounds']}? Its model and its history stay."
         self.push_screen(Question(question), on_answer)
 
-    def _post(self, run: Json, action: str, said: str) -> None:
+    def _post(self, run: Json, action: str, outcome: str) -> None:
         def post() -> None:
             try:
                 self._client.post(f"{make_path('runs', run['run_id'])}/{action}")
             except EdgeflError as error:
                 self._call(self._say, error)
             else:
-                self._call(self._say, f"{run['name']} {said}")
+                self._call(self._say, f"{run['name']} {outcome}")
             self._poller.refresh()
 
         threading.Thread(target=post, daemon=True).start()
