@@ -37,8 +37,8 @@ min = 2
 EVIL = "<img src=x onerror=document.title='broken'>"
 EVIL_DEVICE = "<script>document.title='broken'</script>"
 VIEWS = (
-    "", "fleet", "runs", "runs/latest", "devices/device-01", "start", "join", "audit", "compare/latest/latest",
-    "runs/nonsense", "devices/nobody", "sign-in/refused",
+    "", "fleet", "runs", "runs/latest", "models", "devices/device-01", "start", "join", "audit",
+    "compare/latest/latest", "runs/nonsense", "devices/nobody", "sign-in/refused",
 )  # fmt: skip
 
 pytestmark = [pytest.mark.extended, needs("chromium")]
@@ -291,6 +291,57 @@ def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens:
     run_file.fill(run_file.input_value().replace("rounds = 4", "rounds = 0"))
     page.get_by_text("It must be a whole number at least 1").wait_for()
     assert [text for text in screen.complaints if "400" not in text] == []
+
+
+def test_a_model_is_rolled_out_and_back_after_questions_and_a_viewer_only_looks(screens: House) -> None:
+    runs = [screens.fleet.submit(run_of(name, rounds)) for name, rounds in (("older", 3), ("newer", 5))]
+    models = []
+    for run_id in runs:
+        screens.fleet.wait_for_run(run_id)
+        rows = screens.fleet.make_client().get(f"/edgefl/v1/models?run={run_id}")["rows"]
+        models.append(next(row["sha256"][:12] for row in rows if row["latest"]))
+    screen = screens.screen()
+    screen.open("models")
+    page = screen.page
+    rollouts = page.get_by_role("region", name="Roll-outs").get_by_role("listitem")
+    dialog = page.get_by_role("dialog")
+
+    def ask_to_roll_out(model: str) -> None:
+        page.get_by_role("button", name=f"Roll out {model}").first.click()
+
+    with Store.open(screens.fleet.database) as store:
+        viewer = make_user(store, "vera", "viewer", ttl_s=None, now=time.time())
+    screen.sign_in(viewer)
+    ask_to_roll_out(models[0])
+    dialog.get_by_text("This needs the role operator; you have the role viewer.").wait_for()
+    dialog.get_by_label("Access token").fill(screens.token)
+    dialog.get_by_role("button", name="Sign in").click()
+    assert rollouts.count() == 0
+
+    ask_to_roll_out(models[0])
+    dialog.get_by_text("2 boards; those that join later too.").wait_for()
+    dialog.get_by_role("button", name="Cancel").click()
+    ask_to_roll_out(models[0])
+    dialog.get_by_role("button", name="Roll out").click()
+    rollouts.filter(has_text="2 running").get_by_text("done").wait_for(timeout=60_000)
+    page.get_by_text("2 of 2 boards run one.").wait_for()
+
+    ask_to_roll_out(models[1])
+    dialog.get_by_label("To").select_option("board device-01")
+    dialog.get_by_label("Worse by at most").fill("1")
+    dialog.get_by_role("button", name="Roll out").click()
+    newest = rollouts.first
+    newest.filter(has_text="to 1 chosen: 1 running").get_by_text("done").wait_for(timeout=60_000)
+    newest.get_by_text("Each board").click()
+    newest.get_by_role("row", name=re.compile("device-01 running")).wait_for()
+
+    page.get_by_role("button", name=f"Roll back to {models[0]}").click()
+    dialog.get_by_text("1 boards get the model of before").wait_for()
+    dialog.get_by_role("button", name="Roll back").click()
+    page.wait_for_function("() => document.querySelectorAll('.rollout').length === 3")
+    newest.filter(has_text=models[0]).get_by_text("done").wait_for(timeout=60_000)
+    page.get_by_role("row", name=re.compile(f"{models[0]}.*2 boards")).first.wait_for()
+    assert screen.complaints == []
 
 
 def test_form_and_run_file_follow_each_other_and_every_fault_stands_at_its_field(screens: House) -> None:

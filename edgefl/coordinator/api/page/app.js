@@ -10,12 +10,13 @@ import { framed, h, replace, setText, visible } from "./dom.js";
 import { fleetView } from "./fleet.js";
 import { joinView } from "./forms.js";
 import { courseOf, listen, model, take, tell } from "./model.js";
+import { modelsView } from "./models.js";
 import { nowView } from "./now.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
 
 const HIDDEN_MS = 20000;
-const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", join: "Join", audit: "Audit trail", start: "Start a run", compare: "Compare runs" };
+const TITLES = { "": "Now", fleet: "Fleet", runs: "Runs", models: "Models", join: "Join", audit: "Audit trail", start: "Start a run", compare: "Compare runs" };
 const STATES = { live: "live", reconnecting: "reconnecting", refused: "sign in to read", paused: "paused" };
 
 const SIGN_IN_REFUSED = "The sign-in was refused: nobody gave this account a role here, it was revoked, or it took too long. Ask an admin of this fleet; the reason is among the events.";
@@ -58,6 +59,7 @@ function show() {
   else if (name === "compare" && id) view = compareView(main, [id, ...more]);
   else if (name === "start") view = startView(main);
   else if (name === "audit") view = auditView(main);
+  else if (name === "models") view = modelsView(main);
   else if (name === "join") view = joinView(main);
   else view = nowView(main);
 }

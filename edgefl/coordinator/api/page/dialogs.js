@@ -64,8 +64,13 @@ export async function act(action, role = "operator") {
 }
 
 export function confirm(question, text, go) {
-  const form = h("form", { method: "dialog" }, h("h2", {}, question), h("p", {}, text),
-    h("p", { class: "actions" }, button(go.text, () => { dialog.close(); go.action(); }, { class: "danger" }), button("Cancel", () => dialog.close())));
+  ask(question, [h("p", {}, text)], go, "danger");
+}
+
+// The same with content of its own, such as fields, whose values have to be valid.
+export function ask(question, content, go, kind = "primary") {
+  const form = h("form", { method: "dialog", onsubmit: () => go.action() }, h("h2", {}, question), content,
+    h("p", { class: "actions" }, h("button", { type: "submit", class: kind }, go.text), button("Cancel", () => dialog.close())));
   const dialog = show(form);
 }
 
