@@ -7,6 +7,8 @@ A package's licence is read from its metadata in this environment. Each componen
 
 from __future__ import annotations
 
+import hashlib
+import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata
@@ -21,6 +23,7 @@ from license_expression import ExpressionError, get_spdx_licensing
 from packageurl import PackageURL
 
 from edgefl import __version__
+from edgefl.coordinator.api.dashboard import PAGE_FOLDER
 from edgefl.provision.wheels import PinnedWheel, parse_lock
 
 ROOT = Path(__file__).parents[2]
@@ -96,8 +99,23 @@ def is_permitted(expression: str) -> bool:
     return len(choices) > 1 and any(is_permitted(choice) for choice in choices)
 
 
+def make_chart_library() -> Component:
+    """Returns the component of the page's chart library, which lies in edgefl's own wheel as it came from npm."""
+    code = (PAGE_FOLDER / "uplot.js").read_bytes()
+    version = re.search(rb"\(v([\d.]+)\)", code[:500])
+    assert version is not None
+    return Component(
+        name="uplot",
+        version=version[1].decode(),
+        bom_ref="uplot.js",
+        purl=PackageURL("npm", name="uplot", version=version[1].decode()),
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=hashlib.sha256(code).hexdigest())],
+        licenses=[LicenseFactory().make_from_string("MIT")],
+    )
+
+
 def make_bom(name: str, wheels: Iterable[PinnedWheel], licences: dict[str, str]) -> Bom:
-    """Returns the bill of materials of one lock: edgefl, made of these wheels."""
+    """Returns the bill of materials of one lock: edgefl with its chart library, made of these wheels."""
     bom = Bom()
     factory = LicenseFactory()
     bom.metadata.component = Component(
@@ -107,6 +125,8 @@ def make_bom(name: str, wheels: Iterable[PinnedWheel], licences: dict[str, str])
         bom_ref=f"edgefl-fleet@{__version__}+{name}",
         licenses=[factory.make_from_string("Apache-2.0")],
     )
+    bom.components.add(shipped := make_chart_library())
+    bom.register_dependency(bom.metadata.component, [shipped])
     for wheel in wheels:
         licence = licences[wheel.name]
         component = Component(

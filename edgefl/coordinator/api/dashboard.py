@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ HEADERS = MappingProxyType(
         "Cross-Origin-Resource-Policy": "same-origin",
         # Revalidated each time: an updated coordinator must not be used with the scripts of the former version.
         "Cache-Control": "no-cache",
+        "Vary": "Accept-Encoding",
     }
 )
 
@@ -117,9 +119,10 @@ def cache_curves(store: Store) -> Callable[[str, int], Curve]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageAsset:
-    """One file of the page."""
+    """One file of the page; `compressed` is it with gzip."""
 
     body: bytes
+    compressed: bytes
     media_type: str
     etag: str
 
@@ -131,7 +134,9 @@ def load_assets(folder: Path = PAGE_FOLDER) -> Mapping[str, PageAsset]:
         if path.suffix in MEDIA_TYPES:
             body = path.read_bytes()
             etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            page_assets[path.name] = PageAsset(body=body, media_type=MEDIA_TYPES[path.suffix], etag=etag)
+            page_assets[path.name] = PageAsset(
+                body=body, compressed=gzip.compress(body, mtime=0), media_type=MEDIA_TYPES[path.suffix], etag=etag
+            )
     return page_assets
 
 
@@ -157,4 +162,9 @@ def _respond(request: Request, asset: PageAsset) -> Response:
     client_etags = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
     if asset.etag in client_etags:
         return Response(status_code=304, headers=headers)
+    codings = [coding.partition(";")[0].strip() for coding in request.headers.get("accept-encoding", "").split(",")]
+    if "gzip" in codings:
+        return Response(
+            asset.compressed, media_type=asset.media_type, headers={**headers, "Content-Encoding": "gzip"}
+        )
     return Response(asset.body, media_type=asset.media_type, headers=headers)

@@ -342,6 +342,11 @@ def test_every_file_is_served_with_its_type_and_not_sent_twice(client: Client, n
     again = client.get(f"/edgefl/page/{name}", headers={"If-None-Match": f'"other", {answer.headers["etag"]}'})
     assert (again.status_code, again.content) == (304, b"")
     assert client.get(f"/edgefl/page/{name}", headers={"If-None-Match": '"other"'}).status_code == 200
+    whole = client.get(f"/edgefl/page/{name}", headers={"Accept-Encoding": "identity"})
+    assert ("content-encoding" in whole.headers, whole.content) == (False, answer.content)
+    assert int(answer.headers["content-length"]) < int(whole.headers["content-length"]), (
+        "gzip, as the client takes it"
+    )
 
 
 @pytest.mark.parametrize("name", ["none.js", "..%2Fdashboard.py", "%2e%2e/api.py", "style.css.map"])
