@@ -12,13 +12,12 @@ from paho.mqtt.enums import CallbackAPIVersion
 from peer_boards import eventually
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.device.mqtt.connection import MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity, create_tls_context
-from edgefl.device.state_dir import TlsFiles
 from edgefl.simulation.local_fleet import find_free_port
+from edgefl.system.atomic_files import TlsFiles
 
 HOST = "127.0.0.1"
 BROKERS = ["embedded", *(["mosquitto"] if find_mosquitto() else [])]
@@ -34,7 +33,7 @@ class BrokerSite:
     def __init__(self, folder: Path, spec: str = "auto", authority: pki.KeyPair | None = None) -> None:
         self.folder, self.port = folder, find_free_port()
         self.authority = authority or pki.create_authority("lab")
-        tls = BrokerTls(**self.files("server", pki.issue_server_certificate(self.authority, [HOST])))
+        tls = TlsFiles(**self.files("server", pki.issue_server_certificate(self.authority, [HOST])))
         self.broker = make_broker(spec, directory=folder / "broker", fleet="lab", tls=tls, host=HOST, port=self.port)
         self.num_sessions: Counter[str] = Counter()
         self.links: list[MqttConnection] = []

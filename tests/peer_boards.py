@@ -21,7 +21,7 @@ from edgefl.device.peers.peer_connection import (
     write_frame,
 )
 from edgefl.device.peers.transports import TlsPeerTransport
-from edgefl.device.state_dir import TlsFiles
+from edgefl.system.atomic_files import TlsFiles
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 60.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls, issue_temporary_identity
+from edgefl.coordinator.brokers.broker import issue_temporary_identity
 from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.core.errors import EdgeflError, JournalError, StoreError, StoreTooNewError, VersionError
@@ -20,7 +20,7 @@ from edgefl.storage.database import SCHEMA_REVISION, get_sqlite_path
 from edgefl.storage.journal.file_format import list_journal_files, read_header, read_records
 from edgefl.storage.sqlite_backup import check_database, get_device_versions, list_model_hashes
 from edgefl.storage.store import Store
-from edgefl.system.atomic_files import compute_sha256, is_locked
+from edgefl.system.atomic_files import TlsFiles, compute_sha256, is_locked
 from edgefl.system.diagnostics import (
     Finding,
     check_certificate,
@@ -57,7 +57,7 @@ def check_directory(directory: CoordinatorDirectory, *, now: float) -> list[Find
 
 
 @contextlib.contextmanager
-def issue_probe_identity(directory: CoordinatorDirectory) -> Iterator[tuple[str, BrokerTls]]:
+def issue_probe_identity(directory: CoordinatorDirectory) -> Iterator[tuple[str, TlsFiles]]:
     """Yields a name that no device has, and its temporary certificate: probing the broker disconnects no client."""
     name = f"doctor-{secrets.token_hex(6)}"
     with issue_temporary_identity(directory.load_authority(), name, ca=directory.ca_cert) as tls:

@@ -21,7 +21,13 @@ from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreBu
 from edgefl.core.protocol import PEER_PORT, host_and_port
 from edgefl.core.safe_parsing import parse_json, parse_message
 from edgefl.device.hardware.board_reader import read_text
-from edgefl.system.atomic_files import ChildPath, make_private_directory, remove_temporary_files, write_atomic
+from edgefl.system.atomic_files import (
+    ChildPath,
+    TlsFiles,
+    make_private_directory,
+    remove_temporary_files,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,20 +83,6 @@ class PendingEnrolment:
     key_pem: bytes = field(repr=False)
     name: str
     ca_fingerprint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """Paths of PEM files: the fleet's CA, this device's certificate and its key.
-
-    `check_hostname` may be False when the coordinator is reached under names that its certificate does not hold: the
-    fleet's CA, which signs no other server, vouches for it all the same.
-    """
-
-    ca: Path
-    cert: Path
-    key: Path
-    check_hostname: bool = True
 
 
 class DeviceStateDir:

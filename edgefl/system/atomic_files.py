@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,6 +34,20 @@ class ChildPath:
     def __get__(self, owner: Any, _owner_type: type | None = None) -> Path:
         path: Path = owner.root / self._name
         return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Paths of PEM files: the CA of the other side, our certificate and its key.
+
+    `check_hostname` may be False when the coordinator is reached under names that its certificate does not hold: the
+    fleet's CA, which signs no other server, vouches for it all the same. It is for devices alone.
+    """
+
+    ca: Path
+    cert: Path
+    key: Path
+    check_hostname: bool = True
 
 
 def write_atomic(path: Path, content: bytes | memoryview) -> None:

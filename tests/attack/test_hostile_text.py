@@ -19,11 +19,12 @@ from paho.mqtt.enums import CallbackAPIVersion
 from requirements import PARTS, needs
 
 from edgefl import __version__
-from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
+from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.core.protocol import JoinToken, Topic, topic
 from edgefl.core.safe_text import is_safe_text
 from edgefl.device.enrolment.certificates import create_key, create_signing_request, export_public_key
 from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.https_client import create_pinned_context
 
 pytestmark = [pytest.mark.attack, pytest.mark.timeout(600)]
@@ -128,7 +129,7 @@ def attack_mqtt(attacker: Attacker, cert: Path, key: Path) -> None:
     """Every message of a board, with the marks in each of its texts."""
     fleet, is_in = attacker.fleet, []
     client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=BOARD)
-    client.tls_set_context(make_client_context(BrokerTls(ca=fleet.directory / "ca.pem", cert=cert, key=key)))
+    client.tls_set_context(make_client_context(TlsFiles(ca=fleet.directory / "ca.pem", cert=cert, key=key)))
     client.on_connect = lambda _c, _d, _f, reason, _p: is_in.append(reason)
     client.connect("127.0.0.1", fleet.broker_port)
     client.loop_start()

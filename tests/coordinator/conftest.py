@@ -19,9 +19,10 @@ from paho.mqtt.enums import CallbackAPIVersion
 from requirements import require
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, BrokerTls, make_client_context
+from edgefl.coordinator.brokers.broker import Broker, BrokerAddress, make_client_context
 from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.simulation import local_fleet
+from edgefl.system.atomic_files import TlsFiles
 
 FLEET = "lab"
 
@@ -38,23 +39,23 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
 class Certificates:
     directory: Path
     authority: pki.KeyPair
-    made: dict[str, BrokerTls] = field(default_factory=dict)
+    made: dict[str, TlsFiles] = field(default_factory=dict)
 
-    def of(self, name: str, authority: pki.KeyPair | None = None) -> BrokerTls:
+    def of(self, name: str, authority: pki.KeyPair | None = None) -> TlsFiles:
         """The files of a client; trusting our CA, whoever signed its own certificate."""
         if name not in self.made:
             self.made[name] = self._write(name, pki.issue_client_certificate(authority or self.authority, name))
         return self.made[name]
 
-    def server(self) -> BrokerTls:
+    def server(self) -> TlsFiles:
         if "" not in self.made:
             self.made[""] = self._write(
                 "server", pki.issue_server_certificate(self.authority, ["127.0.0.1", "localhost"])
             )
         return self.made[""]
 
-    def _write(self, name: str, pair: pki.KeyPair) -> BrokerTls:
-        paths = BrokerTls(**{kind: self.directory / f"{name}.{kind}" for kind in ("ca", "cert", "key")})
+    def _write(self, name: str, pair: pki.KeyPair) -> TlsFiles:
+        paths = TlsFiles(**{kind: self.directory / f"{name}.{kind}" for kind in ("ca", "cert", "key")})
         paths.ca.write_bytes(self.authority.cert_pem)
         paths.cert.write_bytes(pair.cert_pem)
         paths.key.write_bytes(pair.key_pem)
@@ -123,7 +124,7 @@ class MqttClient:
     def __init__(
         self,
         address: BrokerAddress,
-        tls: BrokerTls,
+        tls: TlsFiles,
         name: str,
         *,
         client_id: str | None = None,

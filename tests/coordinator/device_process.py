@@ -15,7 +15,7 @@ from pathlib import Path
 from edgefl.device.hardware.health import HealthReader
 from edgefl.device.mqtt.connection import HeartbeatPublisher, MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
-from edgefl.device.state_dir import TlsFiles
+from edgefl.system.atomic_files import TlsFiles
 
 
 def main() -> None:

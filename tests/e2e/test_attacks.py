@@ -26,7 +26,7 @@ from edgefl import __version__
 from edgefl.compression.wire import write_frame
 from edgefl.coordinator import pki
 from edgefl.coordinator.auth import MAX_FAILURES
-from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
+from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.config import parse_run
@@ -48,6 +48,7 @@ from edgefl.device.flower.supernode import ReplyRejectedError, RequestSigner, Su
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.https_client import create_pinned_context, request
 
 pytestmark = pytest.mark.timeout(120)
@@ -241,7 +242,7 @@ class Client:
 
     def __init__(self, scene: Scene, name: str, cert: Path | None = None, key: Path | None = None) -> None:
         state = scene.state(name)
-        context = make_client_context(BrokerTls(ca=state.ca, cert=cert or state.cert, key=key or state.key))
+        context = make_client_context(TlsFiles(ca=state.ca, cert=cert or state.cert, key=key or state.key))
         self.is_in, self.is_out = False, False
         self.paho = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=name, reconnect_on_failure=False)
         self.paho.tls_set_context(context)

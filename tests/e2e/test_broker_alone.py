@@ -15,8 +15,8 @@ from edgefl.coordinator.directory import load_directory
 from edgefl.core.config import parse_run
 from edgefl.device.mqtt.connection import MqttConnection
 from edgefl.device.mqtt.session import MqttCallbacks, MqttIdentity
-from edgefl.device.state_dir import TlsFiles
 from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.system.atomic_files import TlsFiles
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(240)]
 

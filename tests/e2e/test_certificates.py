@@ -12,13 +12,14 @@ import pytest
 from requirements import needs
 
 from edgefl.coordinator import pki
-from edgefl.coordinator.brokers.broker import BrokerTls, make_client_context
+from edgefl.coordinator.brokers.broker import make_client_context
 from edgefl.coordinator.directory import load_directory
 from edgefl.core.config import parse_run
 from edgefl.core.protocol import HEARTBEAT_S, POLL_S
 from edgefl.device.enrolment.certificates import create_signing_request
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.system.atomic_files import TlsFiles
 
 pytestmark = pytest.mark.extended
 
@@ -63,7 +64,7 @@ def shown_by_broker(fleet: LocalFleet) -> str:
     """The serial of the certificate that a client of the broker is shown now."""
     directory = load_directory(fleet.directory)
     context = make_client_context(
-        BrokerTls(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key)
+        TlsFiles(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key)
     )
     with (
         socket.create_connection(("127.0.0.1", fleet.broker_port), timeout=10) as plain,

@@ -27,6 +27,7 @@ from edgefl.core.errors import BrokerError, PortInUseError
 from edgefl.core.protocol import COORDINATOR_NAME, FROM_DEVICE, PEER, TO_DEVICE, Topic, is_slug
 from edgefl.storage.repositories.certificates import list_revoked_serials
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.https_client import ClosingSocket
 
 log = logging.getLogger(__name__)
@@ -56,21 +57,12 @@ OnDenied = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerTls:
-    """Paths of PEM files: the CA of the other side, our certificate and its key."""
-
-    ca: Path
-    cert: Path
-    key: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerAddress:
     """Address for clients. `tls`, if set, replaces the coordinator's own client certificate."""
 
     host: str
     port: int
-    tls: BrokerTls | None = None
+    tls: TlsFiles | None = None
 
 
 def ignore_denied(_identity: str, _action: str) -> None:
@@ -210,7 +202,7 @@ def get_connect_host(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - compared only
 
 
-def make_client_context(tls: BrokerTls) -> ssl.SSLContext:
+def make_client_context(tls: TlsFiles) -> ssl.SSLContext:
     """Returns a client's TLS context, which trusts only this CA and sends its own certificate."""
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -226,11 +218,11 @@ def make_client_context(tls: BrokerTls) -> ssl.SSLContext:
 
 
 @contextlib.contextmanager
-def issue_temporary_identity(authority: pki.KeyPair, name: str, *, ca: Path) -> Iterator[BrokerTls]:
+def issue_temporary_identity(authority: pki.KeyPair, name: str, *, ca: Path) -> Iterator[TlsFiles]:
     """Yields a client certificate that is valid for an hour; its files are removed at the end."""
     pair = pki.issue_client_certificate(authority, name, days=TEMPORARY_CERTIFICATE_DAYS)
     with tempfile.TemporaryDirectory() as folder:
-        tls = BrokerTls(ca=ca, cert=Path(folder) / "cert.pem", key=Path(folder) / "key.pem")
+        tls = TlsFiles(ca=ca, cert=Path(folder) / "cert.pem", key=Path(folder) / "key.pem")
         tls.key.touch(mode=0o600)
         tls.key.write_bytes(pair.key_pem)
         tls.cert.write_bytes(pair.cert_pem)

@@ -18,7 +18,6 @@ from edgefl.coordinator.brokers.broker import (
     MISSING_CERTIFICATE,
     UNTRUSTED_CERTIFICATE,
     BrokerAddress,
-    BrokerTls,
     OnDenied,
     get_connect_host,
     ignore_denied,
@@ -40,6 +39,7 @@ from edgefl.coordinator.connections import ConnectionLimiter, ConnectionSlot, ma
 from edgefl.coordinator.tls_server import TlsListener, bind_listener, make_server_context
 from edgefl.core.config import ConnectionSettings
 from edgefl.core.errors import BrokerError, EdgeflError, NetworkError
+from edgefl.system.atomic_files import TlsFiles
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EmbeddedBroker:
         self,
         *,
         fleet: str,
-        tls: BrokerTls,
+        tls: TlsFiles,
         host: str = "127.0.0.1",
         port: int,
         limiter: ConnectionLimiter | None = None,
@@ -167,7 +167,7 @@ class EmbeddedBroker:
                         await asyncio.sleep(0)
 
 
-def _make_server_context(tls: BrokerTls, on_denied: OnDenied) -> ssl.SSLContext:
+def _make_server_context(tls: TlsFiles, on_denied: OnDenied) -> ssl.SSLContext:
     try:
         context = make_server_context(tls.cert, tls.key)
         context.load_verify_locations(tls.ca)

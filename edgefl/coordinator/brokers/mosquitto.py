@@ -30,7 +30,6 @@ from edgefl.coordinator.brokers.broker import (
     MISSING_CERTIFICATE,
     UNTRUSTED_CERTIFICATE,
     BrokerAddress,
-    BrokerTls,
     OnDenied,
     check_port_is_free,
     disconnect_client,
@@ -39,7 +38,7 @@ from edgefl.coordinator.brokers.broker import (
     render_acl_file,
 )
 from edgefl.core.errors import BrokerError, EdgeflError, StoreError, StoreFullError
-from edgefl.system.atomic_files import ChildPath, make_private_directory, write_atomic
+from edgefl.system.atomic_files import ChildPath, TlsFiles, make_private_directory, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Mosquitto:
         *,
         directory: Path,
         fleet: str,
-        tls: BrokerTls,
+        tls: TlsFiles,
         host: str,
         port: int,
         authority: pki.KeyPair | None = None,

@@ -27,7 +27,6 @@ from edgefl.coordinator.brokers.broker import (
     CONNECT_TIMEOUT_S,
     Broker,
     BrokerAddress,
-    BrokerTls,
     OnDenied,
     RevocationSync,
     ignore_denied,
@@ -52,6 +51,7 @@ from edgefl.core.protocol import (
     topic,
 )
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, raise_file_limit, run_watchdog
 from edgefl.system.retries import RateLimitedLog
 
@@ -82,7 +82,7 @@ class MqttClient:
     def __init__(
         self,
         address: BrokerAddress,
-        tls: BrokerTls,
+        tls: TlsFiles,
         fleet: str,
         on_message: OnMessage,
         on_connection: OnConnection,
@@ -258,7 +258,7 @@ def parse_external_broker(spec: str) -> ExternalBroker:
         raise ConfigError(f"broker address must look like mqtts://HOST:PORT, got {spec!r}")
     if options and set(options) != {"ca", "cert", "key"}:
         raise ConfigError(f"broker address takes ca, cert and key together, got {', '.join(sorted(options))}")
-    tls = BrokerTls(**{name: Path(value).expanduser() for name, value in options.items()}) if options else None
+    tls = TlsFiles(**{name: Path(value).expanduser() for name, value in options.items()}) if options else None
     return ExternalBroker(address=BrokerAddress(host=url.hostname, port=port, tls=tls))
 
 
@@ -267,7 +267,7 @@ def make_broker(  # noqa: PLR0913 one keyword per fact
     *,
     directory: Path,
     fleet: str,
-    tls: BrokerTls,
+    tls: TlsFiles,
     host: str,
     port: int,
     authority: KeyPair | None = None,
@@ -371,7 +371,7 @@ class MqttService:
 
     def _connect(self, on_message: OnMessage) -> MqttClient:
         directory = self._directory
-        tls = BrokerTls(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key)
+        tls = TlsFiles(ca=directory.ca_cert, cert=directory.client_cert, key=directory.client_key)
         client = MqttClient(
             self.address,
             tls,
@@ -459,7 +459,7 @@ def _make_broker(  # noqa: PLR0913, PLR0917 one keyword per fact
         kind,
         directory=directory.broker,
         fleet=directory.fleet,
-        tls=BrokerTls(ca=directory.ca_cert, cert=directory.server_cert, key=directory.server_key),
+        tls=TlsFiles(ca=directory.ca_cert, cert=directory.server_cert, key=directory.server_key),
         host=host,
         port=port,
         authority=directory.load_authority(),

@@ -29,14 +29,14 @@ from edgefl.device.hardware.board_reader import NOT_THROTTLED, BoardReader, read
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.requirements import get_training_facts
 from edgefl.device.mqtt.session import create_tls_context
-from edgefl.device.state_dir import DeviceStateDir, TlsFiles
+from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.updates.slots import (
     PROVISIONED_COMMAND,
     SoftwareUpdateConfig,
     get_install_facts,
     load_update_config,
 )
-from edgefl.system.atomic_files import is_locked
+from edgefl.system.atomic_files import TlsFiles, is_locked
 from edgefl.system.confinement import find_gaps
 from edgefl.system.diagnostics import (
     Finding,

@@ -42,7 +42,7 @@ from edgefl.device.mqtt.session import (
     create_session,
     create_tls_context,
 )
-from edgefl.device.state_dir import TlsFiles
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.retries import Backoff, RateLimitedLog
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from edgefl.core.protocol import (
     peer_topic,
     topic,
 )
-from edgefl.device.state_dir import TlsFiles
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.https_client import ClosingSocket, create_pinned_context
 from edgefl.system.retries import RateLimitedLog
 

@@ -33,7 +33,7 @@ from cryptography.x509.verification import PolicyBuilder, Store
 from edgefl.core.errors import NetworkError, NotJoinedError
 from edgefl.core.protocol import MAX_PEER_BYTES, host_and_port, single_certificate
 from edgefl.core.types import GossipConfig
-from edgefl.device.state_dir import TlsFiles
+from edgefl.system.atomic_files import TlsFiles
 from edgefl.system.https_client import X509_V_FLAG_NO_CHECK_TIME
 from edgefl.system.retries import RateLimitedLog
 

@@ -21,7 +21,8 @@ from edgefl.device.peers.peer_connection import (
     get_peer_addresses,
 )
 from edgefl.device.peers.sender import PeerSender, SocketAddress
-from edgefl.device.state_dir import DeviceStateDir, TlsFiles
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.system.atomic_files import TlsFiles
 
 _DEFAULT_TIMEOUTS = PeerTimeouts()
 

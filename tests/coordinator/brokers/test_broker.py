@@ -11,7 +11,6 @@ import pytest
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers.broker import (
     MAX_MESSAGE_BYTES,
-    BrokerTls,
     can_publish,
     can_subscribe,
     make_client_context,
@@ -21,6 +20,7 @@ from edgefl.coordinator.brokers.mosquitto import Mosquitto
 from edgefl.coordinator.brokers.mqtt_service import make_broker
 from edgefl.core.errors import BrokerError, ConfigError, PortInUseError
 from edgefl.core.protocol import MAX_PEER_BYTES, peer_topic
+from edgefl.system.atomic_files import TlsFiles
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -253,7 +253,7 @@ def test_a_stopped_broker_frees_its_port_and_can_start_again(running):
 def test_a_broker_that_does_not_come_up_says_why(kind, certificates, tmp_path, free_port, fault):
     files = certificates.server()
     if fault == "key":
-        files = BrokerTls(ca=files.ca, cert=files.cert, key=tmp_path / "missing.key")
+        files = TlsFiles(ca=files.ca, cert=files.cert, key=tmp_path / "missing.key")
     broker = make_broker(kind, directory=tmp_path, fleet="lab", tls=files, host="127.0.0.1", port=free_port)
     error, told = (BrokerError, r"missing\.key") if fault == "key" else (PortInUseError, f"port {free_port}")
     with contextlib.ExitStack() as taken:

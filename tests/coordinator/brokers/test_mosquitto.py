@@ -15,7 +15,6 @@ from requirements import needs
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mosquitto as mosquitto_module
-from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.mosquitto import (
     HEALTHY_AFTER_S,
     Mosquitto,
@@ -24,17 +23,17 @@ from edgefl.coordinator.brokers.mosquitto import (
     find_mosquitto,
 )
 from edgefl.core.errors import StoreFullError
+from edgefl.system.atomic_files import TlsFiles
 
 pytestmark = [pytest.mark.timeout(60), needs("mosquitto")]
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from edgefl.coordinator.brokers.broker import BrokerTls
 from edgefl.coordinator.brokers.mqtt_service import make_broker
 directory, ca, cert, key, port = sys.argv[1:]
 broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
-    tls=BrokerTls(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
+    tls=TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
 broker.start()
 sys.stdout.write(f"{broker.pid}\\n")
 sys.stdout.flush()
@@ -79,7 +78,7 @@ def test_it_dies_with_a_coordinator_that_is_killed(certificates, tmp_path, free_
 
 def test_another_broker_on_the_port_is_not_taken_for_this_one(mosquitto, certificates, tmp_path):
     pair = pki.issue_server_certificate(certificates.authority, ["127.0.0.1"])
-    own = BrokerTls(ca=certificates.server().ca, cert=tmp_path / "own.pem", key=tmp_path / "own.key")
+    own = TlsFiles(ca=certificates.server().ca, cert=tmp_path / "own.pem", key=tmp_path / "own.key")
     own.cert.write_bytes(pair.cert_pem)
     own.key.write_bytes(pair.key_pem)
     other = Mosquitto(

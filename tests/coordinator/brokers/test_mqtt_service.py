@@ -25,7 +25,7 @@ from small_fleet import enroll
 from edgefl.coordinator import pki
 from edgefl.coordinator.brokers import mqtt_service
 from edgefl.coordinator.brokers import mqtt_service as standalone_broker
-from edgefl.coordinator.brokers.broker import BrokerAddress, BrokerTls
+from edgefl.coordinator.brokers.broker import BrokerAddress
 from edgefl.coordinator.brokers.mqtt_service import MqttClient, parse_external_broker, run_broker
 from edgefl.coordinator.directory import StartOptions, init_directory
 from edgefl.coordinator.service import Coordinator
@@ -34,6 +34,7 @@ from edgefl.core.protocol import Command, CommandKind, StatusMessage, Topic
 from edgefl.engine.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store
+from edgefl.system.atomic_files import TlsFiles
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -71,7 +72,7 @@ class Unit:
 
     def tls(self, name):
         """The files of a client of the fleet."""
-        made = BrokerTls(**{kind: self.directory.root.parent / f"{name}.{kind}" for kind in ("ca", "cert", "key")})
+        made = TlsFiles(**{kind: self.directory.root.parent / f"{name}.{kind}" for kind in ("ca", "cert", "key")})
         pair = pki.issue_client_certificate(self.directory.load_authority(), name)
         made.ca.write_bytes(self.directory.ca_cert.read_bytes())
         made.cert.write_bytes(pair.cert_pem)
@@ -259,7 +260,7 @@ def test_a_coordinator_beside_it_needs_no_files_and_none_of_its_own_and_sends_bo
 def test_an_external_address_carries_its_own_files():
     address = parse_external_broker("mqtts://mq.example:1234?ca=/a/ca.pem&cert=/a/c.pem&key=/a/k.pem").address
     assert (address.host, address.port) == ("mq.example", 1234)
-    assert address.tls == BrokerTls(ca=Path("/a/ca.pem"), cert=Path("/a/c.pem"), key=Path("/a/k.pem"))
+    assert address.tls == TlsFiles(ca=Path("/a/ca.pem"), cert=Path("/a/c.pem"), key=Path("/a/k.pem"))
 
 
 def test_an_external_address_has_the_usual_port():
