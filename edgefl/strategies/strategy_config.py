@@ -36,6 +36,11 @@ them that it did. Error feedback relies on it."""
 
 _TRAIN_FIELDS = {item.name: item for item in fields(TrainConfig)}
 
+SCHEDULES = (CONSTANT, "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
+
+LearningRateSchedule = Callable[[int], float]
+"""Number of closed rounds -> factor of the learning rate, 1 at first."""
+
 
 def _copy_field(name: str, **changes: Any) -> Any:
     """Returns a dataclass field with the default and the bounds that `TrainConfig` has."""
@@ -132,12 +137,6 @@ def check_plan(plan: TrainConfig) -> None:
     if plan.iterations is not None and plan.seconds is not None:
         raise ConfigError("strategy.iterations and strategy.seconds are two budgets; give one of them")
     plan.check("strategy")
-
-
-SCHEDULES = (CONSTANT, "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
-
-LearningRateSchedule = Callable[[int], float]
-"""Number of closed rounds -> factor of the learning rate, 1 at first."""
 
 
 def parse_schedule(spec: str) -> LearningRateSchedule:

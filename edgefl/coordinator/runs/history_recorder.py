@@ -28,16 +28,10 @@ from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter,
 from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
 
+log = logging.getLogger(__name__)
+
 ComputeMetrics = Callable[[Any], Mapping[str, float]]
 """A strategy's state -> metrics of its newest version, by name."""
-
-
-def compute_no_metrics(_state: object) -> Mapping[str, float]:
-    """Returns no metrics, whatever the state."""
-    return {}
-
-
-log = logging.getLogger(__name__)
 
 UPDATE_CLIPPED = "update-clipped"
 UPDATE_REJECTED = "update-rejected"
@@ -51,9 +45,13 @@ DERIVED_EVENT_KINDS = (
 )  # fmt: skip
 """Kinds of events derived from the journal."""
 
-
 _METRIC_COLUMNS = tuple({field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra"})
 """Metrics of an update that its row has under the same names."""
+
+
+def compute_no_metrics(_state: object) -> Mapping[str, float]:
+    """Returns no metrics, whatever the state."""
+    return {}
 
 
 @dataclass(slots=True)

@@ -26,6 +26,20 @@ from edgefl.tasks.local_algorithms.optimizers import (
 )
 from edgefl.tasks.local_algorithms.scaffold import ScaffoldSgd
 
+BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
+    {
+        Algorithm.SGD: Sgd,
+        Algorithm.GRADIENT: FullGradientDescent,
+        Algorithm.DECAY: DecayedSgd,
+        Algorithm.PROX: ProximalSgd,
+        Algorithm.ADAM: Adam,
+        Algorithm.RMSPROP: RMSprop,
+        Algorithm.ADAGRAD: Adagrad,
+        Algorithm.ADADELTA: Adadelta,
+        Algorithm.SCAFFOLD: ScaffoldSgd,
+    }
+)
+
 
 class LocalAlgorithm(Protocol):
     """One local algorithm for one assignment: `start`, then `step` per batch, then `finish`."""
@@ -48,19 +62,6 @@ class StatefulLocalAlgorithm(Protocol):
         """Restores the state that `state` returned; called after `start`."""
 
 
-BUILT_IN: Mapping[str, Callable[[TrainConfig], LocalAlgorithm]] = MappingProxyType(
-    {
-        Algorithm.SGD: Sgd,
-        Algorithm.GRADIENT: FullGradientDescent,
-        Algorithm.DECAY: DecayedSgd,
-        Algorithm.PROX: ProximalSgd,
-        Algorithm.ADAM: Adam,
-        Algorithm.RMSPROP: RMSprop,
-        Algorithm.ADAGRAD: Adagrad,
-        Algorithm.ADADELTA: Adadelta,
-        Algorithm.SCAFFOLD: ScaffoldSgd,
-    }
-)
 KIND = ExtensionKind(
     noun="local algorithm",
     group="edgefl.local_steps",
