@@ -31,6 +31,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from edgefl.coordinator.brokers.mqtt_service import make_broker
+from edgefl.system.atomic_files import TlsFiles
 directory, ca, cert, key, port = sys.argv[1:]
 broker = make_broker("mosquitto", directory=Path(directory), fleet="lab",
     tls=TlsFiles(ca=Path(ca), cert=Path(cert), key=Path(key)), host="127.0.0.1", port=int(port))
