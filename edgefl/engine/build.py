@@ -76,6 +76,7 @@ class RunComponents:
         decode: body of an update -> displacement.
         divergence: what follows when the loss diverges, oscillates or stands still.
         needs_torch: devices without torch can neither train nor evaluate the task.
+        usual_epochs: of a round of `fedavg` on this task.
     """
 
     config: RunConfig
@@ -93,6 +94,7 @@ class RunComponents:
     decode: Callable[[bytes], Tensors]
     divergence: DivergenceRule
     needs_torch: bool = False
+    usual_epochs: float = 1.0
 
 
 def build_run(config: RunConfig, run_id: str) -> RunComponents:
@@ -152,6 +154,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         decode=lambda body: decode_body(body, shapes),
         divergence=_make_divergence_rule(task, config, strategy),
         needs_torch=is_torch_task(task),
+        usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from edgefl import DISTRIBUTION
@@ -46,6 +47,8 @@ MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""
 MODEL_COPIES_ON_DISK = 2
 """The codec's residual, and moments or local tensors of the device."""
+LITTLE_WORK = 0.5
+"""Of the local iterations of `fedavg` in as many rounds: a run with fewer is told."""
 MAX_NAMES = 5
 FIRST_VERSION = 0
 BYTES_ASSUMPTION = (
@@ -90,7 +93,12 @@ class RunValidator:
         check_message_size(run.strategy, run.model)
         check_trainers(run.config, self._registry, needs_torch=run.needs_torch)
         check_root_shard(run.config, run.strategy, self._registry)
-        return check_strategy_memory(run.config, run.strategy, run.model, self._registry)
+        trainers = [info for info in self._registry.list_devices() if _is_selected(info, run.config)]
+        examples = [info.examples.get(run.config.run.task) or 0 for info in trainers]
+        return {
+            **check_strategy_memory(run.config, run.strategy, run.model, self._registry),
+            "work": explain_work(run, examples),
+        }
 
 
 def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json:
@@ -283,8 +291,43 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "warnings": [
             *_list_shortages(run.strategy.needed_updates, run.config.run.min_updates, len(participants)),
             *_list_warnings(run, evaluators, len(participants)),
+            *filter(None, [explain_work(run, [row["examples"] or 0 for row in participants])]),
         ],
     }
+
+
+def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
+    """Returns one line on a run whose rounds train far less than those of `fedavg`; empty where they do not.
+
+    Someone who set the local work, or did not give the run by rounds, is told nothing.
+
+    Args:
+        run: of any strategy.
+        examples: of each device that takes part.
+    """
+    config, rounds = run.config, run.goal.rounds
+    options, name = config.strategy.options, config.strategy.name
+    per_round = count_round_iterations(run.strategy, len(examples), config.run.updates_per_round)
+    if rounds is None or per_round is None or not sum(examples) or not {"iterations", "seconds"}.isdisjoint(options):
+        return ""
+    usual = replace(run.strategy.plan, iterations=None, seconds=None, epochs=run.usual_epochs)
+    counts = [_compute_iterations(usual, number, config.run.local_test_fraction) or 0 for number in examples]
+    if per_round > LITTLE_WORK * sum(counts):
+        return ""
+    return (
+        f"{rounds} rounds of {name} are about {rounds * per_round} iterations on all devices together, one "
+        f"mini-batch each; fedavg would take {rounds * sum(counts)}: "
+        f"run.rounds = {math.ceil(rounds * sum(counts) / per_round)} is as much work"
+    )
+
+
+def count_round_iterations(strategy: Any, num_devices: int, updates_per_round: int | None = None) -> int | None:
+    """Returns the local iterations of all devices in a round; None where they follow from epochs or seconds."""
+    plan = getattr(strategy, "plan", None)
+    if not isinstance(plan, TrainConfig) or plan.iterations is None:
+        return None
+    exchanges = getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
+    return plan.iterations * exchanges * (updates_per_round or num_devices)
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:

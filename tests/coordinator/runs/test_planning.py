@@ -214,6 +214,31 @@ def test_a_robust_rule_that_gets_too_few_updates_is_warned_of(
     assert all(f"says, and gets {count}: lower num_rogues" in line for line in warnings)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "section", "rounds"),
+    [
+        ({"name": "asgd"}, {}, 36),
+        ({"name": "asgd"}, {"updates_per_round": 6}, 12),
+        ({"name": "asgd", "iterations": 1}, {}, None),
+        ({"name": "dsgd"}, {}, None),
+        ({"name": "fedavg"}, {}, None),
+    ],
+)
+def test_a_run_whose_rounds_are_far_shorter_than_those_of_fedavg_is_told_how_many_are_as_much_work(
+    registry: DeviceRegistry, store: Store, strategy: dict[str, Any], section: dict[str, Any], rounds: int | None
+) -> None:
+    sections = {"strategy": strategy, "run": {"task": "digits", "rounds": 2, **section}}
+    warnings = plan(registry, store, **sections)["warnings"]
+    count = 2 * section.get("updates_per_round", 2)
+    line = (
+        f"2 rounds of asgd are about {count} iterations on all devices together, one mini-batch each; fedavg would "
+        f"take 72: run.rounds = {rounds} is as much work"
+    )
+    assert warnings == ([] if rounds is None else [line])
+    told = RunValidator(build_run, registry, store).check(parse_run(sections))["work"]
+    assert bool(told) == (rounds is not None)
+
+
 def test_those_who_are_not_drawn_first_are_told(registry: DeviceRegistry, store: Store) -> None:
     told = plan(registry, store, devices={"count": 1})
     assert sorted(row["reason"] for row in told["rows"] if row["takes_part"]) == [
