@@ -4,14 +4,15 @@
         [--partitions iid dirichlet] [--devices 3 10 50] [--seeds 7 8 9] [--strategies NAME ...] [--jobs 2]
 
 A run file has nothing but the strategy's name, the task, and when to end; i.i.d. shards of `redundant` hold each
-block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its rounds (20 on the
-digits, 10 elsewhere) with the same data, partition, boards and seed. A run whose iterations are not these, because
-boards of different shards take turns, is repeated with another length. `local` trains one board as often as
+block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its 10 rounds with the
+same data, partition, boards and seed. A run whose iterations are not these, because boards of different shards take
+turns, is repeated with another length. `local` trains one board as often as
 `fedavg` trains each, and is only for comparison.
 
-Every cell is a JSON file in the `--out` folder, and those that are there are not run again. The table has the
-accuracy on the coordinator's test data (the mean of the last tenth of the evaluations) less that of `fedavg`, in
-points, the mean over the seeds. MNIST and MotionSense need `--data DIR` or EDGEFL_DATA, with a folder of each.
+Every cell is a JSON file in the `--out` folder, and those that are there are not run again; with `--known` no others
+are either. The table has the accuracy on the coordinator's test data (the mean of the last tenth of the evaluations)
+less that of `fedavg`, in points, the mean over the seeds, whose number follows in brackets. MNIST and MotionSense
+need `--data DIR` or EDGEFL_DATA, with a folder of each.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from harness import options
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
 BASELINE, REFERENCE_LINE = "fedavg", "local"
-ROUNDS = {"digits": 20, "mnist": 10, "motionsense": 10}
+DATA_SETS = ("digits", "mnist", "motionsense")
+ROUNDS = 10
 SCHEMES = {"iid": "iid", "dirichlet": "dirichlet:0.5"}
 SCHEMES_OF = {"redundant": {"iid": "redundant:2", "dirichlet": "dirichlet:0.5"}}
 MOST_BELOW = 0.02
@@ -197,6 +199,8 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
         kept = args.out / f"{cell.name}.json"
         if kept.exists():
             known[cell] = Outcome(**json.loads(kept.read_text()))
+    if args.known:
+        return known
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for is_baseline in (True, False):
             missing = [cell for cell in cells if cell not in known and (cell.strategy == BASELINE) == is_baseline]
@@ -233,7 +237,7 @@ def make_cells(args: argparse.Namespace) -> list[Cell]:
             devices=devices,
             seed=seed,
             strategy=strategy,
-            rounds=args.rounds or ROUNDS[data_set],
+            rounds=args.rounds,
         )
         for data_set in args.data_sets
         for seed in args.seeds
@@ -267,14 +271,17 @@ def format_table(known: dict[Cell, Outcome]) -> str:
 
 
 def format_entry(strategy: str, cells: Iterable[Cell], known: dict[Cell, Outcome]) -> str:
-    chosen = [cell for cell in cells if cell.strategy == strategy and not known[cell].error]
+    chosen = [
+        cell for cell in cells if cell.strategy == strategy and not known[cell].error and baseline_of(cell) in known
+    ]
     if not chosen:
         return ""
     if strategy == BASELINE:
-        return f"{statistics.fmean(known[cell].accuracy for cell in chosen):.3f}"
+        return f"{statistics.fmean(known[cell].accuracy for cell in chosen):.3f} ({len(chosen)})"
     points = statistics.fmean(known[cell].accuracy - known[baseline_of(cell)].accuracy for cell in chosen)
     said = sum(bool(known[cell].said) for cell in chosen)
-    return f"{100 * points:+.1f}" + (f" ({said} said to diverge)" if said else "")
+    value = f"{100 * points:+.1f}".replace("-", "−")  # noqa: RUF001 the sign that the docs have
+    return f"{value} ({len(chosen)})" + (f", {said} said to diverge" if said else "")
 
 
 def list_misses(known: dict[Cell, Outcome]) -> list[str]:
@@ -283,7 +290,7 @@ def list_misses(known: dict[Cell, Outcome]) -> list[str]:
     for cell, outcome in known.items():
         if outcome.error:
             lines.append(f"{cell.name}: {outcome.error}")
-        elif cell.strategy != REFERENCE_LINE:
+        elif cell.strategy != REFERENCE_LINE and baseline_of(cell) in known:
             below = known[baseline_of(cell)].accuracy - outcome.accuracy
             if below > MOST_BELOW:
                 lines.append(f"{cell.name}: {100 * below:.1f} points below")
@@ -293,13 +300,14 @@ def list_misses(known: dict[Cell, Outcome]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds mnist/, motionsense/")
-    parser.add_argument("--data-sets", nargs="+", choices=list(ROUNDS), default=["digits"])
+    parser.add_argument("--data-sets", nargs="+", choices=DATA_SETS, default=["digits"])
     parser.add_argument("--partitions", nargs="+", choices=list(SCHEMES), default=list(SCHEMES))
     parser.add_argument("--devices", nargs="+", type=int, default=[3, 10, 50])
     parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8, 9])
     names = sorted(BUILT_IN_STRATEGIES)
     parser.add_argument("--strategies", nargs="+", choices=names, default=names)
-    parser.add_argument("--rounds", type=int, help="of fedavg [20 on the digits, 10 elsewhere]")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of fedavg")
+    parser.add_argument("--known", action="store_true", help="run nothing: the table of what the folder has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("strategy-defaults"))
     parser.add_argument("--json", action="store_true", help="all outcomes, in place of the table")

@@ -652,6 +652,10 @@ class Strategy(Protocol[S]):
         """Returns the state in which later instructions have half of the learning rate; None where it cannot be."""
         return None
 
+    def restore_model(self, state: S, model: Mapping[str, Array]) -> S | None:  # noqa: ARG002 likewise
+        """Returns the state with an earlier model, without what followed from later ones; None where it cannot be."""
+        return None
+
     def resumed(self, state: S) -> S:
         """Returns the state with which a resumed run continues, without the assignments in flight."""
         return state

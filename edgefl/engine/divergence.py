@@ -13,11 +13,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from edgefl.core.config import DivergenceAction
+from edgefl.core.types import Array
 
 MAX_LOSS = 1e9
 """Larger losses, and those of models that are not finite, count as this."""
@@ -33,7 +36,7 @@ SWING_SHARE, NUM_SWINGS = 0.3, 5
 """It oscillates when so many of the last differences change sign and are so much of an untrained model's loss."""
 STALL_SHARE, STALL_GAIN, STALL_ITERATIONS = 0.95, 0.01, 500
 """It stands still when it is above that share of an untrained model's loss, and has not fallen by that part in
-`WINDOW` rounds with so many local iterations."""
+`WINDOW` rounds with so many local iterations; after a halved learning rate `NUM_ABOVE` are enough."""
 STALLED = "stands still"
 QUIET_ROUNDS = 10
 """Rounds after a finding before the next one."""
@@ -107,21 +110,32 @@ class LossSeries:
     since_best: int = 0
     iterations: int = 0
 
-    def add(self, loss: float, iterations: int) -> None:
+    def add(self, loss: float, iterations: int) -> bool:
+        """Adds the loss of a round; returns whether it is the best so far."""
         self.first = loss if self.first is None else self.first
         self.recent.append(loss)
         level = statistics.median(list(self.recent)[-3:])
         self.since_best, self.iterations = self.since_best + 1, self.iterations + iterations
         if level < self.best * (1.0 - STALL_GAIN):
             self.best, self.since_best, self.iterations = level, 0, 0
+        return self.since_best == 0
 
-    def find_trend(self, untrained_loss: float | None) -> str | None:
+    def start_again(self) -> None:
+        """Forgets what the next rounds are not to be judged by; the best loss stays."""
+        self.recent.clear()
+        self.since_best, self.iterations = 0, 0
+
+    def find_trend(self, untrained_loss: float | None, stall_rounds: int = WINDOW) -> str | None:
         """Returns what is wrong with the losses, in words; None if nothing is."""
         if self.first is None or len(self.recent) < NUM_ABOVE:
             return None
         whose = "that of the first round" if untrained_loss is None else "that of a model that has learned nothing"
         untrained = self.first if untrained_loss is None else untrained_loss
-        return self._find_rise(untrained, whose) or self._find_swing(untrained) or self._find_stall(untrained, whose)
+        return (
+            self._find_rise(untrained, whose)
+            or self._find_swing(untrained)
+            or self._find_stall(untrained, whose, stall_rounds)
+        )
 
     def _find_rise(self, untrained: float, whose: str) -> str | None:
         last = list(self.recent)[-LAST_ABOVE:]
@@ -141,8 +155,8 @@ class LossSeries:
             return None
         return f"oscillates between {min(self.recent):.3g} and {_format_loss(max(self.recent))}"
 
-    def _find_stall(self, untrained: float, whose: str) -> str | None:
-        is_long = self.since_best >= WINDOW and self.iterations >= STALL_ITERATIONS
+    def _find_stall(self, untrained: float, whose: str, rounds: int) -> str | None:
+        is_long = self.since_best >= rounds and self.iterations >= STALL_ITERATIONS
         if not is_long or self.best < STALL_SHARE * untrained:
             return None
         return f"{STALLED}: it is {self.best:.3g} after {self.since_best} rounds, {whose} {untrained:.3g}"
@@ -154,7 +168,9 @@ class DivergenceDetector:
 
     `losses` are those of the open round, by arrival; `iterations` its local ones, `since_evaluation` those since the
     last evaluation. `quiet_until` is the round before which nothing is found, `num_halvings` how often the learning
-    rate was halved; `not_finite` counts, by device, updates that were not finite since the last one that was.
+    rate was halved; `not_finite` counts, by device, updates that were not finite since the last one that was. The
+    models are kept only by runs whose learning rate is halved; `is_best` says that the last closed round has the best
+    loss, and has learned something.
     """
 
     training: LossSeries = field(default_factory=LossSeries)
@@ -165,6 +181,28 @@ class DivergenceDetector:
     quiet_until: int = 0
     num_halvings: int = 0
     not_finite: dict[str, int] = field(default_factory=dict)
+    is_best: bool = False
+    newest_model: dict[str, Array] = field(default_factory=dict)
+    good_model: dict[str, Array] = field(default_factory=dict)
+
+    def keep_model(self, model: Mapping[str, Array]) -> None:
+        """Keeps a copy of the model at the end of a round, and the last good one, to which a run may go back.
+
+        Good is the first, and the one that the best losses are of: those of a round are of the model before it. One
+        that diverged and learns no more has the loss of one that has learned nothing, and is not good.
+        """
+        if self.is_best:
+            self.good_model = self.newest_model
+        self.newest_model = {name: np.array(tensor) for name, tensor in model.items()}
+        self.good_model = self.good_model or self.newest_model
+
+    def start_again(self, model: Mapping[str, Array] | None) -> None:
+        """Looks anew at the rounds with a halved learning rate; `model` is where they begin, if it was restored."""
+        for series in (self.training, self.evaluated):
+            series.start_again()
+        self.quiet_until = 0
+        if model is not None:
+            self.newest_model = dict(model)
 
     def add_update(self, loss: float | None, iterations: int) -> None:
         """Adds a device's loss on its own data in the open round; None is not known."""
@@ -187,12 +225,13 @@ class DivergenceDetector:
 
     def close_round(self, round_number: int, rule: DivergenceRule) -> Divergence | None:
         """Returns what is found at the end of a round, if anything."""
-        iterations, self.iterations = self.iterations, 0
+        iterations, self.iterations, self.is_best = self.iterations, 0, False
         if self.losses:
-            self.training.add(_compute_low_median(self.losses), iterations)
+            self.is_best = self.training.add(_compute_low_median(self.losses), iterations)
+            self.is_best &= self.training.best < STALL_SHARE * (rule.untrained_loss or self.training.first or 0.0)
             self.losses.clear()
         for name, series in (("training loss", self.training), ("loss on the test data", self.evaluated)):
-            trend = series.find_trend(rule.untrained_loss)
+            trend = series.find_trend(rule.untrained_loss, NUM_ABOVE if self.num_halvings else WINDOW)
             if trend is not None:
                 return self._report(round_number, f"the {name} {trend}", rule, is_still=trend.startswith(STALLED))
         return None

@@ -7,13 +7,14 @@ dispatch work. After the goal is reached nothing new is assigned; work in flight
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol
 
 from edgefl.core.errors import StrategyError
 from edgefl.core.types import (
+    Array,
     ClippedUpdate,
     Decision,
     EvaluateInstruction,
@@ -33,7 +34,7 @@ from edgefl.core.types import (
     Update,
     UpdateStatus,
 )
-from edgefl.engine.divergence import MAX_HALVINGS, Divergence, DivergenceRule
+from edgefl.engine.divergence import MAX_HALVINGS, Divergence, DivergenceDetector, DivergenceRule
 from edgefl.engine.progress import (
     DeviceAccuracy,
     PriorProgress,
@@ -320,6 +321,8 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
     if loop_state is None:
         loop_state = LoopState(ProgressTracker(version=source.version, rounds=rounds or RoundCounter()))
         loop_state.progress.restore(prior_progress)
+        if divergence.action == "halve" and not strategy.has_nodes:
+            loop_state.progress.divergence.keep_model(strategy.model(state))
     progress, policy = loop_state.progress, policy or AcceptAllPolicy()
     progress.scores.trusts_single = goal.trust_single_evaluation
 
@@ -346,9 +349,11 @@ def run_rounds(  # noqa: PLR0913 the parts of a run, by name
             journal=journal,
             policy=policy,
             dispatch=dispatch,
-            on_round_end=lambda number: report_divergence(progress.divergence.close_round(number, divergence)),
+            on_round_end=lambda number: report_divergence(
+                _close_round(source, progress.divergence, divergence, number)
+            ),
         )
-        report_divergence(progress.find_not_finite(view, divergence))
+        report_divergence(progress.find_not_finite(view, divergence), is_round_end=False)
         instructions = _close_rounds(source, view, loop_state, goal, aggregate_ready, dispatch)
         if loop_state.drain is None:
             decision = _schedule(source, view, progress, policy)
@@ -509,25 +514,51 @@ def _handle_divergence(
     rule: DivergenceRule,
     on_divergence: Callable[[Divergence], None],
     found: Divergence | None,
+    *,
+    is_round_end: bool = True,
 ) -> None:
     """Does what the run file says about a finding, and passes it on with that in words."""
     if found is None:
         return
     done = ""
     if rule.action == "halve":
-        halved = (
-            source.strategy.halve_learning_rate(source.state)
-            if progress.divergence.num_halvings < MAX_HALVINGS
-            else None
-        )
-        if halved is None:
-            done = "; the learning rate cannot be halved any more"
-        else:
-            source.state, progress.divergence.num_halvings = halved, progress.divergence.num_halvings + 1
-            done = f"; the learning rate is halved, 1/{2**progress.divergence.num_halvings} of what it was at first"
+        # Within a round devices may have this version's model already, so it stays.
+        model = progress.divergence.good_model if is_round_end else {}
+        done = _halve_learning_rate(source, progress.divergence, model)
     elif rule.action == "stop":
         progress.stop_reason = f"stopped, since in {found.message}"
     on_divergence(replace(found, message=found.message + done))
+
+
+def _halve_learning_rate(
+    source: _StrategyModelProvider[S], detector: DivergenceDetector, model: Mapping[str, Array]
+) -> str:
+    """Halves the learning rate and goes back to a model, where both can be; returns what was done in words.
+
+    A model that has diverged may not learn again at any rate, such as one whose units are all off.
+    """
+    strategy = source.strategy
+    halved = strategy.halve_learning_rate(source.state) if detector.num_halvings < MAX_HALVINGS else None
+    if halved is None:
+        return "; the learning rate cannot be halved any more"
+    source.state, detector.num_halvings = halved, detector.num_halvings + 1
+    done = f"; the learning rate is halved, 1/{2**detector.num_halvings} of what it was at first"
+    restored = strategy.restore_model(source.state, model) if model else None
+    detector.start_again(None if restored is None else model)
+    if restored is None:
+        return done
+    source.state = restored
+    return f"{done}, and the run goes back to its last good model"
+
+
+def _close_round(
+    source: _StrategyModelProvider[S], detector: DivergenceDetector, rule: DivergenceRule, number: int
+) -> Divergence | None:
+    """Returns what is found at the end of a round, if anything."""
+    found = detector.close_round(number, rule)
+    if rule.action == "halve" and not source.strategy.has_nodes:
+        detector.keep_model(source.strategy.model(source.state))
+    return found
 
 
 def _aggregate_once(provider: _StrategyModelProvider[S], journal: Journal, progress: ProgressTracker) -> None:

@@ -200,6 +200,12 @@ def apply_step(model: dict[str, Array], step: Mapping[str, Array]) -> None:
         np.add(model[name], displacement, out=model[name], casting="same_kind")
 
 
+def copy_tensors(model: Mapping[str, Array], source: Mapping[str, Array]) -> None:
+    """Overwrites a model in place with another of its shapes."""
+    for name, tensor in model.items():
+        np.copyto(tensor, source[name])
+
+
 def unload_tensors(tensors: Tensors) -> None:
     """Unloads the decoded tensors of an update."""
     if isinstance(tensors, LazyTensors):

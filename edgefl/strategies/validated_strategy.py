@@ -19,6 +19,7 @@ import numpy as np
 
 from edgefl.core.errors import EdgeflError, JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.core.types import (
+    Array,
     ComputedMapping,
     Decision,
     EvaluateInstruction,
@@ -150,6 +151,10 @@ class ValidatedStrategy(Strategy[Any]):
     def halve_learning_rate(self, state: Any) -> Any:
         halved = self._call("halve_learning_rate", state)
         return None if halved is None else self._validate_state("halve_learning_rate", halved)
+
+    def restore_model(self, state: Any, model: Mapping[str, Array]) -> Any:
+        restored = self._call("restore_model", state, model)
+        return None if restored is None else self._validate_state("restore_model", restored)
 
     def resumed(self, state: Any) -> Any:
         return self._validate_state("resumed", self._call("resumed", state))

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HARD = ("asgd", "dc-asgd", "bounded", "adacomp", "fedasync", "fedbuff")
-"""The asynchronous ones, whose defaults follow from the number of devices."""
+HARD = ("asgd", "fedbuff", "fedasync")
+"""Asynchronous ones, whose defaults follow from the number of devices. With 50 a step of 1 in place of 1/n diverges,
+and the paper's buffer of 10 costs five points."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_strategies_named_alone_come_within_two_points_of_fedavg_at_equal_work(tmp_path):
     program = [sys.executable, str(ROOT / "benchmarks" / "strategy_defaults.py"), "--out", str(tmp_path), "--json"]
-    options = ["--devices", "3", "--partitions", "dirichlet", "--seeds", "7", "--rounds", "10"]
+    options = ["--devices", "50", "--partitions", "dirichlet", "--seeds", "7", "--jobs", "1"]
     done = subprocess.run(
         [*program, *options, "--strategies", *HARD],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=1700,

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from edgefl.engine.divergence import (
@@ -107,6 +108,18 @@ def test_updates_that_are_not_finite_are_told_before_the_run_has_no_device_left(
     detector.add_update(1.0, 10)
     detector.add_not_finite("b")
     assert detector.find_not_finite(40, 3, RULE) is None  # one that is finite came between
+
+
+def test_the_last_good_model_is_the_first_until_one_has_learned_and_the_one_that_the_best_losses_are_of():
+    detector, good = DivergenceDetector(), []
+    detector.keep_model({"w": np.array(0)})
+    for number, loss in enumerate([4.0, 2.3, 2.29, 1.0, 0.5, 0.5, 0.5, 9.0], 1):
+        detector.add_update(loss, 100)
+        detector.close_round(number, RULE)
+        detector.keep_model({"w": np.array(number)})
+        good.append(int(detector.good_model["w"]))
+    # The median of three falls below an untrained model's in round 5, whose devices began with the model of round 4.
+    assert good == [0, 0, 0, 0, 4, 5, 5, 5]
 
 
 def test_its_memory_is_bounded_and_kept_over_a_restart():

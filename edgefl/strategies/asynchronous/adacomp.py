@@ -126,6 +126,10 @@ class AdaComp(AsynchronousStrategy[AdaCompState]):
         state.moved_at[touched_entries] = state.version + 1
         self.update_untrained(state, queued_update)
 
+    def restore_model(self, state: AdaCompState, model: Mapping[str, Array]) -> AdaCompState:
+        state.moved_at[:] = state.version
+        return AsynchronousStrategy.restore_model(self, state, model)
+
     def _compute_divisor(
         self, state: AdaCompState, queued_update: QueuedUpdate, touched: Array | slice, now: Array
     ) -> Array | None:

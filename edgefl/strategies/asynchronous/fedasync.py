@@ -7,6 +7,7 @@ with Buffered Asynchronous Aggregation, AISTATS 2022, Algorithm 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -233,6 +234,14 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         state.is_over = True
         return state
 
+    def restore_model(self, state: FedBuffState, model: Mapping[str, Array]) -> FedBuffState:
+        self._clear_buffer(state)
+        return AsynchronousStrategy.restore_model(self, state, model)
+
+    def _clear_buffer(self, state: FedBuffState) -> None:
+        state.total, state.counters, state.buffered = {}, {}, ()
+        state.weight, state.most_examples = 0.0, -1
+
     def resumed(self, state: FedBuffState) -> FedBuffState:
         state = AsynchronousStrategy.resumed(self, state)
         state.is_over = False
@@ -254,8 +263,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         for name, displacement in state.counters.items():
             np.add(state.model[name], displacement, out=state.model[name], casting="unsafe")
         state.version, state.used = state.version + 1, state.buffered
-        state.total, state.counters, state.buffered = {}, {}, ()
-        state.weight, state.most_examples = 0.0, -1
+        self._clear_buffer(state)
         while state.queue and len(state.buffered) < self.compute_size(state):
             self.apply(state, state.queue.popleft())
         return state

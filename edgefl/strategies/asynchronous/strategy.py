@@ -34,6 +34,7 @@ from edgefl.strategies.aggregation import (
     QueuedUpdate,
     ServerMoments,
     add_in_place,
+    copy_tensors,
     is_float,
     require_tensor,
     scale_tensor,
@@ -175,7 +176,8 @@ class AsyncState:
     `holders` counts the assignments in flight by version; `buffers` are the model's float buffers at those versions.
     `round_size` is the number of versions per round, `num_left` the number of idle devices not asked last,
     `num_workers` the number of devices that may be at work at the same time, as of the last assignments. `halvings`
-    are the versions from which on the learning rate is half of what it was.
+    are the versions from which on the learning rate is half of what it was, and work that began before version
+    `restored` follows from a model that was given up.
     """
 
     model: dict[str, Array]
@@ -191,6 +193,7 @@ class AsyncState:
     buffers: dict[int, dict[str, Array]] = field(default_factory=dict)
     moments: ServerMoments = field(default_factory=dict)
     halvings: tuple[int, ...] = ()
+    restored: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +369,9 @@ class AsynchronousStrategy(Strategy[A]):
         if slot is None:
             return None
         self.on_update(state, update.device_id)
+        if slot.base_version < state.restored:
+            self._remove_version_holder(state, slot.base_version)
+            return None
         return QueuedUpdate(
             assignment_id=update.assignment_id,
             device_id=update.device_id,
@@ -439,6 +445,14 @@ class AsynchronousStrategy(Strategy[A]):
 
     def halve_learning_rate(self, state: A) -> A:
         state.halvings = (*state.halvings, state.version)
+        return state
+
+    def restore_model(self, state: A, model: Mapping[str, Array]) -> A:
+        copy_tensors(state.model, model)
+        while state.queue:
+            self.release_update(state, state.queue.popleft())
+        state.moments.clear()
+        state.restored = state.version
         return state
 
     def resumed(self, state: A) -> A:

@@ -137,8 +137,7 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         if state.lengths:
             state.usual_length, state.lengths = max(state.usual_length, float(np.median(state.lengths))), []
         if state.has_lost:
-            state.control = {name: np.zeros_like(control) for name, control in state.control.items()}
-            state.began, state.counted, state.has_lost = state.version + 1, set(), False
+            self._reset_variates(state, state.version + 1)
             return displacement
         counted_ids = [name for name in current_round.fold.used.values() if name not in state.clipped]
         state.counted.update(current_round.assigned[assignment_id][0] for assignment_id in counted_ids)
@@ -161,6 +160,17 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
                 update, _ = state.clipped.pop(assignment_id)
                 del state.used_assignments[update.device_id][assignment_id]
         return state
+
+    def restore_model(self, state: ScaffoldState, model: Mapping[str, Array]) -> ScaffoldState:
+        state = SynchronousStrategy.restore_model(self, state, model)
+        self._reset_variates(state, state.version)
+        state.clipped.clear()
+        state.lengths, state.usual_length = [], 0.0
+        return state
+
+    def _reset_variates(self, state: ScaffoldState, version: int) -> None:
+        state.control = {name: np.zeros_like(control) for name, control in state.control.items()}
+        state.began, state.counted, state.has_lost = version, set(), False
 
     def resumed(self, state: ScaffoldState) -> ScaffoldState:
         state.clipped.clear()

@@ -27,7 +27,7 @@ from edgefl.core.types import (
     Update,
     derive_rng,
 )
-from edgefl.strategies.aggregation import apply_step
+from edgefl.strategies.aggregation import apply_step, copy_tensors
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import (
     MAX_WAIT_S,
@@ -221,6 +221,12 @@ class SynchronousStrategy(Strategy[R]):
 
     def halve_learning_rate(self, state: R) -> R:
         state.halvings = (*state.halvings, state.version)
+        return state
+
+    def restore_model(self, state: R, model: Mapping[str, Array]) -> R:
+        copy_tensors(state.model, model)
+        state.open.clear()
+        state.moments.clear()
         return state
 
     def resumed(self, state: R) -> R:

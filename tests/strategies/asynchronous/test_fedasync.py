@@ -88,6 +88,19 @@ def test_k_updates_are_one_version_and_move_the_model_by_their_mean():
     assert not strategy.ready(state, view_of(*ABC))
 
 
+@pytest.mark.parametrize("config", [FedAsyncConfig(), FedBuffConfig(buffer_size=2)])
+def test_work_on_a_model_that_was_given_up_does_not_count_any_more(config):
+    strategy = config.build(RoundRules())
+    state, orders = begun(strategy, {"w": np.array([1.0])}, ABC)
+    state = received(strategy, state, orders["a"], w=[5.0])
+    state = received(strategy, state, orders["b"], w=[5.0])
+    state = strategy.aggregate(state)
+    state = strategy.restore_model(state, {"w": np.array([1.0])})
+    state = received(strategy, state, orders["c"], w=[5.0])
+    assert not strategy.ready(state, view_of(*ABC))
+    assert (state.version, state.model["w"].tolist(), state.holders) == (1, [1.0], {})
+
+
 @pytest.mark.parametrize(("num_devices", "size"), [(1, 1), (3, 3), (10, 10), (20, 10), (41, 21)])
 def test_a_buffer_is_that_of_the_paper_or_half_of_the_devices_and_not_more_than_there_are(num_devices, size):
     names = [f"pi-{number:02}" for number in range(num_devices)]
