@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import click
+from click.shell_completion import CompletionItem
 
 from edgefl.cli.output import (
     JSON_VERSION,
@@ -20,7 +21,7 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import ConfigError, NetworkError, RunFailedError, UsageError
+from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
 
@@ -32,6 +33,7 @@ COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy",
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 WAITING_STATUSES = frozenset({"waiting", "queued", "paused"})
 POLL_S = 0.5
+NUM_COMPLETED = 50
 LINE_INTERVAL_S = 60.0
 MAX_UNREACHABLE_S = 60.0
 PLAN_COLUMNS = (
@@ -42,6 +44,19 @@ _GOAL_FORMATS = {
     "rounds": "{} rounds", "updates": "{} updates", "seconds": "{} s", "bytes": "{} bytes", "accuracy": "accuracy {}",
 }  # fmt: skip
 _OPTIONAL_PLAN_COLUMNS = ("codec", "measured_in", "reason")
+
+
+def _complete_runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Returns the newest runs for the shell; none where no coordinator answers, since a shell shows no errors."""
+    try:
+        rows = make_client(None).get("/edgefl/v1/history/runs", {"limit": NUM_COMPLETED})["rows"]
+    except EdgeflError:
+        return []
+    items = [("latest", "the newest")] + [(row["run_id"], f"{row['name']} {row['status']}") for row in rows]
+    return [CompletionItem(run, help=escape_text(text)) for run, text in items if run.startswith(incomplete)]
+
+
+run_argument = click.argument("run", default="latest", shell_complete=_complete_runs)
 
 
 @click.group("run", cls=FullHelpGroup)
@@ -123,11 +138,11 @@ def list_(*, url: str | None, fmt: str) -> None:
 
 
 @command.command()
-@click.argument("run")
+@run_argument
 @url_option
 @format_option
 def show(*, run: str, url: str | None, fmt: str) -> None:
-    """Show one run and its settings; RUN is an id, the beginning of one, a name, or `latest`."""
+    """Show a run and its settings; RUN is an id, the beginning of one, a name, or `latest`, which is the default."""
     run_row = make_client(url).get(make_path("runs", run))
     columns = (*COLUMNS, "priority", "resumes", *(name for name in DEVICE_METRIC_KEYS if name in run_row))
     if fmt != "table":
@@ -145,7 +160,7 @@ def show(*, run: str, url: str | None, fmt: str) -> None:
 
 
 @command.command()
-@click.argument("run", default="latest")
+@run_argument
 @url_option
 def watch(*, run: str, url: str | None) -> None:
     """Show how RUN (default: the newest) goes until it is over; exit code 41 when it failed or was interrupted."""
@@ -153,7 +168,7 @@ def watch(*, run: str, url: str | None) -> None:
 
 
 @command.command()
-@click.argument("run", default="latest")
+@run_argument
 @url_option
 def stop(*, run: str, url: str | None) -> None:
     """End RUN (default: the newest) after what is in flight; its model and history stay."""
@@ -162,7 +177,7 @@ def stop(*, run: str, url: str | None) -> None:
 
 
 @command.command()
-@click.argument("run", default="latest")
+@run_argument
 @url_option
 def resume(*, run: str, url: str | None) -> None:
     """Let RUN (default: the newest), which was interrupted or stopped, go on from its newest checkpoint."""

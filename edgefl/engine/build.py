@@ -18,7 +18,7 @@ from edgefl.compression.registry import format_with_layers
 from edgefl.core.config import RunConfig, StrategySection
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError
 from edgefl.core.protocol import INSTRUCTION_VERSION, model_fingerprint
-from edgefl.core.settings import list_options, make_schema
+from edgefl.core.settings import REQUIRED, Faults, check_options, list_options, make_schema
 from edgefl.core.types import (
     Array,
     Indices,
@@ -103,7 +103,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     Raises:
         EdgeflError: the run file names something missing or unusable; nothing was started.
     """
-    task = make_task(config.run.task, config.task)
+    task = make_run_task(config)
     shapes = tuple(spec for spec in task.shapes() if spec.shared)
     with _naming("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
@@ -156,6 +156,22 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
     )
+
+
+def make_run_task(config: RunConfig) -> Task:
+    """Returns the task; its wrong settings are named together with those of a built-in strategy."""
+    try:
+        return make_task(config.run.task, config.task)
+    except ConfigError as error:
+        faults, name, options = Faults(), config.strategy.name, config.strategy.options
+        faults.messages += error.faults
+        if name in BUILT_IN_STRATEGIES:
+            known = list_options(find_strategy(name))
+            optional = {key: kind for key, kind in known.items() if key in options or kind.default is not REQUIRED}
+            with faults:
+                check_options(name, options, optional, table="strategy")
+        faults.check()
+        raise
 
 
 @contextmanager

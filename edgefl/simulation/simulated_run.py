@@ -23,7 +23,7 @@ from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
-from edgefl.engine.build import build_run
+from edgefl.engine.build import build_run, make_run_task
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
@@ -160,8 +160,8 @@ def _use_relay_transport(section: StrategySection) -> StrategySection:
 
 def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) -> FleetData:
     section, run = config.simulation, config.run
+    task = make_run_task(config)  # first: a class that is not there is worth more than absent data
     if devices is not None and not isinstance(devices, int):
-        task = make_task(run.task, config.task)
         return read_shards(task, devices, test_fraction=run.local_test_fraction)
     return partition_in_memory(
         run.task,

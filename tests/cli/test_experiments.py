@@ -67,6 +67,14 @@ def test_each_entry_of_a_folder_of_shards_is_one_device_s_data(run, simulate, fi
         refused(["simulate", file, *words], code, said)
 
 
+def test_wrong_settings_of_the_task_and_of_the_strategy_are_named_in_one_try(run, file):
+    file.write_text('[run]\ntask = "digits"\nrounds = 1\n[task]\nmodle = "x"\n[strategy]\nlearnign_rate = 1.0\n')
+    done = run("simulate", file)
+    assert (done.code, done.is_one_line) == (3, True), done.err
+    assert "task.modle: digits has no such setting (did you mean model?)" in done.err
+    assert "strategy.learnign_rate: fedavg has no such setting (did you mean learning_rate?)" in done.err
+
+
 def test_a_task_without_a_data_set_says_how_to_bring_shards_and_its_own_error_is_a_line(
     refused, monkeypatch, tmp_path
 ):
@@ -78,6 +86,8 @@ def test_a_task_without_a_data_set_says_how_to_bring_shards_and_its_own_error_is
     (tmp_path / "own.toml").write_text('[run]\ntask = "weather:Weather"\nrounds = 1\n')
     words = ["simulate", tmp_path / "own.toml", "--allow-module", "weather"]
     refused(words, 5, "edgefl simulate FILE --shards DIR")
+    (tmp_path / "none.toml").write_text('[run]\ntask = "weather:Wether"\nrounds = 1\n')
+    refused(["simulate", tmp_path / "none.toml", *words[2:]], 5, "Wether")
     refused([*words, "--shards", tmp_path / "own.toml"], 4, "cannot read shard")
 
 

@@ -303,6 +303,16 @@ def test_submit_prints_the_id_watch_stays_to_the_end_and_show_names_every_settin
     assert "of the nodes" not in table
 
 
+def test_a_shell_completes_runs_and_shows_no_error_without_a_coordinator(edgefl, run_file, monkeypatch, tmp_path):
+    run_id = edgefl("run", "submit", run_file("completed", rounds=1), "--wait").out.strip()
+    for name, value in (("_EDGEFL_COMPLETE", "bash_complete"), ("COMP_CWORD", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COMP_WORDS", f"edgefl run watch {run_id[:9]}")
+    assert f"plain,{run_id}" in edgefl().out.splitlines()
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    assert edgefl().out.strip() == ""
+
+
 def test_runs_wait_for_each_other_and_are_listed_oldest_first(edgefl, run_file, fleet):
     first, second = (
         edgefl("run", "submit", run_file(name, rounds=rounds)).out.strip()
@@ -326,6 +336,7 @@ def test_a_run_that_waits_for_boards_says_whom_it_lacks_and_ends_at_its_limit(ed
     )
     assert (rows[run_id]["status"], rows[run_id]["reason"]) == ("waiting", lacking)
     assert rows[behind]["reason"].startswith(f"it comes after run {run_id}, which waits for boards")
+    assert rows[behind]["reason"].endswith(f"edgefl run stop {run_id}")
     watched = edgefl("run", "watch", run_id)
     assert f"lonely: {lacking}" in watched.err.splitlines()
     assert (watched.code, get_run(fleet, run_id)["status"]) == (41, "failed")

@@ -346,25 +346,30 @@ class Terminal:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("has_colours", [True, False])
-def test_a_terminal_shows_a_real_fleet_and_survives_its_coordinator_s_restart(tmp_path, has_colours):
+@pytest.mark.timeout(300)
+def test_a_terminal_shows_a_real_fleet_and_survives_its_coordinator_s_restart(tmp_path):
     devices, test_shards = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     with LocalFleet(root=tmp_path, devices=devices, test_shards=test_shards) as fleet:
         environment = {**os.environ, "XDG_CONFIG_HOME": str(fleet.root / "config"), "TERM": "xterm-256color"}
-        environment |= {} if has_colours else {"NO_COLOR": "1"}
-        terminal = Terminal([sys.executable, "-m", "edgefl", "top"], environment)
-        try:
-            terminal.wait_for("device-02")
-            assert bool(re.search(r"\x1b\[[\d;]*[34]8;[25];", terminal.seen)) is has_colours
-            terminal.write("2")
-            terminal.wait_for("No run yet")
-            fleet.make_client().post("/edgefl/v1/runs", {"config": {"run": {"task": "digits", "rounds": 3}}})
-            terminal.wait_for("finished")
-            fleet.kill("coordinator")
-            terminal.wait_for("not reachable since")
-            fleet.start_coordinator()
-            terminal.write("1")
-            terminal.wait_for("edgefl top")
-        finally:
-            terminal.write("q")
-            assert terminal.close() == 0
+        environment["COLORTERM"] = "truecolor"
+        words = [sys.executable, "-m", "edgefl", "top"]
+        for variables, has_colours in (({"NO_COLOR": "1"}, False), ({}, True)):
+            terminal = Terminal(words, environment | variables)
+            try:
+                terminal.wait_for("device-02")
+                colours = re.findall(r"[34]8;2;(\d+);(\d+);(\d+)", terminal.seen)
+                assert len(colours) > 10
+                assert any(len(set(parts)) > 1 for parts in colours) is has_colours, "else greys alone"
+                if has_colours:
+                    terminal.write("2")
+                    terminal.wait_for("No run yet")
+                    fleet.make_client().post("/edgefl/v1/runs", {"config": {"run": {"task": "digits", "rounds": 3}}})
+                    terminal.wait_for("finished")
+                    fleet.kill("coordinator")
+                    terminal.wait_for("not reachable since")
+                    terminal.seen = ""
+                    fleet.start_coordinator()
+                    terminal.wait_for("edgefl top")
+            finally:
+                terminal.write("q")
+                assert terminal.close() == 0

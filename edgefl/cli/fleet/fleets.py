@@ -66,5 +66,5 @@ def confirm(question: str, *, is_confirmed: bool) -> None:
     if is_confirmed:
         return
     if not click.get_text_stream("stdin").isatty():
-        raise UsageError(f"{question}? Say --yes to do it without a terminal")
+        raise UsageError(f"{question}. Say --yes to do it without a terminal")
     click.confirm(question, abort=True)

@@ -63,7 +63,8 @@ class IdleRuns:
         waiting = next((run_id for run_id, (status, _) in states.items() if status == WAITING), None)
         if waiting is None or row.get("status") != RunStatus.QUEUED:
             return row
-        return {**row, "reason": f"it comes after run {waiting}, which waits for boards; stop that one to begin now"}
+        reason = f"it comes after run {waiting}, which waits for boards; to begin now: edgefl run stop {waiting}"
+        return {**row, "reason": reason}
 
 
 def has_room(directory: Path) -> bool:
