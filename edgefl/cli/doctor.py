@@ -105,7 +105,6 @@ def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
     from edgefl.coordinator.diagnostics import issue_probe_identity  # noqa: PLC0415 fast start
     from edgefl.core.protocol import host_and_port  # noqa: PLC0415 likewise
     from edgefl.device.diagnostics.device_checks import check_broker, check_coordinator  # noqa: PLC0415 likewise
-    from edgefl.device.state_dir import TlsFiles  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import is_locked  # noqa: PLC0415 likewise
 
     if not is_locked(directory.root / "lock"):
@@ -115,8 +114,7 @@ def _check_from_outside(directory: CoordinatorDirectory) -> list[Finding]:
     if hello is None:
         return findings
     hosts = [hello.broker_host] if hello.broker_host else [host_and_port(address)[0] for address in addresses]
-    with issue_probe_identity(directory) as (identity, files):
-        tls = TlsFiles(ca=files.ca, cert=files.cert, key=files.key)
+    with issue_probe_identity(directory) as (identity, tls):
         brokers = [(host, hello.broker_port) for host in dict.fromkeys(hosts)]
         return [*findings, *check_broker(brokers, tls, fleet=directory.fleet, identity=identity)]
 

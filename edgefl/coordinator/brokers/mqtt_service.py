@@ -258,7 +258,8 @@ def parse_external_broker(spec: str) -> ExternalBroker:
         raise ConfigError(f"broker address must look like mqtts://HOST:PORT, got {spec!r}")
     if options and set(options) != {"ca", "cert", "key"}:
         raise ConfigError(f"broker address takes ca, cert and key together, got {', '.join(sorted(options))}")
-    tls = TlsFiles(**{name: Path(value).expanduser() for name, value in options.items()}) if options else None
+    paths = {name: Path(value).expanduser() for name, value in options.items()}
+    tls = TlsFiles(ca=paths["ca"], cert=paths["cert"], key=paths["key"]) if paths else None
     return ExternalBroker(address=BrokerAddress(host=url.hostname, port=port, tls=tls))
 
 

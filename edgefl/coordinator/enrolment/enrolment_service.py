@@ -471,14 +471,15 @@ def renewal_router(
         "/re-enroll",
         lambda body: service.reenroll(body),  # noqa: PLW0108 as there
         "certificate",
-        _is_bad_attempt,
+        _is_bad_reenrolment,
         rate_limiter,
         record_rejection,
     )
     return router
 
 
-def _is_bad_attempt(error: EdgeflError) -> bool:
+def _is_bad_reenrolment(error: EdgeflError) -> bool:
+    """Returns whether a re-enrolment was rejected for lack of a valid certificate."""
     return isinstance(error, JoinError | NetworkError | NotAllowedError)
 
 
