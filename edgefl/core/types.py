@@ -413,7 +413,9 @@ class Update:
     """Update of one assignment: the displacement w_end - w_start, not the new weights.
 
     A node of a graph sends its model itself when it is to report, and no tensors otherwise; `messages` holds its
-    messages to neighbours. `is_clipped`: the guard let in less than was sent.
+    messages to neighbours. `is_clipped`: the guard let in less than was sent. `share`: as what part of an update it
+    counts in the divisor of a mean, above 0 and at most 1: the other devices' step is no shorter beside one that was
+    clipped to less than theirs.
     """
 
     assignment_id: str
@@ -425,6 +427,7 @@ class Update:
     received_s: float = 0.0
     messages: tuple[PeerMessage, ...] = ()
     is_clipped: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,7 @@ class QueuedUpdate:
     learning_rate: float
     num_examples: int
     tensors: Tensors
+    share: float = 1.0
 
 
 def is_float(tensor: Array) -> bool:
@@ -101,7 +102,7 @@ class StreamingMean:
         expected: slots in the order in which they are added; `cursor` is the number already added.
         waiting: early updates by slot, `weights` their weight and norm.
         total: sum of weight x displacement / norm by tensor; of buffers, without the norm.
-        weight, weighted_norm: sums of weight and of weight x norm.
+        weight, weighted_norm: sums of weight and of weight x norm, each times the update's share.
         integers: displacement of counters, from the update with most examples.
         used: slot -> assignment id, in the order in which they were added.
     """
@@ -169,17 +170,20 @@ class StreamingMean:
     def _add_to_total(self, slot: str, model: Mapping[str, Array], buffers: frozenset[str]) -> None:
         update, (weight, norm) = self.waiting.pop(slot), self.weights.pop(slot)
         num_examples = update.metrics.num_examples
+        counted = (
+            weight * update.share
+        )  # what is clipped to a part counts as a part; running means are not clipped so
         for name, like in model.items():
             if np.issubdtype(like.dtype, np.inexact):
                 # Half floats end at 65504, which a displacement times its number of examples soon exceeds.
                 kind = np.promote_types(like.dtype, np.float32)
                 displacement = require_tensor(update, name, like)
-                add_weighted(self.total, name, displacement, weight if name in buffers else weight / norm, kind)
+                add_weighted(self.total, name, displacement, counted if name in buffers else weight / norm, kind)
             elif num_examples > self.integers_examples:
                 self.integers[name] = dense_tensor(update, name, like).astype(like.dtype)
         self.integers_examples = max(self.integers_examples, num_examples)
-        self.weight += weight
-        self.weighted_norm += weight * norm
+        self.weight += counted
+        self.weighted_norm += counted * norm
         self.used[slot] = update.assignment_id
         unload_tensors(update.tensors)
 

@@ -401,7 +401,7 @@ class UpdateGuard:
         peers = [peer for name, peer in known.items() if name != update.device_id]
         clip = self._find_clip(update.device_id, record, peers)
         if clip is not None:
-            update = replace(update, tensors=clip.apply_to(update.tensors), is_clipped=True)
+            update = replace(update, tensors=clip.apply_to(update.tensors), is_clipped=True, share=clip.share)
             clipped = measure_update(update, self._float_specs())
             record = replace(record, norm=clipped.norm, sketch=clipped.sketch)
             self._clipped.append(
@@ -435,10 +435,13 @@ class UpdateGuard:
         if scales:
             times = self.norm_ratio * TENSOR_RATIO_FACTOR / next(iter(scales.values()))
             reasons.append(f"the norm of {next(iter(scales))!r} is {times:.3g} times the usual")
-        limit = self._bound_norm(record.norm, trust, np.array([peer.raw_norm for peer in peers]), reasons)
+        raw_norms = np.array([peer.raw_norm for peer in peers])
+        limit = self._bound_norm(record.norm, trust, raw_norms, reasons)
         if not reasons:
             return None
-        return TensorClip(peaks=peaks, scales=scales, norm=limit, specs=specs, reason="; ".join(reasons))
+        counted = min(record.norm, float(compute_low_medians(raw_norms[:, None])[0]))
+        share = limit / counted if 0 < limit < counted else 1.0
+        return TensorClip(peaks=peaks, scales=scales, norm=limit, share=share, specs=specs, reason="; ".join(reasons))
 
     def _bound_norm(self, norm: float, trust: DeviceTrust, norms: Array, reasons: list[str]) -> float:
         """Returns the most norm of an update, by those of the others; adds why it is too long to the reasons."""
@@ -543,11 +546,15 @@ _NO_TRUST = DeviceTrust()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorClip:
-    """Bounds of an update: entries by tensor, factors of tensors, and the norm of all parameters."""
+    """Bounds of an update: entries by tensor, factors of tensors, and the norm of all parameters.
+
+    `share` is that norm to the others' median, where it is less.
+    """
 
     peaks: Mapping[str, float]
     scales: Mapping[str, float]
     norm: float
+    share: float
     specs: ModelSpec
     reason: str
 

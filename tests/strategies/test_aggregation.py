@@ -1,6 +1,7 @@
 """Streaming means of updates, and the coordinator's optimisers against two steps worked out by hand."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -47,6 +48,15 @@ def test_the_model_moves_by_the_weighted_mean():
         update("b", {"w": np.array([0.0, -4.0], np.float32)}, 3),
     )
     assert model["w"].tolist() == [2.0, 7.0]
+
+
+def test_what_was_clipped_to_a_part_counts_as_a_part_and_leaves_the_step_of_the_others():
+    model = {"w": np.zeros(1), "mean": np.zeros(1)}
+    honest = update("a", {"w": np.array([4.0]), "mean": np.array([3.0])})
+    clipped = replace(update("b", {"w": np.array([1.0]), "mean": np.array([9.0])}), is_clipped=True, share=0.25)
+    folded(model, honest, clipped, weights=[2.0, 2.0], norms=[2.0, 2.0], buffers=frozenset({"mean"}))
+    assert model["w"].tolist() == [4.0]
+    assert model["mean"] == pytest.approx((3.0 + 0.25 * 9.0) / 1.25)
 
 
 def test_counters_come_from_the_device_with_most_examples_and_means_are_averaged():

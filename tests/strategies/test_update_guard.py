@@ -121,6 +121,9 @@ def test_a_device_that_was_long_for_long_has_to_be_short_for_as_long_before_it_c
     for version, factor in enumerate([10.0] * 8 + [3.5] * 7):
         sent = play_version(guard, version, honest(4) | {"pi-5": factor * DIRECTION})
         received.append(float(np.linalg.norm(sent["pi-5"])) / 5)
+        if version == 7:
+            (clipped,), (let_in,) = (guard.admit(update(f * DIRECTION, device="pi-5")) for f in (10.0, 1.0))
+            assert (clipped.share, let_in.share) == (pytest.approx(0.4, rel=0.1), 1.0)
     assert max(received[4:8]) < 0.6
     assert max(received[8:14]) < 1.1
     assert received[14] == pytest.approx(3.5)

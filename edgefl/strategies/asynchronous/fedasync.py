@@ -157,7 +157,7 @@ class FedBuffConfig(StrategyConfig):
 
 @dataclass(slots=True)
 class FedBuffState(AsyncState):
-    """State of FedBuff: `total` is the weighted sum of `buffered`, `weight` the sum of its weights.
+    """State of FedBuff: `total` is the weighted sum of `buffered`; `weight` and `share` are sums, too.
 
     `counters` are the integer tensors of the update with the most examples so far. With `is_over` nothing more is
     assigned.
@@ -165,6 +165,7 @@ class FedBuffState(AsyncState):
 
     total: dict[str, Array] = field(default_factory=dict)
     weight: float = 0.0
+    share: float = 0.0
     counters: dict[str, Array] = field(default_factory=dict)
     most_examples: int = -1
     buffered: tuple[str, ...] = ()
@@ -211,16 +212,18 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
                 if queued_update.num_examples > state.most_examples:
                     state.counters[name] = to_writable(tensor)
                 continue
-            dense = to_writable(tensor) if isinstance(tensor, SparseTensor) else tensor
+            dense, factor = to_writable(tensor) if isinstance(tensor, SparseTensor) else tensor, weight
             if self.is_averaged(name, like):
                 dense = state.buffers[queued_update.base_version][name] + dense
+                factor = weight * queued_update.share
             kind = np.promote_types(like.dtype, np.float32)
-            weighted = np.multiply(dense, weight, dtype=kind, out=np.empty(like.shape, kind))
+            weighted = np.multiply(dense, factor, dtype=kind, out=np.empty(like.shape, kind))
             if name in state.total:
                 state.total[name] += weighted
             else:
                 state.total[name] = weighted
-        state.weight += weight
+        state.weight += weight * queued_update.share
+        state.share += queued_update.share
         state.most_examples = max(state.most_examples, queued_update.num_examples)
         state.buffered = (*state.buffered, queued_update.assignment_id)
         self.release_update(state, queued_update)
@@ -240,7 +243,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
 
     def _clear_buffer(self, state: FedBuffState) -> None:
         state.total, state.counters, state.buffered = {}, {}, ()
-        state.weight, state.most_examples = 0.0, -1
+        state.weight, state.share, state.most_examples = 0.0, 0.0, -1
 
     def resumed(self, state: FedBuffState) -> FedBuffState:
         state = AsynchronousStrategy.resumed(self, state)
@@ -251,9 +254,7 @@ class FedBuff(AsynchronousStrategy[FedBuffState]):
         """Moves the model by the buffer; running means become the weighted mean of the devices' own."""
         mean = {
             name: total
-            / np.asarray(
-                state.weight if self.is_averaged(name, state.model[name]) else len(state.buffered), total.dtype
-            )
+            / np.asarray(state.weight if self.is_averaged(name, state.model[name]) else state.share, total.dtype)
             for name, total in state.total.items()
         }
         buffer_means = {name: mean.pop(name) for name in list(mean) if self.is_averaged(name, state.model[name])}

@@ -379,6 +379,7 @@ class AsynchronousStrategy(Strategy[A]):
             learning_rate=slot.learning_rate,
             num_examples=update.metrics.num_examples,
             tensors=update.tensors,
+            share=update.share,
         )
 
     def ready(self, state: A, view: FleetView) -> bool:  # noqa: ARG002 no device is waited for

@@ -145,7 +145,7 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         steps = current_round.fold.weighted_norm / current_round.fold.weight
         size_before, state.size = state.size or len(state.members), len(state.members)
         retained_share = size_before / state.size - len(counted_ids) / state.size
-        share = current_round.num_received / state.size
+        share = current_round.fold.weight / state.size
         for name, control in state.control.items():
             kind = control.dtype.type
             control[...] = kind(retained_share) * control - kind(share) * (displacement[name] / kind(steps))

@@ -1,5 +1,7 @@
 """Asynchronous federated averaging: mixing model by model, and in buffers of K updates."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from strategy_turns import begun, moved, update_of, view_of
@@ -117,6 +119,14 @@ def test_an_update_that_is_s_versions_old_weighs_one_over_the_root_of_one_plus_s
     for name, expected in (("a", 1.0), ("b", 1.0 + 2**-0.5), ("c", 1.0 + 2**-0.5 + 3**-0.5)):
         state = strategy.aggregate(received(strategy, state, orders[name], w=[1.0]))
         assert state.model["w"][0] == pytest.approx(expected)
+
+
+def test_a_clipped_update_counts_as_its_share_of_a_buffer():
+    strategy, state, orders = asked_for_buffer({"w": np.array([0.0])}, size=2)
+    state = received(strategy, state, orders["a"], w=[4.0])
+    update = replace(update_of(orders["b"], {"w": np.array([1.0])}), is_clipped=True, share=0.25)
+    state = strategy.aggregate(strategy.receive(state, update))
+    assert (state.model["w"][0], state.share) == (pytest.approx(4.0), 0.0)
 
 
 def test_what_comes_beyond_a_full_buffer_goes_into_the_next():

@@ -62,7 +62,7 @@ class Fleet:
             assert isinstance(order, TrainInstruction)
             update = self.update(order, (iterations or {}).get(order.device_id))
             if order.device_id in clipped:
-                update = replace(update, tensors={"w": 1e-9 * update.tensors["w"]}, is_clipped=True)
+                update = replace(update, tensors={"w": 1e-9 * update.tensors["w"]}, is_clipped=True, share=1e-9)
             if order.device_id not in lost:
                 self.state = self.strategy.receive(self.state, update)
         assert self.strategy.ready(self.state, view)
