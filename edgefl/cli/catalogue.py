@@ -399,8 +399,10 @@ def quickstart(
     config = parse_run_text(text)
     out.write_text(text, encoding="utf-8")
     click.echo(f"{out}: {config.strategy.name} on {data} with {boards} boards. Next:")
+    module, separator, _ = data.partition(":")
+    trial = f"--shards DIR --allow-module {module}" if separator else f"--devices {boards}"
     for command, meaning in (
-        (f"edgefl simulate {out} --devices {boards}", "try it here, without boards"),
+        (f"edgefl simulate {out} {trial}", "try it here, without boards"),
         ("edgefl coordinator init", "make a fleet; then: edgefl coordinator start"),
         (f"edgefl coordinator token --uses {boards}", "prints the line to type on each board"),
         (f"edgefl run submit {out} --dry-run", "who would take part"),

@@ -226,6 +226,11 @@ def test_quickstart_asks_on_a_terminal_what_no_option_says(run, tmp_path, monkey
     assert (config.devices.min, config.run.accuracy, config.strategy.name) == (5, 0.9, "fedbuff")
 
 
+def test_quickstart_for_a_task_of_one_s_own_says_how_its_data_is_simulated(run, tmp_path):
+    ran = run("quickstart", "--data", "greenhouse:Greenhouse", "--out", tmp_path / "run.toml")
+    assert (ran.code, "run.toml --shards DIR --allow-module greenhouse" in ran.out) == (0, True), ran.out
+
+
 @pytest.mark.parametrize("goal", ["0", "1.5", "-3", "soon", "nan", "0.0", "99999999"])
 def test_quickstart_refuses_a_goal_that_is_none(run, tmp_path, goal):
     ran = run("quickstart", "--goal", goal, "--out", tmp_path / "run.toml")
