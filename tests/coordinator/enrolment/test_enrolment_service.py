@@ -24,6 +24,8 @@ from edgefl.coordinator.enrolment.enrolment_service import (
     REISSUE_WINDOW_S,
     EnrolmentService,
     RenewalService,
+    _is_bad_attempt,
+    _is_bad_reenrolment,
 )
 from edgefl.coordinator.enrolment.tokens import make_token
 from edgefl.core.errors import (
@@ -33,6 +35,9 @@ from edgefl.core.errors import (
     NetworkError,
     NotAllowedError,
     NotFoundError,
+    TokenExpiredError,
+    TokenInvalidError,
+    TokenUsedError,
     TooManyTriesError,
     UsageError,
     VersionError,
@@ -366,3 +371,11 @@ def test_what_is_no_certificate_is_refused(reenrolment_desk: ReenrolmentDesk) ->
                 reenrolment_desk.service.reenroll(json.dumps({"v": 1, **body}).encode())
     with pytest.raises(EdgeflError):
         reenrolment_desk.service.reenroll(json.dumps({"v": 1, "csr": csr, "certificate": csr}).encode())
+
+
+def test_what_is_no_guess_at_a_token_costs_no_try() -> None:
+    guesses = (TokenInvalidError, NetworkError, UsageError, JoinError)
+    others = (TokenExpiredError, TokenUsedError, NameTakenError, TooManyTriesError)
+    assert [_is_bad_attempt(kind("x")) for kind in (*guesses, *others)] == [True] * 4 + [False] * 4
+    bad = (JoinError, TokenExpiredError, NetworkError, NotAllowedError)
+    assert [_is_bad_reenrolment(kind("x")) for kind in (*bad, UsageError)] == [True] * 4 + [False]
