@@ -342,7 +342,6 @@ def events_of(folder, kind):
 
 HIGH = 10.0
 """Twenty times what the task recommends."""
-RESCUED = (("fedavg", 40), ("fedprox", 40), ("fedbuff", 40))
 
 
 @pytest.mark.parametrize(
@@ -369,24 +368,20 @@ def test_a_learning_rate_far_too_high_is_said_within_ten_rounds_and_the_advice_h
     assert events_of(tmp_path / "good", "run-diverging") == []
 
 
-@pytest.mark.parametrize(
-    ("name", "rounds"),
-    [pytest.param(name, rounds, marks=pytest.mark.extended) for name, rounds in RESCUED],
-)
-def test_a_run_at_a_rate_twenty_times_too_high_learns_in_the_end_where_it_is_halved(tmp_path, name, rounds):
-    def run(folder, **options):
-        return edgefl.simulate(
-            run_file(run={"rounds": rounds, "on_divergence": "halve"}, task={"model": "mlp"},
-                     strategy={"name": name, **options}),
-            devices=3, scheme="iid", root=tmp_path / folder,
-        )  # fmt: skip
-
-    rescued, usual = run("high", learning_rate=HIGH), run("good")
+@pytest.mark.extended
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedbuff"])
+def test_a_run_at_a_rate_twenty_times_too_high_learns_in_the_end_where_it_is_halved(tmp_path, name):
+    config = run_file(
+        run={"rounds": 30, "on_divergence": "halve"},
+        task={"model": "mlp"},
+        strategy={"name": name, "learning_rate": HIGH},
+    )
+    rescued = edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path / "high")
     said = events_of(tmp_path / "high", "run-diverging")
     assert len(said) >= 3
     assert all("goes back to its last good model" in line for line in said)
-    assert events_of(tmp_path / "good", "run-diverging") == []
-    assert rescued.metrics["accuracy"] > usual.metrics["accuracy"] - 0.05
+    assert rescued.metrics["accuracy"] > 0.92, "the right rate reaches 0.97"
 
 
 def test_a_run_that_diverges_ends_where_the_run_file_says_so(simulate, tmp_path):
