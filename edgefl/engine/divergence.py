@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from edgefl.core.config import DivergenceAction
-from edgefl.core.types import Array
+from edgefl.core.types import Array, Tensors
 
 MAX_LOSS = 1e9
 """Larger losses, and those of models that are not finite, count as this."""
@@ -185,7 +185,7 @@ class DivergenceDetector:
     newest_model: dict[str, Array] = field(default_factory=dict)
     good_model: dict[str, Array] = field(default_factory=dict)
 
-    def keep_model(self, model: Mapping[str, Array]) -> None:
+    def keep_model(self, model: Tensors) -> None:
         """Keeps a copy of the model at the end of a round, and the last good one, to which a run may go back.
 
         Good is the first, and the one that the best losses are of: those of a round are of the model before it. One

@@ -307,10 +307,17 @@ def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
     """
     config, rounds = run.config, run.goal.rounds
     options, name = config.strategy.options, config.strategy.name
+    plan: TrainConfig | None = getattr(run.strategy, "plan", None)
     per_round = count_round_iterations(run.strategy, len(examples), config.run.updates_per_round)
-    if rounds is None or per_round is None or not sum(examples) or not {"iterations", "seconds"}.isdisjoint(options):
+    if (
+        rounds is None
+        or plan is None
+        or per_round is None
+        or not sum(examples)
+        or not {"iterations", "seconds"}.isdisjoint(options)
+    ):
         return ""
-    usual = replace(run.strategy.plan, iterations=None, seconds=None, epochs=run.usual_epochs)
+    usual = replace(plan, iterations=None, seconds=None, epochs=run.usual_epochs)
     counts = [_compute_iterations(usual, number, config.run.local_test_fraction) or 0 for number in examples]
     if per_round > LITTLE_WORK * sum(counts):
         return ""
