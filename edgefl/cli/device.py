@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from edgefl.cli.device_join import (
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state, state_option
-from edgefl.core.errors import NetworkError, NotFoundError, WrongCaError
+from edgefl.core.errors import DataError, NetworkError, NotFoundError, WrongCaError
 
 if TYPE_CHECKING:
     from edgefl.device.inference.deployments import DeployedModel, ModelStore
@@ -60,16 +59,14 @@ def infer(  # noqa: PLR0913 the options of one command
     import numpy as np  # noqa: PLC0415 fast start
 
     from edgefl.device.inference.onnx_model import predict_file  # noqa: PLC0415 likewise
-    from edgefl.device.state_dir import DeviceStateDir, get_default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
     state_dir = root or get_default_state_dir()
-    if confine is None and (state_dir / "device.json").is_file():
-        confine = DeviceStateDir.load(state_dir).settings.confine
     rows, labels = predict_file(
         file or _find_deployed_file(root, signers),
         source,
         state_dir=state_dir,
-        policy=confine or "auto",
+        policy=_get_policy(state_dir, confine),
         threads=threads,
     )
     predictions = [{"row": number, **prediction} for number, prediction in enumerate(rows)]
@@ -90,19 +87,31 @@ def infer(  # noqa: PLR0913 the options of one command
 @state_option
 @signers_option
 @threads_option
-def serve(*, host: str, port: int, file: Path | None, root: Path | None, signers: Path, threads: int) -> None:
+@confine_option
+def serve(  # noqa: PLR0913 the options of one command
+    *, host: str, port: int, file: Path | None, root: Path | None, signers: Path, threads: int, confine: str | None
+) -> None:
     """Answer POST /predict with the deployed model until SIGTERM or Ctrl-C; a new one is taken over as it comes."""
-    from edgefl.device.inference.server import InferenceServer, ServedModel  # noqa: PLC0415 fast start
-    from edgefl.system.processes import on_stop_signal  # noqa: PLC0415 likewise
+    from edgefl.device.inference.server import ServedModel, open_listener, run_confined, run_server  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
 
+    if file is not None and not file.is_file():
+        raise DataError(f"there is no model file {file}")
+    state_dir = root or get_default_state_dir()
+    listener = open_listener(host, port)
+    if _get_policy(state_dir, confine) != "never":
+        run_confined(listener, state_dir, signers, file, threads)
     served = ServedModel(store=None if file else _open_store(root, signers), file=file, threads=threads)
-    server = InferenceServer(served, host, port)
-    with on_stop_signal(server.stop):
-        server.start()
-        click.echo(f"serving on http://{host}:{server.port}")
-        if served.current is None:
-            logging.getLogger(__name__).warning("no model is deployed yet; requests get 503 until one is")
-        server.wait()
+    run_server(served, listener)
+
+
+def _get_policy(state_dir: Path, confine: str | None) -> str:
+    """Returns what is confined: as the command says, else the board's settings."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    if confine is None and (state_dir / "device.json").is_file():
+        confine = DeviceStateDir.load(state_dir).settings.confine
+    return confine or "auto"
 
 
 def _open_store(root: Path | None, signers: Path) -> ModelStore:

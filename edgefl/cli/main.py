@@ -12,7 +12,7 @@ import click
 from edgefl import __version__
 from edgefl.cli.output import FullHelpGroup
 from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_install_command
-from edgefl.core.safe_text import SafeFormatter, escape_text
+from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 
 COMMANDS = {
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
@@ -162,7 +162,6 @@ EXAMPLES = {
     "user revoke": "user revoke ada",
 }
 """An example of every command, without `edgefl`."""
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 class LazyGroup(FullHelpGroup):

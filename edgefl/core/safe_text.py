@@ -77,6 +77,9 @@ def format_csv_cell(value: Any) -> Any:
     return f"'{text}" if is_formula else text
 
 
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
 class SafeFormatter(logging.Formatter):
     """Formatter whose messages are one safe line each; lines of a traceback follow, indented."""
 

@@ -10,13 +10,14 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from edgefl.core.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
-from edgefl.core.safe_parsing import SHA256, parse_json
+from edgefl.core.safe_parsing import SHA256, is_int64, parse_json
 from edgefl.core.types import Array, Tensors
 from edgefl.storage.state_serialisation import (
     check_format_version,
@@ -40,6 +41,7 @@ T = TypeVar("T")
 FORMAT_VERSION = 2
 _STATE_SUFFIX = ".safetensors"
 _MANIFEST_SUFFIX = ".checkpoint.json"
+_NO_IDS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +49,24 @@ class Checkpoint:
     """A saved state; it contains the journal up to `last_record`.
 
     `snapshot_sha256` names a second file beside it, the run snapshot needed to resume exactly there; empty for none.
+    `newest_update_id`, `newest_evaluation_id` and `newest_event_id` are the run's newest rows in the store by then.
     """
 
     sha256: str
     last_record: int
     bytes_file: int
     snapshot_sha256: str = ""
+    newest_update_id: int = 0
+    newest_evaluation_id: int = 0
+    newest_event_id: int = 0
 
 
-def save_state(directory: Path, state: Any, last_record: int, run_snapshot: Any = None) -> Checkpoint:
+def save_state(
+    directory: Path, state: Any, last_record: int, run_snapshot: Any = None, newest_ids: Mapping[str, int] = _NO_IDS
+) -> Checkpoint:
     """Returns the new checkpoint once it is durable; `run_snapshot` is a dataclass saved beside the state.
+
+    `newest_ids` are the fields of `Checkpoint` of these names.
 
     A snapshot that does not round-trip is left out: the run resumes from its state alone.
 
@@ -70,6 +80,7 @@ def save_state(directory: Path, state: Any, last_record: int, run_snapshot: Any 
         last_record=last_record,
         bytes_file=len(content),
         snapshot_sha256="" if snapshot_content is None else _write_content_file(directory, snapshot_content),
+        **newest_ids,
     )
     manifest = json.dumps({"v": FORMAT_VERSION, **asdict(checkpoint)}).encode()
     write_atomic(directory / f"{last_record:020d}{_MANIFEST_SUFFIX}", manifest)
@@ -217,8 +228,10 @@ def _read_manifest(path: Path) -> Checkpoint | None:
         check_format_version(f"checkpoint note {path}", version, FORMAT_VERSION)
         checkpoint = Checkpoint(**manifest)
         names = (checkpoint.sha256, *(() if checkpoint.snapshot_sha256 == "" else (checkpoint.snapshot_sha256,)))
+        row_ids = checkpoint.newest_update_id, checkpoint.newest_evaluation_id, checkpoint.newest_event_id
         if (
             all(SHA256.match(name) for name in names)
+            and all(is_int64(row_id) for row_id in row_ids)
             and f"{checkpoint.last_record:020d}{_MANIFEST_SUFFIX}" == path.name
         ):
             return checkpoint

@@ -13,6 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, case, delete, func, select, update
 
 from edgefl.core.types import Decision, EvaluateInstruction, TrainInstruction, UpdateStatus
+from edgefl.storage.checkpoints import Checkpoint
 from edgefl.storage.journal.record_encoding import Aggregation, JournalEntry
 from edgefl.storage.repositories.records import UpdateRow
 from edgefl.storage.repositories.row_writing import execute_for_assignments
@@ -29,7 +30,7 @@ from edgefl.storage.tables import (
 )
 
 RUN_RESUMED = "run-resumed"
-"""Event of every resume. Its time separates the incarnations of a run where nothing else does."""
+"""Event of every resume. Its place among the updates separates a run's incarnations where nothing else does."""
 INTERRUPTION_REASON = "the run was interrupted"
 MAX_INCARNATION_ROWS = 50_000
 """Number of newest assignments whose incarnations are read; devices are not told of older ones."""
@@ -82,7 +83,7 @@ def roll_back_history(  # noqa: PLR0913 one keyword per fact
     later_entries: Iterable[JournalEntry],
     *,
     now: float,
-    since: float | None = None,
+    after: Checkpoint | None = None,
     should_reset: bool = False,
 ) -> ProgressAtRollback:
     """Rolls the rows of a run back to a checkpoint.
@@ -93,7 +94,7 @@ def roll_back_history(  # noqa: PLR0913 one keyword per fact
         point: the checkpoint.
         later_entries: journal entries after it.
         now: Unix seconds; a reopened round continues from here.
-        since: time of the checkpoint, where the journal may lack later entries: later rows are rolled back too.
+        after: the checkpoint, where the journal may lack later entries: later rows are rolled back too.
         should_reset: there is no checkpoint: the run starts over.
 
     Returns:
@@ -108,8 +109,8 @@ def roll_back_history(  # noqa: PLR0913 one keyword per fact
                 for table in (UpdateTable, EvaluationTable, RoundTable):
                     connection.execute(delete(table).where(table.run_id == run_id))
         else:
-            if since is not None:
-                dispatched_ids |= _list_dispatched_since(connection, run_id, since)
+            if after is not None:
+                dispatched_ids |= _list_written_after(connection, run_id, after)
                 applied_ids |= set(
                     _list_assignment_ids(connection, run_id, UpdateTable.applied_version >= point.version)
                 )
@@ -158,12 +159,12 @@ def _list_assignment_ids(connection: Connection, run_id: str, *where: Any) -> li
     return [str(assignment_id) for assignment_id in connection.execute(query).scalars()]
 
 
-def _list_dispatched_since(connection: Connection, run_id: str, since: float) -> set[str]:
-    """Returns the ids of assignments dispatched, or evaluated, after a time."""
+def _list_written_after(connection: Connection, run_id: str, checkpoint: Checkpoint) -> set[str]:
+    """Returns the ids of assignments dispatched, or evaluated, after a checkpoint."""
     evaluation_query = select(EvaluationTable.assignment_id).where(
-        EvaluationTable.run_id == run_id, EvaluationTable.at >= since
+        EvaluationTable.run_id == run_id, EvaluationTable.id > checkpoint.newest_evaluation_id
     )
-    assignment_ids = _list_assignment_ids(connection, run_id, UpdateTable.dispatched_at >= since)
+    assignment_ids = _list_assignment_ids(connection, run_id, UpdateTable.id > checkpoint.newest_update_id)
     return {
         *assignment_ids,
         *(str(assignment_id) for assignment_id in connection.execute(evaluation_query).scalars()),
@@ -236,9 +237,26 @@ def list_unused_updates(store: Store, run_id: str, applied_later: Collection[str
     return tuple(unused)
 
 
-def delete_events(store: Store, run_id: str, kinds: Collection[str], since: float) -> None:
-    """Deletes a run's events of some kinds, which will be recorded again."""
-    is_selected = (EventTable.run_id == run_id, EventTable.kind.in_(list(kinds)), EventTable.at >= since)
+def get_newest_ids(store: Store, run_id: str) -> dict[str, int]:
+    """Returns the ids of the run's newest rows, by the names that a checkpoint has for them; 0 for none."""
+    tables = {
+        "newest_update_id": UpdateTable, "newest_evaluation_id": EvaluationTable, "newest_event_id": EventTable,
+    }  # fmt: skip
+    queries = {name: select(func.max(table.id)).where(table.run_id == run_id) for name, table in tables.items()}
+    with store.database.read() as connection:
+        return {name: int(connection.execute(query).scalar() or 0) for name, query in queries.items()}
+
+
+def record_resume(store: Store, run_id: str, message: str, *, at: float) -> None:
+    """Records that a run goes on in another incarnation, to which the updates from now on belong."""
+    row_ids = get_newest_ids(store, run_id)
+    data = {"newest_update_id": row_ids["newest_update_id"]}
+    store.record_event(RUN_RESUMED, message, at=at, run_id=run_id, data=data)
+
+
+def delete_events(store: Store, run_id: str, kinds: Collection[str], *, after_id: int) -> None:
+    """Deletes a run's later events of some kinds, which will be recorded again."""
+    is_selected = (EventTable.run_id == run_id, EventTable.kind.in_(list(kinds)), EventTable.id > after_id)
     with store.database.write() as connection:
         connection.execute(delete(EventTable).where(*is_selected))
 
@@ -263,20 +281,18 @@ def _read_received_updates(connection: Connection, run_id: str, condition: Colum
 
 def _read_incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:
     """Returns the incarnation of every assignment dispatched after the first resume, oldest first."""
-    events = (
-        select(EventTable.at)
-        .where(EventTable.run_id == run_id, EventTable.kind == RUN_RESUMED)
-        .order_by(EventTable.at)
-    )
-    resume_times = connection.execute(events).scalars().all()
-    if not resume_times:
+    query = select(EventTable.data).where(EventTable.run_id == run_id, EventTable.kind == RUN_RESUMED)
+    resumed_after = [int(data["newest_update_id"]) for data in connection.execute(query).scalars()]
+    if not resumed_after:
         return ()
-    query = select(UpdateTable.assignment_id, UpdateTable.dispatched_at).where(
-        UpdateTable.run_id == run_id, UpdateTable.dispatched_at >= resume_times[0]
+    updates = (
+        select(UpdateTable.assignment_id, UpdateTable.id)
+        .where(UpdateTable.run_id == run_id, UpdateTable.id > min(resumed_after))
+        .order_by(UpdateTable.id.desc())
+        .limit(MAX_INCARNATION_ROWS)
     )
-    query = query.order_by(UpdateTable.dispatched_at.desc()).limit(MAX_INCARNATION_ROWS)
     newest = [
-        (name, sum(resumed_at <= (dispatched_at or 0.0) for resumed_at in resume_times))
-        for name, dispatched_at in connection.execute(query)
+        (name, sum(row_id > previous_id for previous_id in resumed_after))
+        for name, row_id in connection.execute(updates)
     ]
     return newest[::-1]

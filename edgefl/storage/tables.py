@@ -15,6 +15,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 # SQLite autoincrements only a key of type INTEGER.
 RowId = BigInteger().with_variant(Integer, "sqlite")
+NEVER_REUSED_IDS = {"sqlite_autoincrement": True}
+"""Options of a table whose ids say what was written later, also after its newest rows were deleted."""
 
 
 class Base(DeclarativeBase):
@@ -179,10 +181,11 @@ class UpdateTable(Base):
     __table_args__ = (
         UniqueConstraint("run_id", "assignment_id", name="uq_updates"),
         Index("ix_updates_round", "run_id", "round", "device_id"),
-        Index("ix_updates_device", "device_id", "dispatched_at"),
-        Index("ix_updates_run", "run_id", "dispatched_at"),
+        Index("ix_updates_device", "device_id", "id"),
+        Index("ix_updates_run", "run_id", "id"),
         Index("ix_updates_dispatched", "dispatched_at"),
-        Index("ix_updates_outcome", "outcome", "dispatched_at"),
+        Index("ix_updates_outcome", "outcome", "id"),
+        NEVER_REUSED_IDS,
     )
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -227,8 +230,9 @@ class EvaluationTable(Base):
         UniqueConstraint("run_id", "assignment_id", name="uq_evaluations"),
         Index("ix_evaluations_round", "run_id", "round", "source"),
         Index("ix_evaluations_at", "at"),
-        Index("ix_evaluations_run", "run_id", "at"),
-        Index("ix_evaluations_device", "device_id", "at"),
+        Index("ix_evaluations_run", "run_id", "id"),
+        Index("ix_evaluations_device", "device_id", "id"),
+        NEVER_REUSED_IDS,
     )
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -308,6 +312,7 @@ class EventTable(Base):
         Index("ix_events_at", "at"),
         Index("ix_events_run", "run_id", "id"),
         Index("ix_events_device", "device_id", "id"),
+        NEVER_REUSED_IDS,
     )
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
@@ -412,8 +417,12 @@ class DayTotalTable(TotalColumns, Base):
 
 
 class RolloutColumns:
-    """Columns of every rollout, of a model or of software: canaries first, then the outcome."""
+    """Columns of every rollout, of a model or of software: canaries first, then the outcome.
 
+    `sequence` grows with each rollout of its kind, whatever the clock says.
+    """
+
+    sequence: Mapped[int]
     canary: Mapped[int]
     canary_s: Mapped[float]
     canary_until: Mapped[float | None]
@@ -441,7 +450,7 @@ class DeploymentTable(RolloutColumns, Base):
     """
 
     __tablename__ = "deployments"
-    __table_args__ = (Index("ix_deployments_status", "status", "created_at"),)
+    __table_args__ = (Index("ix_deployments_status", "status", "sequence"),)
 
     deployment_id: Mapped[str] = mapped_column(primary_key=True)
     run_id: Mapped[str | None]
@@ -476,7 +485,7 @@ class InstallationTable(RolloutColumns, Base):
     """Installation of a release or task pack; `sha256` names its bundle, `key` its signer."""
 
     __tablename__ = "installations"
-    __table_args__ = (Index("ix_installations_status", "status", "created_at"),)
+    __table_args__ = (Index("ix_installations_status", "status", "sequence"),)
 
     installation_id: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str]

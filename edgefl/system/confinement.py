@@ -72,6 +72,9 @@ getpid getppid gettid getuid geteuid getgid getegid getresuid getresgid getgroup
 uname sysinfo getrusage getrlimit getrandom exit exit_group
 """
 """What computing needs; a call that this processor or library does not know is left out."""
+CONNECTION_CALLS = """
+accept accept4 recvfrom recvmsg sendto sendmsg getsockname getpeername getsockopt setsockopt shutdown
+"""
 KEPT_VARIABLES = frozenset({"LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", ALLOW_VARIABLE})
 KEPT_PREFIXES = ("OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NVIDIA_", "PYTORCH_")
 _ALLOWED_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
@@ -107,6 +110,7 @@ class Confinement:
         writable: folders to write in.
         memory_bytes: of its own data; None for no limit.
         has_gpu: may use the devices of a GPU.
+        has_connections: may accept connections at a socket that it has, and answer them; it opens none.
     """
 
     secret: str
@@ -114,6 +118,7 @@ class Confinement:
     writable: Sequence[str] = ()
     memory_bytes: int | None = None
     has_gpu: bool = False
+    has_connections: bool = False
 
 
 def get_landlock_version() -> int:
@@ -202,7 +207,7 @@ def confine(confinement: Confinement) -> list[str]:
     library = _load_seccomp()
     if library is None:
         return [*gaps, NO_FILTER]
-    _filter_calls(library)
+    _filter_calls(library, ALLOWED_CALLS + CONNECTION_CALLS if confinement.has_connections else ALLOWED_CALLS)
     return gaps
 
 
@@ -334,7 +339,7 @@ def _load_seccomp() -> ctypes.CDLL | None:
     return library
 
 
-def _filter_calls(library: ctypes.CDLL) -> None:
+def _filter_calls(library: ctypes.CDLL, names: str) -> None:
     context = library.seccomp_init(_FAIL | _EPERM)
     library.seccomp_attr_set(context, _FILTER_BAD_ARCHITECTURE, _KILL_PROCESS)
 
@@ -345,7 +350,7 @@ def _filter_calls(library: ctypes.CDLL) -> None:
         rules = (_Comparison * len(comparisons))(*(_Comparison(*values) for values in comparisons))
         _check(library.seccomp_rule_add_array(context, action, number, len(comparisons), rules), name)
 
-    for name in ALLOWED_CALLS.split():
+    for name in names.split():
         add(name)
     add("clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))
     add("clone3", action=_FAIL | _ENOSYS)  # its flags lie in memory, which a filter cannot read; glibc takes clone

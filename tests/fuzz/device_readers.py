@@ -23,7 +23,7 @@ from edgefl.device.enrolment.certificates import create_key
 from edgefl.device.hardware.step_rate import _load
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
-from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler
+from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler, open_listener
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
@@ -217,7 +217,7 @@ def inference_requests(folder: Path) -> Reader:
     """Whole requests to a board's inference server; none may end in its log as an internal error."""
     constant_model(folder / "m.onnx", 3)
     served = ServedModel(file=folder / "m.onnx")
-    server = InferenceServer(served, "127.0.0.1", 0)
+    server = InferenceServer(served, open_listener("127.0.0.1", 0))
     inner: Any = server._server
 
     def feed(data: bytes) -> None:

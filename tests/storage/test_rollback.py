@@ -10,16 +10,19 @@ import pytest
 from sqlalchemy import select
 
 from edgefl.core.types import Decision, EvaluateInstruction, TrainConfig, TrainInstruction, UpdateStatus
+from edgefl.storage.checkpoints import Checkpoint
 from edgefl.storage.journal.record_encoding import Aggregation
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RunStatus, SavedModelRow, UpdateRow
 from edgefl.storage.repositories.totals import TOTAL_KEYS, rebuild_totals
 from edgefl.storage.rollback import (
     INTERRUPTION_REASON,
-    RUN_RESUMED,
     RollbackPoint,
     count_versions_per_round,
+    delete_events,
+    get_newest_ids,
     get_progress,
+    record_resume,
     roll_back_history,
 )
 from edgefl.storage.store import Store
@@ -187,12 +190,13 @@ def test_assignments_are_told_apart_by_the_life_in_which_they_were_given(store: 
     assert (
         roll_back_history(store, RUN, RollbackPoint(version=3, num_closed_rounds=3), [], now=NOW).incarnations == ()
     )
-    store.record_event(RUN_RESUMED, "", at=15.0, run_id=RUN)
-    store.record_event(RUN_RESUMED, "", at=25.0, run_id=RUN)
+    for number, at in ((5, 3000.0), (6, 3.0)):  # the clock goes back by an hour
+        record_resume(store, RUN, "", at=at)
+        give(store, number, f"v{number - 1}-pi-1", at=at)
     lives = dict(
         roll_back_history(store, RUN, RollbackPoint(version=3, num_closed_rounds=3), [], now=NOW).incarnations
     )
-    assert (lives.get("v0-pi-1"), lives["v1-pi-1"], lives["v2-pi-1"]) == (None, 1, 2)
+    assert lives == {"v4-pi-1": 1, "v5-pi-1": 2}
 
 
 def test_of_the_runs_that_wait_the_highest_priority_and_then_the_oldest_begins(store: Store) -> None:
@@ -235,14 +239,28 @@ def test_what_a_run_has_counted_outlasts_its_updates(store: Store) -> None:
     assert after.num_updates == 6
 
 
-def test_rows_say_what_came_behind_the_checkpoint_where_the_journal_does_not(store: Store) -> None:
-    give(store, 1, "v0-a1-pi-1", at=10.0)
-    receive(store, 1, "v0-a1-pi-1", at=11.0)
+@pytest.mark.parametrize("jump_s", [0.0, 3600.0])
+def test_rows_say_what_came_behind_the_checkpoint_where_the_journal_does_not(store: Store, jump_s: float) -> None:
+    """Also where the clock went back by an hour behind it."""
+    give(store, 1, "v0-a1-pi-1", at=10.0 + jump_s)
+    receive(store, 1, "v0-a1-pi-1", at=11.0 + jump_s)
+    store.record_event("update-clipped", "before", at=12.0 + jump_s, run_id=RUN)
+    checkpoint = Checkpoint(sha256="", last_record=1, bytes_file=0, **get_newest_ids(store, RUN))
     give(store, 2, "v1-a1-pi-1", at=20.0)
     use(store, 2, "v0-a1-pi-1", "v1-a1-pi-1", at=21.0)
-    left = roll_back_history(store, RUN, RollbackPoint(version=1, num_closed_rounds=1), [], now=NOW, since=15.0)
-    assert [row["assignment_id"] for row in read_history(store, "updates", run=RUN)] == ["v0-a1-pi-1"]
-    assert [row.assignment_id for row in left.unused_updates] == ["v0-a1-pi-1"]
+    for kind in ("update-clipped", "run-paused"):
+        store.record_event(kind, "after", at=22.0, run_id=RUN)
+    for _ in range(2):  # ids of deleted rows are not given again
+        point = RollbackPoint(version=1, num_closed_rounds=1)
+        left = roll_back_history(store, RUN, point, [], now=NOW, after=checkpoint)
+        assert [row["assignment_id"] for row in read_history(store, "updates", run=RUN)] == ["v0-a1-pi-1"]
+        assert [row.assignment_id for row in left.unused_updates] == ["v0-a1-pi-1"]
+        assert read_history(store, "evaluations") == []
+        delete_events(store, RUN, ["update-clipped"], after_id=checkpoint.newest_event_id)
+        kinds = [(row["kind"], row["message"]) for row in read_history(store, "events")]
+        assert kinds == [("update-clipped", "before"), ("run-paused", "after")]
+        give(store, 3, "v2-a1-pi-1", at=30.0)
+        store.record_evaluations(RUN, [score(3)])
 
 
 @pytest.mark.parametrize("jump_s", [43_200.0, -43_200.0])

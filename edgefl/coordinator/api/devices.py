@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect
 
 from edgefl.coordinator.api.access import AUDIT_DETAIL_KEY
 from edgefl.coordinator.api.context import ApiContext
-from edgefl.coordinator.api.feed_state import get_signed_state, list_held_back
 from edgefl.coordinator.auth import AccessCheck
 from edgefl.coordinator.enrolment.tokens import (
     DEFAULT_TTL,
@@ -29,6 +28,7 @@ from edgefl.coordinator.enrolment.tokens import (
     make_user,
     parse_ttl,
 )
+from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signatures
 from edgefl.coordinator.fleet.registry import DEFAULT_STATUS_ROW, DeviceRegistry
 from edgefl.coordinator.rollouts.installations import BundleStore
 from edgefl.coordinator.rollouts.service import RolloutService
@@ -107,7 +107,7 @@ def _add_read_routes(router: APIRouter, context: ApiContext) -> None:
             "v": PROTOCOL_VERSION,
             **row,
             "signed": signed.get(device),
-            "held_back": list_held_back(signed, time.time()).get(device),
+            "held_back": list_old_signatures(signed, time.time()).get(device),
             "capabilities": dict(capabilities.facts) if capabilities else {},
         }
 

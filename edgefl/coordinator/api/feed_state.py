@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from edgefl import DISTRIBUTION
+from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signatures
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
 from edgefl.coordinator.runs.stalls import PAUSED, WAITING, IdleRuns
@@ -21,7 +22,6 @@ from edgefl.storage.queries.dashboard import (
     list_events_after,
     list_run_summaries,
 )
-from edgefl.storage.queries.history import MAX_TIME
 from edgefl.storage.store import Store
 
 NUM_RUNS = 200
@@ -34,8 +34,6 @@ MAX_SPAN_ROUNDS = 12
 MAX_ATTENTION = 30
 HOT_C = 80.0
 MAX_VERSION_LENGTH = 40
-MAX_LIST_VERSION = 2**31
-EXPIRY_NOTICE_S = 14 * 86400.0
 _PROBLEM_PRESENCES = {"gone": "bad", "late": "warn", "offline": "warn"}
 _LIVE_STATUSES = frozenset({"running", "stopping", PAUSED, WAITING})
 # Rounded, so that a healthy idle device causes no changes.
@@ -200,51 +198,6 @@ def _get_version(capabilities: Mapping[str, Any]) -> str | None:
     return version[:MAX_VERSION_LENGTH] if isinstance(version, str) else None
 
 
-def get_signed_state(capabilities: Mapping[str, Any]) -> Json | None:
-    """Returns the `list` of signers that a device reports, and `until` when all is valid; None for neither."""
-    installs = capabilities.get("installs")
-    installs = installs if isinstance(installs, Mapping) else {}
-    signers, ends = (installs.get(name) for name in ("list", "valid_until"))
-    signers, ends = (value if isinstance(value, Mapping) else {} for value in (signers, ends))
-    version = signers.get("version")
-    times = [end for end in (signers.get("expires"), *ends.values()) if _is_number_up_to(end, MAX_TIME)]
-    state = {
-        "list": version if _is_number_up_to(version, MAX_LIST_VERSION) else None,
-        "until": min(times, default=None),
-    }
-    return {name: value for name, value in state.items() if value is not None} or None
-
-
-def _is_number_up_to(value: object, limit: float) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
-
-
-def list_held_back(signed: Mapping[str, Json], now: float) -> dict[str, str]:
-    """Returns the devices whose signatures have expired or expire soon, or whose list is old, each with the reason.
-
-    A list is old where at least two other devices have a newer one: a single one may claim what it likes.
-
-    Args:
-        signed: device -> `get_signed_state`.
-        now: Unix seconds.
-    """
-    versions = sorted(state.get("list", 0) for state in signed.values())
-    known = versions[-2] if len(versions) > 1 else 0
-    reasons = {}
-    for device_id, state in signed.items():
-        until, version = state.get("until", math.inf), state.get("list", known)
-        day = time.strftime("%Y-%m-%d", time.gmtime(until)) if until < math.inf else ""
-        if until <= now:
-            reasons[device_id] = (
-                f"its signatures expired on {day}: sign and send newer ones, or see who holds them back"
-            )
-        elif version < known:
-            reasons[device_id] = f"it has list {version} of signers, others have list {known}: is it held back?"
-        elif until <= now + EXPIRY_NOTICE_S:
-            reasons[device_id] = f"its signatures expire on {day}: sign and send newer ones"
-    return reasons
-
-
 def list_attention(devices: Collection[Json], runs: Iterable[Json], now: float) -> list[Json]:
     """Returns what an owner should look at, the worst first: `level` (bad or warn), `text`, a device or run, a time.
 
@@ -255,8 +208,11 @@ def list_attention(devices: Collection[Json], runs: Iterable[Json], now: float) 
         for run in runs
         if run["status"] in _LIVE_STATUSES and run["reason"]
     ]
-    held_back = list_held_back({row["device_id"]: row["signed"] for row in devices if row.get("signed")}, now)
-    rows += [{"device_id": device_id, "level": "warn", "text": text} for device_id, text in held_back.items()]
+    signed = {row["device_id"]: row["signed"] for row in devices if row.get("signed")}
+    rows += [
+        {"device_id": device_id, "level": "warn", "text": text}
+        for device_id, text in list_old_signatures(signed, now).items()
+    ]
     for device in devices:
         rows += [
             {"device_id": device["device_id"], "level": level, "text": text, "at": device.get("since")}

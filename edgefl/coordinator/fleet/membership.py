@@ -8,9 +8,11 @@ Requests are in the history (`drain-requested`, `resume-requested`), and hold ov
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from starlette.requests import Request
 
@@ -22,11 +24,15 @@ from edgefl.core.errors import NetworkError, NotAllowedError, NotFoundError
 from edgefl.core.protocol import Command, CommandKind, check_facts
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
+from edgefl.storage.queries.history import MAX_TIME
 from edgefl.storage.repositories.certificates import DEVICE_REMOVED
 from edgefl.storage.repositories.records import CapabilitiesRecord
 from edgefl.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+MAX_LIST_VERSION = 2**31
+EXPIRY_NOTICE_S = 14 * 86_400.0
 
 
 class Membership:
@@ -196,3 +202,48 @@ class DrainController:
         kind = CommandKind.DRAIN if drained else CommandKind.RESUME
         log.info("telling %s to %s", device_id, kind)
         self._send_command(device_id, Command(id=f"{kind}-{uuid.uuid4().hex}", kind=kind))
+
+
+def get_signed_state(capabilities: Mapping[str, Any]) -> Json | None:
+    """Returns the `list` of signers that a device reports, and `until` when all is valid; None for neither."""
+    installs = capabilities.get("installs")
+    installs = installs if isinstance(installs, Mapping) else {}
+    signers, ends = (installs.get(name) for name in ("list", "valid_until"))
+    signers, ends = (value if isinstance(value, Mapping) else {} for value in (signers, ends))
+    version = signers.get("version")
+    times = [end for end in (signers.get("expires"), *ends.values()) if _is_number_up_to(end, MAX_TIME)]
+    state = {
+        "list": version if _is_number_up_to(version, MAX_LIST_VERSION) else None,
+        "until": min(times, default=None),
+    }
+    return {name: value for name, value in state.items() if value is not None} or None
+
+
+def _is_number_up_to(value: object, limit: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= limit
+
+
+def list_old_signatures(signed: Mapping[str, Json], now: float) -> dict[str, str]:
+    """Returns the devices whose signatures have expired or expire soon, or whose list is old, each with the reason.
+
+    A list is old where at least two other devices have a newer one: a single one may claim what it likes.
+
+    Args:
+        signed: device -> `get_signed_state`.
+        now: Unix seconds.
+    """
+    versions = sorted(state.get("list", 0) for state in signed.values())
+    known = versions[-2] if len(versions) > 1 else 0
+    reasons = {}
+    for device_id, state in signed.items():
+        until, version = state.get("until", math.inf), state.get("list", known)
+        day = time.strftime("%Y-%m-%d", time.gmtime(until)) if until < math.inf else ""
+        if until <= now:
+            reasons[device_id] = (
+                f"its signatures expired on {day}: sign and send newer ones, or see who holds them back"
+            )
+        elif version < known:
+            reasons[device_id] = f"it has list {version} of signers, others have list {known}: is it held back?"
+        elif until <= now + EXPIRY_NOTICE_S:
+            reasons[device_id] = f"its signatures expire on {day}: sign and send newer ones"
+    return reasons

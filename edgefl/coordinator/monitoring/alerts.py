@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from edgefl import __version__
+from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signatures
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.run_metrics import ActiveRun, FailedRun, RunMetrics
@@ -56,6 +57,7 @@ RUN_FAILED = "run-failed"
 DISK_LOW = "disk-low"
 BROKER_LOST = "broker-lost"
 CERTIFICATE_ENDS = "certificate-ends"
+SIGNATURES_OLD = "signatures-old"
 TEST_ALERT = "test"
 
 AlertKey = tuple[str, str]
@@ -203,6 +205,7 @@ class Readings:
         disk_free_bytes: free space by place: `coordinator` or a device.
         broker_lost_s: seconds since the broker was lost; 0 while connected.
         certificate_left_s: certificate -> seconds until it ends.
+        old_signatures: device whose signatures end soon, or whose list of signers lags -> why.
     """
 
     gone_s: Mapping[str, float] = field(default_factory=dict)
@@ -211,6 +214,7 @@ class Readings:
     disk_free_bytes: Mapping[str, int] = field(default_factory=dict)
     broker_lost_s: float = 0.0
     certificate_left_s: Mapping[str, float] = field(default_factory=dict)
+    old_signatures: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +262,7 @@ def evaluate_rules(readings: Readings, settings: AlertSettings, active: Collecti
         *_check_disk(readings.disk_free_bytes, settings, active),
         *_check_broker(readings.broker_lost_s, settings),
         *_check_certificates(readings.certificate_left_s, settings),
+        *(Alert(kind=SIGNATURES_OLD, subject=name, message=why) for name, why in readings.old_signatures.items()),
     ]
 
 
@@ -412,7 +417,12 @@ class AlertMonitor:
             disk_free_bytes=free,
             broker_lost_s=self._measure_broker_lost(now_s),
             certificate_left_s={name: ends_at - now for name, ends_at in self._expiries.items()},
+            old_signatures=list_old_signatures(self._list_signed_states(), now),
         )
+
+    def _list_signed_states(self) -> dict[str, Json]:
+        devices = {info.device_id: info.capabilities for info in self._registry.list_devices()}
+        return {name: state for name, facts in devices.items() if (state := get_signed_state(facts)) is not None}
 
     def _measure_gone(self, now_s: float) -> dict[str, float]:
         """Returns the seconds that each device has been gone, as seen since the coordinator's start."""

@@ -230,7 +230,7 @@ class Deployments:
         rows = self.repository.list_of_device(device_id)
         if any(row.state in _PENDING_STAGES for row in rows):
             return False
-        return all(self.repository.get(row.rollout_id).created_at <= record.created_at for row in rows[:1])
+        return all(self.repository.get(row.rollout_id).sequence <= record.sequence for row in rows[:1])
 
 
 def deploy_finished_run(deployments: DeploymentService, store: Store, run_id: str, config: RunConfig) -> None:

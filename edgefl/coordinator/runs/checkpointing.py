@@ -176,7 +176,7 @@ class Checkpointer:
         # Before the checkpoint exists: a run resumed from one derives no rows from the journal before it.
         self._history.publish()
         self._history.sync()
-        saved = save_state(self._folder, state, self._wal.last_record, snapshot)
+        saved = save_state(self._folder, state, self._wal.last_record, snapshot, self._history.get_newest_ids())
         self._wal.record_checkpoint(CheckpointMark(sha256=saved.sha256, last_record=saved.last_record))
         if not is_of_previous_incarnation:
             (self._folder.parent / NEW_INCARNATION_FILE).unlink(missing_ok=True)

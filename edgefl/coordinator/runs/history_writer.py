@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
+from edgefl.storage.rollback import get_newest_ids
 from edgefl.storage.store import Store
 
 
@@ -162,6 +163,10 @@ class HistoryWriter:
         """
         self.flush()
         self._store.sync()
+
+    def get_newest_ids(self) -> dict[str, int]:
+        """Returns the ids of the run's newest rows in the store; see `Checkpoint`."""
+        return get_newest_ids(self._store, self._run_id)
 
     def finish(self) -> None:
         """Flushes and updates the sums of all rounds, with what arrived after they had closed.

@@ -132,13 +132,17 @@ def restore_from_checkpoint(
         return _continue_autonomous(run_id, state, directory, store)
     _restore_round_size(components.rounds, state, store, run_id)
     rollback_point = _create_rollback_point(components.rounds, strategy.version(state))
-    entries, snapshot, since = [], None, None
+    entries, snapshot, after = [], None, None
     has_snapshot = checkpoint is not None and bool(checkpoint.snapshot_sha256)
     if checkpoint is not None:
         entries = _list_entries_after(wal, checkpoint)
-        snapshot, since = _find_snapshot(run_id, directory, checkpoint) if has_snapshot else (None, None)
+        if has_snapshot:
+            with contextlib.suppress(ReplayError):
+                snapshot = _load_snapshot(_checkpoint_folder(directory, run_id), checkpoint)
+            # The journal may lack quarantined entries: the rows have their own order.
+            after = checkpoint if (directory.runs / run_id / NEW_INCARNATION_FILE).exists() else None
     restored = roll_back_history(
-        store, run_id, rollback_point, entries, now=time.time(), since=since, should_reset=checkpoint is None
+        store, run_id, rollback_point, entries, now=time.time(), after=after, should_reset=checkpoint is None
     )
     incarnations = _get_saved_incarnations(snapshot) if has_snapshot else _load_final_incarnations(record, directory)
     if incarnations is None:
@@ -170,18 +174,6 @@ def _continue_autonomous(run_id: str, state: object, directory: CoordinatorDirec
         guard_state=load_guard_state(directory.runs / run_id),
         is_resumed=True,
     )
-
-
-def _find_snapshot(
-    run_id: str, directory: CoordinatorDirectory, checkpoint: Checkpoint
-) -> tuple[RunSnapshot | None, float | None]:
-    """Returns a checkpoint's snapshot, None if it cannot be read; and since when rows are repeated, if by time."""
-    folder, snapshot = _checkpoint_folder(directory, run_id), None
-    with contextlib.suppress(ReplayError):
-        snapshot = _load_snapshot(folder, checkpoint)
-    # The journal may lack quarantined entries: the rows have their own times.
-    is_by_time = (directory.runs / run_id / NEW_INCARNATION_FILE).exists()
-    return snapshot, _get_saved_time(folder, checkpoint, snapshot) if is_by_time else None
 
 
 def restore_exactly(
@@ -242,7 +234,9 @@ def _restore_with_replay(
     replayed = select_entries(_list_entries_after(wal, checkpoint))
     if not can_replay(iter(replayed)) or (checkpoint is None and not replayed):
         return None
-    delete_events(store, run_id, DERIVED_EVENT_KINDS, since=snapshot.fleet.at if snapshot is not None else 0.0)
+    delete_events(
+        store, run_id, DERIVED_EVENT_KINDS, after_id=0 if checkpoint is None else checkpoint.newest_event_id
+    )
     log.info("run %s goes on where it was, behind version %d", run_id, strategy.version(state))
     return RunStart(
         state=state,
@@ -300,7 +294,10 @@ def _load_final_incarnations(record: RunRecord, directory: CoordinatorDirectory)
         return {} if record.resumes == 1 else None  # there was only the first
     except (OSError, ValueError, TypeError, AttributeError) as error:
         log.warning(
-            "run %s: %s cannot be read, rows and times take its place: %r", record.run_id, INCARNATIONS_FILE, error
+            "run %s: %s cannot be read, the rows' order takes its place: %r",
+            record.run_id,
+            INCARNATIONS_FILE,
+            error,
         )
         return None
 
@@ -408,13 +405,6 @@ def _load_snapshot(folder: Path, checkpoint: Checkpoint) -> RunSnapshot:
         return load_run_snapshot(folder, RunSnapshot, checkpoint)
     except JournalError as error:
         raise ReplayError(str(error)) from error
-
-
-def _get_saved_time(folder: Path, checkpoint: Checkpoint, snapshot: RunSnapshot | None) -> float:
-    """Returns when a checkpoint with a snapshot was written; the file time if that cannot be read."""
-    if snapshot is not None:
-        return snapshot.fleet.at
-    return list_checkpoint_files(folder, checkpoint)[-1].stat().st_mtime
 
 
 def _list_entries_after(wal: WalJournal, checkpoint: Checkpoint | None) -> list[JournalEntry]:

@@ -73,7 +73,7 @@ from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.lineage import Lineage, save_run_record
 from edgefl.storage.repositories.records import RunRecord, RunStatus
-from edgefl.storage.rollback import RUN_RESUMED
+from edgefl.storage.rollback import record_resume
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import RunParticipationPolicy
 from edgefl.system.atomic_files import write_atomic
@@ -291,9 +291,7 @@ class RunScheduler:
         """Queues a run in a new incarnation: its assignments from the checkpoint on may repeat ids."""
         with self._context.store.batch(durable=True):
             self._context.store.requeue_run(record.run_id)
-            self._context.store.record_event(
-                RUN_RESUMED, f"was {record.status}", at=time.time(), run_id=record.run_id
-            )
+            record_resume(self._context.store, record.run_id, f"was {record.status}", at=time.time())
 
     def stop(self) -> None:
         """Interrupts the active run, so that it can be resumed, and ends the thread.

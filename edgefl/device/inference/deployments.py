@@ -22,7 +22,7 @@ from edgefl.device.inference.onnx_model import ModelCheckRequest, ModelCheckResu
 from edgefl.device.rollouts.client import RolloutClient, RolloutReport
 from edgefl.device.rollouts.download import Artefact
 from edgefl.device.state_dir import DeviceStateDir
-from edgefl.device.updates.slots import SoftwareUpdateConfig, load_update_config
+from edgefl.device.updates.slots import MODELS_FOLDER, SoftwareUpdateConfig, load_update_config
 from edgefl.system.atomic_files import compute_sha256, make_private_directory, write_atomic
 from edgefl.system.bundles.archive import BundleKind, SignedManifest
 from edgefl.system.bundles.keys import LIST_FILE, TrustedKeys
@@ -73,7 +73,7 @@ class ModelStore:
     """
 
     def __init__(self, state_dir: Path, config: SoftwareUpdateConfig | None = None) -> None:
-        self._state_dir, self.folder = state_dir, state_dir / "models"
+        self._state_dir, self.folder = state_dir, state_dir / MODELS_FOLDER
         self._config = config or load_update_config()
 
     @property
@@ -111,7 +111,8 @@ class ModelStore:
         """Returns the trusted keys after the lists of signers of a model, which are kept; raises `BundleError`."""
         former = self.load_keys()
         trusted = former.follow(signed.signatures.lists)
-        trusted.save(self._state_dir / LIST_FILE, former)
+        make_private_directory(self.folder)
+        trusted.save(self.folder / LIST_FILE, former)
         return trusted
 
     def get_permitted_path(self, model: DeployedModel) -> Path:

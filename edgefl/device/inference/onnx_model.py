@@ -24,7 +24,7 @@ from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
 from edgefl.tasks.datasets.shards import split_train_test
-from edgefl.tasks.registry import BUILT_IN, make_task
+from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +175,7 @@ def _create_session(path: Path, threads: int) -> Any:
         raise TaskError("onnxruntime is not installed; pip install onnxruntime") from None
     if not path.is_file():
         raise DataError(f"there is no model file {path}")
+    onnxruntime.disable_telemetry_events()  # what a board computes is nobody else's business
     options = onnxruntime.SessionOptions()
     # Both keep freed memory for the next run; a board needs it back.
     options.enable_cpu_mem_arena = False
@@ -364,19 +365,21 @@ def predict_file(
 ) -> tuple[list[Json], list[int] | None]:
     """Returns the predictions of a model for the rows of a file, and their labels where it has them.
 
-    A shard is read and prepared by its task's code. What is not built in runs in a confined process, as in training.
+    A shard is read and prepared by its task's code. Both that and the graph run in a confined process.
 
     Args:
         path: of the model.
         source: see `read_inputs`.
         state_dir: of the device, which is kept from the process.
-        policy: `auto` confines the code of tasks that are not built in, `always` all, `never` nothing.
+        policy: `never` confines nothing; all others do.
         threads: of the model.
 
     Raises:
         EdgeflError: the model or the file cannot be used, or the process ended badly.
     """
-    if policy == "never" or (policy == "auto" and not _is_read_by_foreign_code(path, source)):
+    if not path.is_file():
+        raise DataError(f"there is no model file {path}")
+    if policy == "never":
         reply = _predict(str(path), str(source), threads)
     else:
         question: Json = {"path": str(path.absolute()), "source": str(source.absolute()), "threads": threads}
@@ -387,15 +390,11 @@ def predict_file(
             reply = call_in_subprocess(
                 MODULE,
                 question,
-                description="reading the shard",
+                description="the prediction",
                 timeout_s=CHECK_TIMEOUT_S,
                 confinement=confinement,
             )
     return reply["rows"], reply["labels"]
-
-
-def _is_read_by_foreign_code(path: Path, source: Path) -> bool:
-    return is_shard(source) and OnnxModel(path).task not in {"", *BUILT_IN}
 
 
 def _predict(path: str, source: str, threads: int) -> Json:

@@ -2,26 +2,40 @@
 
 It watches the state of the model store, and switches models between two requests: a started request keeps its model,
 none is dropped. The standard library is enough: three routes need no web framework.
+
+`run_confined` replaces this process by one without the device's key, files and right to connect: it keeps the open
+port, and costs neither a second process nor a message for each request.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import socket
+import sys
+import tempfile
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socket import socket
-from typing import Any
+from socketserver import BaseServer
+from typing import Any, NoReturn
 
 import numpy as np
 
 from edgefl import __version__
 from edgefl.core.errors import BundleError, DataError, EdgeflError, NetworkError, PortInUseError
 from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 from edgefl.core.types import Array, Json
+from edgefl.device.hardware.requirements import make_confinement
 from edgefl.device.inference.deployments import DeployedModel, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel, parse_npy
+from edgefl.device.updates.slots import load_update_config
+from edgefl.system.atomic_files import make_private_directory
+from edgefl.system.confinement import make_command, make_environment
+from edgefl.system.processes import on_stop_signal
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +46,9 @@ IDLE_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.5
 DRAIN_TIMEOUT_S = 5.0
 EADDRINUSE = 98
+BACKLOG = 64
+SETUP_VARIABLE = "EDGEFL_SERVE"
+MODULE = "edgefl.device.inference.server"
 
 
 class ServedModel:
@@ -85,22 +102,13 @@ class InferenceServer:
 
     Args:
         served_model: the model.
-        host, port: to listen at; port 0 selects a free one.
-
-    Raises:
-        PortInUseError: the port is taken.
-        NetworkError: the address cannot be listened on.
+        listener: of `open_listener`.
     """
 
-    def __init__(self, served_model: ServedModel, host: str, port: int) -> None:
+    def __init__(self, served_model: ServedModel, listener: socket.socket) -> None:
         self.served_model = served_model
         self._stopping = threading.Event()
-        try:
-            self._server = _InferenceHttpServer((host, port), served_model)
-        except OSError as error:
-            if error.errno == EADDRINUSE:
-                raise PortInUseError(f"port {port} is in use; choose another --port") from None
-            raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+        self._server = _InferenceHttpServer(listener, served_model)
         self._threads = [
             threading.Thread(target=self._server.serve_forever, name="http", args=(0.1,), daemon=True),
             threading.Thread(target=self._poll_deployments, name="watch-model", daemon=True),
@@ -133,16 +141,91 @@ class InferenceServer:
                 log.exception("looking for a new model failed")
 
 
+def open_listener(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; port 0 selects a free one.
+
+    Raises:
+        PortInUseError: the port is taken.
+        NetworkError: the address cannot be listened on.
+    """
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == EADDRINUSE:
+            raise PortInUseError(f"port {port} is in use; choose another --port") from None
+        raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+
+def run_server(served_model: ServedModel, listener: socket.socket) -> None:
+    """Serves until a stop signal."""
+    server = InferenceServer(served_model, listener)
+    with on_stop_signal(server.stop):
+        server.start()
+        sys.stdout.write(f"serving on http://{listener.getsockname()[0]}:{server.port}\n")
+        sys.stdout.flush()
+        if served_model.current is None:
+            log.warning("no model is deployed yet; requests get 503 until one is")
+        server.wait()
+
+
+def run_confined(
+    listener: socket.socket, state_dir: Path, signers: Path, file: Path | None, threads: int
+) -> NoReturn:
+    """Replaces this process by one that serves without the device's key.
+
+    Args:
+        listener: its port.
+        state_dir: of the device; nothing of it but the models is readable.
+        signers: folder of the keys that this board trusts.
+        file: served in place of the deployed model.
+        threads: of the model.
+    """
+    config = load_update_config(signers)
+    readable = [str(signers.absolute())] + ([str(config.slots.work_dir)] if config.slots is not None else [])
+    if file is not None:
+        readable.append(str(file.absolute()))
+        state_dir = state_dir if state_dir.is_dir() else Path(tempfile.mkdtemp(prefix="edgefl-serve-"))
+    else:
+        make_private_directory(ModelStore(state_dir, config).folder)
+        readable.append(str(ModelStore(state_dir.absolute(), config).folder))
+    confinement = replace(make_confinement(state_dir.absolute(), "serve", readable, "cpu"), has_connections=True)
+    setup: Json = {
+        "listener": listener.fileno(), "state_dir": str(state_dir.absolute()), "signers": str(signers.absolute()),
+        "file": None if file is None else str(file.absolute()), "threads": threads,
+        "level": logging.getLogger().getEffectiveLevel(),
+    }  # fmt: skip
+    os.set_inheritable(listener.fileno(), True)
+    command = make_command(MODULE, confinement)
+    os.execve(command[0], command, {**make_environment(confinement), SETUP_VARIABLE: json.dumps(setup)})  # noqa: S606 no shell is wanted
+
+
+def main() -> None:
+    """Serves as `run_confined` says, in the process that it made."""
+    setup = json.loads(os.environ.pop(SETUP_VARIABLE))
+    handler = logging.StreamHandler()
+    handler.setFormatter(SafeFormatter(LOG_FORMAT))
+    logging.basicConfig(level=setup["level"], handlers=[handler])
+    listener = socket.socket(fileno=setup["listener"])
+    try:
+        store = ModelStore(Path(setup["state_dir"]), load_update_config(Path(setup["signers"])))
+        file = None if setup["file"] is None else Path(setup["file"])
+        run_server(ServedModel(store=None if file else store, file=file, threads=setup["threads"]), listener)
+    except EdgeflError as error:
+        sys.stderr.write(f"edgefl: {escape_text(' '.join(str(error).split()))}\n")
+        sys.exit(error.exit_code)
+
+
 class _InferenceHttpServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], served_model: ServedModel) -> None:
+    def __init__(self, listener: socket.socket, served_model: ServedModel) -> None:
         self.served_model = served_model
         self.request_slots = threading.BoundedSemaphore(MAX_CONCURRENT_REQUESTS)
         self.num_active_requests, self._changed = 0, threading.Condition()
-        super().__init__(address, _RequestHandler)
+        # Not `HTTPServer.__init__`: it makes a socket of its own, and asks the name server who it is.
+        BaseServer.__init__(self, listener.getsockname(), _RequestHandler)
+        self.socket = listener
 
     def add_active_requests(self, change: int) -> None:
         """Counts a started (1) or answered (-1) request."""
@@ -155,7 +238,7 @@ class _InferenceHttpServer(ThreadingHTTPServer):
         with self._changed:
             self._changed.wait_for(lambda: not self.num_active_requests, timeout_s)
 
-    def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:  # noqa: ARG002 the library's interface
+    def handle_error(self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any) -> None:  # noqa: ARG002 the library's interface
         log.debug("a connection from %s broke", client_address)
 
 
@@ -293,3 +376,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
         self.wfile.flush()  # before it counts as answered: a server that stops waits for no more than that
+
+
+if __name__ == "__main__":
+    main()

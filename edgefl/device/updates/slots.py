@@ -34,6 +34,8 @@ from edgefl.system.bundles.wheels import select_compatible_wheels
 log = logging.getLogger(__name__)
 
 SLOT_NAMES = ("a", "b")
+MODELS_FOLDER = "models"
+"""Folder of a state directory with the deployed models, and the lists of signers that came with them."""
 CURRENT_LINK = "current"
 RECORD_FILE = "edgefl-slot.json"
 LOCK_FILE = "lock"
@@ -237,7 +239,7 @@ class SoftwareUpdateConfig:
             BundleError, ConfigError: as `TrustedKeys.load`.
         """
         folders = [self.slots.work_dir] if self.slots is not None else []
-        folders += [state_dir] if state_dir is not None else []
+        folders += [state_dir / MODELS_FOLDER] if state_dir is not None else []
         return TrustedKeys.load(self.signers, *(folder / LIST_FILE for folder in folders))
 
 

@@ -121,13 +121,12 @@ def _build_slow_query(_connection: Connection, criteria: HistoryQuery) -> Select
     return build_paged_query(query, criteria, (RoundTable.seconds, RoundTable.id), columns, is_ranking=True)
 
 
-def _make_table_builder(orm_class: type[Base], time: str, *, is_by_number: bool = False) -> QueryBuilder:
+def _make_table_builder(orm_class: type[Base], time: str) -> QueryBuilder:
     rows = orm_class.__table__.c
-    order = (rows.id if is_by_number else rows[time], rows.id)
 
     def build_query(_connection: Connection, criteria: HistoryQuery) -> Select[Any]:
         filters = criteria.build_filters(time=rows[time], run=rows.get("run_id"), device=rows.get("device_id"))
-        return build_paged_query(select(orm_class.__table__).where(*filters), criteria, order, rows)
+        return build_paged_query(select(orm_class.__table__).where(*filters), criteria, (rows.id, rows.id), rows)
 
     return build_query
 
@@ -274,8 +273,8 @@ QUERIES: Mapping[str, QueryBuilder] = MappingProxyType(
         "updates": _make_table_builder(UpdateTable, "dispatched_at"),
         "evaluations": _make_table_builder(EvaluationTable, "at"),
         "heartbeats": _build_heartbeats_query,
-        "events": _make_table_builder(EventTable, "at", is_by_number=True),
-        "audit": _make_table_builder(AuditTable, "at", is_by_number=True),
+        "events": _make_table_builder(EventTable, "at"),
+        "audit": _make_table_builder(AuditTable, "at"),
         "devices": _build_devices_query,
         **{kind: _make_aggregate_builder(kind) for kind in AGGREGATE_KINDS},
     }

@@ -67,6 +67,7 @@ class RolloutRecord:
     """One rollout, whatever it brings to the devices.
 
     `KIND` names the kind of rollout; `ROLLS_BACK` is whether devices that run it roll back when it fails elsewhere.
+    `sequence` is its place among all of its kind, given by the store.
     """
 
     KIND: ClassVar[str]
@@ -79,6 +80,7 @@ class RolloutRecord:
     reason: str | None = None
     canary_until: float | None = None
     finished_at: float | None = None
+    sequence: int = 0
 
     @property
     def id(self) -> str:
@@ -210,7 +212,8 @@ class RolloutRepository(Generic[RecordT]):
         )
         with self._database.batch(durable=True), self._database.write() as connection:
             connection.execute(supersession)
-            connection.execute(insert(self._table), _to_columns(record))
+            next_sequence = select(func.coalesce(func.max(self._table.c.sequence), 0) + 1).scalar_subquery()
+            connection.execute(insert(self._table).values(**{**_to_columns(record), "sequence": next_sequence}))
             self.add_devices(record.id, device_ids, RolloutStage.PENDING)
 
     def add_devices(self, rollout_id: str, device_ids: Sequence[str], state: RolloutStage) -> None:
@@ -238,14 +241,14 @@ class RolloutRepository(Generic[RecordT]):
 
     def list_newest(self, *, limit: int | None = None) -> list[RecordT]:
         """Returns the rollouts, newest first."""
-        query = select(self._table).order_by(self._table.c.created_at.desc(), self._id.desc())
+        query = select(self._table).order_by(self._table.c.sequence.desc())
         return self._read(query.limit(limit))
 
     def list_open(self) -> list[RecordT]:
         """Returns those that are not final, or with a device that has work left; oldest first."""
         waiting = select(self._device_rollout_id).where(self._devices.c.state.in_(_UNANSWERED_STAGES))
         is_open = or_(self._table.c.status.in_(_OPEN_STATUSES), self._id.in_(waiting))
-        return self._read(select(self._table).where(is_open).order_by(self._table.c.created_at))
+        return self._read(select(self._table).where(is_open).order_by(self._table.c.sequence))
 
     def update(self, rollout_id: str, **values: Any) -> None:
         """Updates columns of a rollout."""
@@ -262,7 +265,7 @@ class RolloutRepository(Generic[RecordT]):
         """Returns one device's rows of every rollout, newest first."""
         query = select(self._devices).join(self._table, self._id == self._device_rollout_id)
         query = query.where(self._devices.c.device_id == device_id)
-        return self._read_devices(query.order_by(self._table.c.created_at.desc(), self._id.desc()))
+        return self._read_devices(query.order_by(self._table.c.sequence.desc()))
 
     def count_devices(self) -> dict[str, dict[str, int]]:
         """Returns the number of devices by rollout and state."""
@@ -285,7 +288,7 @@ class RolloutRepository(Generic[RecordT]):
     def get_running(self) -> dict[str, RecordT]:
         """Returns, by device, the newest rollout that it has switched to."""
         query = select(self._devices.c.device_id, self._table).join(self._table, self._id == self._device_rollout_id)
-        query = query.where(self._devices.c.state == str(RolloutStage.RUNNING)).order_by(self._table.c.created_at)
+        query = query.where(self._devices.c.state == str(RolloutStage.RUNNING)).order_by(self._table.c.sequence)
         with self._database.read() as connection:
             return {str(row["device_id"]): self._parse(row) for row in connection.execute(query).mappings()}
 

@@ -277,7 +277,7 @@ class RunRepository(Repository):
 
     def record_updates(self, run_id: str, rows: Sequence[UpdateRow]) -> None:
         """Records outcomes of assignments, replacing earlier values."""
-        # A row that was never dispatched needs a time too: the history is ordered by it.
+        # A row that was never dispatched needs a time too: filters and sums by day go by it.
         values = [{"run_id": run_id, "dispatched_at": row.received_at, **to_columns(row)} for row in rows]
         with self.database.write() as connection, update_totals(connection, run_id, list_assignment_ids(rows)):
             upsert(connection, UpdateTable, values, ("run_id", "assignment_id"), preserved_columns=("dispatched_at",))

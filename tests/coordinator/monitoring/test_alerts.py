@@ -409,3 +409,22 @@ def test_the_url_and_the_secret_are_never_logged(
     assert "answered 503" in caplog.text
     assert "very-secret" not in caplog.text
     assert "very-secret" not in repr(WebhookConfig(url=receiver.url, secret="very-secret"))
+
+
+def test_a_board_whose_list_lags_behind_is_told_until_it_has_the_newest(
+    make_site: Callable[..., Site], receiver: Receiver
+) -> None:
+    site = make_site()
+
+    def report(name: str, version: int) -> None:
+        installs = {"list": {"version": version, "expires": 2_000_000_000}}
+        site.registry.add(
+            name, node_id=ord(name[-1]), role="trainer", groups=(), examples={}, facts={"installs": installs}
+        )
+
+    for name, version in (("pi-3", 2), ("pi-4", 3), ("pi-5", 3)):
+        report(name, version)
+    receiver.wait(lambda: receiver.told() == [("signatures-old", "pi-3", "started")])
+    assert "it has list 2 of signers, others have list 3" in receiver.bodies[0]["text"]
+    report("pi-3", 3)
+    receiver.wait(lambda: receiver.told()[1:] == [("signatures-old", "pi-3", "ended")])

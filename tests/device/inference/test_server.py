@@ -3,7 +3,10 @@
 import http.client
 import io
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -15,7 +18,7 @@ from wheel_files import Signer
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
-from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel
+from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel, open_listener
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.updates.slots import SoftwareUpdateConfig
 
@@ -28,7 +31,7 @@ class Serving:
     def __init__(self, root):
         self.store, self.root = ModelStore(root / "pi"), root
         self.store.folder.parent.mkdir()
-        self.server = InferenceServer(ServedModel(store=self.store), "127.0.0.1", 0)
+        self.server = InferenceServer(ServedModel(store=self.store), open_listener("127.0.0.1", 0))
         self.server.start()
 
     def deploy(self, winner):
@@ -200,6 +203,64 @@ def test_stopping_answers_what_has_begun_and_takes_no_more(serving):
 
 def test_a_port_that_is_taken_and_a_missing_file_are_named(serving, tmp_path):
     with pytest.raises(PortInUseError, match=str(serving.server.port)):
-        InferenceServer(ServedModel(store=serving.store), "127.0.0.1", serving.server.port)
+        open_listener("127.0.0.1", serving.server.port)
     with pytest.raises(DataError, match="there is no model file"):
         ServedModel(file=tmp_path / "none.onnx")
+
+
+SPY = """
+import json, os, socket
+from pathlib import Path
+
+setup = json.loads(os.environ["EDGEFL_SERVE"])
+state_dir = Path(setup["state_dir"])
+attacks = {
+    "key": lambda: (state_dir / "key.pem").read_bytes(),
+    "folder": lambda: list(state_dir.iterdir()),
+    "write": lambda: (state_dir / "models" / "x.onnx").write_bytes(b""),
+    "socket": socket.socket,
+    "program": lambda: os.posix_spawn("/bin/true", ["true"], {}),
+    "model": lambda: (state_dir / "models" / "new.onnx").read_bytes(),
+}
+refused = []
+listener = socket.socket(fileno=setup["listener"])
+connection, _ = listener.accept()
+connection.recv(1)
+for name, attack in attacks.items():
+    try:
+        attack()
+    except OSError:
+        refused.append(name)
+connection.sendall(json.dumps(refused).encode())
+connection.shutdown(socket.SHUT_RDWR)
+"""
+
+
+@pytest.mark.extended
+def test_what_serves_reads_the_models_and_neither_the_key_nor_the_network(tmp_path):
+    state_dir = tmp_path / "pi"
+    state_dir.mkdir()
+    (state_dir / "key.pem").write_text("secret")
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "spy_on_board.py").write_text(SPY)
+    code = (
+        "import sys; from pathlib import Path; from edgefl.device.inference import server; "
+        "server.MODULE = 'spy_on_board'; listener = server.open_listener('127.0.0.1', 0); "
+        "print(listener.getsockname()[1], flush=True); "
+        "server.run_confined(listener, Path(sys.argv[1]), Path(sys.argv[1], 'no-signers'), None, 1)"
+    )
+    paths = os.pathsep.join([str(modules), *(path for path in sys.path if path)])
+    environment = {**os.environ, "PYTHONPATH": paths, "EDGEFL_ALLOW_MODULES": "spy_on_board"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(state_dir)], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        port = int(process.stdout.readline())
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            eventually((state_dir / "models").is_dir)
+            new = state_dir / "models" / "new.onnx"
+            new.write_bytes(b"a model that came later")
+            connection.sendall(b"x")
+            refused = json.loads(b"".join(iter(lambda: connection.recv(1000), b"")))
+        assert process.wait(60) == 0
+    assert refused == ["key", "folder", "write", "socket", "program"]

@@ -120,14 +120,26 @@ def test_a_limit_keeps_the_newest_and_shows_the_oldest_of_them_first(lived, kind
     assert read_history(lived, kind, limit=2) == everything[-2:]
 
 
-def test_rounds_and_events_are_in_the_order_in_which_they_were_written_whatever_the_clock_said(store, run_id):
-    for number, at in enumerate((1000.0, 5000.0, 10.0, 20.0), start=1):  # the clock goes forward, then back
+ORDERED_COLUMNS = {
+    "rounds": "round", "accuracy": "round", "events": "message", "updates": "round", "evaluations": "round",
+    "audit": "action",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ORDERED_COLUMNS)
+def test_rows_are_in_the_order_in_which_they_were_written_whatever_the_clock_said(store, run_id, monkeypatch, kind):
+    for number, at in enumerate((9000.0, 9010.0, 5410.0, 5420.0), start=1):  # the clock goes back by an hour
         store.record_round(run_id, number, ["a"], at=at)
-        store.record_event("test", str(number), at=at, run_id=run_id)
-    for kind, name in (("rounds", "round"), ("accuracy", "round"), ("events", "message")):
-        everything = [int(row[name]) for row in read_history(store, kind, run=run_id)]
-        assert everything == [1, 2, 3, 4], kind
-        assert [int(row[name]) for row in read_history(store, kind, run=run_id, limit=2)] == [3, 4], kind
+        store.evaluate(run_id, number, "device", device="a", at=at)
+        store.record_event("test", str(number), at=at, run_id=run_id, device_id="a")
+        store.record_audit(actor="me", source="local", action=str(number), outcome="done", at=at)
+    monkeypatch.setattr(history, "PAGE_ROWS", 3)
+    filters = {"run": run_id} if kind != "audit" else {}
+    of_device = {**filters, "device": "a"} if kind in {"updates", "evaluations", "events"} else filters
+    pages = [row for page in read_history_pages(store, kind, **filters) for row in page]
+    for rows in (read_history(store, kind, **filters), read_history(store, kind, **of_device), pages):
+        assert [int(row[ORDERED_COLUMNS[kind]]) for row in rows] == [1, 2, 3, 4]
+    assert [int(row[ORDERED_COLUMNS[kind]]) for row in read_history(store, kind, **filters, limit=2)] == [3, 4]
 
 
 def test_runs_are_in_the_order_in_which_they_were_submitted_whatever_the_clock_said(store):

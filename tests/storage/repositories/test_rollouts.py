@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def stages(store: Store, name: str) -> dict[str, str]:
 def test_what_was_kept_comes_back(store: Any) -> None:
     record = made("a", 1.0, devices=("pi-1",))
     store.deployments.add(record, ["pi-1"])
-    assert store.deployments.get("2026-a") == record
+    assert store.deployments.get("2026-a") == replace(record, sequence=1)
     store.deployments.update("2026-a", status=RolloutStatus.CANARY, onnx_sha256="ff", bytes_file=7, canary_until=9.0)
     found = store.deployments.get("2026-a")
     assert (found.status, found.onnx_sha256, found.bytes_file) == (RolloutStatus.CANARY, "ff", 7)
@@ -61,7 +62,7 @@ def test_a_newer_deployment_supersedes_what_a_device_has_not_answered_and_only_t
 
 def test_open_are_those_that_go_on_and_those_that_a_device_still_owes_something(store: Any) -> None:
     for number, (name, status) in enumerate([("a", "done"), ("b", "failed"), ("c", "rolling"), ("d", "done")]):
-        store.deployments.add(made(name, number, status=RolloutStatus(status)), [name])
+        store.deployments.add(made(name, -3600.0 * number, status=RolloutStatus(status)), [name])
     store.deployments.update_devices("2026-b", {"b": {"state": RolloutStage.REVERTING}})
     store.deployments.update_devices("2026-d", {"d": {"state": RolloutStage.NOTIFIED}})
     assert [record.deployment_id for record in store.deployments.list_open()] == ["2026-b", "2026-c", "2026-d"]
@@ -69,10 +70,11 @@ def test_open_are_those_that_go_on_and_those_that_a_device_still_owes_something(
 
 def test_a_device_runs_the_model_of_the_newest_deployment_that_it_switched_to(store: Any) -> None:
     for number, name in enumerate("abc"):
-        store.deployments.add(made(name, number), ["pi"])
+        store.deployments.add(made(name, -3600.0 * number), ["pi"])  # the clock goes back by an hour
     for name, state in (("a", RolloutStage.RUNNING), ("b", RolloutStage.RUNNING), ("c", RolloutStage.REJECTED)):
         store.deployments.update_devices(f"2026-{name}", {"pi": {"state": state}})
     assert store.deployments.get_running() == {"pi": store.deployments.get("2026-b")}
+    assert [record.deployment_id for record in store.deployments.list_newest()] == ["2026-c", "2026-b", "2026-a"]
     assert store.deployments.count_devices()["2026-c"] == {"rejected": 1}
 
 

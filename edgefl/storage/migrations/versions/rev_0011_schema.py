@@ -112,7 +112,13 @@ def upgrade() -> None:
 
 
 def _create_table(
-    name: str, columns: str, *constraints: Any, primary_key: str = "id", references: str = "", **indexes: str
+    name: str,
+    columns: str,
+    *constraints: Any,
+    primary_key: str = "id",
+    references: str = "",
+    sqlite_autoincrement: bool = False,
+    **indexes: str,
 ) -> None:
     """Creates a table of `name:type` columns, where `?` marks those that may be NULL, and its indexes."""
     parts: list[sa.Column[Any]] = []
@@ -120,7 +126,8 @@ def _create_table(
         label, _, kind = column.partition(":")
         key = [sa.ForeignKey(REFERENCES[label])] if label == references else []
         parts.append(sa.Column(label, TYPES[kind.rstrip("?")], *key, nullable=kind.endswith("?")))
-    op.create_table(name, *parts, *constraints, sa.PrimaryKeyConstraint(*primary_key.split()))
+    key_constraint = sa.PrimaryKeyConstraint(*primary_key.split())
+    op.create_table(name, *parts, *constraints, key_constraint, sqlite_autoincrement=sqlite_autoincrement)
     for index, keys in indexes.items():
         op.create_index(f"ix_{name}_{index}", name, keys.split(), unique=False)
 
@@ -151,6 +158,7 @@ def _create_fleet() -> None:
         at="at",
         run="run_id id",
         device="device_id id",
+        sqlite_autoincrement=True,
     )
     _create_table(
         "users",
@@ -194,10 +202,11 @@ def _create_history() -> None:
         sa.UniqueConstraint("run_id", "assignment_id", name="uq_updates"),
         references="run_id",
         round="run_id round device_id",
-        device="device_id dispatched_at",
-        run="run_id dispatched_at",
+        device="device_id id",
+        run="run_id id",
         dispatched="dispatched_at",
-        outcome="outcome dispatched_at",
+        outcome="outcome id",
+        sqlite_autoincrement=True,
     )
     _create_table(
         "evaluations",
@@ -208,8 +217,9 @@ def _create_history() -> None:
         references="run_id",
         round="run_id round source",
         at="at",
-        run="run_id at",
-        device="device_id at",
+        run="run_id id",
+        device="device_id id",
+        sqlite_autoincrement=True,
     )
     _create_table(
         "checkpoints",
@@ -261,7 +271,8 @@ def _create_totals() -> None:
 
 def _create_rollouts() -> None:
     rollout = (
-        " canary:int canary_s:float canary_until:float? status:text reason:text? created_at:float finished_at:float?"
+        " sequence:int canary:int canary_s:float canary_until:float? status:text reason:text? created_at:float"
+        " finished_at:float?"
     )
     device = "id:key device_id:text part:text state:text reason:text? reported_at:float?"
     _create_table(
@@ -269,7 +280,7 @@ def _create_rollouts() -> None:
         "deployment_id:text run_id:text? model:text task:text options:json devices:json? tolerance:float"
         f" min_accuracy:float test_fraction:float onnx_sha256:text? bytes_file:int?{rollout}",
         primary_key="deployment_id",
-        status="status created_at",
+        status="status sequence",
     )
     _create_table(
         "deployment_devices",
@@ -283,7 +294,7 @@ def _create_rollouts() -> None:
         "installations",
         f"installation_id:text kind:text name:text version:text key:text sha256:text bytes_file:int{rollout}",
         primary_key="installation_id",
-        status="status created_at",
+        status="status sequence",
     )
     _create_table(
         "installation_devices",
