@@ -98,10 +98,11 @@ export function modelsView(root) {
   const runningNow = h("p", { class: "quiet", role: "status" }, "Loading…");
   const table = new Table({ caption: "Models", columns: COLUMNS, rowKey: (row) => `${row.run_id} ${row.version}`, order: { key: "at", isDown: true }, empty: "No run has kept a model yet." });
   const rollouts = h("div");
+  const content = h("div", { hidden: true }, table.element, h("div", { class: "below" }, section("Roll-outs", rollouts)));
   const opened = new Map();
   let [models, rows, seen, wasDeployed] = [null, [], null, ""];
   replace(root, h("div", { class: "head" }, h("h1", {}, "Models"), h("p", { class: "actions" }, link(["runs"], "To the runs", { class: "button" }))), failure,
-    h("p", { class: "search" }, h("label", { for: "task" }, "Task"), task), runningNow, table.element, section("Roll-outs", rollouts));
+    h("p", { class: "search" }, h("label", { for: "task" }, "Task"), task), runningNow, content);
 
   async function load() {
     try {
@@ -119,6 +120,7 @@ export function modelsView(root) {
 
   function draw() {
     if (!models) return;
+    content.hidden = false;
     const tasks = [...new Set(models.map((row) => row.task))].sort();
     const chosen = task.value;
     refresh(task, h("option", { value: "" }, "all"), tasks.map((name) => h("option", { value: name }, name)));
