@@ -10,7 +10,8 @@ of the last round: near the optimum the gradients of honest devices differ by an
 
 c must be the mean of the c_i, or the optimum is another one for good. So a device moves its c_i only by updates that
 were used, and neither moves by one that the guard has clipped: what is clipped to nothing would take away a part of c
-in every round, until the model stands still. When a device shows that it has lost its c_i, which nobody else knows,
+in every round, until the model stands still. So would a device that answers with the model as it came: an update of
+less than `MIN_GRADIENT_RATIO` moves neither. When a device shows that it has lost its c_i, which nobody else knows,
 or is blocked, all variates begin at zero again.
 Source: Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020, option II.
 """
@@ -36,6 +37,8 @@ COORDINATOR = "coordinator"
 """Sender of the messages beside the model."""
 MAX_GRADIENT_RATIO = 8.0
 """Of the length of a device's mean gradient to the largest median of a round."""
+MIN_GRADIENT_RATIO = 0.05
+"""Of the length of a device's mean gradient to the median of the last version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,8 @@ class ScaffoldState(RoundState):
         counted: devices whose variates have moved since then.
         has_lost: one of these reported that it lost its variate.
         lengths: of the mean gradients that arrived since the last version.
-        usual_length: the largest median of these in a round, 0 before the first.
-        clipped: updates of open rounds that the guard clipped, and their divisors, by assignment.
+        last_length, usual_length: the newest and the largest median of these in a round, 0 before the first.
+        uncounted: updates of open rounds that move no variate, and their divisors, by assignment.
     """
 
     control: dict[str, Array] = field(default_factory=dict)
@@ -86,8 +89,9 @@ class ScaffoldState(RoundState):
     counted: set[str] = field(default_factory=set)
     has_lost: bool = False
     lengths: list[float] = field(default_factory=list)
+    last_length: float = 0.0
     usual_length: float = 0.0
-    clipped: dict[str, tuple[Update, float]] = field(default_factory=dict)
+    uncounted: dict[str, tuple[Update, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +127,11 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         steps = compute_rate_factor(self.compute_norm(update), state.halvings, update.base_version)
         moved = self._compute_length(state, update)
         state.lengths.append(moved / steps)
+        is_idle = moved < MIN_GRADIENT_RATIO * state.last_length * steps
         if state.usual_length > 0:
             steps = max(steps, moved / (MAX_GRADIENT_RATIO * state.usual_length))
-        if update.is_clipped:
-            state.clipped[update.assignment_id] = update, steps
+        if update.is_clipped or is_idle:
+            state.uncounted[update.assignment_id] = update, steps
         return steps
 
     def _compute_length(self, state: ScaffoldState, update: Update) -> float:
@@ -135,13 +140,14 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
     def compute_displacement(self, state: ScaffoldState, current_round: OpenRound) -> Mapping[str, Array]:
         displacement = SynchronousStrategy.compute_displacement(self, state, current_round)
         if state.lengths:
-            state.usual_length, state.lengths = max(state.usual_length, float(np.median(state.lengths))), []
+            state.last_length, state.lengths = float(np.median(state.lengths)), []
+            state.usual_length = max(state.usual_length, state.last_length)
         if state.has_lost:
             self._reset_variates(state, state.version + 1)
             return displacement
-        counted_ids = [name for name in current_round.fold.used.values() if name not in state.clipped]
+        counted_ids = [name for name in current_round.fold.used.values() if name not in state.uncounted]
         state.counted.update(current_round.assigned[assignment_id][0] for assignment_id in counted_ids)
-        clipped = self._sum_clipped(state, current_round)
+        uncounted = self._sum_uncounted(state, current_round)
         steps = current_round.fold.weighted_norm / current_round.fold.weight
         size_before, state.size = state.size or len(state.members), len(state.members)
         retained_share = size_before / state.size - len(counted_ids) / state.size
@@ -149,15 +155,15 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         for name, control in state.control.items():
             kind = control.dtype.type
             control[...] = kind(retained_share) * control - kind(share) * (displacement[name] / kind(steps))
-            if name in clipped:
-                np.add(control, clipped[name] / kind(state.size), out=control)
+            if name in uncounted:
+                np.add(control, uncounted[name] / kind(state.size), out=control)
         return displacement
 
     def aggregate(self, state: ScaffoldState) -> ScaffoldState:
         state = SynchronousStrategy.aggregate(self, state)
         for assignment_id in state.used:
-            if assignment_id in state.clipped:
-                update, _ = state.clipped.pop(assignment_id)
+            if assignment_id in state.uncounted:
+                update, _ = state.uncounted.pop(assignment_id)
                 del state.used_assignments[update.device_id][assignment_id]
         return state
 
@@ -173,16 +179,16 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
         state.began, state.counted, state.has_lost = version, set(), False
 
     def resumed(self, state: ScaffoldState) -> ScaffoldState:
-        state.clipped.clear()
+        state.uncounted.clear()
         return SynchronousStrategy.resumed(self, state)
 
-    def _sum_clipped(self, state: ScaffoldState, closing: OpenRound) -> dict[str, Array]:
-        """Returns the sum of the clipped mean gradients of a round, as they are in its mean, in its order."""
+    def _sum_uncounted(self, state: ScaffoldState, closing: OpenRound) -> dict[str, Array]:
+        """Returns the sum of the uncounted mean gradients of a round, as they are in its mean, in its order."""
         total: dict[str, Array] = {}
         for assignment_id in closing.fold.used.values():
-            if assignment_id not in state.clipped:
+            if assignment_id not in state.uncounted:
                 continue
-            update, steps = state.clipped[assignment_id]
+            update, steps = state.uncounted[assignment_id]
             for name, control in state.control.items():
                 add_weighted(total, name, require_tensor(update, name, control), 1.0 / steps, control.dtype)
             unload_tensors(update.tensors)

@@ -53,8 +53,12 @@ class Fleet:
         *,
         lost: tuple[str, ...] = (),
         clipped: tuple[str, ...] = (),
+        idle: tuple[str, ...] = (),
     ) -> None:
-        """One round; the updates of the `lost` do not arrive, and the guard leaves nothing of the `clipped`."""
+        """One round; the updates of the `lost` do not arrive, and the guard leaves nothing of the `clipped`.
+
+        The `idle` answer with the model as it came, or nearly so.
+        """
         present = names or self.names
         view = view_of(*present, devices=NAMES)
         self.state, decision = self.strategy.assign(self.state, view)
@@ -63,6 +67,8 @@ class Fleet:
             update = self.update(order, (iterations or {}).get(order.device_id))
             if order.device_id in clipped:
                 update = replace(update, tensors={"w": 1e-9 * update.tensors["w"]}, is_clipped=True, share=1e-9)
+            if order.device_id in idle:
+                update = replace(update, tensors={"w": 1e-9 * update.tensors["w"]})
             if order.device_id not in lost:
                 self.state = self.strategy.receive(self.state, update)
         assert self.strategy.ready(self.state, view)
@@ -140,7 +146,16 @@ def test_a_clipped_update_moves_neither_variate_and_does_not_stop_the_others() -
         fleet.round(clipped=NAMES[:1], iterations={NAMES[4]: 3 + number % 2})
         without.round()
     assert fleet.gap() < 1e-12
-    assert not fleet.state.clipped
+    assert not fleet.state.uncounted
+    distance = fleet.strategy.model(fleet.state)["w"] - without.strategy.model(without.state)["w"]
+    assert np.linalg.norm(distance) < 1e-6
+
+
+def test_a_device_that_answers_with_the_model_as_it_came_does_not_stop_the_others() -> None:
+    fleet, without = Fleet("scaffold"), Fleet("scaffold", names=NAMES[1:])
+    for _ in range(400):
+        fleet.round(idle=NAMES[:1])
+        without.round()
     distance = fleet.strategy.model(fleet.state)["w"] - without.strategy.model(without.state)["w"]
     assert np.linalg.norm(distance) < 1e-6
 
