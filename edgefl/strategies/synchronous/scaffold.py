@@ -170,8 +170,8 @@ class Scaffold(SynchronousStrategy[ScaffoldState]):
     def restore_model(self, state: ScaffoldState, model: Mapping[str, Array]) -> ScaffoldState:
         state = SynchronousStrategy.restore_model(self, state, model)
         self._reset_variates(state, state.version)
-        state.clipped.clear()
-        state.lengths, state.usual_length = [], 0.0
+        state.uncounted.clear()
+        state.lengths, state.last_length, state.usual_length = [], 0.0, 0.0
         return state
 
     def _reset_variates(self, state: ScaffoldState, version: int) -> None:
