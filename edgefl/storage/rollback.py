@@ -239,10 +239,11 @@ def list_unused_updates(store: Store, run_id: str, applied_later: Collection[str
 
 def get_newest_ids(store: Store, run_id: str) -> dict[str, int]:
     """Returns the ids of the run's newest rows, by the names that a checkpoint has for them; 0 for none."""
-    tables = {
-        "newest_update_id": UpdateTable, "newest_evaluation_id": EvaluationTable, "newest_event_id": EventTable,
-    }  # fmt: skip
-    queries = {name: select(func.max(table.id)).where(table.run_id == run_id) for name, table in tables.items()}
+    queries = {
+        "newest_update_id": select(func.max(UpdateTable.id)).where(UpdateTable.run_id == run_id),
+        "newest_evaluation_id": select(func.max(EvaluationTable.id)).where(EvaluationTable.run_id == run_id),
+        "newest_event_id": select(func.max(EventTable.id)).where(EventTable.run_id == run_id),
+    }
     with store.database.read() as connection:
         return {name: int(connection.execute(query).scalar() or 0) for name, query in queries.items()}
 
