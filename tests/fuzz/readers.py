@@ -286,6 +286,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "tasks/local_algorithms/scaffold.py:_decode_server_variate": (
             "bytes of a length that is checked, any of which are numbers"
         ),
+        "device/inference/server.py:main": "what the process that became this one wrote a moment before",
         "flower/app_runtime.py:make_body_record": "encodes",
         "flower/app_runtime.py:decode_content": (
             "a message between the halves of an exported app, which Flower carries"

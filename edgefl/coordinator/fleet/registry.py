@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -315,6 +315,12 @@ class DeviceRegistry:
                     }
                 )
             return rows
+
+    def count_by_presence(self) -> Counter[str]:
+        """Returns the number of devices by the `presence` of `list_status_rows`."""
+        with self._lock:
+            states = {record.device_id: record.state for record in self._list_presence_records()}
+            return Counter(_format_presence(states.get(name), entry) for name, entry in self._entries.items())
 
     @property
     def health(self) -> Mapping[str, HealthMetrics]:

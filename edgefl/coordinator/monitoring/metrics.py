@@ -5,7 +5,6 @@ Nothing here reads history from the store: values come from the device registry,
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import json
 import shutil
@@ -202,17 +201,17 @@ class FleetCollector(Collector):
         yield from self._collect_coordinator()
 
     def _collect_fleet(self) -> Iterator[Metric]:
-        rows = self.registry.list_status_rows()
-        counts = collections.Counter(str(row["presence"]).replace(" ", "-") for row in rows)
+        counts = self.registry.count_by_presence()
+        num_devices = counts.total()
         devices = GaugeMetricFamily("edgefl_devices", "Devices that have joined, by presence.", labels=["presence"])
         for presence in PRESENCE_LABELS:
-            devices.add_metric([presence], counts.get(presence, 0))
+            devices.add_metric([presence], counts[presence.replace("-", " ")])
         yield devices
-        has_series = len(rows) <= self.max_devices
+        has_series = num_devices <= self.max_devices
         yield GaugeMetricFamily(
             "edgefl_devices_without_series",
             "Devices that are only counted: a fleet of more than --device-metrics has no series for each.",
-            value=0 if has_series else len(rows),
+            value=0 if has_series else num_devices,
         )
 
     def _collect_run(self) -> Iterator[Metric]:
