@@ -228,12 +228,13 @@ def make_signed_request(method: str, target: str, headers: Mapping[str, str]) ->
     return "\n".join((f"edgefl-request {SIGNATURE_VERSION}", method, target, *values)).encode()
 
 
-def compute_push_hash(node_id: int, run_id: int, session_id: str, object_id: str) -> str:
-    """Returns the value of `BODY_HASH_HEADER` for a request that pushes an object: SHA-256 of its JSON list of ids.
+def compute_push_hash(request: Any) -> str:
+    """Returns the value of `BODY_HASH_HEADER` for Flower's `PushObjectRequest`: SHA-256 of the JSON list of its ids.
 
     The content is covered by its id, which is the SHA-256 of the content: the receiver has to compute that anyway.
     """
-    return hashlib.sha256(json.dumps([node_id, run_id, session_id, object_id]).encode()).hexdigest()
+    ids = [request.node.node_id, request.run_id, request.session_id, request.object_id]
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
 def parse_nonce(nonce: str) -> tuple[str, int]:

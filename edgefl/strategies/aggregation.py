@@ -170,9 +170,7 @@ class StreamingMean:
     def _add_to_total(self, slot: str, model: Mapping[str, Array], buffers: frozenset[str]) -> None:
         update, (weight, norm) = self.waiting.pop(slot), self.weights.pop(slot)
         num_examples = update.metrics.num_examples
-        counted = (
-            weight * update.share
-        )  # what is clipped to a part counts as a part; running means are not clipped so
+        counted = weight * update.share  # what is clipped to a part counts as a part, but for running means
         for name, like in model.items():
             if np.issubdtype(like.dtype, np.inexact):
                 # Half floats end at 65504, which a displacement times its number of examples soon exceeds.

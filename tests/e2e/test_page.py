@@ -86,6 +86,13 @@ class House:
         screen.page.on("pageerror", lambda error: screen.complaints.append(str(error)))
         return screen
 
+    def open(self, view: str, **options: Any) -> Screen:
+        """A screen that shows a view to the operator."""
+        screen = self.screen(**options)
+        screen.open(view)
+        screen.sign_in(self.token)
+        return screen
+
 
 @pytest.fixture(scope="module")
 def house(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
@@ -206,9 +213,7 @@ def test_the_audit_trail_names_people_as_text_and_a_revoked_one_is_signed_out(sc
 
 
 def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) -> None:
-    screen = screens.screen()
-    screen.open("join")
-    screen.sign_in(screens.token)
+    screen = screens.open("join")
     page = screen.page
     page.get_by_label("How many boards").fill("3")
     page.get_by_role("button", name="Make a token").click()
@@ -222,9 +227,7 @@ def test_a_token_is_shown_once_with_its_command_and_a_qr_code(screens: House) ->
 
 
 def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
-    screen = screens.screen()
-    screen.open("devices/device-02")
-    screen.sign_in(screens.token)
+    screen = screens.open("devices/device-02")
     page = screen.page
     page.get_by_role("button", name="Drain").click()
     page.get_by_role("heading", name="device-02 draining").wait_for()
@@ -240,9 +243,7 @@ def test_a_device_is_drained_and_given_work_again(screens: House) -> None:
 
 def test_a_run_is_stopped_after_a_question(screens: House) -> None:
     run_id = screens.fleet.submit(run_of("endless", 1_000_000))
-    screen = screens.screen()
-    screen.open(f"runs/{run_id}")
-    screen.sign_in(screens.token)
+    screen = screens.open(f"runs/{run_id}")
     page = screen.page
     page.get_by_role("button", name="Stop", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Stop the run").click()
@@ -263,9 +264,7 @@ def test_runs_are_compared_and_one_is_repeated_and_its_model_taken_home(screens:
     ]  # fmt: skip
     with Store.open(screens.fleet.database) as store:
         store.record_evaluations(runs[1], measured)
-    screen = screens.screen()
-    screen.open("runs")
-    screen.sign_in(screens.token)
+    screen = screens.open("runs")
     page = screen.page
     compare = page.get_by_role("button", name="Compare")
     assert compare.is_disabled()
@@ -345,9 +344,7 @@ def test_a_model_is_rolled_out_and_back_after_questions_and_a_viewer_only_looks(
 
 
 def test_form_and_run_file_follow_each_other_and_every_fault_stands_at_its_field(screens: House) -> None:
-    screen = screens.screen()
-    screen.open("start")
-    screen.sign_in(screens.token)
+    screen = screens.open("start")
     page = screen.page
     text = page.get_by_label("Run file (TOML)")
     text.fill('# why\n[run]\ntask = "digits"  # small\nrounds = 1_0\n[devices]\nmin = 2\n')
@@ -389,9 +386,7 @@ def test_form_and_run_file_follow_each_other_and_every_fault_stands_at_its_field
 
 
 def test_several_devices_are_drained_at_once_and_none_is_removed_without_a_question(screens: House) -> None:
-    screen = screens.screen()
-    screen.open("fleet")
-    screen.sign_in(screens.token)
+    screen = screens.open("fleet")
     page = screen.page
     for name in ("device-01", "device-02"):
         page.get_by_role("checkbox", name=f"Choose {name}").check()
@@ -430,9 +425,7 @@ def test_axe_finds_nothing_in_any_view(screens: House, scheme: str) -> None:
         "axe_playwright_python.sync_playwright",
         reason="needs axe-playwright-python: pip install -e '.[dev]' -c constraints.txt",
     ).Axe()
-    screen = screens.screen(color_scheme=scheme)
-    screen.open()
-    screen.sign_in(screens.token)
+    screen = screens.open("", color_scheme=scheme)
     found = {}
     for view in VIEWS:
         screen.open(view)
@@ -483,9 +476,7 @@ def test_what_is_called_like_markup_stays_text_and_what_a_device_says_of_itself_
 def test_a_phone_shows_every_view_without_scrolling_sideways_and_readable(screens: House, scheme: str) -> None:
     if not screens.fleet.make_client().get("/edgefl/v1/runs")["rows"]:  # views of a run need one
         screens.fleet.wait_for_run(screens.fleet.submit(run_of("on a phone", 2)))
-    screen = screens.screen(360, 740, color_scheme=scheme)
-    screen.open()
-    screen.sign_in(screens.token)
+    screen = screens.open("", width=360, height=740, color_scheme=scheme)
     for view in VIEWS:
         screen.open(view)
         screen.page.wait_for_function("() => !document.querySelector('main').innerText.includes('Loading')")

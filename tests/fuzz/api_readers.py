@@ -265,8 +265,7 @@ class _Nodes:
         body_hash = None
         if path.endswith(b"/push-object"):
             with contextlib.suppress(DecodeError):
-                pushed = PushObjectRequest.FromString(body)
-                body_hash = compute_push_hash(pushed.node.node_id, pushed.run_id, pushed.session_id, pushed.object_id)
+                body_hash = compute_push_hash(PushObjectRequest.FromString(body))
         headers = self._signer.sign("POST", path.decode("latin-1"), body, body_hash=body_hash)
         return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 

@@ -11,6 +11,7 @@ issue a certificate with that name, valid for a short time.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import ssl
@@ -192,7 +193,7 @@ def check_port_is_free(host: str, port: int) -> None:
 
 def make_port_error(host: str, port: int, error: OSError) -> PortInUseError | BrokerError:
     """Returns the error for a failed bind, with a remedy."""
-    if error.errno == 98:  # EADDRINUSE
+    if error.errno == errno.EADDRINUSE:
         return PortInUseError(f"port {port} on {host} is already in use; choose another one for the broker")
     return BrokerError(f"the broker cannot listen on {host}:{port}: {error.strerror or error}")
 

@@ -462,8 +462,7 @@ def _check_object(object_id: str, content: bytes) -> None:
 
 def _check_push_hash(request: Request, message: PushObjectRequest) -> None:
     """Checks that a pushed object's ids are those that were signed."""
-    signed = compute_push_hash(message.node.node_id, message.run_id, message.session_id, message.object_id)
-    if request.headers.get(BODY_HASH_HEADER) != signed:
+    if request.headers.get(BODY_HASH_HEADER) != compute_push_hash(message):
         raise NotAllowedError("its ids are not the ones that were signed")
 
 

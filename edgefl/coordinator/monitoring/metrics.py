@@ -24,7 +24,7 @@ from edgefl.coordinator.connections import REFUSAL_REASONS, ConnectionLimiter
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.enrolment.certificates import list_own_expiries
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
-from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.registry import NEVER_SEEN, DeviceRegistry
 from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
 from edgefl.coordinator.monitoring.alerts import AlertMonitor
 from edgefl.coordinator.runs.run_metrics import RunMetrics
@@ -37,8 +37,6 @@ from edgefl.storage.database import get_sqlite_path
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 
-NEVER_SEEN = "never-seen"
-PRESENCE_LABELS = (*(str(state) for state in DevicePresence), NEVER_SEEN)
 METRIC_PREFIX = "edgefl_device_"
 _HEALTH_METRICS: Mapping[str, tuple[str, Callable[[Heartbeat], float | None]]] = {
     "temperature_celsius": ("Of its processor.", lambda h: h.temperature_c),
@@ -204,8 +202,8 @@ class FleetCollector(Collector):
         counts = self.registry.count_by_presence()
         num_devices = counts.total()
         devices = GaugeMetricFamily("edgefl_devices", "Devices that have joined, by presence.", labels=["presence"])
-        for presence in PRESENCE_LABELS:
-            devices.add_metric([presence], counts[presence.replace("-", " ")])
+        for presence in (*DevicePresence, NEVER_SEEN):
+            devices.add_metric([presence.replace(" ", "-")], counts[presence])
         yield devices
         has_series = num_devices <= self.max_devices
         yield GaugeMetricFamily(

@@ -141,10 +141,8 @@ class _SigningInterceptor:
     def intercept(self, context: Any, call_next: Callable[[Any], httpx.Response]) -> httpx.Response:
         request: httpx.Request = context.request
         target = request.url.raw_path.decode("ascii")
-        pushed = context.message if isinstance(context.message, PushObjectRequest) else None
-        body_hash = None
-        if pushed is not None:
-            body_hash = compute_push_hash(pushed.node.node_id, pushed.run_id, pushed.session_id, pushed.object_id)
+        message = context.message
+        body_hash = compute_push_hash(message) if isinstance(message, PushObjectRequest) else None
         signed = self._signer.sign(request.method, target, request.read(), body_hash=body_hash, stamp=self.stamp)
         request.headers.update(signed)
         response = call_next(context)

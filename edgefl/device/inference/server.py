@@ -9,6 +9,7 @@ port, and costs neither a second process nor a message for each request.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -45,7 +46,6 @@ MAX_CONCURRENT_REQUESTS = 16
 IDLE_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.5
 DRAIN_TIMEOUT_S = 5.0
-EADDRINUSE = 98
 BACKLOG = 64
 SETUP_VARIABLE = "EDGEFL_SERVE"
 MODULE = "edgefl.device.inference.server"
@@ -151,7 +151,7 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
-        if error.errno == EADDRINUSE:
+        if error.errno == errno.EADDRINUSE:
             raise PortInUseError(f"port {port} is in use; choose another --port") from None
         raise NetworkError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
