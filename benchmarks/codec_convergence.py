@@ -49,7 +49,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
 """Codecs by family, in the order of the table; ATOMO's are found by size."""
 EQUAL_TO = ("terngrad", "qsgd:1", "qsgd:2", "qsgd:4")
 """ATOMO is given as many bytes as these take."""
-BUDGETED = {"ATOMO": "atomo:{:.5g}", "ATOMO, spectral": "atomo-svd:{:.5g}"}
+BUDGETED = {"ATOMO": "atomo:{:.5g}", "ATOMO, spectral": "atomo-auto:{:.5g}"}
 
 
 @dataclass(frozen=True, kw_only=True)

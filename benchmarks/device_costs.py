@@ -48,13 +48,14 @@ import sys
 from pathlib import Path
 import torch
 from edgefl.tasks.datasets.array_files import read_image_set
-from edgefl.tasks.learners.networks import CNN, build_chain
+from edgefl.tasks.learners.image_networks import ImageFormat, make_cnn
+from edgefl.tasks.learners.networks import build_chain
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")
 rows = torch.randperm(len(images.labels))[:6000].numpy()
 pixels, labels = images.inputs[rows].copy(), torch.tensor(images.labels[rows]).long()
 del images
-network = build_chain(CNN)
+network = build_chain(make_cnn(ImageFormat(1, 28)))
 steps = torch.optim.SGD(network.parameters(), lr=0.05)
 for first in range(0, 1000, 10):
     batch = torch.tensor(pixels[first : first + 10]).float().div(255).reshape(10, 1, 28, 28)

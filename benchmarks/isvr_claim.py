@@ -11,11 +11,13 @@ with the same batch, so it sees an eighth of the examples that the eight nodes s
 
 Every method, ISVR too, and one node as well, takes the learning rate and the decay (over the run, by exchange rounds)
 with which the first seed's nodes do best: a search up and down a ladder of rates for each decay, on the test images,
-so that all are equally flattered. Accuracies are on all 10,000 test images: of the mean of the nodes' models, of the
-nodes themselves on average, and of the worst. Intervals are of 95 %, margins are paired by seed.
+so that all are equally flattered. ISVR's second step size is tuned likewise: the same search for each of `--k-etas`.
+Accuracies are on all 10,000 test images: of the mean of the nodes' models, of the nodes themselves on average, and of
+the worst. Intervals are of 95 %, margins are paired by seed.
 
 Parts: `logistic` as above; `codecs` along the edges of ADMM-ISVR; `loss` of messages, each method tuned for it;
-`cnn`, the small one of the image tasks, over `--cnn-rounds` and with `--cnn-batch`; `paper`, the published logistic
+`cnn`, the small one of the image tasks, over `--cnn-rounds` and with `--cnn-batch`; `pairs`, in which both ends of an
+edge exchange at once, DSGD's too, of `--models` and `--cuts`, over as many rounds; `paper`, the published logistic
 rows (8 of 10 classes, learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so that they say
 nothing for ISVR.
 
@@ -32,8 +34,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from harness import options
+from harness.class_shards import CUTS
 from harness.isvr_cell import ONE_NODE, SCORES, Cell, Outcome, interval, of_average, of_nodes
 from harness.isvr_search import Results, tune
 
@@ -60,7 +64,10 @@ VARIANTS = {
     "PDMM-ISVR": Variant(method="pdmm-isvr", exchange="poisson"),
     "ADMM-ISVR": Variant(method="admm-isvr", exchange="poisson"),
     "PDMM-ISVR in step": Variant(method="pdmm-isvr"),
+    "PDMM-ISVR in pairs": Variant(method="pdmm-isvr", exchange="pair"),
+    "ADMM-ISVR in pairs": Variant(method="admm-isvr", exchange="pair"),
     "DSGD": Variant(method="dsgd"),
+    "DSGD in pairs": Variant(method="dsgd", exchange="pair"),
     "AD-PSGD": Variant(method="ad-psgd", exchange="poisson"),
     "K-GT": Variant(method="k-gt"),
     "K-GT, K = 16": Variant(method="k-gt", period=2 * PERIOD),
@@ -81,6 +88,7 @@ MORE = ("D-PSGD", "D2", "gradient tracking")
 UNTUNED = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "one node")
 LOSSY = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "AD-PSGD", "K-GT", "D-PSGD", "D2", "gradient tracking")
 CNN = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "K-GT", "gradient tracking", "one node")
+PAIRS = ("PDMM-ISVR in pairs", "ADMM-ISVR in pairs", "DSGD in pairs", "PDMM-ISVR", "DSGD", "one node")
 PUBLISHED = ("PDMM-ISVR", "ADMM-ISVR", "DSGD", "one node")
 
 
@@ -133,7 +141,8 @@ def tuned_cells(names: Sequence[str], graph: str, results: Results, args: argpar
     for name in names:
         source = best.get(SAME_RATE.get(name, name))
         if source is not None:
-            found[name] = replace(cell_of(name, graph, rounds=args.rounds), rate=source.rate, decay=source.decay)
+            tuned = {"rate": source.rate, "decay": source.decay, "k_eta": source.k_eta}
+            found[name] = replace(cell_of(name, graph, rounds=args.rounds), **tuned)
     return found
 
 
@@ -173,21 +182,34 @@ def losses(results: Results, args: argparse.Namespace) -> None:
         _told(draw_losses(known, args.out / "losses.png"))
 
 
-def cnn(results: Results, args: argparse.Namespace) -> None:
-    """The small CNN, of which an iteration takes ten to thirty times as long as the logistic regression's."""
+def run_tuned(
+    names: Sequence[str], results: Results, args: argparse.Namespace, **changes: Any
+) -> tuple[dict[str, list[Cell]], dict[str, Cell]]:
+    """Runs variants on the ring for `--cnn-rounds`; returns the best cells by seed, and those that were searched."""
     cells = {
-        name: replace(
-            cell_of(name, "ring", rounds=args.cnn_rounds), model="cnn-small", batch_size=args.cnn_batch, points=10
-        )
-        for name in CNN
+        name: replace(cell_of(name, "ring", rounds=args.cnn_rounds), batch_size=args.cnn_batch, points=10, **changes)
+        for name in names
         if name in args.variants
     }
     best = tune(cells, ("constant", "linear"), results, args)
     columns = {name: of_seeds(cell, args.long_seeds) for name, cell in best.items()}
     results.run(by_seed(columns.values()))
+    return columns, cells
+
+
+def cnn(results: Results, args: argparse.Namespace) -> None:
+    """The small CNN, of which an iteration takes ten to thirty times as long as the logistic regression's."""
+    columns, cells = run_tuned(CNN, results, args, model="cnn-small")
     print_table(f"small CNN on ring, {args.cnn_rounds} rounds, batches of {args.cnn_batch}", columns, results)
     print_margins(columns, results, args.by)
     _draw("ring, small CNN", columns, {}, cells, results, args.out)
+
+
+def pairs(results: Results, args: argparse.Namespace) -> None:
+    for model in args.models:
+        for cut in args.cuts:
+            columns, _ = run_tuned(PAIRS, results, args, model=model, cut=cut)
+            print_table(f"{model} on ring, {cut} classes, {args.cnn_rounds} rounds", columns, results)
 
 
 def paper(results: Results, args: argparse.Namespace) -> None:
@@ -204,7 +226,7 @@ def paper(results: Results, args: argparse.Namespace) -> None:
         )
 
 
-PARTS = {"logistic": logistic, "codecs": codecs, "loss": losses, "cnn": cnn, "paper": paper}
+PARTS = {"logistic": logistic, "codecs": codecs, "loss": losses, "cnn": cnn, "pairs": pairs, "paper": paper}
 
 
 def by_seed(columns: Sequence[Sequence[Cell]]) -> list[Cell]:
@@ -213,11 +235,15 @@ def by_seed(columns: Sequence[Sequence[Cell]]) -> list[Cell]:
 
 
 def print_table(heading: str, columns: dict[str, list[Cell]], results: Results) -> None:
-    form = "{:29} {:>6} {:>12} {:>5} {:>15} {:>15} {:>7} {:>7} {:>9} {:>8}"
+    form = "{:29} {:>6} {:>6} {:>12} {:>5} {:>15} {:>15} {:>7} {:>7} {:>9} {:>8}"
     print(
         f"\n{heading}\naccuracies in %, of the mean model, of the nodes, of the worst; on each edge exchanges and MB"
     )
-    print(form.format("variant", "lr", "decay", "seeds", "mean model", "nodes", "worst", "loss", "exchanges", "MB"))
+    print(
+        form.format(
+            "variant", "lr", "K_eta", "decay", "seeds", "mean model", "nodes", "worst", "loss", "exchanges", "MB"
+        )
+    )
     for name, cells in columns.items():
         outcomes = results.known(cells)
         if not outcomes:
@@ -227,6 +253,7 @@ def print_table(heading: str, columns: dict[str, list[Cell]], results: Results) 
             form.format(
                 name,
                 f"{cells[0].rate:g}",
+                "-" if cells[0].k_eta is None else f"{cells[0].k_eta:g}",
                 cells[0].decay,
                 len(outcomes),
                 _percent([of_average(outcome) for outcome in outcomes]),
@@ -315,6 +342,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--rates", type=float, nargs="+", help="try these learning rates alone")
     parser.add_argument("--decays", choices=DECAYS, nargs="+", help="try these decays alone")
+    parser.add_argument("--k-etas", type=float, nargs="+", default=[8.0, 4.0, 2.0], help="of ISVR [%(default)s]")
+    parser.add_argument("--models", nargs="+", default=["logistic", "2nn"], help="of pairs [%(default)s]")
+    parser.add_argument("--cuts", choices=list(CUTS), nargs="+", default=list(CUTS), help="of pairs")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=Path("isvr-claim"))
     parser.add_argument("--known", action="store_true", help="run nothing, print what is known")
@@ -325,6 +355,7 @@ def main() -> None:
         graphs=["ring"],
         variants=["PDMM-ISVR", "one node"],
         rates=[0.1],
+        k_etas=[8.0],
         decays=["constant"],
         rounds=8,
     )

@@ -1,6 +1,6 @@
 """ESync on device processes of unequal speed: how long they wait, when they are good, and whether that is predicted.
 
-    python benchmarks/live_esync.py [--base 0.1] [--accuracy 0.85] [--epsilon -0.2] [--out DIR] [--json]
+    python benchmarks/live_esync.py [--base 0.1] [--accuracy 0.85] [--epsilon 0] [--out DIR] [--json]
 
 Four device processes take 1, 2, 4 and 8 times `--base` seconds longer for every iteration. A short run probes them:
 seconds per iteration and per exchange go into a profile file. Then `ssgd`, `esync` with budgets and `esync` live
@@ -254,7 +254,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--accuracy", type=float, default=0.85, help="when a run is good [%(default)s]")
     parser.add_argument("--learning-rate", type=float, default=0.2, help="[%(default)s]")
     # The factors are multiples of each other: without a tolerance everybody's last iteration just does not fit.
-    parser.add_argument("--epsilon", type=float, default=-0.2, help="of esync [%(default)s]")
+    parser.add_argument("--epsilon", type=float, default=0.0, help="of esync [%(default)s]")
     parser.add_argument("--ssgd-rounds", type=int, default=100, help="[%(default)s]")
     parser.add_argument("--esync-rounds", type=int, default=35, help="[%(default)s]")
     parser.add_argument("--seed", type=int, default=7, help="[%(default)s]")

@@ -6,8 +6,8 @@ The authors' log (README of GeKeShi/LSS_SGD) has a gradient of 44.7 MB (ResNet-1
 largest values off by 0.47 of themselves. The gradient here is one batch of MNIST images (DIR, or $EDGEFL_DATA/mnist)
 through a ResNet-18 of the same size after some steps, or the arrays of FILE (.npz, .safetensors). Errors: `large` is
 the mean of |error| / |value| over the largest twentieth of the values, `large L2` and `L2` the norm of the error to
-that of the values, of those and of all. The line `lss:2, hashed` has the same clusters and as many buckets, but
-filled by a hash of the place as in the paper; its bytes are those of `lss:2`. Times are CPU seconds of one core.
+that of the values, of those and of all. `lss:2:hash` has the same clusters and as many buckets, but filled
+by a hash of the position as in the paper. Times are CPU seconds of one core.
 """
 
 from __future__ import annotations
@@ -24,13 +24,6 @@ import numpy as np
 from harness import options
 
 from edgefl.compression.codec import decode_body, make_codec
-from edgefl.compression.entropy.levels import count_labels
-from edgefl.compression.sparsification.lss import (
-    DEFAULT_FRACTION,
-    assign_buckets,
-    compute_bucket_weights,
-    train_clusters,
-)
 from edgefl.core.errors import EdgeflError
 from edgefl.core.types import Array, SparseTensor, Tensor
 from edgefl.tasks.datasets.sample_updates import (
@@ -40,10 +33,9 @@ from edgefl.tasks.datasets.sample_updates import (
     read_sample_update,
 )
 
-SPECS = ("lss:2", "lss:2|fp16", "lss:2:0.02|fp16", "lss:2|int8", "lss:3|fp16", "lss:1|fp16",
+SPECS = ("lss:2", "lss:2:hash", "lss:2|fp16", "lss:2:0.02|fp16", "lss:2|int8", "lss:3|fp16", "lss:1|fp16",
          "natural", "onebit:512", "sign", "terngrad", "qsgd:2", "qsgd:4", "topk:0.05|fp16")  # fmt: skip
 LARGE = 0.05
-MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +78,6 @@ def main() -> int:
     values = flat(found.tensors)
     rows = [*AUTHORS, *(measure(spec, found, values) for spec in SPECS)]
     ours = next(row for row in rows if row.codec == "lss:2")
-    rows.append(row_of("lss:2, hashed", ours.num_bytes, values, hashed(values)))
     print(as_json(rows, found) if arguments.json else as_table(rows, found))
     return 0 if arguments.quick or (ours.num_bytes <= AUTHORS[1].num_bytes and ours.large <= AUTHORS[1].large) else 2
 
@@ -113,25 +104,6 @@ def row_of(codec: str, num_bytes: int, values: Array, decoded: Array, **seconds:
         l2=float(np.linalg.norm(error) / np.linalg.norm(values)),
         **seconds,
     )
-
-
-def hashed(values: Array) -> Array:
-    """Returns the estimates of a sketch of two bits whose buckets are chosen by a hash of each value's place."""
-    sample = values[np.random.default_rng(1).integers(0, values.size, 100_000)]
-    clusters = train_clusters(sample, 2)
-    weights, labels = (
-        compute_bucket_weights(sample, clusters.assign_labels(sample), clusters),
-        clusters.assign_labels(values),
-    )
-    sizes = assign_buckets(int(DEFAULT_FRACTION * values.size), weights, count_labels(labels, clusters.num_labels))
-    decoded = np.zeros_like(values)
-    for label in np.flatnonzero(sizes):
-        places = np.flatnonzero(labels == label)
-        buckets = (places.astype(np.uint64) * MULTIPLIER >> np.uint64(33)) % np.uint64(sizes[label])
-        buckets = buckets.astype(np.int64)
-        sums = np.bincount(buckets, values[places], sizes[label])
-        decoded[places] = (sums / np.maximum(np.bincount(buckets, minlength=sizes[label]), 1))[buckets]
-    return decoded
 
 
 def flat(tensors: Mapping[str, Tensor]) -> Array:

@@ -11,14 +11,17 @@ if TYPE_CHECKING:
     from edgefl.simulation.local_fleet import run
     from edgefl.simulation.simulated_run import simulate
     from edgefl.system.api_client import connect
+    from edgefl.tasks.job import Job, JobContext
 
 __version__ = "0.2.0"
 DISTRIBUTION = "edgefl-fleet"
 """What package indexes call this. Another project is called `edgefl` there, and it is never asked for."""
-__all__ = ["Codec", "Strategy", "Task", "__version__", "connect", "run", "simulate"]
+__all__ = ["Codec", "Job", "JobContext", "Strategy", "Task", "__version__", "connect", "run", "simulate"]
 
 _MODULES = {
     "Codec": "edgefl.compression.codec",
+    "Job": "edgefl.tasks.job",
+    "JobContext": "edgefl.tasks.job",
     "Strategy": "edgefl.core.types",
     "Task": "edgefl.core.types",
     "connect": "edgefl.system.api_client",

@@ -35,15 +35,23 @@ _CHOSEN = (
     "dense|terngrad:inf",
     "dense|sign",
     "dense|natural",
+    "dense|alternating:4",
+    "dense|alternating:2:random",
+    "dense|alternating:8:random:tan",
     "dense|onebit",
     "dense|onebit:4",
     "lss:1",
     "lss:2:0.3|int8",
+    "lss:1:0.3:hash",
+    "ef|lss:2:keep:raw",
     "atomo:0.3",
     "atomo:4|int8",
     "atomo-svd:1",
     "atomo-svd:1.5:out|fp16",
     "atomo-svd:1:atomo|qsgd:4:16",
+    "atomo-auto:1",
+    "atomo-dct:0.3",
+    "atomo-dct:4|int8",
     "ef|powersgd:1",
     "ef|powersgd:2:out|int8|zstd",
     "topk:0.2",
@@ -74,7 +82,18 @@ def _described() -> Iterator[str]:
 EXAMPLES = (*_CHOSEN, *sorted(_described()))
 """Every tensor that tests encode with them has a name that begins with w, or one does at least."""
 
-BYTES_MAY_DIFFER = ("atomo", "powersgd", "lss", "natural", "qsgd", "terngrad", "randk", "zstd", "shuffle")
+BYTES_MAY_DIFFER = (
+    "atomo",
+    "powersgd",
+    "lss",
+    "natural",
+    "alternating",
+    "qsgd",
+    "terngrad",
+    "randk",
+    "zstd",
+    "shuffle",
+)
 """What other releases of NumPy draw and compute, and what Zstandard packs, may differ; what they read may not."""
 
 REFUSE_HUGE = (
@@ -84,6 +103,7 @@ REFUSE_HUGE = (
     "randk",
     "ef|topk:1|bf16",
     "dense|natural",
+    "dense|alternating",
     "dense|qsgd",
     "topk:0.2|int8;",
     "atomo",
@@ -97,6 +117,7 @@ FOR_LARGE = {
     "threshold:1e-9": "threshold:10",
     "randk:0.5": "randk:0.05",
     "atomo:0.3": "atomo:0.05",
+    "atomo-dct:0.3": "atomo-dct:0.05",
     "onebit:4": "onebit:512",
     "shuffle:19": "shuffle",
 }

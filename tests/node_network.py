@@ -69,6 +69,7 @@ class Network:
         for name in graph.nodes:
             edges = graph.make_link_configs(name, period, is_damped=is_damped)
             nodes[name] = make_algorithm(method, name, edges, learning_rate=rate, period=period)
+            nodes[name].is_pairwise = options.get("schedule") == EdgeScheduleKind.PAIR
             nodes[name].start({"w": start})
         named = dict(zip(graph.nodes, gradients, strict=True))
         return cls(graph=graph, gradients=named, nodes=nodes, learning_rate=rate, period=period, **options)  # type: ignore[arg-type]

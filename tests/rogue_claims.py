@@ -37,8 +37,8 @@ def play(monkeypatch, root, strategy, *, rounds, claim=None, lies_at_join=True, 
                 metrics = build(work, result, now_s)
                 return replace(metrics, **claim) if work.instruction.device_id == ROGUE else metrics
 
-            def make_devices(*arguments):
-                boards = make(*arguments)
+            def make_devices(*arguments, **options):
+                boards = make(*arguments, **options)
                 for board in boards:
                     if board.device_id == ROGUE and lies_at_join:
                         board.info = replace(board.info, examples=dict.fromkeys(board.info.examples, MAX_EXAMPLES))

@@ -39,17 +39,18 @@ from edgefl.coordinator.flower import fleet_api, superlink
 from edgefl.coordinator.rollouts import deployments, installations, service
 from edgefl.core import protocol
 from edgefl.core.config import OpenIdSettings, parse_run
-from edgefl.core.protocol import Topic, peer_topic
+from edgefl.core.protocol import JOB_LIMITS, Topic, peer_topic
 from edgefl.core.types import EvaluateInstruction, TrainConfig, TrainInstruction
 from edgefl.device.diagnostics import json_log
 from edgefl.device.flower import work_loop
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import ModelOffer
-from edgefl.device.peers import listener, peer_connection, sender
+from edgefl.device.peers import collective_link, listener, peer_connection, sender
 from edgefl.device.peers.peer_connection import PeerTimeouts
 from edgefl.device.rollouts import download
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.engine.build import build_run
+from edgefl.strategies.peer_algorithms import collectives
 
 PROTOCOL = page("protocol")
 
@@ -97,6 +98,7 @@ def served():
     # The routes are looked at, not called, so nothing has to stand behind them.
     context = SimpleNamespace(**dict.fromkeys(item.name for item in fields(ApiContext)))
     context.viewer, context.operator, context.admin, context.device = viewer, operator, admin, device
+    context.signer = device
     openid = OpenIdSettings(issuer="https://id.example", client_id="c", admins=("a@b.c",))
     context.directory = SimpleNamespace(models=None, openid=openid, port=8000)
     context.clients = SimpleNamespace(
@@ -134,7 +136,7 @@ def test_the_page_lists_every_route_and_who_may_call_it():
     room = Path(fleet_api.__file__).parents[1]
     routers = {path.stem for path in room.rglob("*.py") if "APIRouter(" in path.read_text()}
     assert routers == {
-        "dashboard", "devices", "enrolment_service", "runs", "server", "sign_in",
+        "dashboard", "devices", "enrolment_service", "runs", "server", "sign_in", "split",
     }  # fmt: skip
 
 
@@ -154,16 +156,18 @@ def test_the_page_describes_every_key_of_an_offer_and_of_what_a_device_says_of_i
 
 
 def test_the_page_describes_every_key_of_an_instruction_and_no_other():
-    instructions, _ = tables(part(PROTOCOL, "Work"))
+    instructions, *_ = tables(part(PROTOCOL, "Work"))
     plan = TrainConfig(iterations=1, options={"a": 1})
     order = TrainInstruction(assignment_id="a1", device_id="d1", base_version=0, plan=plan, block=0)
     # What the downlink adds.
     of_model = {**KEEP_MODEL, "base_version": 0, **REPLY_ONLY, "messages": [], PREFETCHED_KEY: 0}
+    of_model[protocol.IGNORES_REPLY_KEY] = True
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
-    of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY}
+    of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY, "split"}
     sent = {
         **build_run(parse_run({"run": {"task": "digits"}, "strategy": {"name": "fltrust"}}), "r1").header,
         **told_order,
+        JOB_LIMITS: {},
     }
     assert {name for row in instructions for name in code(row[0])} == set(sent) | of_store
     (told,) = [code(row[1]) for row in instructions if row[0] == "`plan`"]
@@ -223,7 +227,7 @@ def test_the_page_describes_the_header_and_the_stages_of_a_codec_body():
     header, stages = [], {}
     for row in rows(part(PROTOCOL, "A codec body")):
         if row[0].isdigit() and code(row[1]):
-            stages[code(row[1])[0]] = int(row[0])
+            stages |= dict.fromkeys(code(row[1]), int(row[0]))
         elif row[0].isdigit() and row[1].isdigit():
             header.append((int(row[0]), int(row[1])))
     assert [offset for offset, _ in header] == [sum(size for _, size in header[:n]) for n in range(len(header))]
@@ -244,7 +248,21 @@ def test_the_page_describes_the_frames_from_board_to_board():
     assert told == {kind.name: kind.value for kind in peer_connection.FrameKind}
 
 
+def test_the_page_describes_the_messages_between_members_of_a_collective():
+    (header,) = tables(part(PROTOCOL, "Between members of a collective"))
+    places = [(int(offset), int(size)) for offset, size, _ in header]
+    assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
+    assert sum(size for _, size in places) == collective_link.HEADER.size
+    assert [size for _, size in places] == [struct.calcsize(f"<{code}") for code in ("16s", "8s", *"BIIQ")]
+    assert collective_link.HEADER.format == "<16s8sBIIQ"
+
+
 NUMBERS = {
+    "Between members of a collective": [
+        f"up to {collectives.CHUNK_BYTES // 1024} KiB of floats",
+        f"out of reach for {collective_link.LOST_S:g} s",
+        f"it has {collective_link.FIRST_S:g} s",
+    ],
     "From board to board": [
         f"up to {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
         f"after {PeerTimeouts().keep_alive_s:g} s without a message",
@@ -260,6 +278,7 @@ NUMBERS = {
         f"| {(protocol.MAX_PEER_BYTES + 1024) // 2**20} MiB less 1 KiB",
         f"all others together | {protocol.MAX_RETAINED_PEER_BYTES // 2**20} MiB",
         f"a reply of a device, in pieces | {protocol.MAX_BODY_BYTES // 2**20} MiB",
+        f"split network | {protocol.MAX_SPLIT_BYTES // 2**20} MiB",
         f"a request to `/v1/fleet/` | {protocol.MAX_REQUEST_BYTES // 2**20} MiB",
         f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB",
         f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}",

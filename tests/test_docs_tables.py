@@ -5,7 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from markdown_pages import PAGES, code, fences, inline_code, page, part, rows
+from markdown_pages import PAGES, code, fences, inline_code, page, part, rows, tables
 
 from edgefl.compression import codec_selection
 from edgefl.compression.codec import make_codec
@@ -13,7 +13,7 @@ from edgefl.compression.registry import list_stages
 from edgefl.coordinator.fleet import presence
 from edgefl.core.errors import CodecError
 from edgefl.core.protocol import Heartbeat
-from edgefl.core.types import Algorithm, TensorSpec, UpdateStatus
+from edgefl.core.types import Algorithm, TensorSpec, TrainConfig, UpdateStatus
 from edgefl.flower.strategy_options import list_flower_strategies
 from edgefl.storage.queries.columns import COLUMNS
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, HeartbeatRow, RunStatus, UpdateRow
@@ -21,6 +21,8 @@ from edgefl.storage.repositories.rollouts import RolloutStage, RolloutStatus
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 from edgefl.strategies.strategy_config import SCHEDULES
+from edgefl.tasks.images import MODELS
+from edgefl.tasks.registry import BUILT_IN, make_task
 
 SHAPES = (TensorSpec(name="fc.weight", shape=(60, 50)), TensorSpec(name="fc.bias", shape=(60,)))
 
@@ -196,3 +198,20 @@ def test_local_algorithms_and_schedules_are_all_named():
     everything = {word for text in PAGES.values() for word in inline_code(text)}
     assert set(map(str, Algorithm)) <= everything
     assert set(SCHEDULES) <= everything
+
+
+# Tasks
+
+
+def test_every_task_and_network_of_images_is_in_a_table_with_its_defaults_and_sizes():
+    listed = {code(name)[0]: last for name, *_, last in rows(part(page("tasks"), "Tasks"))}
+    defaults = {name: TrainConfig(**make_task(name).defaults) for name in BUILT_IN}
+    assert listed == {name: f"{plan.learning_rate:g}, {plan.batch_size}" for name, plan in defaults.items()}
+    sizes = {code(row[0])[0]: row[1:3] for row in tables(part(page("tasks"), "Networks"))[0]}
+    assert sizes == {
+        model: [f"{_count_parameters(task, model):,}" for task in ("mnist", "cifar-10")] for model in MODELS
+    }
+
+
+def _count_parameters(task, model):
+    return sum(spec.size for spec in make_task(task, {"model": model}).shapes())

@@ -18,21 +18,25 @@ TARGET = 0.8
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free") -> list[Path]:
-    """Writes the figures and returns their files."""
-    chosen = {
-        (o.cell["strategy"], o.cell["scheme"]): o
-        for o in outcomes
-        if o.cell["links"] == links and o.cell["strategy"] in SHOWN
-    }
+def draw(outcomes: Sequence[Any], out: Path, *, model: str, alone: str | None = None) -> list[Path]:
+    """Writes the figures and returns their files.
+
+    Args:
+        outcomes: with free links, one of each strategy and scheme.
+        out: an existing folder.
+        model: named in the titles.
+        alone: the strategy whose last accuracy is drawn as a dotted line.
+    """
+    chosen = {(o.cell["strategy"], o.cell["scheme"]): o for o in outcomes}
+    levels = {scheme: None if alone is None else chosen[alone, scheme].last_accuracy for scheme in ("iid", "sorted")}
     names = [name for name in SHOWN if (name, "iid") in chosen]
     iid = [chosen[name, "iid"] for name in names]
     sorted_too = [(name, chosen[name, "sorted"]) for name in names]
     samples, megabytes = [o.samples_per_s for o in iid], [o.bytes_per_s / 1e6 for o in iid]
     with plot_style.apply_style():
         figures = {
-            "accuracy-iid.png": _curves(list(zip(names, iid, strict=True)), f"{model}, IID"),
-            "accuracy-by-class.png": _curves(sorted_too, f"{model}, by class"),
+            "accuracy-iid.png": _curves(list(zip(names, iid, strict=True)), f"{model}, IID", levels["iid"]),
+            "accuracy-by-class.png": _curves(sorted_too, f"{model}, by class", levels["sorted"]),
             "throughput.png": comparison.render_bars(names, {"samples": samples}, "samples trained on (1/s)"),
             "traffic.png": comparison.render_bars(
                 names, {"both": megabytes}, "traffic of all devices, both directions (MB/s)"
@@ -46,7 +50,7 @@ def draw(outcomes: Sequence[Any], out: Path, *, model: str, links: str = "free")
     return [out / name for name in figures]
 
 
-def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
+def _curves(named: Sequence[tuple[str, Any]], title: str, level: float | None) -> Figure:
     figure = plot_style.make_figure(4.6, width_inches=7.0, title=title)
     axes = figure.subplots()
     for place, (name, outcome) in enumerate(named):
@@ -61,6 +65,8 @@ def _curves(named: Sequence[tuple[str, Any]], title: str) -> Figure:
             alpha=0.9,
         )
     axes.axhline(100 * TARGET, color="grey", linewidth=0.8)
+    if level is not None:
+        axes.axhline(100 * level, color="black", linewidth=0.8, linestyle=":", label="one device, all data")
     plot_style.set_log_axis(axes)
     axes.set(xlabel="virtual time (s)", ylabel="test accuracy (%)", ylim=(0, 100))
     handles, labels = axes.get_legend_handles_labels()

@@ -27,6 +27,7 @@ class Cell:
         iterations: local ones of each node.
         period: K of them between two exchanges of an edge.
         rounds: steps of the learning rate's decay, spread evenly over the iterations.
+        k_eta: of ISVR's second step size; None for K.
         decay: `constant`, `linear` (to zero) or `inverse-sqrt`.
         codec: along edges; empty for none.
         lost: fraction of the messages that never arrive.
@@ -49,6 +50,7 @@ class Cell:
     codec: str = ""
     lost: float = 0.0
     points: int = 24
+    k_eta: float | None = None
 
     def plan(self, done: int, iterations: int) -> TrainConfig:
         """Returns what to do in a burst after so many iterations, at the learning rate of its first one."""

@@ -1,7 +1,7 @@
 """A whole graph of nodes in one process, at equal speeds in virtual time, with a task's own learner on real images.
 
 One unit of time is one local iteration. A node takes its mail when it begins a burst of iterations, and posts when it
-ends it, as devices do; mail takes no time.
+ends it, as devices do; mail takes no time. In pairs it takes mail at once, after the iterations that it has done.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Network:
         self.num_messages = self.num_bytes = 0
         self.engines: dict[str, GossipNode] = {}
         self._cell, self._learner = cell, learner
+        self._is_pairwise = cell.exchange == "pair"
+        self._trained_until: dict[str, int] = {}
         names = [f"node-{number}" for number in range(NUM_NODES)]
         self._graph = make_topology(cell.graph, names)
         shards = class_shards(images.labels, CUTS[cell.cut], derive_rng(cell.seed, "cut"))
@@ -64,7 +66,9 @@ class Network:
             self._graph.make_link_configs(name, cell.period, is_damped=is_damped),
             learning_rate=cell.rate,
             period=cell.period,
+            **({} if cell.k_eta is None else {"k_eta": cell.k_eta}),
         )
+        node.is_pairwise = self._is_pairwise
         coder = PeerCodec(cell.codec, select_peer_tensors(task.shapes()), epoch=1) if cell.codec else self._handover
         engine = GossipNode(node, coder, derive_rng(cell.seed, "edges", name))
         self._learner.load(task.init(cell.seed))
@@ -108,7 +112,7 @@ class Network:
             while due and due[0][0] == now:
                 together.append(heapq.heappop(due)[1])
             for name in together:
-                self._end_burst(name, bursts[name])
+                self._end_burst(name, bursts[name][1], now)
             for name in together:
                 self._begin_burst(name, now, bursts, due)
         yield from marks
@@ -118,20 +122,31 @@ class Network:
         messages, self._inboxes[name] = self._inboxes[name], []
         self._send(engine.receive(messages))
         engine.finish_exchange()
-        node = engine.algorithm
+        node, self._trained_until[name] = engine.algorithm, now
         if not engine.should_train_next():
             bursts[name] = 0, node.neighbours
         elif node.iterations < self._cell.iterations:
             iterations, neighbours = self._firing[name](node.iterations, node.neighbours)
-            bursts[name] = min(iterations, self._cell.iterations - node.iterations), neighbours
+            remaining = self._cell.iterations - node.iterations
+            is_over = self._is_pairwise and iterations > remaining
+            bursts[name] = min(iterations, remaining), () if is_over else neighbours
         else:
             return
         heapq.heappush(due, (now + bursts[name][0], name))
 
-    def _end_burst(self, name: str, burst: Burst) -> None:
-        engine, (iterations, neighbours) = self.engines[name], burst
-        if iterations:
-            # Mail waits for the end of a burst, so that training now is as good as training all the while.
+    def _end_burst(self, name: str, neighbours: tuple[str, ...], now: int) -> None:
+        self._train_until(name, now)
+        messages = self.engines[name].start_exchange(neighbours)
+        for message in messages if self._is_pairwise else ():
+            self._train_until(message.edge[1], now)
+        self._send(messages)
+
+    def _train_until(self, name: str, now: int) -> None:
+        """Makes a node's iterations up to now: mail never changes those before, so later is as good as meanwhile."""
+        engine = self.engines[name]
+        iterations = min(now - self._trained_until[name], self._cell.iterations - engine.algorithm.iterations)
+        self._trained_until[name] = now
+        if iterations > 0:
             plan = self._cell.plan(engine.algorithm.iterations, iterations)
             train_node(
                 engine,
@@ -142,13 +157,16 @@ class Network:
                 clock=no_time,
                 on_iteration=never,
             )
-        self._send(engine.start_exchange(neighbours))
 
     def _send(self, messages: tuple[PeerMessage, ...]) -> None:
         self.num_messages += len(messages)
         for message in messages:
             self.num_bytes += self._message_bytes or len(message.body)
-            if self._losses.random() >= self._cell.lost:
+            if self._losses.random() < self._cell.lost:
+                continue
+            if self._is_pairwise:
+                self._send(self.engines[message.edge[1]].receive([message]))
+            else:
                 self._inboxes[message.edge[1]].append(message)
 
 

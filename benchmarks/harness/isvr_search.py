@@ -11,12 +11,17 @@ from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS
 from harness.isvr_cell import SCORES, Cell, Outcome, of_nodes
 from harness.isvr_run import run_cell
 
 LADDER = (10.0, 3.0, 1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001)
 FIRST = (0.3, 0.1)
 """The learning rates that a search begins with."""
+ALGORITHM_SETTINGS = {name: algorithm.settings for name, algorithm in ALGORITHMS.items()}
+
+Row = tuple[str, str, float | None]
+"""Name, decay and k_eta."""
 
 
 class Results:
@@ -68,13 +73,17 @@ class Results:
 
 
 def _at_rate_of(cell: Cell, other: Cell) -> Cell:
-    return replace(cell, rate=other.rate, decay=other.decay)
+    return replace(cell, rate=other.rate, decay=other.decay, k_eta=other.k_eta)
 
 
 def _line(outcome: Outcome) -> str:
     cell = Cell(**outcome.cell)
     named = f"{cell.method} K={cell.period} {cell.exchange}, {cell.iterations} iterations, {cell.graph}, {cell.model}"
-    extra = f" {cell.codec}" * bool(cell.codec) + f" {cell.lost:.0%} lost" * bool(cell.lost)
+    extra = (
+        f" K_eta {cell.k_eta}" * (cell.k_eta is not None)
+        + f" {cell.codec}" * bool(cell.codec)
+        + f" {cell.lost:.0%} lost" * bool(cell.lost)
+    )
     gave = outcome.failure or f"{outcome.average:.4f}, nodes {of_nodes(outcome):.4f}"
     return f"{named}{extra}, lr {cell.rate:g} {cell.decay}, seed {cell.seed}: {gave} ({outcome.wall_s:.0f} s)"
 
@@ -87,18 +96,24 @@ def tune(
     *,
     starts_there: bool = False,
 ) -> dict[str, Cell]:
-    """Returns each cell at the learning rate and the decay with which it does best.
+    """Returns each cell at the learning rate, the decay and, of ISVR, the k_eta with which it does best.
 
-    For every decay rates are tried up and down the ladder until the best lies between two worse ones.
+    For every decay and k_eta rates are tried up and down the ladder until the best lies between two worse ones.
 
     Args:
         cells: by a name of their own; the decay that they have means nothing.
         decays: to try.
         results: where runs are kept.
-        args: `rates` and `decays` narrow the search, `by` says what is best.
+        args: `rates`, `decays` and `k_etas` narrow the search, `by` says what is best.
         starts_there: the search begins at each cell's own rate.
     """
-    rows = [(name, decay) for name in cells for decay in decays if args.decays is None or decay in args.decays]
+    rows = [
+        (name, decay, k_eta)
+        for name, cell in cells.items()
+        for decay in decays
+        if args.decays is None or decay in args.decays
+        for k_eta in (args.k_etas if "k_eta" in ALGORITHM_SETTINGS.get(cell.method, ()) else (None,))
+    ]
     tried = {row: list(args.rates or ([cells[row[0]].rate] if starts_there else FIRST)) for row in rows}
     growing = dict(tried)
     while growing:
@@ -118,8 +133,8 @@ def tune(
     return best
 
 
-def _at(cells: dict[str, Cell], row: tuple[str, str], rate: float) -> Cell:
-    return replace(cells[row[0]], rate=rate, decay=row[1])
+def _at(cells: dict[str, Cell], row: Row, rate: float) -> Cell:
+    return replace(cells[row[0]], rate=rate, decay=row[1], k_eta=row[2])
 
 
 def _score(cell: Cell, results: Results, by: str) -> float:
@@ -127,9 +142,7 @@ def _score(cell: Cell, results: Results, by: str) -> float:
     return -1.0 if outcome is None or outcome.failure else SCORES[by](outcome)
 
 
-def _next_rates(
-    cells: dict[str, Cell], row: tuple[str, str], rates: Sequence[float], results: Results, by: str
-) -> list[float]:
+def _next_rates(cells: dict[str, Cell], row: Row, rates: Sequence[float], results: Results, by: str) -> list[float]:
     """Returns the neighbours on the ladder of the best rate so far that are still to be tried."""
     # Of rates that all diverge the lowest is the best.
     best = max(rates, key=lambda rate: (_score(_at(cells, row, rate), results, by), -rate))

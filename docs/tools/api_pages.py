@@ -28,6 +28,10 @@ API = {
         "edgefl.tasks.learners.torch_learner.TorchLearner",
         "edgefl.tasks.learners.torch_learner.module_shapes",
     ),
+    "Jobs": (
+        "edgefl.tasks.job.Job",
+        "edgefl.tasks.job.JobContext",
+    ),
     "Strategies": (
         "edgefl.strategies.round_strategy.RoundStrategy",
         "edgefl.core.types.Strategy",

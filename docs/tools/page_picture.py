@@ -44,6 +44,7 @@ VIEWS = {
     "compare": "compare/fedavg/fedbuff", "start": "start", "join": "join", "audit": "audit", "first-steps": "",
 }  # fmt: skip
 EMPTY_FLEET = frozenset({"first-steps"})
+LAST = ("now", "run")
 SIZES = {1400: 900, 360: 740}
 SCHEMES = ("light", "dark")
 NUM_DEVICES, NUM_ROUNDS, RUN_NAME = 6, 60, "digits on 6 devices"
@@ -190,18 +191,21 @@ def record_views(browser: Browser, fleet: LocalFleet, names: Any, run_id: str = 
     page.goto(f"https://127.0.0.1:{fleet.port}/")
     page.evaluate(SIGN_IN, str(fleet.make_client().token))
     answers: dict[str, str] = {}
-
-    def keep(response: Any) -> None:
-        path = response.url.partition(API)[2]
-        if path and path not in {"feed", "session"} and response.ok:
-            answers.setdefault(f"{response.request.method} {path}", response.text())
-
-    page.on("requestfinished", lambda request: keep(request.response()))
-    for name in sorted(names):
+    asked: list[Any] = []
+    page.on("request", lambda request: asked.append(request) if API in request.url else None)
+    # What goes on comes last, with the feed that it belongs to.
+    for name in sorted(names, key=lambda one: (one in LAST, one)):
         page.goto("about:blank")
         page.goto(f"https://127.0.0.1:{fleet.port}/#/{VIEWS[name].replace('RUN', run_id)}")
         page.wait_for_selector(".link.live")
-        page.wait_for_timeout(3000)
+        page.wait_for_function(SETTLED)
+        page.wait_for_timeout(700)  # the form asks half a second after its last change
+        page.wait_for_function(SETTLED)
+        for request in asked:
+            path = request.url.partition(API)[2]
+            if path not in {"feed", "session"} and request.response().ok:
+                answers[f"{request.method} {path}"] = request.response().text()
+        asked.clear()
     feed = page.evaluate(READ_SNAPSHOT)
     context.close()
     access = {**json.loads(answers["GET access"]), "csrf_token": "", "user": "ada", "role": "admin"}

@@ -19,7 +19,7 @@ from edgefl.cli.output import FullHelpGroup, format_option, make_broker_option, 
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
-from edgefl.engine.run_summary import format_accuracy, select_device_metrics
+from edgefl.engine.run_summary import RunResult, format_accuracy, select_device_metrics
 from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ FORMAT_VERSION = 1
     "--workers", type=click.IntRange(0, 256), help="Processes that train; 0 for this one [default: measured]."
 )
 @click.option(
+    "--reference", is_flag=True, help="Also train one device on all of the data, as a line to compare with."
+)
+@click.option(
     "--list-profiles", is_flag=True, help="Print the profiles that there are, and where their numbers are from."
 )
 @allow_module_option
@@ -92,6 +95,7 @@ def simulate(  # noqa: PLR0913 one per option
     seed: int | None,
     faults: Path | None,
     workers: int | None,
+    reference: bool,
     list_profiles: bool,
     fmt: str,
 ) -> None:
@@ -103,11 +107,14 @@ def simulate(  # noqa: PLR0913 one per option
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
     _use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+    from edgefl.simulation.simulated_run import make_reference  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
     config = _apply_options(load_run(file), seed, faults, workers)
     if shards and (devices is not None or data is not None or scheme is not None):
         raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
+    if reference and (shards or bookkeeping_only):
+        raise UsageError("--reference trains on a data set that is cut; it goes without --shards, --bookkeeping-only")
     with _silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
             config,
@@ -130,6 +137,20 @@ def simulate(  # noqa: PLR0913 one per option
             click.echo(words)
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
+    if reference:
+        with _silence_recorder(), RunProgressBar() as progress:
+            alone = run_simulation(
+                make_reference(config), profiles=profiles, data=data, root=root, on_change=progress.update
+            )
+        click.echo(_format_reference(result, alone), err=fmt != "table")
+
+
+def _format_reference(result: RunResult, alone: RunResult) -> str:
+    accuracy = alone.metrics.get("accuracy")
+    return (
+        f"reference, one device with all of the data: accuracy {'-' if accuracy is None else f'{accuracy:.4f}'}\n"
+        f"both: edgefl history plot accuracy --dir {alone.root} --run {result.run_id} --run {alone.run_id}"
+    )
 
 
 def _list_shards(paths: Sequence[Path]) -> list[Path]:
@@ -326,7 +347,9 @@ def data() -> None:
     "--scheme",
     default="iid",
     show_default=True,
-    help="natural, iid, by-class, sorted (contiguous equal parts of the rows by class), dirichlet:A, labels:K, "
+    help="natural, iid, contiguous (equal parts of the rows as they are), by-class, sorted (such parts of the rows "
+    "by class), disorder:F (sorted, but for the fraction F of the rows, which is dealt at random), dirichlet:A, "
+    "labels:K (K classes at random), classes:K (K in a row, the next device's K/2 further), "
     "shards:K (K such parts for each device, dealt at random), redundant:R (every subset of R devices shares a "
     "block) or duplicate:R (devices in groups of R with equal shards).",
 )

@@ -142,6 +142,7 @@ EXAMPLES = {
     "provision wheels": "provision wheels --board pi-trixie --out wheels",
     "quickstart": "quickstart --data digits --boards 3 --goal 0.95 --out run.toml",
     "run list": "run list",
+    "run result": "run result latest --out product.npy",
     "run resume": "run resume latest",
     "run schema": "run schema > run.schema.json",
     "run show": "run show latest",

@@ -14,6 +14,7 @@ from edgefl.cli.output import (
     JSON_VERSION,
     FullHelpGroup,
     echo,
+    format_bytes,
     format_option,
     format_value,
     print_json,
@@ -33,6 +34,7 @@ COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy",
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 WAITING_STATUSES = frozenset({"waiting", "queued", "paused"})
 POLL_S = 0.5
+RESULT_FILE_MODE = 0o644
 NUM_COMPLETED = 50
 LINE_INTERVAL_S = 60.0
 MAX_UNREACHABLE_S = 60.0
@@ -186,6 +188,26 @@ def resume(*, run: str, url: str | None) -> None:
 
 
 @command.command()
+@run_argument
+@click.option("--out", type=FILE_TYPE, help="A file for it [default: standard output].")
+@url_option
+def result(*, run: str, out: Path | None, url: str | None) -> None:
+    """Download the result of RUN (default: the newest), which is a job that has finished."""
+    from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
+
+    path = f"{make_path('runs', run)}/result"
+    if out is None:
+        make_client(url).download(path, click.get_binary_stream("stdout"))
+        return
+    try:
+        with open_atomic(out, mode=RESULT_FILE_MODE) as file:
+            make_client(url).download(path, file)
+    except OSError as error:
+        raise make_store_error(out, error) from None
+    echo(f"{out}: {format_bytes(out.stat().st_size)}")
+
+
+@command.command()
 def schema() -> None:
     """Print the JSON schema of run files, with which editors complete and check them."""
     from edgefl.engine.build import make_run_schema  # noqa: PLC0415 fast start
@@ -288,10 +310,18 @@ def _format_wait(run: Json) -> str:
 def _format_line(run: Json, goal: int | None) -> str:
     if words := _format_wait(run):
         return words
+    if "parts_done" in run:
+        parts = run["config"]["job"]["parts"]
+        of_text = "" if parts == "boards" else f" of {parts}"
+        return f"{run['name']} {run['status']}: {run['parts_done']}{of_text} parts done{_format_reason(run)}"
     accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
     goal_text = f" of {goal}" if goal else ""
+    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}{_format_reason(run)}"
+
+
+def _format_reason(run: Json) -> str:
     reason = _get_reason(run)
-    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}{reason and f'; {reason}'}"
+    return reason and f"; {reason}"
 
 
 def print_plan(plan: Json, fmt: str) -> None:

@@ -18,9 +18,11 @@ from typing import NamedTuple
 
 from edgefl.compression.entropy.zstd import ByteShuffle, Zstd
 from edgefl.compression.low_rank import PowerSgd
+from edgefl.compression.quantisation.alternating import Alternating
 from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
-from edgefl.compression.sparsification.atomo import Atomo, AtomoSvd
+from edgefl.compression.sparsification.atomo import Atomo, AtomoDct
+from edgefl.compression.sparsification.atomo_svd import AtomoAuto, AtomoSvd
 from edgefl.compression.sparsification.lss import Lss
 from edgefl.compression.sparsification.sparsifiers import Dense, RandK, SparseDelta, Threshold, TopK
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
@@ -60,13 +62,16 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
         "shuffle": (13, ByteShuffle),
         "atomo": (14, Atomo),
         "atomo-svd": (15, AtomoSvd),
+        "atomo-auto": (15, AtomoAuto),
         "powersgd": (16, PowerSgd),
         "natural": (17, NaturalCompression),
         "onebit": (18, OneBitSgd),
         "lss": (19, Lss),
+        "atomo-dct": (21, AtomoDct),
+        "alternating": (22, Alternating),
     }
 )
-"""Built-in stages: name, number on the wire, class."""
+"""Built-in stages: name, number on the wire, class. Names with one number write one form, read by the first."""
 LAYERS, LAYERS_ID = "layers", 20
 """The stage of `codec.py` that holds other codecs: only lines with patterns have it, so none is found by name."""
 AUTO = "auto"
@@ -267,9 +272,15 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
         "atomo-svd": StageDescription("RANK[:RULE]",
             "random singular vectors, the larger the likelier (ATOMO, Wang et al. 2018)",
             ("atomo-svd:3", "atomo-svd:16|qsgd:4")),
+        "atomo-auto": StageDescription("RANK[:RULE]",
+            "as atomo-svd, or as many bytes of entries where these vary less (ATOMO's indicator)",
+            ("atomo-auto:3",)),
+        "atomo-dct": StageDescription("COUNT or FRACTION",
+            "as atomo, on cosine coefficients of each tensor (ATOMO with Fourier atoms)",
+            ("atomo-dct:0.01",)),
         "powersgd": StageDescription(
             "RANK[:RULE]", "low rank by one warm power iteration; needs ef (Vogels et al. 2019)", ("ef|powersgd:2",)),
-        "lss": StageDescription("BITS[:FRACTION]",
+        "lss": StageDescription("BITS[:FRACTION][:hash][:keep][:raw]",
             "clusters of alike values, and means of buckets in each (LSS/CASQ, Fu et al. 2019)",
             ("lss:2", "lss:2|fp16")),
         "fp16": StageDescription("", "IEEE half precision", ("fp16", "fp16|zstd", "fp16|shuffle")),
@@ -282,6 +293,9 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
         "qsgd": StageDescription("BITS[:BUCKET]",
             "levels of the norm of a bucket, at random (QSGD, Alistarh et al. 2017)",
             ("qsgd:1", "qsgd:2", "qsgd:4", "qsgd:8")),
+        "alternating": StageDescription("BITS[:random][:tan]",
+            "levels times a scale, found by turns (TQN, LAQ and non-uniform levels of Parallel-SGD)",
+            ("alternating:4", "alternating:4:tan", "alternating:2:random")),
         "terngrad": StageDescription("[CLIP]", "-s, 0 or s, at random (TernGrad, Wen et al. 2017)",
             ("terngrad", "terngrad:inf")),
         "sign": StageDescription("", "the sign, times the mean magnitude (Karimireddy et al. 2019)", ("sign",)),

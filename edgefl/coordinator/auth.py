@@ -255,15 +255,21 @@ class RateLimiter:
 
 
 def require_device(
-    get_signer: Callable[[Request], str], *, record_rejection: RecordRejection = ignore_rejection
+    get_signer: Callable[[Request], str],
+    *,
+    record_rejection: RecordRejection = ignore_rejection,
+    checks_body: bool = True,
 ) -> AccessCheck:
     """Returns a FastAPI dependency that stores the signing device in the request's state; others get 401.
 
-    `get_signer` raises `NotAllowedError` for those others, and `record_rejection` is called for them.
+    `get_signer` raises `NotAllowedError` for those others, and `record_rejection` is called for them. Without
+    `checks_body` the route reads the body itself, and compares its hash with the signed one.
     """
 
     async def get_device(request: Request) -> str:
         device_id = await to_thread.run_sync(get_signer, request)
+        if not checks_body:
+            return device_id
         as_sent = getattr(request.state, "body_sha256", None) or hashlib.sha256(await request.body()).hexdigest()
         if request.headers.get(BODY_HASH_HEADER) != as_sent:
             raise NotAllowedError("its body is not the one that was signed")

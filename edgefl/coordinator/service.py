@@ -49,6 +49,7 @@ from edgefl.coordinator.runs.model_retention import remove_orphans
 from edgefl.coordinator.runs.planning import BuildRun, RunValidator
 from edgefl.coordinator.runs.scheduler import RunContext
 from edgefl.coordinator.runs.stalls import IdleRuns, check_room
+from edgefl.coordinator.split.service import SplitRuns
 from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import Command, CommandKind, Topic, validate_address
 from edgefl.storage.lineage import open_lineage
@@ -99,7 +100,7 @@ class Coordinator:
         self.liveness = LivenessMonitor()
         self._fatal: EdgeflError | None = None
         self._router = DeviceMessageRouter()
-        self._idle_runs = IdleRuns()
+        self._idle_runs, self._split_runs = IdleRuns(), SplitRuns()
         self._web: WebServer | None = None
         self._closers = contextlib.ExitStack()
 
@@ -159,8 +160,8 @@ class Coordinator:
         self._open_fleet()
         self._open_mqtt()
         self._clients = clients = self._make_clients()
-        self._router.open(clients)
         clients.run_scheduler.recover()
+        self._router.open(clients)
         self._open_web(listener, clients)
         self._start(clients)
         log.info("fleet %s at https://%s:%d", self._directory.fleet, self._options.host, self._options.port)
@@ -272,6 +273,7 @@ class Coordinator:
             metrics=self._monitoring.run_metrics,
             idle_runs=self._idle_runs,
             lineage=self._lineage,
+            split_runs=self._split_runs,
         )
         return DeviceClients.create(context, export=self._export, on_fatal=self._fail)
 
@@ -303,6 +305,8 @@ class Coordinator:
             operator=auth.require_operator,
             admin=auth.require_admin,
             device=require_device(self._members.get_signer, record_rejection=record_rejection),
+            signer=require_device(self._members.get_signer, record_rejection=record_rejection, checks_body=False),
+            split_runs=self._split_runs,
             auth=auth,
             record_rejection=record_rejection,
             directory=directory,

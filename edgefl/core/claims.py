@@ -170,9 +170,10 @@ class ClaimLimits:
         elif plan.seconds is not None:
             least, most = 0, _count_possible_iterations(plan.seconds, speeds)
         else:
-            most = plan.count_iterations(self._limit_passes(examples)) or 0
+            reductions = 1 if plan.collective is None else plan.collective.reductions
+            most = reductions * (plan.count_iterations(self._limit_passes(examples)) or 0)
             # Fewer than ordered would make a normalised update count for more; only a recall makes a device stop.
-            least = 0 if is_finishing_early else most
+            least = 0 if is_finishing_early or plan.collective is not None else most
         iterations = self._bound(device_id, "iterations", metrics.iterations, most, least)
         weight = self._bound(device_id, "weight", examples, self._get_weight_limit())
         paced_s = None if metrics.paced_s is None else min(metrics.paced_s, compute_s)

@@ -10,9 +10,10 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.settings import REST, from_mapping
+from edgefl.core.settings import REST, Faults, from_mapping
 from edgefl.core.types import Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
@@ -22,6 +23,8 @@ TimeoutPolicy = Literal["aggregate", "reassign", "none"]
 ResidualPolicy = Literal["periodic", "durable"]
 UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
 DivergenceAction = Literal["warn", "halve", "stop"]
+CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
+LabelsOn = Literal["coordinator", "device"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
@@ -29,6 +32,11 @@ DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
+JOB_STRATEGY = "job"
+"""What a run of a job has in place of a strategy's name."""
+JOB_RUN_SETTINGS = frozenset({"name", "seconds", "bytes", "max_state_bytes"})
+"""Settings of `[run]` that count in a job."""
+_TRAINING_DEVICE_SETTINGS = frozenset({"count", "fraction"})
 _HEADER = re.compile(r"\s*\[\s*([\w.-]+)\s*\]")
 _KEY = re.compile(r"""\s*([\w.-]+|"[^"\n]*"|'[^'\n]*')\s*=""")
 _SETTING = re.compile(r"(?<![\w.'\"/-])[A-Za-z_][\w-]*(?:\.[\w-]+)*(?=:| must| is missing| cannot)")
@@ -36,14 +44,15 @@ _SETTING = re.compile(r"(?<![\w.'\"/-])[A-Za-z_][\w-]*(?:\.[\w-]+)*(?=:| must| i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """`[run]`: what is trained, and when it ends: whichever of the five stop rules is reached first.
+    """`[run]`: what is trained, and when it ends: whichever of the six stop rules is reached first.
 
-    A run without a stop rule (`rounds`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
+    A run without a stop rule (`rounds`, `epochs`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
 
     Attributes:
         task: a built-in task such as `digits`, one of an installed package, or `module:Class` of an allowed module.
         name: shown in lists and on the page; None takes task and strategy.
         rounds: stop rule: closed rounds.
+        epochs: stop rule: passes over the data of all devices, each device's weighted by its examples.
         updates: stop rule: updates that went into a model.
         seconds: stop rule: seconds since the first assignment.
         bytes: stop rule: bytes that crossed the network in both directions.
@@ -69,6 +78,7 @@ class RunSection:
     task: str
     name: str | None = None
     rounds: int | None = field(default=None, metadata={"at_least": 1})
+    epochs: float | None = field(default=None, metadata={"above": 0})
     updates: int | None = field(default=None, metadata={"at_least": 1})
     seconds: float | None = field(default=None, metadata={"above": 0})
     bytes: int | None = field(default=None, metadata={"at_least": 1})
@@ -89,16 +99,24 @@ class RunSection:
     on_divergence: DivergenceAction = "warn"
 
     def __post_init__(self) -> None:
-        rules = (self.rounds, self.updates, self.seconds, self.bytes, self.accuracy)
+        rules = (self.rounds, self.epochs, self.updates, self.seconds, self.bytes, self.accuracy)
         if all(rule is None for rule in rules):
             object.__setattr__(self, "rounds", DEFAULT_ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySection:
-    """`[strategy]`: its name, and options that the strategy checks itself."""
+    """`[strategy]`: its name, and options that the strategy checks itself.
+
+    Attributes:
+        name: of the strategy.
+        preset: `paper` stands for the settings of the strategy's paper, also of the other tables; `atomo` and
+            `parallel-sgd` for those of these systems. The run file's own take precedence.
+        options: all other keys.
+    """
 
     name: str = "fedavg"
+    preset: PresetName | None = None
     options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
 
 
@@ -200,14 +218,43 @@ class ServerSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AggregationSection:
+    """`[aggregation]`: who adds up the updates of a round: the coordinator, or the devices among themselves.
+
+    Attributes:
+        collective: `coordinator`, or the all-reduce by which the devices of a round add up their updates over direct
+            connections; auto takes the one that is soonest for their number and the model's size.
+        reductions: trainings of each device in a round, with an all-reduce after each; the coordinator gets the model
+            after the last one.
+        hosts: path of a `hosts.json` with the devices' listening addresses; without it they report them.
+    """
+
+    collective: CollectiveName = "coordinator"
+    reductions: int = field(default=1, metadata={"at_least": 1, "at_most": 10_000})
+    hosts: str | None = None
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether the devices add up the updates among themselves."""
+        return self.collective != "coordinator"
+
+    def __post_init__(self) -> None:
+        if not self.is_collective and self.reductions != 1:
+            raise ConfigError(
+                f"aggregation.reductions must be 1 where the coordinator adds up updates, got {self.reductions}; "
+                "set aggregation.collective, or more run.rounds"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSection:
     """`[guard]`: which updates are refused or clipped. A NaN, an infinity or a wrong shape is always refused.
 
     Attributes:
         enabled: whether updates are compared with those of other devices, by the next two settings.
         norm_ratio: most ratio of an update's norm to the median of the other devices'; a longer one is clipped.
-        min_cosine: least mean cosine of a device's last updates with the direction of the others'; it is refused
-            below that.
+        min_cosine: least cosine of what a device's newest updates add up to with that of the others; below it a
+            device is clipped to their median, and refused where they agree.
         max_norm: most Euclidean norm of an update, which is refused above it; None for no bound.
         refusals_before_quarantine: a device that is refused so many times in a row is not asked again in this run.
         max_weight_ratio: most examples that a device weighs as, as a multiple of the median of the run's devices; 0
@@ -239,6 +286,24 @@ class ModelsSection:
     keep_every: int = field(default=0, metadata={"at_least": 0})
     auto_deploy: bool = False
     canary: int = field(default=0, metadata={"at_least": 0})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitSection:
+    """`[split]`: where the network is cut, if it is. The boards train the layers before, the coordinator those after.
+
+    Attributes:
+        after: name of the module of the task's torch network after which it is cut; None trains all of it on boards.
+        labels: who has the labels: the coordinator, to which they travel with the activations, or the device, which
+            gets the network's outputs and computes the loss.
+        up: codec of the activations.
+        down: codec of their gradients.
+    """
+
+    after: str | None = None
+    labels: LabelsOn = "coordinator"
+    up: str = "dense"
+    down: str = "dense"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +345,39 @@ class SimulationSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobSection:
+    """`[job]`: a computation in parts on boards, in place of a training; see `edgefl.Job`.
+
+    Such a run file has `[run]` without a task, of which `name`, `seconds`, `bytes` and `max_state_bytes` count, and
+    `[devices]` without `count` and `fraction`.
+
+    Attributes:
+        name: a job of an installed package, or `module:Class` of an allowed module; empty for a training.
+        parts: how many parts it has, which any board may do; `boards` for one on each board, about its own files.
+        deadline_s: a part that takes longer is ended, and tried again.
+        max_tries: the run fails when a part was tried so often, whatever the reasons.
+        max_failures: a board whose parts failed so many times in a row gets no more of them.
+        skip_missing_s: how long the run waits for a board that is away and has not done its own part (`boards`), or
+            gets no more of them, before it ends without that part; None waits for ever, and fails in the second case.
+        max_part_bytes: most bytes of the input of a part, and of its result.
+        max_result_bytes: most bytes of the combined result.
+        options: all other keys, of the job itself.
+    """
+
+    name: str = ""
+    parts: int | Literal["boards"] = field(default="boards", metadata={"at_least": 1, "at_most": 100_000})
+    deadline_s: float = field(default=600.0, metadata={"above": 0, "at_most": 604_800})
+    max_tries: int = field(default=10, metadata={"at_least": 1, "at_most": 1000})
+    max_failures: int = field(default=3, metadata={"at_least": 1, "at_most": 1000})
+    skip_missing_s: float | None = field(default=None, metadata={"at_least": 0})
+    max_part_bytes: int = field(default=16 * 1024**2, metadata={"at_least": 1, "at_most": 256 * 1024**2})
+    max_result_bytes: int = field(default=256 * 1024**2, metadata={"at_least": 1, "at_most": 4 * 1024**3})
+    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run file. `task` holds the options of the task that `run.task` names."""
+    """One run file. `task` holds the options of the task that `run.task` names, which is the job's name in a job."""
 
     run: RunSection
     task: Mapping[str, Scalar] = field(default_factory=dict)
@@ -289,8 +385,11 @@ class RunConfig:
     compression: CompressionSection = field(default_factory=CompressionSection)
     devices: DevicesSection = field(default_factory=DevicesSection)
     server: ServerSection = field(default_factory=ServerSection)
+    aggregation: AggregationSection = field(default_factory=AggregationSection)
     guard: GuardSection = field(default_factory=GuardSection)
     models: ModelsSection = field(default_factory=ModelsSection)
+    job: JobSection = field(default_factory=JobSection)
+    split: SplitSection = field(default_factory=SplitSection)
     simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
@@ -308,10 +407,20 @@ class RunConfig:
             "compression": asdict(self.compression),
             "devices": {**asdict(self.devices), "groups": [*self.devices.groups], "names": [*self.devices.names]},
             "server": asdict(self.server),
+            "aggregation": asdict(self.aggregation),
             "guard": asdict(self.guard),
             "models": asdict(self.models),
+            "job": {**asdict(replace(self.job, options={})), **self.job.options},
+            "split": asdict(self.split),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
+        sections["job"].pop("options")
+        if self.job.name:
+            run = {key: item for key, item in sections["run"].items() if key in JOB_RUN_SETTINGS}
+            devices = {key: item for key, item in sections["devices"].items() if key not in _TRAINING_DEVICE_SETTINGS}
+            sections = {"run": run, "job": sections["job"], "devices": devices}
+        else:
+            del sections["job"]
         return {
             name: {key: item for key, item in table.items() if item is not None} for name, table in sections.items()
         }
@@ -489,6 +598,7 @@ def load_run(path: str | Path) -> RunConfig:
         config,
         run=replace(config.run, init=_resolve_path(folder, config.run.init)),
         strategy=replace(config.strategy, options=_resolve_file_options(folder, config.strategy.options)),
+        aggregation=replace(config.aggregation, hosts=_resolve_path(folder, config.aggregation.hosts)),
         simulation=replace(
             simulation,
             profile_file=_resolve_path(folder, simulation.profile_file),
@@ -547,7 +657,33 @@ def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; the text names the key.
     """
-    return from_mapping(RunConfig, mapping, path="")
+    return from_mapping(RunConfig, _expand_job(expand_preset(mapping)), path="")
+
+
+def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the tables of a run file with a job as those of a run whose task is the job.
+
+    Raises:
+        ConfigError: it has what means nothing for a job.
+    """
+    job = tables.get("job") if isinstance(tables, Mapping) else None
+    if not isinstance(job, Mapping):
+        return tables
+    if not isinstance(job.get("name"), str) or not job["name"]:
+        raise ConfigError(f"job.name must be a job's name, such as my_jobs:WordCount, got {job.get('name')!r:.60}")
+    faults, run, devices = Faults(), tables.get("run", {}), tables.get("devices", {})
+    known = {item.name for item in fields(RunConfig)}
+    for name in tables:
+        if name in known - {"run", "job", "devices"}:
+            faults.messages.append(f"{name} means nothing beside job, which trains nothing; leave it out")
+    unused = [f"run.{key}" for key in run if key not in JOB_RUN_SETTINGS] if isinstance(run, Mapping) else []
+    if isinstance(devices, Mapping):
+        unused += [f"devices.{key}" for key in devices if key in _TRAINING_DEVICE_SETTINGS]
+    faults.messages += [f"{name} means nothing for a job; leave it out" for name in unused]
+    faults.check()
+    if not isinstance(run, Mapping):
+        return tables
+    return {**tables, "run": {**run, "task": job["name"]}, "strategy": {"name": JOB_STRATEGY}}
 
 
 def parse_run_text(text: str) -> RunConfig:
@@ -560,10 +696,10 @@ def parse_run_text(text: str) -> RunConfig:
         config = parse_run(parse_toml(text))
     except ValueError as error:
         raise ConfigError(f"the run file is not TOML: {error}") from None
-    path_settings = {"run.init": config.run.init}
+    path_settings = {"run.init": config.run.init, "aggregation.hosts": config.aggregation.hosts}
     path_settings |= {f"strategy.{name}": str(value) for name, value in config.strategy.options.items()}
     for key, path in path_settings.items():
-        is_file = path is not None and (key == "run.init" or path.endswith(".json"))
+        is_file = path is not None and (not key.startswith("strategy.") or path.endswith(".json"))
         if path is not None and is_file and not Path(path).is_absolute():
             raise ConfigError(f"{key} must be an absolute path on the coordinator's machine here, got {path!r}")
     return config

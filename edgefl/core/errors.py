@@ -17,7 +17,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── NetworkError             20  a peer cannot be reached or answers nonsense
 │   ├── PortInUseError       21  the address is taken
 │   ├── BrokerError          22  no usable MQTT broker
-│   └── TooManyTriesError    23  refused for a while, after too many wrong tries
+│   ├── TooManyTriesError    23  refused for a while, after too many wrong tries
+│   └── SplitSessionError    24  the coordinator has lost its part of an assignment of a split network
 ├── JoinError                30  the coordinator refused the join
 │   ├── TokenInvalidError    31  no such token
 │   ├── TokenExpiredError    32  the token's lifetime is over
@@ -127,6 +128,12 @@ class TooManyTriesError(NetworkError):
     exit_code = 23
 
 
+class SplitSessionError(NetworkError):
+    """Lost training of the rest of a split network; the assignment begins again."""
+
+    exit_code = 24
+
+
 class JoinError(EdgeflError):
     exit_code = 30
 
@@ -192,7 +199,7 @@ EXTRAS = {
     "prometheus_client": "coordinator", "segno": "coordinator", "sqlalchemy": "coordinator",
     "starlette": "coordinator", "textual": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
-    "torch": "train",
+    "torch": "train", "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

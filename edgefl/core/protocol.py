@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 from edgefl import DISTRIBUTION
 from edgefl.core.errors import EdgeflError, NetworkError, TokenInvalidError, UsageError, VersionError
 from edgefl.core.safe_parsing import SHA256, check_nesting, parse_json, parse_message
+from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json, ModelSpec
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ MAX_FACTS_DEPTH = 8
 INLINE_BODY_BYTES = 256 * 1024
 """Bodies up to this size travel inside the message (two requests a round), larger ones as chunks."""
 CHUNK_BYTES = 8 * 1024 * 1024
+JOB_LIMITS, JOB_LOG = "job", "log"
+"""Keys of a job: of instructions, with `num_parts`, `max_part_bytes`, `deadline_s`; of replies, a list of lines."""
+MAX_JOB_LOG_LINES, MAX_JOB_LOG_CHARS = 100, 300
+"""Of one part."""
+JOB_LOG = "log"
 REPLY_SALT_BYTES = 16
 """Unique bytes at the start of every chunk of a reply: equal chunks would be one object."""
 MAX_BODY_BYTES = 512 * 1024 * 1024
@@ -47,7 +53,17 @@ MAX_PEER_BYTES = 16 * 1024 * 1024 - 1024
 MAX_MODEL_BYTES = 512 * 1024 * 1024
 """Maximum size of a model file that a device fetches to deploy it."""
 BUNDLES_PATH = "/edgefl/v1/bundles"
-"""Upload path of releases and task packs: the only path with a large request body."""
+"""Upload path of releases and task packs."""
+SPLIT_PATH = "/edgefl/v1/split"
+"""Path of the batches of a network that is cut."""
+MAX_SPLIT_BYTES = 64 * 1024 * 1024
+"""Maximum size of a batch of such a network, either way."""
+IGNORES_REPLY_KEY = "ignores_reply"
+"""Of an instruction: a finished answer to it on the device is worth nothing; it trains anew."""
+SPLIT_LABEL_BYTES = 4
+"""A label before a batch's activations: int32, little-endian."""
+SPLIT_LOSS_BYTES = 8
+"""The loss before the gradient of a batch's activations: float64, little-endian."""
 MAX_RETAINED_PEER_BYTES = 64 * 1024 * 1024
 """Maximum of retained messages of a device over all its receivers, in bytes."""
 
@@ -202,6 +218,10 @@ def load_json(payload: bytes) -> Json:
     if not isinstance(value, dict) or value.get("v") != PROTOCOL_VERSION:
         raise NetworkError(f"message is not an edgefl v{PROTOCOL_VERSION} object")
     return value
+
+
+NEXT_MODEL_HASH_KEY = "next_model_sha256"
+"""Key of a reply: SHA-256 of the whole model that a member of a collective holds after its round, as `dense`."""
 
 
 def check_facts(facts: Json, shards: Json) -> None:
@@ -530,6 +550,13 @@ def model_fingerprint(shapes: ModelSpec) -> str:
     """Returns a hash of the names, shapes, types and kinds of all tensors of a model."""
     layout = [[spec.name, list(spec.shape), spec.dtype, str(spec.kind), spec.shared] for spec in shapes]
     return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
+
+
+def parse_job_log(lines: object) -> list[str]:
+    """Returns the log of a part of a job, bounded and safe to show whatever was sent."""
+    if not isinstance(lines, list):
+        return []
+    return [escape_text(str(line)[:MAX_JOB_LOG_CHARS])[:MAX_JOB_LOG_CHARS] for line in lines[:MAX_JOB_LOG_LINES]]
 
 
 def error_code(error: EdgeflError) -> str:

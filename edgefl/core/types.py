@@ -34,6 +34,11 @@ NOT_FINITE = "the update holds a NaN or an infinity"
 ZERO_CONTROL_VARIATE = "blank_variate"
 """Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
 
+NUM_REDUCTIONS = "reductions"
+"""Key in the `extra` of an update of a collective: the all-reduces that its displacement is the result of."""
+PEER_BYTES = "peer_bytes_up"
+"""Key in the `extra` of an update of a collective: bytes that the device sent to other members."""
+
 S = TypeVar("S")
 
 
@@ -224,6 +229,7 @@ class GossipConfig:
         limit: local iterations of the run after which such a device pauses.
         reports: whether the update holds the node's model.
         num_rogues: neighbours whose messages may be anything, for methods with a bound on them.
+        step_size, k_eta: of an edge in the ISVR methods; see `peer_algorithms.isvr`.
     """
 
     method: str
@@ -239,6 +245,8 @@ class GossipConfig:
     limit: int = 0
     reports: bool = False
     num_rogues: int = 0
+    step_size: str = "edge"
+    k_eta: float | None = None
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -246,6 +254,40 @@ class GossipConfig:
         values = _known(cls, value)
         edges = tuple(PeerLinkConfig(**_known(PeerLinkConfig, edge)) for edge in values.get("edges", ()))
         return cls(**{**values, "edges": edges, "fires": tuple(values.get("fires", ()))})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveConfig:
+    """A device's part in the all-reduces of a round; see `edgefl.strategies.peer_algorithms.collectives`.
+
+    In each the device trains from the model of the one before, and all members move by the mean of their updates.
+
+    Attributes:
+        collective: `ring`, `butterfly` or `binary-blocks`.
+        members: devices, in the order in which their updates are added.
+        group: id of these members' work, unique in the run.
+        weighting: of an update in the mean: by `examples`, or `uniform`.
+        reductions: number of all-reduces.
+        uploader: member that sends the coordinator the displacement by all of them; the others send its hash.
+        addresses: HOST:PORT at which each member listens, in the same order; empty in a simulation.
+        resend: assignment whose displacement is to be sent, in place of any work; empty for none.
+    """
+
+    collective: str
+    members: tuple[str, ...]
+    group: str
+    weighting: str = "examples"
+    reductions: int = 1
+    uploader: str = ""
+    addresses: tuple[str, ...] = ()
+    resend: str = ""
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Returns the config from JSON values, as `dataclasses.asdict` gives them; unknown fields are ignored."""
+        values = _known(cls, value)
+        names = {name: tuple(map(str, values.get(name, ()))) for name in ("members", "addresses")}
+        return cls(**{**values, **names})
 
 
 def _known(cls: type[Any], value: object) -> dict[str, Any]:
@@ -263,7 +305,8 @@ class TrainConfig:
     (`Algorithm`) or a local step that is installed on the board; `options` are its own settings, such as `mu` of
     `prox`. With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device
     is a node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
-    may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model.
+    may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model. With `collective` the
+    budget is that of each of its all-reduces.
     """
 
     algorithm: str = Algorithm.SGD
@@ -279,6 +322,7 @@ class TrainConfig:
     report_progress: bool = False
     messages: tuple[PeerMessage, ...] = ()
     node: GossipConfig | None = None
+    collective: CollectiveConfig | None = None
 
     def count_iterations(self, num_examples: int) -> int | None:
         """Returns the iterations on so many examples unless finished early; None where seconds decide."""
@@ -308,8 +352,15 @@ class TrainConfig:
     def from_json(cls, value: Mapping[str, Any], messages: tuple[PeerMessage, ...] = ()) -> Self:
         """Returns the config from JSON values, which have no messages; unknown fields are ignored."""
         values = _known(cls, value)
-        node = values.get("node")
-        return cls(**{**values, "messages": messages, "node": node and GossipConfig.from_json(node)})
+        node, collective = values.get("node"), values.get("collective")
+        return cls(
+            **{
+                **values,
+                "messages": messages,
+                "node": node and GossipConfig.from_json(node),
+                "collective": collective and CollectiveConfig.from_json(collective),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -689,8 +740,11 @@ class ParticipationPolicy(Protocol):
     def rejection_reason(self, update: Update) -> str | None:
         """Returns why an update is rejected, or None; a rejection counts against its device."""
 
+    def is_strike(self, failure: InstructionFailed) -> bool:
+        """Returns whether a failure counts against its device."""
+
     def record_rejection(self, device_id: str) -> None:
-        """Counts a rejection found in the journal, where the update itself is gone."""
+        """Counts a failure, or a rejection found in the journal, where the update itself is gone."""
 
     def observe(self, event: Event, accuracy: float | None) -> None:
         """Records an event; `accuracy` is that of a version whose evaluation the event completed."""

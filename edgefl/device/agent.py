@@ -364,6 +364,7 @@ class Agent:
             health_sampler=HealthSampler(),
             thermal_pacer=create_thermal_pacer(lambda: state.settings.max_temperature_c),
             on_alive=self.liveness.record_progress,
+            get_source=self._get_download_source,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

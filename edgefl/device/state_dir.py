@@ -99,7 +99,9 @@ class DeviceStateDir:
 
     @classmethod
     def load(cls, root: Path | None = None) -> DeviceStateDir:
-        """Returns the enrolled state in `root` (default: `get_default_state_dir()`).
+        """Returns the enrolled state in `root` (default: `get_default_state_dir()`), which is made absolute.
+
+        A confined training process has a working directory of its own.
 
         Raises:
             NotJoinedError: there is none.
@@ -115,7 +117,7 @@ class DeviceStateDir:
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
-        return cls(root, _parse_settings(path, value))
+        return cls(root.absolute(), _parse_settings(path, value))
 
     @property
     def device_id(self) -> str:

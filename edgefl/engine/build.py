@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import compute_expected_bytes
@@ -15,11 +17,13 @@ from edgefl.compression.codec_selection import CodecSelector, make_codec_selecto
 from edgefl.compression.delta import encode_delta, parse_downlink_codec
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
-from edgefl.core.config import RunConfig, StrategySection
-from edgefl.core.errors import CodecError, ConfigError, EdgeflError
-from edgefl.core.protocol import INSTRUCTION_VERSION, model_fingerprint
+from edgefl.compression.split_bodies import BatchCodec
+from edgefl.core.config import RunConfig, SplitSection, StrategySection
+from edgefl.core.errors import CodecError, ConfigError, EdgeflError, TaskError
+from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options, make_schema
 from edgefl.core.types import (
+    Algorithm,
     Array,
     Indices,
     Json,
@@ -32,11 +36,12 @@ from edgefl.core.types import (
     TrainConfig,
     derive_rng,
 )
+from edgefl.engine.collective_checks import check_collective, check_weighted_mean
 from edgefl.engine.divergence import DivergenceRule, make_advice
-from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.engine.progress import EpochSize, RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
-from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy
+from edgefl.strategies.job_strategy import RESULT, JobStrategy
 from edgefl.strategies.participation import DeviceSelection, EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import (
     BUILT_IN_STRATEGIES,
@@ -46,17 +51,37 @@ from edgefl.strategies.registry import (
     make_strategy,
 )
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.synchronous.collective_rounds import make_rules
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
 from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,
-    MIN_OPPOSITION,
-    MIN_STALE_OPPOSITION,
     UpdateGuard,
 )
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
-from edgefl.tasks.registry import is_torch_task, list_task_names, list_task_options, make_task
+from edgefl.tasks.job import CheckedJob, Job, make_job
+from edgefl.tasks.local_algorithms.rest_training import check_split_algorithm
+from edgefl.tasks.network_cut import NetworkCut, describe_cut
+from edgefl.tasks.registry import BUILT_IN, is_torch_task, list_task_names, list_task_options, make_task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitModel:
+    """A network that is cut: boards train the tensors of `front`, the coordinator beside each board those of `rest`.
+
+    Attributes:
+        section: of the run file.
+        cut: where.
+        front, rest: tensors of both sides.
+        encode_front: (model, version) -> the body of the front for the boards.
+    """
+
+    section: SplitSection
+    cut: NetworkCut
+    front: ModelSpec
+    rest: ModelSpec
+    encode_front: Callable[[Tensors, int], bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +99,12 @@ class RunComponents:
         encode_changes: (model, changed entries, version) -> a body for devices that hold an older model, None where
             the whole one is hardly larger; None itself where the run file asks for whole models.
         decode: body of an update -> displacement.
+        encode_input: part -> its input, in a job; None in a training.
         divergence: what follows when the loss diverges, oscillates or stands still.
         needs_torch: devices without torch can neither train nor evaluate the task.
         usual_epochs: of a round of `fedavg` on this task.
+        is_built_in: devices train it in the agent itself, not confined.
+        split: where the network is cut; None where the boards train all of it.
     """
 
     config: RunConfig
@@ -93,8 +121,11 @@ class RunComponents:
     encode_changes: Callable[[Tensors, Indices, int], bytes | None] | None
     decode: Callable[[bytes], Tensors]
     divergence: DivergenceRule
+    encode_input: Callable[[int], bytes] | None = None
     needs_torch: bool = False
     usual_epochs: float = 1.0
+    is_built_in: bool = True
+    split: SplitModel | None = None
 
 
 def build_run(config: RunConfig, run_id: str) -> RunComponents:
@@ -103,13 +134,21 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     Raises:
         EdgeflError: the run file names something missing or unusable; nothing was started.
     """
+    if config.job.name:
+        return _build_job(config, run_id)
     task = make_run_task(config)
+    if isinstance(task, Job):
+        raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")
     shapes = tuple(spec for spec in task.shapes() if spec.shared)
     with _naming("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
+        # Members of a collective have the next model already: what changed since is nothing.
+        sends_changes |= config.aggregation.is_collective
         down = make_codec(whole_spec, shapes)
+    split = None if config.split.after is None else _make_split_model(config, task)
+    trained = shapes if split is None else split.front
     with _naming("compression.up"):
-        up, codecs = _make_uplink_codec(config, shapes)
+        up, codecs = _make_uplink_codec(config, trained)
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
@@ -118,36 +157,30 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     def encode_changes(model: Tensors, changed: Indices, version: int) -> bytes | None:
         return encode_delta(model, changed, shapes, whole_spec, derive_rng(seed, version, "downlink"))
 
+    if config.aggregation.is_collective:
+        check_collective(config)
     strategy = _make_strategy(task, config, _make_round_rules(config, shapes, up))
+    if config.aggregation.is_collective:
+        check_weighted_mean(strategy, config)
     if strategy.has_nodes:
         _check_decentralised(config, task.shapes())
+    if split is not None:
+        _check_split_strategy(config, strategy, codecs)
     return RunComponents(
         config=config,
         model=_load_initial_model(task, shapes, config),
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
         policy=_make_policy(config, shapes, codecs, strategy),
-        goal=StoppingCriteria(
-            rounds=config.run.rounds,
-            updates=config.run.updates,
-            seconds=config.run.seconds,
-            bytes=config.run.bytes,
-            accuracy=config.run.accuracy,
-            accuracy_window=config.run.accuracy_window,
-            trust_single_evaluation=config.run.trust_single_evaluation,
+        goal=_make_goal(strategy, config),
+        evaluate=EvaluationSchedule(
+            every=config.run.evaluate_every,
+            evaluate_on=config.run.evaluate_on,
+            # No board has room for the whole network, or it would not be cut.
+            can_use_trainers=split is None,
         ),
-        evaluate=EvaluationSchedule(every=config.run.evaluate_every, evaluate_on=config.run.evaluate_on),
-        header={
-            "v": INSTRUCTION_VERSION,
-            "run": run_id,
-            "task": config.run.task,
-            "options": dict(config.task),
-            "seed": seed,
-            "test_fraction": config.run.local_test_fraction,
-            "residuals": config.compression.residuals,
-            **({"root_examples": strategy.root_examples} if strategy.root_examples else {}),
-        },
-        layout=model_fingerprint(task.shapes()),
+        header=_make_header(config, run_id, strategy, split),
+        layout=model_fingerprint(task.shapes() if split is None else trained),
         shapes=shapes,
         encode=encode,
         encode_changes=encode_changes if sends_changes else None,
@@ -155,6 +188,108 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         divergence=_make_divergence_rule(task, config, strategy),
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
+        split=split,
+        is_built_in=config.run.task in BUILT_IN and getattr(_get_plan(strategy), "algorithm", "sgd") in {*Algorithm},
+    )
+
+
+def _make_goal(strategy: Strategy[Any], config: RunConfig) -> StoppingCriteria:
+    return StoppingCriteria(
+        rounds=config.run.rounds,
+        epochs=config.run.epochs,
+        epoch=EpochSize(
+            task=config.run.task,
+            batch_size=_get_batch_size(strategy, config),
+            test_fraction=config.run.local_test_fraction,
+        ),
+        updates=config.run.updates,
+        seconds=config.run.seconds,
+        bytes=config.run.bytes,
+        accuracy=config.run.accuracy,
+        accuracy_window=config.run.accuracy_window,
+        trust_single_evaluation=config.run.trust_single_evaluation,
+    )
+
+
+def _make_header(config: RunConfig, run_id: str, strategy: Strategy[Any], split: SplitModel | None) -> Json:
+    return {
+        "v": INSTRUCTION_VERSION,
+        "run": run_id,
+        "task": config.run.task,
+        "options": dict(config.task),
+        "seed": config.run.seed,
+        "test_fraction": config.run.local_test_fraction,
+        "residuals": config.compression.residuals,
+        **({"root_examples": strategy.root_examples} if strategy.root_examples else {}),
+        **({"split": {**asdict(split.section), "num_outputs": split.cut.num_outputs}} if split is not None else {}),
+    }
+
+
+def _build_job(config: RunConfig, run_id: str) -> RunComponents:
+    """Returns the objects of a job's run: it has no model, and its updates are the results of parts."""
+    section, devices = config.job, config.devices
+    job = make_job(section.name, section.options)
+    num_parts = None if section.parts == "boards" else section.parts
+    if (num_parts or 0) * section.max_part_bytes > config.run.max_state_bytes:
+        raise ConfigError(
+            f"job.parts: {num_parts} parts of job.max_part_bytes = {section.max_part_bytes} are more than "
+            f"run.max_state_bytes = {config.run.max_state_bytes}; lower the first or raise the second"
+        )
+    checked_job = CheckedJob(
+        section.name,
+        job,
+        num_parts=num_parts or 0,
+        max_part_bytes=section.max_part_bytes,
+        max_result_bytes=section.max_result_bytes,
+    )
+
+    def decode(body: bytes) -> Tensors:
+        if len(body) > section.max_part_bytes:
+            raise CodecError(f"a result of {len(body)} bytes, at most {section.max_part_bytes} are taken")
+        return {RESULT: np.frombuffer(body, np.uint8)}
+
+    return RunComponents(
+        config=config,
+        model={},
+        strategy=JobStrategy(
+            combine=checked_job.combine,
+            num_parts=num_parts,
+            names=devices.names,
+            min_devices=devices.min,
+            deadline_s=section.deadline_s,
+            max_tries=section.max_tries,
+            skip_missing_s=section.skip_missing_s,
+            max_part_bytes=section.max_part_bytes,
+        ),
+        rounds=RoundCounter(versions_per_round=1),
+        policy=RunParticipationPolicy(
+            selection=_make_selection(config),
+            guard=UpdateGuard(refusals_before_quarantine=section.max_failures),
+            counts_failures=True,
+        ),
+        goal=StoppingCriteria(rounds=1, seconds=config.run.seconds, bytes=config.run.bytes),
+        evaluate=EvaluationSchedule(evaluate_on="none"),
+        header={
+            "v": INSTRUCTION_VERSION,
+            "run": run_id,
+            "task": section.name,
+            "options": dict(section.options),
+            "seed": config.run.seed,
+            "test_fraction": 0.0,
+            JOB_LIMITS: {
+                "num_parts": num_parts or 0,
+                "max_part_bytes": section.max_part_bytes,
+                "deadline_s": section.deadline_s,
+            },
+        },
+        layout=model_fingerprint(job.shapes()),
+        shapes=(),
+        encode=lambda _model, _version: b"",
+        encode_changes=None,
+        decode=decode,
+        divergence=DivergenceRule(),
+        needs_torch=is_torch_task(job),
+        encode_input=checked_job.make_input,
     )
 
 
@@ -206,7 +341,7 @@ def _make_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strategy
 def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]) -> DivergenceRule:
     """Returns the rule of the run file, with advice that fits its strategy and task."""
     inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
-    plan, name = getattr(inner, "plan", None), "learning_rate"
+    plan, name = _get_plan(strategy), "learning_rate"
     rate = plan.learning_rate if isinstance(plan, TrainConfig) else None
     usual = _list_recommended(task, config.strategy.name).get("learning_rate", TrainConfig().learning_rate)
     if isinstance(inner, SignSGD):
@@ -217,6 +352,11 @@ def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]
         untrained_loss=math.log(len(labels)) if len(labels) > 1 else None,
         **make_advice(name, rate, float(usual), getattr(inner, "step_scale", None)),
     )
+
+
+def _get_plan(strategy: Strategy[Any]) -> Any:
+    """Returns the plan of a strategy, None where it has none."""
+    return getattr(strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy, "plan", None)
 
 
 def _list_recommended(task: Task, name: str) -> dict[str, Any]:
@@ -230,6 +370,16 @@ def _list_recommended(task: Task, name: str) -> dict[str, Any]:
 def _select_known(recommended: Mapping[str, Scalar], settings: Mapping[str, Any]) -> dict[str, Scalar]:
     """Returns those of a task's recommended settings that the strategy has."""
     return {name: value for name, value in recommended.items() if name in settings}
+
+
+def _get_batch_size(strategy: Strategy[Any], config: RunConfig) -> int:
+    """Returns the examples of a local iteration, of which run.epochs is counted."""
+    inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+    plan = getattr(inner, "plan", None)
+    if isinstance(plan, TrainConfig):
+        return plan.batch_size
+    batch_size = config.strategy.options.get("batch_size")
+    return batch_size if isinstance(batch_size, int) and batch_size >= 1 else TrainConfig().batch_size
 
 
 def _get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | None:
@@ -274,6 +424,7 @@ def _make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> Round
         codec=codec,
         task=config.run.task,
         test_fraction=config.run.local_test_fraction,
+        collective=make_rules(config.aggregation),
         server=ServerOptimizer(
             kind=server.optimizer,
             learning_rate=server.learning_rate,
@@ -316,35 +467,99 @@ def _check_decentralised(config: RunConfig, shapes: ModelSpec) -> None:
     )
 
 
+def _make_split_model(config: RunConfig, task: Task) -> SplitModel:
+    """Returns both sides of the cut.
+
+    Raises:
+        EdgeflError: the network cannot be cut there, or a setting does not go with it.
+    """
+    section, shapes, seed = config.split, task.shapes(), config.run.seed
+    assert section.after is not None
+    if local_tensors := [spec.name for spec in shapes if not spec.shared]:
+        raise ConfigError(
+            f"split.after: task {config.run.task} has tensors that stay on the board ({local_tensors[0]}), which a "
+            "split network cannot have"
+        )
+    if config.compression.down != "dense":
+        raise ConfigError(
+            f"compression.down must be 'dense' with split.after, which sends the first layers alone, "
+            f"got {config.compression.down!r}"
+        )
+    cut = describe_cut(config.run.task, config.task, section.after)
+    for name, spec in (("split.up", section.up), ("split.down", section.down)):
+        with _naming(name):
+            BatchCodec(spec, cut.activation_shape)
+    front = cut.select_front(shapes)
+    codec = make_codec("dense", front)
+
+    def encode_front(model: Tensors, version: int) -> bytes:
+        return codec.encode({spec.name: model[spec.name] for spec in front}, derive_rng(seed, version, "downlink"))
+
+    return SplitModel(section=section, cut=cut, front=front, rest=cut.select_rest(shapes), encode_front=encode_front)
+
+
+def _check_split_strategy(config: RunConfig, strategy: Strategy[Any], codecs: CodecSelector | None) -> None:
+    """Checks that a strategy suits a network that is cut.
+
+    Raises:
+        ConfigError: a setting does not.
+    """
+    inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+    if not isinstance(inner, SynchronousStrategy) or isinstance(inner, Scaffold) or strategy.root_examples:
+        raise ConfigError(
+            "split.after needs a strategy in rounds that averages models alone, such as fedavg, got strategy.name = "
+            f"{config.strategy.name!r}"
+        )
+    check_split_algorithm(inner.plan)
+    if inner.double_buffering:
+        raise ConfigError("strategy.double_buffering must be false with split.after: a round has one model, got true")
+    if config.aggregation.is_collective:
+        raise ConfigError(
+            "aggregation.collective must be 'coordinator' with split.after: it has a part of each update, "
+            f"got {config.aggregation.collective!r}"
+        )
+    if codecs is not None:
+        raise ConfigError("compression.up = 'auto' is for whole networks; with split.after give one codec")
+    if config.run.evaluate_on == "devices":
+        raise ConfigError(
+            "run.evaluate_on must be auto, coordinator, evaluator or none with split.after: a board has the first "
+            "layers alone, got 'devices'"
+        )
+
+
 def _make_policy(
     config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, strategy: Strategy[Any]
 ) -> RunParticipationPolicy:
-    devices, guard = config.devices, config.guard
+    guard = config.guard
     inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
     has_rounds = isinstance(inner, SynchronousStrategy)
-    is_buffered = isinstance(inner, AsynchronousStrategy) and inner.versions_per_round == 1
     # In rounds the first one is judged when it is complete, otherwise as soon as there are enough to judge by.
     hold_updates = config.run.min_updates if has_rounds else MIN_DIRECTION_PEERS + 1
     return RunParticipationPolicy(
-        selection=DeviceSelection(
-            min_memory_bytes=devices.min_memory_bytes,
-            needs_accelerator=devices.accelerator,
-            max_temperature_c=devices.max_temperature_c,
-            min_battery=devices.min_battery,
-            unhealthy_policy=devices.unhealthy_policy,
-        ),
+        selection=_make_selection(config),
         guard=UpdateGuard(
             has_full_models=strategy.has_nodes,
+            has_collective=config.aggregation.is_collective,
             shapes=shapes,
             max_norm=guard.max_norm,
             norm_ratio=guard.norm_ratio if guard.enabled else None,
             min_cosine=guard.min_cosine if guard.enabled else None,
-            min_opposition=MIN_OPPOSITION if has_rounds or is_buffered else MIN_STALE_OPPOSITION,
             compares_responses=not isinstance(inner, Scaffold),  # its updates follow from the variates as well
             refusals_before_quarantine=guard.refusals_before_quarantine,
             hold_updates=hold_updates,
         ),
         codec_policy=codec_policy,
+    )
+
+
+def _make_selection(config: RunConfig) -> DeviceSelection:
+    devices = config.devices
+    return DeviceSelection(
+        min_memory_bytes=devices.min_memory_bytes,
+        needs_accelerator=devices.accelerator,
+        max_temperature_c=devices.max_temperature_c,
+        min_battery=devices.min_battery,
+        unhealthy_policy=devices.unhealthy_policy,
     )
 
 
@@ -393,4 +608,8 @@ def make_run_schema() -> Json:
         }
         for name in list_task_names()
     ]
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["job"]}]
+    schema["properties"]["run"].pop("required")
+    schema["anyOf"][0]["properties"] = {"run": {"required": ["task"]}}
+    schema["properties"]["job"]["required"] = ["name"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "edgefl run file", **schema}

@@ -36,8 +36,11 @@ SWING_SHARE, NUM_SWINGS = 0.3, 5
 """It oscillates when so many of the last differences change sign and are so much of an untrained model's loss."""
 STALL_SHARE, STALL_GAIN, STALL_ITERATIONS = 0.95, 0.01, 500
 """It stands still when it is above that share of an untrained model's loss, and has not fallen by that part in
-`WINDOW` rounds with so many local iterations; after a halved learning rate `NUM_ABOVE` are enough."""
+`WINDOW` rounds with so many local iterations."""
 STALLED = "stands still"
+RECOVERY_ITERATIONS = 100
+"""After a halved learning rate it does not recover when `NUM_ABOVE` rounds with so many local iterations bring no
+gain, and the median of the last rounds is above `STALL_SHARE` of an untrained model's loss."""
 QUIET_ROUNDS = 10
 """Rounds after a finding before the next one."""
 MAX_HALVINGS = 10
@@ -125,8 +128,11 @@ class LossSeries:
         self.recent.clear()
         self.since_best, self.iterations = 0, 0
 
-    def find_trend(self, untrained_loss: float | None, stall_rounds: int = WINDOW) -> str | None:
-        """Returns what is wrong with the losses, in words; None if nothing is."""
+    def find_trend(self, untrained_loss: float | None, *, is_halved: bool = False) -> str | None:
+        """Returns what is wrong with the losses, in words; None if nothing is.
+
+        `is_halved` says that the learning rate was found too high before.
+        """
         if self.first is None or len(self.recent) < NUM_ABOVE:
             return None
         whose = "that of the first round" if untrained_loss is None else "that of a model that has learned nothing"
@@ -134,7 +140,7 @@ class LossSeries:
         return (
             self._find_rise(untrained, whose)
             or self._find_swing(untrained)
-            or self._find_stall(untrained, whose, stall_rounds)
+            or (self._find_lasting(untrained) if is_halved else self._find_stall(untrained, whose))
         )
 
     def _find_rise(self, untrained: float, whose: str) -> str | None:
@@ -155,11 +161,18 @@ class LossSeries:
             return None
         return f"oscillates between {min(self.recent):.3g} and {_format_loss(max(self.recent))}"
 
-    def _find_stall(self, untrained: float, whose: str, rounds: int) -> str | None:
-        is_long = self.since_best >= rounds and self.iterations >= STALL_ITERATIONS
+    def _find_stall(self, untrained: float, whose: str) -> str | None:
+        is_long = self.since_best >= WINDOW and self.iterations >= STALL_ITERATIONS
         if not is_long or self.best < STALL_SHARE * untrained:
             return None
         return f"{STALLED}: it is {self.best:.3g} after {self.since_best} rounds, {whose} {untrained:.3g}"
+
+    def _find_lasting(self, untrained: float) -> str | None:
+        level = statistics.median(self.recent)
+        is_long = self.since_best >= NUM_ABOVE and self.iterations >= RECOVERY_ITERATIONS
+        if not is_long or level < STALL_SHARE * untrained:
+            return None
+        return f"does not recover: it is {_format_loss(level)} after {self.since_best} rounds"
 
 
 @dataclass(slots=True)
@@ -189,7 +202,7 @@ class DivergenceDetector:
         """Keeps a copy of the model at the end of a round, and the last good one, to which a run may go back.
 
         Good is the first, and the one that the best losses are of: those of a round are of the model before it. One
-        that diverged and learns no more has the loss of one that has learned nothing, and is not good.
+        that diverged and learns no more has the loss of one that has learned nothing on all data, and is not good.
         """
         if self.is_best:
             self.good_model = self.newest_model
@@ -229,12 +242,24 @@ class DivergenceDetector:
         if self.losses:
             self.is_best = self.training.add(_compute_low_median(self.losses), iterations)
             self.is_best &= self.training.best < STALL_SHARE * (rule.untrained_loss or self.training.first or 0.0)
+            self.is_best &= self._is_evaluation_good(rule.untrained_loss)
             self.losses.clear()
         for name, series in (("training loss", self.training), ("loss on the test data", self.evaluated)):
-            trend = series.find_trend(rule.untrained_loss, NUM_ABOVE if self.num_halvings else WINDOW)
+            trend = series.find_trend(rule.untrained_loss, is_halved=self.num_halvings > 0)
             if trend is not None:
+                self.is_best = False
                 return self._report(round_number, f"the {name} {trend}", rule, is_still=trend.startswith(STALLED))
         return None
+
+    def _is_evaluation_good(self, untrained_loss: float | None) -> bool:
+        """Returns whether the newest evaluation is of a model that has learned something, where there are any.
+
+        A device with few classes trains any model to a small loss on them, also one whose units are all off.
+        """
+        if self.evaluated.first is None:
+            return True
+        limit = STALL_SHARE * (self.evaluated.first if untrained_loss is None else untrained_loss)
+        return bool(self.evaluated.recent) and self.evaluated.recent[-1] < limit
 
     def find_not_finite(self, round_number: int, num_trainers: int, rule: DivergenceRule) -> Divergence | None:
         """Returns the finding that no device's update is finite any more, before the run runs out of devices."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.core.errors import RunFailedError
@@ -57,26 +57,53 @@ class RoundCounter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWork:
+    """Local iterations of one device in a run, and its number of training examples by its newest update."""
+
+    iterations: int = 0
+    num_examples: int = 0
+
+    def count_epochs(self, batch_size: int) -> float:
+        """Returns the passes over the device's own data; the last batch of a pass may be short."""
+        return self.iterations / max(1, math.ceil(self.num_examples / batch_size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochSize:
+    """What an epoch consists of: a device's examples of `task` less `test_fraction`, `batch_size` in an iteration."""
+
+    task: str = ""
+    batch_size: int = 1
+    test_fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingCriteria:
     """Stopping criteria, the first reached ends the run; None is off. `seconds` count from the first dispatch.
 
     `accuracy` is compared with the mean of the last `accuracy_window` trusted accuracies. With
-    `trust_single_evaluation` every accuracy is.
+    `trust_single_evaluation` every accuracy is. `epochs` are passes over the data of all devices, counted by `epoch`.
     """
 
     rounds: int | None = None
+    epochs: float | None = None
     updates: int | None = None
     seconds: float | None = None
     bytes: int | None = None
     accuracy: float | None = None
+    epoch: EpochSize = EpochSize()
     accuracy_window: int = 1
     trust_single_evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriorProgress:
-    """Progress of a resumed run before it resumed: updates, bytes, and seconds since its first dispatch."""
+    """Progress of a resumed run before it resumed: updates, bytes, and seconds since its first dispatch.
 
+    `work` is what each device had trained.
+    """
+
+    work: Mapping[str, DeviceWork] = field(default_factory=dict)
     updates: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -261,6 +288,7 @@ class ProgressTracker:
     stop_reason: str | None = None
     scores: EvaluationTracker = field(default_factory=EvaluationTracker)
     nodes: DeviceEvaluationTracker = field(default_factory=DeviceEvaluationTracker)
+    work: dict[str, DeviceWork] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
     last_failure: str = ""
     has_new_failure: bool = False
@@ -278,6 +306,7 @@ class ProgressTracker:
             prior_progress.bytes,
             prior_progress.seconds,
         )
+        self.work = dict(prior_progress.work)
 
     def record_dispatch(self, instructions: Sequence[Instruction], now_s: float) -> None:
         self.scores.record_dispatch(instructions)
@@ -294,6 +323,7 @@ class ProgressTracker:
             case Update():
                 self.bytes += event.metrics.bytes_up + event.metrics.bytes_down
                 self.failures.clear()
+                self._record_work(event)
                 self.divergence.add_update(event.metrics.loss, event.metrics.iterations)
             case EvaluateResult():
                 self.bytes += event.bytes_up + event.bytes_down
@@ -311,10 +341,33 @@ class ProgressTracker:
                 self.stop_reason = event.reason
         return ()
 
-    def find_stop_reason(self, goal: StoppingCriteria, now_s: float) -> str | None:
+    def _record_work(self, update: Update) -> None:
+        known, metrics = self.work.get(update.device_id, DeviceWork()), update.metrics
+        self.work[update.device_id] = DeviceWork(
+            iterations=known.iterations + metrics.iterations,
+            num_examples=metrics.num_examples or known.num_examples,
+        )
+
+    def count_epochs(self, epoch: EpochSize, view: FleetView) -> float:
+        """Returns the passes over the data of the devices that have trained, and of those that are here and will."""
+        trained = {name: work for name, work in self.work.items() if work.num_examples}
+        known = sum(work.num_examples for work in trained.values())
+        if not known:
+            return 0.0
+        done = sum(work.num_examples * work.count_epochs(epoch.batch_size) for work in trained.values())
+        others = sum(
+            info.examples.get(epoch.task, 0) * (1.0 - epoch.test_fraction)
+            for info in view.devices.values()
+            if info.role == Role.TRAINER and info.device_id not in trained
+        )
+        return done / (known + others)
+
+    def find_stop_reason(self, goal: StoppingCriteria, view: FleetView) -> str | None:
         """Returns why the run is over, or None."""
+        now_s = view.now_s
         facts: tuple[tuple[str, float | None, float | None], ...] = (
             ("rounds", self.rounds.count_closed(self.version), goal.rounds),
+            ("epochs", None if goal.epochs is None else self.count_epochs(goal.epoch, view), goal.epochs),
             ("updates", self.updates, goal.updates),
             ("seconds", None if self.started_s is None else now_s - self.started_s, goal.seconds),
             ("bytes", self.bytes, goal.bytes),

@@ -250,6 +250,9 @@ class AcceptAllPolicy:
     def rejection_reason(self, update: Update) -> str | None:  # noqa: ARG002 every update is let in
         return None
 
+    def is_strike(self, failure: InstructionFailed) -> bool:
+        return failure.is_strike
+
     def record_rejection(self, device_id: str) -> None: ...
 
     def observe(self, event: Event, accuracy: float | None) -> None: ...
@@ -386,7 +389,7 @@ def _close_rounds(
     progress = loop_state.progress
     evaluations = [] if loop_state.is_model_frozen else [*aggregate_ready()]
     progress.scores.record_dispatch(evaluations)
-    if loop_state.drain is not None or (reason := progress.find_stop_reason(goal, view.now_s)) is None:
+    if loop_state.drain is not None or (reason := progress.find_stop_reason(goal, view)) is None:
         return evaluations
     until_s = view.now_s + DRAIN_TIMEOUT_S
     # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
@@ -428,8 +431,9 @@ def _schedule(
 
 def _validate_event(event: Event, policy: ParticipationPolicy) -> Event:
     """Returns the event; for a rejected update, its failure with the reason."""
-    if isinstance(event, InstructionFailed) and event.is_strike:
+    if isinstance(event, InstructionFailed) and policy.is_strike(event):
         policy.record_rejection(event.device_id)
+        event = replace(event, is_strike=True)
     reason = policy.rejection_reason(event) if isinstance(event, Update) else None
     if reason is None or not isinstance(event, Update):
         return event

@@ -62,6 +62,7 @@ class RunResult:
         rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
         model: the last model, a safetensors file; None where nothing was trained.
         root: the folder with the database, and of a live run the logs and the shards.
+        result: file with the result of a job; None of a training.
     """
 
     run_id: str
@@ -73,6 +74,7 @@ class RunResult:
     evaluations: list[dict[str, Any]]
     model: Path | None
     root: Path
+    result: Path | None = None
 
     def __str__(self) -> str:
         return format_run_outcome(self.run_id, self.status, self.reason, self.metrics)

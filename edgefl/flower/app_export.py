@@ -50,10 +50,17 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; choose another one with --out")
+    if config.job.name:
+        raise ConfigError("job: a Flower app trains a model; a job needs a fleet of edgefl")
     if config.strategy.name == "esync" and config.strategy.options.get("mode") == "live":
         raise ConfigError(
             "strategy.mode = 'live' needs devices that can be recalled, which stock Flower nodes cannot be; "
             "export it with mode = 'budget'"
+        )
+    if config.aggregation.is_collective:
+        raise ConfigError(
+            f"aggregation.collective = {config.aggregation.collective!r} needs devices that connect to each other, "
+            "which stock Flower nodes do not; export it with 'coordinator'"
         )
     user_modules = _find_user_modules(config)
     values = _make_template_values(config, scheme, name)

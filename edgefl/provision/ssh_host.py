@@ -7,7 +7,10 @@ A hosts file names devices to join over ssh, one a line:
     pi@shelf-2.local:2222     name=shelf-2  digits=/srv/data/digits  role=evaluator
 
 A word TASK=PATH is a path of data on the device; `name` and `role` are no tasks. Words with blanks are quoted as in a
-shell, and a # begins a comment. Any line that cannot be parsed is an error.
+shell, and a # begins a comment. Any line that cannot be parsed is an error. Two other formats are read as well, which
+name no data: Parallel-SGD's worker.json, `[[0, "UUID", "192.168.1.1"], …]`, whose devices are called worker-0 and so
+on, and ECL-ISVR's hosts.json, `{"hosts": [{"name": "a", "addr": "192.168.1.1", "port": 5000}, …]}`, whose ports are
+not ssh's.
 
 Host keys are checked as by the user's own ssh, and there is no password prompt: commands that need one fail at once.
 """
@@ -29,6 +32,7 @@ from typing import IO, Self
 
 from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, NotFoundError
 from edgefl.core.protocol import validate_slug
+from edgefl.core.safe_parsing import parse_json
 from edgefl.device.enrolment.join_file import ROLES
 from edgefl.provision.payload import add_entry, render_shard_drop_ins
 
@@ -81,8 +85,9 @@ def parse_hosts(text: str) -> list[SshHost]:
     Raises:
         ConfigError: a line cannot be parsed, there is none, or a host or name comes twice.
     """
+    lines = _list_json_lines(text) if text.lstrip().startswith(("[", "{")) else text.splitlines()
     hosts = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             if words := shlex.split(line, comments=True):
                 hosts.append(_parse_host(words))
@@ -95,6 +100,30 @@ def parse_hosts(text: str) -> list[SshHost]:
         if count > 1:
             raise ConfigError(f"the {kind} {value} stands {count} times in the hosts file; each board has one line")
     return hosts
+
+
+def _list_json_lines(text: str) -> list[str]:
+    """Returns the lines of a hosts file that say what a worker.json or hosts.json does."""
+    try:
+        content = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"the hosts file begins as JSON does, but is none: {error}") from None
+    rows = content.get("hosts") if isinstance(content, Mapping) else content
+    lines = []
+    for row in rows if isinstance(rows, list) else ():
+        match row:
+            case [int(number), str(), str(address)] if number >= 0 and not isinstance(number, bool):
+                lines.append(shlex.join([address, f"name=worker-{number}"]))
+            case {"name": str(name), "addr": str(address)}:
+                lines.append(shlex.join([address, f"name={name}"]))
+            case _:
+                rows = None
+    if rows is None or not isinstance(rows, list):
+        raise ConfigError(
+            'a hosts file in JSON is [[0, "UUID", "ADDRESS"], …] or {"hosts": [{"name": …, "addr": …}, …]}; '
+            "what names no addresses, such as node_list.json, is for a graph"
+        )
+    return lines
 
 
 def _parse_host(words: list[str]) -> SshHost:

@@ -39,6 +39,8 @@ class InFlightWork:
         result: its result, during the upload.
         is_finishing_early: it was told to finish early.
         is_completed: it was answered or abandoned.
+        earlier_iterations, earlier_compute_s: of a collective's trainings before the present one.
+        extra: further metrics of its update.
     """
 
     instruction: TrainInstruction
@@ -57,6 +59,9 @@ class InFlightWork:
     result: TrainingResult | None = None
     is_finishing_early: bool = False
     is_completed: bool = False
+    earlier_iterations: int = 0
+    earlier_compute_s: float = 0.0
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_orphaned(self) -> bool:

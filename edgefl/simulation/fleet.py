@@ -195,6 +195,7 @@ class SimulatedFleet:
                 up_bytes_per_s=self._settings.up_bytes_per_s,
                 down_bytes_per_s=self._settings.down_bytes_per_s,
             ),
+            downlink=downlink,
             backend=backend,
             state=self._state,
             publish=self._publish,
@@ -282,6 +283,8 @@ class SimulatedFleet:
         self._lifecycle.dispatch(instruction, board, self._downlink.get_global_model(provider), num_bytes)
 
     def _reject(self, instruction: TrainInstruction | EvaluateInstruction) -> None:
+        if isinstance(instruction, TrainInstruction):
+            self._lifecycle.reject(instruction)
         self._publish(make_failure(instruction, UpdateStatus.FAILED, f"{instruction.device_id} is not there"))
 
     def _evaluate(self, request: tuple[EvaluateInstruction, EncodedModel]) -> None:

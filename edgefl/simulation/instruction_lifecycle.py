@@ -22,8 +22,9 @@ from edgefl.simulation.backends.trainer import (
     TrainingJob,
     TrainingResult,
 )
+from edgefl.simulation.collective_groups import CollectiveGroups
 from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
-from edgefl.simulation.network import SimulatedNetwork, SimulationEventQueue
+from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
 
 
 def make_failure(
@@ -40,6 +41,7 @@ class InstructionLifecycle:
     Args:
         event_queue: virtual time.
         network: transfers of models and updates.
+        downlink: encodes models.
         backend: the training.
         state: updated with each device's work.
         publish: called with updates, losses and progress.
@@ -50,6 +52,7 @@ class InstructionLifecycle:
         *,
         event_queue: SimulationEventQueue,
         network: SimulatedNetwork,
+        downlink: SimulatedDownlink,
         backend: TrainingBackend,
         state: FleetState,
         publish: Callable[[Event], None],
@@ -57,6 +60,7 @@ class InstructionLifecycle:
         self._event_queue, self._network, self._backend = event_queue, network, backend
         self._state, self._publish = state, publish
         self._in_flight: dict[str, InFlightWork] = {}
+        self._groups = CollectiveGroups(event_queue, downlink, restart=self._train_again, deliver=self._deliver)
 
     def dispatch(
         self, instruction: TrainInstruction, device: SimulatedDevice, model: EncodedModel, num_bytes: int
@@ -76,7 +80,13 @@ class InstructionLifecycle:
         if instruction.deadline_s is not None:
             self._event_queue.schedule(now_s + instruction.deadline_s, self._on_deadline, work)
         if not device.is_up:
+            self._groups.break_later(instruction)
             return  # its failure is not detected yet; this instruction is failed with the others
+        if (collective := instruction.plan.collective) is not None:
+            if collective.resend:
+                self._event_queue.schedule(now_s + device.compute_latency_s(now_s), self._resend, work)
+                return
+            self._groups.join(work, collective)
         device.schedule_work(work)
         is_next = len(self._state.busy[device.device_id]) == 1 and device.current is None
         if is_next and work.max_iterations is not None and not work.is_open_ended and instruction.plan.node is None:
@@ -103,10 +113,15 @@ class InstructionLifecycle:
         in_flight = [self._in_flight[name] for name in self._state.busy.get(device.device_id, ())]
         for work in [*started, *in_flight]:
             self._cancel_training(work)
+            self._groups.break_later(work.instruction)
         device.queue.clear()
         device.current = None
         device.downlink_free_s = device.uplink_free_s = 0.0
         device.model_version = None
+
+    def reject(self, instruction: TrainInstruction) -> None:
+        """Notes that an instruction never reaches its device."""
+        self._groups.break_later(instruction)
 
     def fail_all(self, device: SimulatedDevice, reason: str) -> None:
         """Fails all instructions of a device."""
@@ -164,8 +179,29 @@ class InstructionLifecycle:
         except TrainingFailedError as error:
             self._fail(work, UpdateStatus.FAILED, str(error))
             return
-        work.finished_s = self._event_queue.now_s
-        self._network.send_up(work.device, work.result.num_bytes, self._on_upload_end, work)
+        if work.instruction.plan.collective is not None:
+            self._groups.on_trained(work, work.result)
+        else:
+            self._deliver(work, work.result)
+
+    def _deliver(self, work: InFlightWork, result: TrainingResult) -> None:
+        work.result, work.finished_s = result, self._event_queue.now_s
+        self._network.send_up(work.device, result.num_bytes, self._on_upload_end, work)
+
+    def _train_again(self, work: InFlightWork) -> None:
+        """Starts another training of a collective."""
+        if work.is_completed or work.is_orphaned:
+            return
+        work.device.schedule_work(work)
+        work.device.queue.append(work)
+        self._start_next(work.device)
+
+    def _resend(self, work: InFlightWork) -> None:
+        collective = work.instruction.plan.collective
+        if work.is_orphaned or work.is_completed or collective is None:
+            return
+        if not self._groups.resend(work, collective):
+            self._fail(work, UpdateStatus.FAILED, f"it holds no displacement of {collective.resend} any more")
 
     def _on_upload_end(self, work: InFlightWork) -> None:
         if work.is_orphaned or work.is_completed or work.result is None:
@@ -176,8 +212,8 @@ class InstructionLifecycle:
         self._complete(work)
         self._state.record_transfer(
             work.instruction.device_id,
-            up_bytes_per_s=metrics.bytes_up / max(1e-9, now_s - work.finished_s),
-            down_bytes_per_s=metrics.bytes_down / max(1e-9, work.received_s - work.dispatched_s),
+            up_bytes_per_s=trained.num_bytes / max(1e-9, now_s - work.finished_s),
+            down_bytes_per_s=work.download_bytes / max(1e-9, work.received_s - work.dispatched_s),
         )
         update = Update(
             assignment_id=work.instruction.assignment_id,
@@ -192,20 +228,24 @@ class InstructionLifecycle:
 
     @staticmethod
     def _build_metrics(work: InFlightWork, result: TrainingResult, now_s: float) -> UpdateMetrics:
-        compute_s = work.due_s - work.started_s
+        compute_s = work.earlier_compute_s + work.due_s - work.started_s
         return UpdateMetrics(
-            iterations=work.job.iterations,
+            iterations=work.earlier_iterations + work.job.iterations,
             num_examples=result.num_examples,
             loss=result.loss,
             compute_s=compute_s,
             send_s=max(0.0, now_s - work.dispatched_s - compute_s),
-            bytes_up=result.num_bytes,
-            bytes_down=work.download_bytes,
+            bytes_up=result.num_bytes + result.exchanged_bytes[0],
+            bytes_down=work.download_bytes + result.exchanged_bytes[1],
+            extra=work.extra,
             **work.device.summarise_health(work.started_s, work.due_s),
         )
 
     def _on_finish_early(self, work: InFlightWork) -> None:
-        if work.is_finishing_early or work.is_orphaned or work.is_completed or work.result is not None:
+        if work.is_finishing_early or work.is_orphaned or work.is_completed:
+            return
+        if work.result is not None:
+            work.is_finishing_early = True  # of a collective: no more than one iteration in each later training
             return
         self._shorten(work)
         if work.device.current is work:
@@ -273,6 +313,8 @@ class InstructionLifecycle:
             self._cancel_training(work)
         work.device.model_version = None  # as live: the model that it holds is unknown now
         self._complete(work)
+        if work.instruction.plan.collective is not None:
+            self._groups.break_group(work.instruction.plan.collective.group)
         self._publish(make_failure(work.instruction, outcome, reason))
 
     def _complete(self, work: InFlightWork) -> None:

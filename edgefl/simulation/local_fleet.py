@@ -29,6 +29,7 @@ from edgefl.core.types import Json
 from edgefl.engine.build import build_run
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
+from edgefl.system.atomic_files import open_atomic
 from edgefl.system.processes import exit_with_parent
 from edgefl.tasks.datasets.central import TEST_NAME, create_shards
 from edgefl.tasks.registry import make_task
@@ -350,7 +351,8 @@ def run(
 
     Args:
         config: a run file, its tables, or the result of `config.load_run`.
-        devices: number of shards to cut the task's data set into, or existing shards, one per device.
+        devices: number of shards to cut the task's data set into, or existing shards, one per device. A job has an
+            empty folder on each where a number is given.
         data: the folder of the data set; digits needs none.
         scheme: the partition scheme [digits: dirichlet:0.5; motionsense: natural; others: iid].
         root: folder of all files; a new folder under the system's temporary one when None.
@@ -383,7 +385,8 @@ def partition_devices(
 def check_run(config: RunConfig) -> None:
     """Raises errors of a run before it starts; its task must be able to train on this machine."""
     build_run(config, "check")
-    make_task(config.run.task, config.task).learner()
+    if not config.job.name:
+        make_task(config.run.task, config.task).learner()
 
 
 def default_scheme(task: str) -> str:
@@ -419,9 +422,14 @@ def _partition_data(
     config: RunConfig, devices: int | Sequence[str | Path], data: str | Path | None, scheme: str | None, out: Path
 ) -> tuple[tuple[LocalDeviceSpec, ...], dict[str, str]]:
     task = config.run.task
+    if config.job.name and isinstance(devices, int):
+        folders = [out / f"board-{number:02}" for number in range(1, devices + 1)]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        devices = folders
     if isinstance(devices, int):
-        folder = None if data is None else Path(data)
-        return partition_devices(task, scheme or default_scheme(task), devices, out, folder, config.run.seed)
+        source = None if data is None else Path(data)
+        return partition_devices(task, scheme or default_scheme(task), devices, out, source, config.run.seed)
     shards = [str(Path(path).resolve()) for path in devices]
     specs = (LocalDeviceSpec(name=f"device-{n:02}", shards={task: shard}) for n, shard in enumerate(shards, 1))
     return tuple(specs), {}
@@ -440,4 +448,12 @@ def _build_result(fleet: LocalFleet, run: Json) -> RunResult:
         evaluations=fleet.list_history("evaluations", run=run_id),
         model=fleet.get_model_path(run["model"]),
         root=fleet.root,
+        result=_download_result(fleet, run_id) if "job" in run["config"] else None,
     )
+
+
+def _download_result(fleet: LocalFleet, run_id: str) -> Path:
+    path = fleet.root / "result"
+    with open_atomic(path) as file:
+        fleet.make_client().download(f"/edgefl/v1/runs/{run_id}/result", file)
+    return path

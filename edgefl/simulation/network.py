@@ -180,10 +180,20 @@ class SimulatedDownlink:
         encode: (model, version) -> the whole model as a body.
         encode_changes: (model, changed entries, version) -> a body for devices with an older model, None where
             the whole one is hardly larger; None where whole models are always sent.
+        decode: body of a whole model -> model; None where nothing is trained.
+        front_bytes: size of the first layers, which are all that a device gets of a network that is cut; else None.
     """
 
-    def __init__(self, encode: EncodeModel, encode_changes: EncodeChanges | None = None) -> None:
-        self._encode, self._encode_changes = encode, encode_changes
+    def __init__(
+        self,
+        encode: EncodeModel,
+        encode_changes: EncodeChanges | None = None,
+        decode: Callable[[bytes], Tensors] | None = None,
+        *,
+        front_bytes: int | None = None,
+    ) -> None:
+        self.encode, self._encode_changes, self.decode = encode, encode_changes, decode
+        self._front_bytes = front_bytes
         self._global_model: EncodedModel | None = None
         self._device_model: EncodedModel | None = None
         self._delta_bytes: dict[int, int | None] = {}
@@ -194,7 +204,7 @@ class SimulatedDownlink:
             return self.get_global_model(provider)
         # Only the last one is cached, since all evaluators of it are asked at once.
         if self._device_model is None or self._device_model.key != (provider.version, owner):
-            body = self._encode(provider.device_model(owner), provider.version)
+            body = self.encode(provider.device_model(owner), provider.version)
             self._device_model = EncodedModel(version=provider.version, body=body, owner=owner)
         return self._device_model
 
@@ -202,7 +212,7 @@ class SimulatedDownlink:
         """Returns the current full global model."""
         if self._global_model is None or self._global_model.version != provider.version:
             self._global_model = EncodedModel(
-                version=provider.version, body=self._encode(provider.model(), provider.version)
+                version=provider.version, body=self.encode(provider.model(), provider.version)
             )
             self._delta_bytes = {}
         return self._global_model
@@ -215,7 +225,8 @@ class SimulatedDownlink:
         encoded = self.get_global_model(provider)
         base, device.model_version = device.model_version, encoded.version
         delta = None if base is None or self._encode_changes is None else self._compute_delta_bytes(base, provider)
-        return len(encoded.body) if delta is None else delta
+        whole = len(encoded.body) if self._front_bytes is None else self._front_bytes
+        return whole if delta is None else delta
 
     def count_peer_download_bytes(self, instruction: TrainInstruction, provider: ModelProvider) -> int:
         """Returns the bytes of a node's peer messages, and of the model where needed."""

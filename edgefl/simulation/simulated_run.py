@@ -14,12 +14,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.planning import check_memory_for, explain_work
 from edgefl.core import extensions
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
-from edgefl.core.config import RunConfig, StrategySection, load_run, parse_run
+from edgefl.core.config import (
+    CompressionSection,
+    DevicesSection,
+    RunConfig,
+    ServerSection,
+    SplitSection,
+    StrategySection,
+    load_run,
+    parse_run,
+)
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
@@ -52,13 +62,15 @@ from edgefl.simulation.profiles import (
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
+from edgefl.strategies.registry import get_settings
 from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import import_torch, make_task
 
 log = logging.getLogger(__name__)
 
+REFERENCE_STRATEGY = "local"
 DEFAULT_EXPECTED_ROUNDS = 20
 """Expected rounds of work in a run without a number of rounds."""
 
@@ -100,9 +112,11 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     run_config = _load_config(config, devices, profiles, data, scheme)
     if bookkeeping_only and all(
         rule is None
-        for rule in (run_config.run.rounds, run_config.run.updates, run_config.run.seconds, run_config.run.bytes)
+        for rule in (getattr(run_config.run, name) for name in ("rounds", "epochs", "updates", "seconds", "bytes"))
     ):
-        raise ConfigError("without training no accuracy is ever reached; give run.rounds, updates, seconds or bytes")
+        raise ConfigError(
+            "without training no accuracy is ever reached; give run.rounds, epochs, updates, seconds or bytes"
+        )
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with (
         extensions.allow_modules(allow_modules),
@@ -111,6 +125,35 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
             return _build_result(store, simulation.run(store, folder, on_change), folder)
+
+
+def make_reference(config: RunConfig) -> RunConfig:
+    """Returns the run of one device on all of the data: the training and the budget of a run, and nothing else of it.
+
+    It makes as many local iterations in a round as each device does on average; an epoch is one of all the data.
+    """
+    settings, known = get_settings(config.strategy.name), get_settings(REFERENCE_STRATEGY)
+    options = {name: value for name, value in config.strategy.options.items() if name in known and name != "device"}
+    options.pop("iterations", None)
+    if iterations := config.strategy.options.get("iterations", settings.get("iterations")):
+        per_round = config.strategy.options.get("exchanges_per_round", settings.get("exchanges_per_round", 1))
+        options["iterations"] = int(iterations) * int(per_round)
+    return replace(
+        config,
+        run=replace(
+            config.run,
+            name=f"{config.run.name or config.run.task}-reference",
+            min_updates=None,
+            updates_per_round=None,
+            deadline_s=None,
+        ),
+        strategy=StrategySection(name=REFERENCE_STRATEGY, options=options),
+        compression=CompressionSection(),
+        server=ServerSection(),
+        devices=DevicesSection(),
+        split=SplitSection(),
+        simulation=replace(config.simulation, devices=1, scheme="iid", faults=None),
+    )
 
 
 def default_root() -> Path:
@@ -129,6 +172,11 @@ def _load_config(
     run_config = config if isinstance(config, RunConfig) else None
     if run_config is None:
         run_config = parse_run(config) if isinstance(config, Mapping) else load_run(config)  # type: ignore[arg-type]  # the rest is a path
+    if run_config.job.name:
+        raise ConfigError(
+            "job: a simulation trains models, and how long a job takes on a board is not known to it; try a job with "
+            "real processes on this machine: edgefl.run(FILE, devices=4)"
+        )
     section = run_config.simulation
     files = [entry for entry in profiles if entry.endswith(".toml")]
     if len(files) > 1:
@@ -147,7 +195,12 @@ def _load_config(
         data=section.data if data is None else str(data),
         scheme=scheme or section.scheme or default_scheme(run_config.run.task),
     )
-    return replace(run_config, simulation=simulation, strategy=_use_relay_transport(run_config.strategy))
+    return replace(
+        run_config,
+        simulation=simulation,
+        strategy=_use_relay_transport(run_config.strategy),
+        aggregation=replace(run_config.aggregation, hosts=None),  # of real devices, in a file that may not be here
+    )
 
 
 def _use_relay_transport(section: StrategySection) -> StrategySection:
@@ -183,14 +236,28 @@ class _Simulation:
 
     def __init__(self, config: RunConfig, data: FleetData | None) -> None:
         self._config, self._data = config, data
+        if config.split.after is not None:
+            import_torch()  # here it trains; so the cut is found without a process of its own
         self._components = build_run(config, "simulated")
+        split = self._components.split
+        if split is not None and data is None:
+            raise ConfigError("split.after needs training: without it nothing says how large activations become")
         num_root = self._components.strategy.root_examples
         if data is not None and num_root:
             self._data = data = reserve_root(data, num_root)
         names = make_device_names(config.simulation.devices)
         shapes = tuple(spec for spec in make_task(config.run.task, config.task).shapes() if spec.shared)
         faults = load_run_faults(config, names)
-        self._devices = make_devices(config, names, faults, None if data is None else data.shards, shapes)
+        self._devices = make_devices(
+            config,
+            names,
+            faults,
+            None if data is None else data.shards,
+            shapes,
+            exchange=None
+            if split is None
+            else ExchangeSizes(split.section, split.cut.activation_shape, split.cut.num_outputs),
+        )
         if num_root:
             self._devices.append(make_root_device(config, num_root, shapes))
             names = [*names, EVALUATOR_NAME]
@@ -257,9 +324,12 @@ class _Simulation:
     def _make_downlink(self) -> SimulatedDownlink:
         assembled = self._components
         if self._data is not None:
-            return SimulatedDownlink(assembled.encode, assembled.encode_changes)
+            split = assembled.split
+            front = None if split is None else len(split.encode_front(assembled.model, 0))
+            return SimulatedDownlink(assembled.encode, assembled.encode_changes, assembled.decode, front_bytes=front)
         body = assembled.encode(assembled.model, 0)
-        return SimulatedDownlink(lambda _model, _version: body)
+        keeps_model = self._config.aggregation.is_collective
+        return SimulatedDownlink(lambda _model, _version: body, (lambda *_: b"") if keeps_model else None)
 
     def _make_policy(self) -> RunParticipationPolicy:
         policy = self._components.policy
@@ -320,6 +390,8 @@ def make_devices(
     faults: Sequence[Fault],
     shards: Sequence[ShardRows] | None,
     model_spec: ModelSpec,
+    *,
+    exchange: ExchangeSizes | None = None,
 ) -> list[SimulatedDevice]:
     """Returns the devices that take part.
 
@@ -329,6 +401,7 @@ def make_devices(
         faults: faults of the run.
         shards: their data in the same order; None where nothing is trained.
         model_spec: of the task.
+        exchange: of a network that is cut; an iteration takes as long as one of the whole, and the exchange.
 
     Raises:
         ConfigError: a profile is invalid, or fewer devices are left than the run needs.
@@ -349,7 +422,7 @@ def make_devices(
                 names[index], profile, task, section.examples if shard is None else len(shard.rows), blocks
             ),
             profile=apply_faults(names[index], profile, faults),
-            iteration_s=make_cost_function(profile, workload, reference),
+            iteration_s=add_exchange(make_cost_function(profile, workload, reference), exchange, profile),
             num_examples=section.examples if shard is None else len(shard.train),
             jitter=section.jitter if profile.jitter is None else profile.jitter,
             seed=config.run.seed,
@@ -363,6 +436,22 @@ def make_devices(
             f"devices.names and devices.groups leave {selected} of the simulation, the run needs at least {required}"
         )
     return boards
+
+
+def add_exchange(
+    iteration_s: Callable[[int], float], exchange: ExchangeSizes | None, profile: DeviceProfile
+) -> Callable[[int], float]:
+    """Adds the time in which an iteration's batches travel on the device's own link; shared links are not counted."""
+    if exchange is None:
+        return iteration_s
+
+    def compute_seconds(batch_size: int) -> float:
+        bytes_up, bytes_down = exchange.count_bytes(batch_size)
+        latency_s = 2 * exchange.num_round_trips * profile.latency_s
+        transfer_s = latency_s + bytes_up / profile.up_bytes_per_s + bytes_down / profile.down_bytes_per_s
+        return iteration_s(batch_size) + transfer_s
+
+    return compute_seconds
 
 
 def make_root_device(config: RunConfig, num_examples: int, model_spec: ModelSpec) -> SimulatedDevice:
@@ -395,7 +484,7 @@ def make_backend(
     config: RunConfig, data: FleetData, names: Sequence[str], model_spec: ModelSpec, clock: Callable[[], float]
 ) -> TrainingBackend:
     """Returns the training backend: one process or several, as configured or measured."""
-    task_spec = TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed)
+    task_spec = TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed, split=config.split)
     indices = {name: index for index, name in enumerate(names)}
     trainer = SimulatedTrainer(task_spec, data, indices)
     in_process = InProcessBackend(trainer, model_spec)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from edgefl.core.errors import JournalError, NotFoundError, NotKeptError, StoreTooNewError
 from edgefl.core.safe_parsing import SHA256, is_int64, parse_json
@@ -37,6 +37,9 @@ from edgefl.system.atomic_files import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_HEADER_BYTES = 1024 * 1024
+"""Of a file of one tensor."""
 
 FORMAT_VERSION = 2
 _STATE_SUFFIX = ".safetensors"
@@ -185,6 +188,31 @@ def load_model_file(path: str | Path) -> dict[str, Array]:
     content = _read_content_file(path, "model") if SHA256.match(path.stem) else path.read_bytes()
     with _prefix_errors(f"model {path}"):
         return decode_model(content)
+
+
+def open_tensor_bytes(path: Path, name: str) -> tuple[IO[bytes], int]:
+    """Returns a safetensors file, open where the bytes of its only tensor begin, and the number of them.
+
+    Raises:
+        NotFoundError: there is no such file.
+        JournalError: it has another tensor, or is damaged.
+    """
+    try:
+        file = path.open("rb")
+    except OSError:
+        raise NotFoundError(f"no file {path}") from None
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(min(length, MAX_HEADER_BYTES)))
+        start, end = header[name]["data_offsets"]
+        is_whole = start == 0 and 8 + length + end == path.stat().st_size
+    except (LookupError, TypeError, ValueError):
+        is_whole = False
+    if not is_whole:
+        file.close()
+        raise JournalError(f"{path} is damaged, or has more than a tensor {name!r}")
+    file.seek(8 + length)
+    return file, int(end)
 
 
 @contextlib.contextmanager

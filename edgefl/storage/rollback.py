@@ -55,10 +55,12 @@ class RollbackPoint:
 class ProgressAtRollback:
     """Progress of a run at a rollback; `unused_updates` were received and not yet used.
 
+    `work` has each device's iterations, and the examples that it trains on.
     `incarnations` are the incarnations of assignments dispatched after the first resume, `participants` the devices
     of the newest round with an update.
     """
 
+    work: tuple[tuple[str, int, int], ...] = ()
     num_updates: int = 0
     num_bytes: int = 0
     elapsed_s: float = 0.0
@@ -217,6 +219,7 @@ def _read_progress(connection: Connection, run_id: str) -> ProgressAtRollback:
     length_s = func.coalesce(func.sum(case((known_s > 0.0, known_s), else_=0.0)), 0.0)
     is_closed = (RoundTable.run_id == run_id, RoundTable.closed_at.is_not(None))
     return ProgressAtRollback(
+        work=tuple(_read_work(connection, run_id)),
         num_updates=int(num_used),
         num_bytes=int(num_bytes),
         elapsed_s=float(connection.execute(select(length_s).where(*is_closed)).scalar() or 0.0),
@@ -278,6 +281,23 @@ def _read_received_updates(connection: Connection, run_id: str, condition: Colum
     where = (UpdateTable.run_id == run_id, UpdateTable.received_at.is_not(None), condition)
     rows = connection.execute(select(UpdateTable.__table__).where(*where).order_by(UpdateTable.id)).mappings()
     return [UpdateRow(**{name: row[name] for name in UpdateRow.__dataclass_fields__}) for row in rows]
+
+
+def _read_work(connection: Connection, run_id: str) -> list[tuple[str, int, int]]:
+    """Returns device, iterations and training examples by its newest update; of all updates that the run took in."""
+    is_taken = UpdateTable.outcome.is_(None) | UpdateTable.outcome.in_(
+        [str(UpdateStatus.USED), str(UpdateStatus.LATE)]
+    )
+    where = (UpdateTable.run_id == run_id, UpdateTable.received_at.is_not(None), is_taken)
+    sums = (
+        select(UpdateTable.device_id, func.sum(UpdateTable.iterations), func.max(UpdateTable.id))
+        .where(*where)
+        .group_by(UpdateTable.device_id)
+        .subquery()
+    )
+    query = select(sums.c[0], sums.c[1], UpdateTable.num_examples).join(UpdateTable, UpdateTable.id == sums.c[2])
+    rows = connection.execute(query.order_by(sums.c[0]))
+    return [(name, int(iterations or 0), int(num_examples or 0)) for name, iterations, num_examples in rows]
 
 
 def _read_incarnations(connection: Connection, run_id: str) -> Sequence[tuple[str, int]]:

@@ -23,10 +23,12 @@ from edgefl.core.types import (
     FinishEarlyInstruction,
     FleetView,
     HealthMetrics,
+    InstructionFailed,
     Progress,
     Role,
     TrainInstruction,
     Update,
+    UpdateStatus,
 )
 from edgefl.strategies.update_guard import UpdateGuard
 
@@ -156,11 +158,15 @@ class CodecPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParticipationPolicy:
-    """Implements `ParticipationPolicy` with a selection, a guard and, where there is one, a codec policy."""
+    """Implements `ParticipationPolicy` with a selection, a guard and, where there is one, a codec policy.
+
+    With `counts_failures` a failure of a device's work counts against it as a rejected update does.
+    """
 
     selection: DeviceSelection = DeviceSelection()
     guard: UpdateGuard = field(default_factory=UpdateGuard)
     codec_policy: CodecPolicy | None = None
+    counts_failures: bool = False
 
     @property
     def blocked_devices(self) -> Collection[str]:
@@ -194,6 +200,10 @@ class RunParticipationPolicy:
 
     def rejection_reason(self, update: Update) -> str | None:
         return self.guard.rejection_reason(update)
+
+    def is_strike(self, failure: InstructionFailed) -> bool:
+        is_own_failure = failure.outcome in {UpdateStatus.FAILED, UpdateStatus.REJECTED}
+        return failure.is_strike or (self.counts_failures and is_own_failure)
 
     def record_rejection(self, device_id: str) -> None:
         self.guard.record_rejection(device_id)
@@ -244,11 +254,13 @@ class EvaluationSchedule:
 
     `evaluate_on` is one source, or `auto`: every evaluator (the coordinator's own shard, devices with the role
     evaluator), and without any, the devices' local test splits. Where devices have models of their own, an evaluator
-    evaluates the global model and each of them, a device the global one and its own.
+    evaluates the global model and each of them, a device the global one and its own. With `can_use_trainers` false
+    `auto` takes evaluators alone.
     """
 
     every: int = 1
     evaluate_on: EvaluateOn = "auto"
+    can_use_trainers: bool = True
 
     def __call__(
         self, version: int, round_number: int, view: FleetView, is_last: bool, model_owners: Collection[str] = ()
@@ -286,7 +298,8 @@ class EvaluationSchedule:
             case "devices":
                 return [info for info in devices if info.role == Role.TRAINER]
             case _:
-                return evaluators or [info for info in devices if info.role == Role.TRAINER]
+                trainers = [info for info in devices if info.role == Role.TRAINER and self.can_use_trainers]
+                return evaluators or trainers
 
 
 def _pair_with_models(devices: Sequence[DeviceInfo], model_owners: Collection[str]) -> list[tuple[str, str]]:

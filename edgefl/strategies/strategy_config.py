@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -196,6 +196,21 @@ def compute_rate_factor(schedule: float, halvings: Sequence[int], version: int) 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRules:
+    """Rules of `[aggregation]` where devices add up their updates themselves.
+
+    Attributes:
+        collective: `ring`, `butterfly`, `binary-blocks` or `auto`.
+        reductions: all-reduces in a round.
+        hosts: listening addresses by a file, of devices that do not report theirs.
+    """
+
+    collective: str
+    reductions: int = 1
+    hosts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRules:
     """Round rules of a run file.
 
@@ -215,6 +230,7 @@ class RoundRules:
         updates_per_round: updates per round of an asynchronous run, by which learning rates change; None for the
             number of devices in the first dispatch.
         rounds: number of rounds of the run; None where another criterion ends it.
+        collective: how devices add up their updates; None where the coordinator does.
         server: optimiser from the mean displacement to the model's step.
         seed: of the selection of devices.
     """
@@ -231,5 +247,6 @@ class RoundRules:
     test_fraction: float = 0.0
     updates_per_round: int | None = None
     rounds: int | None = None
+    collective: CollectiveRules | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)
     seed: int = 0

@@ -185,6 +185,43 @@ def download(
     return 200, b""
 
 
+class KeptConnection:
+    """HTTPS connection to HOST:PORT that stays open between requests; used by one thread."""
+
+    def __init__(self, address: str, context: ssl.SSLContext, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.address = address
+        host, _, port = address.rpartition(":")
+        self._connection = http.client.HTTPSConnection(
+            host.strip("[]"), int(port), timeout=timeout_s, context=context
+        )
+
+    def request(
+        self, method: str, path: str, *, body: bytes, headers: Mapping[str, str], max_bytes: int
+    ) -> tuple[int, bytes]:
+        """Returns status and body of one request; opens the connection where it is closed.
+
+        Raises:
+            WrongCaError, NetworkError: as `request`.
+        """
+        try:
+            self._connection.request(method, path, body=body, headers=dict(headers))
+            response = self._connection.getresponse()
+            reply = response.read(max_bytes + 1)
+        except ssl.SSLCertVerificationError as error:
+            self.close()
+            raise _make_certificate_error(self.address, error) from None
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise NetworkError(f"{self.address} cannot be reached: {_format_reason(error)}") from None
+        if len(reply) > max_bytes:
+            self.close()
+            raise NetworkError(f"{self.address} answers more than {max_bytes} bytes")
+        return response.status, reply
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 @contextmanager
 def _open_connection(
     address: str, context: ssl.SSLContext, timeout_s: float

@@ -1,8 +1,8 @@
-"""Tasks of grey images: `digits` (8x8) in NumPy; `mnist` and `fashion-mnist` (28x28) with torch or NumPy networks."""
+"""Tasks of images: `digits` (8x8) in NumPy; `mnist`, `fashion-mnist` (28x28, grey) and `cifar-10` (32x32, colour)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,8 +21,22 @@ from edgefl.tasks.export.onnx_graph import (
     register_node_builder,
 )
 from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name, make_resizing_prepare
+from edgefl.tasks.learners.image_networks import (
+    NORMALISED_NETWORKS,
+    NORMS,
+    NUM_CLASSES,
+    PLAIN_NETWORKS,
+    ImageFormat,
+    make_chain,
+)
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, LOSSES, DenseModel
+from edgefl.tasks.learners.torch_learner import (
+    TORCHVISION,
+    TorchFactoryModel,
+    TorchModel,
+    is_factory_name,
+    make_resizing_prepare,
+)
 
 DIGITS_LAYER_SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
 DIGITS_MAX_PIXEL = 16.0
@@ -34,26 +48,39 @@ FASHION_LABELS = (
     "t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle-boot",
 )  # fmt: skip
 
-MODELS = ("cnn", "cnn-small", "cnn-large", "lenet", "resnet18-gn", "2nn", "mlp", "logistic")
-"""Built-in models; `module:factory` names any other torch model."""
-HIDDEN_SIZES = {"2nn": (200, 200), "mlp": (128, 128), "logistic": ()}
-"""Sizes of the hidden layers of the NumPy models."""
+CIFAR_SIDE = 32
+CIFAR_MEANS = np.array([0.4914, 0.4822, 0.4465], np.float32).reshape(3, 1, 1)
+CIFAR_STDS = np.array([0.2470, 0.2435, 0.2616], np.float32).reshape(3, 1, 1)
+CIFAR_LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+HIDDEN_SIZES = {"2nn": (200, 200), "mlp": (128, 128), "mlp-tanh": (128, 128), "logistic": ()}
+"""Sizes of the hidden layers of the NumPy models; mlp-tanh is the network of Parallel-SGD's example."""
+MODELS = (*PLAIN_NETWORKS, *NORMALISED_NETWORKS, "resnet18-gn", *HIDDEN_SIZES)
+"""Built-in models; `torchvision:NAME` and `module:factory` name other torch models."""
+MODEL_OPTIONS: Mapping[str, tuple[str, Collection[str]]] = {
+    "init": ("torch", PLAIN_NETWORKS),
+    "norm": ("group", NORMALISED_NETWORKS),
+    "activation": ("relu", ("2nn", "mlp")),
+    "loss": ("cross-entropy", HIDDEN_SIZES),
+}
+"""Options that only some models have: the default, and the models."""
+OTHER_MODELS = "torchvision:NAME or module:factory"
 DEFAULTS: dict[str, Scalar] = {}
 DEEP_DEFAULTS: dict[str, Scalar] = {"learning_rate": 0.02, "batch_size": 64}
 WEIGHT_INITIALISERS = {"torch": networks.make_uniform_weights, "adacomp": networks.make_adacomp_weights}
-CHAINS: Mapping[str, networks.Chain] = {
-    "cnn": networks.CNN, "cnn-small": networks.CNN_SMALL, "cnn-large": networks.CNN_LARGE, "lenet": networks.LENET,
-}  # fmt: skip
 MAX_CHANNELS, MIN_SIZE, MAX_SIZE = 4, 8, 512
+_GREY = ImageFormat(1, SIDE)
 
 
-def digits(*, model: str = "mlp") -> ClassificationTask:
-    """Returns the task; `model` is mlp (64-64-10) or logistic."""
+def digits(*, model: str = "mlp", activation: str = "relu", loss: str = "cross-entropy") -> ClassificationTask:
+    """Returns the task; `model` is mlp (64-64-10) or logistic, `activation` and `loss` as of `mnist`."""
     return ClassificationTask(
         name="digits",
         model=DenseModel(
             sizes=DIGITS_LAYER_SIZES[validate_choice("digits", "model", model, tuple(DIGITS_LAYER_SIZES))],
             prepare=_make_pixel_scaling(DIGITS_MAX_PIXEL),
+            activation=validate_choice("digits", "activation", activation, tuple(ACTIVATIONS)),
+            loss=validate_choice("digits", "loss", loss, tuple(LOSSES)),
         ),
         input_shape=(8, 8),
         labels=tuple("0123456789"),
@@ -61,25 +88,85 @@ def digits(*, model: str = "mlp") -> ClassificationTask:
     )
 
 
-def mnist(*, model: str = "cnn", init: str = "torch", channels: int = 1, size: int = SIDE) -> ClassificationTask:
+def mnist(  # noqa: PLR0913 one keyword for each option of a run file
+    *,
+    model: str = "cnn",
+    init: str = "torch",
+    norm: str = "group",
+    activation: str = "relu",
+    loss: str = "cross-entropy",
+    channels: int = 1,
+    size: int = SIDE,
+) -> ClassificationTask:
     """Returns the task; its images are standardised one by one for the torch models.
 
     Args:
-        model: cnn (421,642 parameters), another of `MODELS`, or `module:factory`.
-        init: first weights of the cnn models and lenet: as torch draws them, or as in the AdaComp paper.
-        channels: of a `module:factory` model: number of copies of the grey image.
-        size: of a `module:factory` model: pixels a side after resizing.
+        model: cnn (421,642 parameters), another of `MODELS`, `torchvision:NAME`, or `module:factory`.
+        init: first weights of the models without normalisation: as torch draws them, or as in the AdaComp paper.
+        norm: normalisation of the others: group, or batch with running statistics as buffers.
+        activation: of the NumPy models: relu, tanh, sigmoid or gelu.
+        loss: of the NumPy models: cross-entropy, or mse, the squared distance to 1 for the class and 0 for others.
+        channels: of a `module:factory` model: number of copies of the grey image; 3 for torchvision's.
+        size: of a `module:factory` or torchvision model: pixels a side after resizing.
     """
-    options = _ImageOptions(task="mnist", model=model, init=init, channels=channels, size=size)
-    return _make_task(options, standardise_images, tuple("0123456789"))
+    options = _ImageOptions(
+        task="mnist",
+        model=model,
+        init=init,
+        norm=norm,
+        activation=activation,
+        loss=loss,
+        channels=channels,
+        size=size,
+    )
+    return _make_task(options, _GREY, standardise_images, tuple("0123456789"))
 
 
-def fashion_mnist(
-    *, model: str = "cnn-small", init: str = "torch", channels: int = 1, size: int = SIDE
+def fashion_mnist(  # noqa: PLR0913 one keyword for each option of a run file
+    *,
+    model: str = "cnn-small",
+    init: str = "torch",
+    norm: str = "group",
+    activation: str = "relu",
+    loss: str = "cross-entropy",
+    channels: int = 1,
+    size: int = SIDE,
 ) -> ClassificationTask:
     """Returns the task, with the options of `mnist`."""
-    options = _ImageOptions(task="fashion-mnist", model=model, init=init, channels=channels, size=size)
-    return _make_task(options, _normalise_fashion_pixels, FASHION_LABELS)
+    options = _ImageOptions(
+        task="fashion-mnist",
+        model=model,
+        init=init,
+        norm=norm,
+        activation=activation,
+        loss=loss,
+        channels=channels,
+        size=size,
+    )
+    return _make_task(options, _GREY, _normalise_fashion_pixels, FASHION_LABELS)
+
+
+def cifar10(
+    *,
+    model: str = "cnn",
+    init: str = "torch",
+    norm: str = "group",
+    activation: str = "relu",
+    loss: str = "cross-entropy",
+    size: int = CIFAR_SIDE,
+) -> ClassificationTask:
+    """Returns the task of small photographs, [n, 3, 32, 32], with the options of `mnist` but `channels`."""
+    options = _ImageOptions(
+        task="cifar-10",
+        model=model,
+        init=init,
+        norm=norm,
+        activation=activation,
+        loss=loss,
+        channels=1,
+        size=size,
+    )
+    return _make_task(options, ImageFormat(3, CIFAR_SIDE), _normalise_cifar_pixels, CIFAR_LABELS)
 
 
 def _make_pixel_scaling(max_pixel: float) -> Callable[[Array], Array]:
@@ -119,66 +206,86 @@ class _ImageOptions:
     task: str
     model: str
     init: str
+    norm: str
+    activation: str
+    loss: str
     channels: int
     size: int
 
 
 def _make_task(
-    options: _ImageOptions, prepare: Callable[[Array], Array], labels: tuple[str, ...]
+    options: _ImageOptions, image: ImageFormat, prepare: Callable[[Array], Array], labels: tuple[str, ...]
 ) -> ClassificationTask:
-    is_module = is_factory_name(options.model)
+    is_factory = is_factory_name(options.model)
+    is_deep = is_factory or options.model not in (*PLAIN_NETWORKS, *HIDDEN_SIZES)
+    make_model = _make_factory_model if is_factory else _make_built_in_model
     return ClassificationTask(
         name=options.task,
-        model=_make_factory_model(options, prepare, len(labels))
-        if is_module
-        else _make_built_in_model(options, prepare),
-        input_shape=(SIDE, SIDE),
+        model=make_model(options, image, prepare),
+        input_shape=(image.side, image.side) if image == _GREY else (image.channels, image.side, image.side),
         labels=labels,
-        defaults=DEEP_DEFAULTS if is_module or options.model == "resnet18-gn" else DEFAULTS,
+        defaults=DEEP_DEFAULTS if is_deep else DEFAULTS,
     )
 
 
 def _make_factory_model(
-    options: _ImageOptions, prepare: Callable[[Array], Array], num_classes: int
+    options: _ImageOptions, image: ImageFormat, prepare: Callable[[Array], Array]
 ) -> TorchFactoryModel:
-    check_allowed(options.model, "model", ConfigError)
-    _reject_init(options)
-    channels = _validate_int(options.task, "channels", options.channels, 1, MAX_CHANNELS)
+    is_torchvision = options.model.startswith(TORCHVISION)
+    if not is_torchvision:
+        check_allowed(options.model, "model", ConfigError)
+    _reject_options(options)
+    copies = _validate_int(options.task, "channels", options.channels, 1, MAX_CHANNELS)
+    if is_torchvision and image.channels == 1:
+        copies = 3
     size = _validate_int(options.task, "size", options.size, MIN_SIZE, MAX_SIZE)
     return TorchFactoryModel(
         target=options.model,
-        num_classes=num_classes,
-        input_shape=(channels, size, size),
-        prepare=make_resizing_prepare(prepare, channels=channels, size=size),
+        num_classes=NUM_CLASSES,
+        input_shape=(copies * image.channels, size, size),
+        prepare=make_resizing_prepare(prepare, channels=copies, size=size),
     )
 
 
-def _make_built_in_model(options: _ImageOptions, prepare: Callable[[Array], Array]) -> TrainableModel:
-    model = validate_choice(options.task, "model", options.model, MODELS, extra_choice="module:factory")
-    if (options.channels, options.size) != (1, SIDE):
+def _make_built_in_model(
+    options: _ImageOptions, image: ImageFormat, prepare: Callable[[Array], Array]
+) -> TrainableModel:
+    model = validate_choice(options.task, "model", options.model, MODELS, extra_choice=OTHER_MODELS)
+    if (options.channels, options.size) != (1, image.side):
         raise ConfigError(
-            f"channels and size of task {options.task} are for a model of module:factory; {model} takes the images "
-            "as they are"
+            f"channels and size of task {options.task} are for a model of torchvision or module:factory; {model} "
+            "takes the images as they are"
         )
-    if model not in CHAINS:
-        _reject_init(options)
+    _reject_options(options)
     if model in HIDDEN_SIZES:
-        return DenseModel(sizes=(NUM_PIXELS, *HIDDEN_SIZES[model], 10), prepare=_make_pixel_scaling(MAX_PIXEL))
-    if model == "resnet18-gn":
-        tensors, build = networks.resnet18_specs(), networks.resnet18_gn
-    else:
-        tensors, build = networks.list_chain_specs(CHAINS[model]), partial(networks.build_chain, CHAINS[model])
+        activation = "tanh" if model == "mlp-tanh" else options.activation
+        return DenseModel(
+            sizes=(image.channels * image.side**2, *HIDDEN_SIZES[model], NUM_CLASSES),
+            prepare=_make_pixel_scaling(MAX_PIXEL),
+            activation=validate_choice(options.task, "activation", activation, tuple(ACTIVATIONS)),
+            loss=validate_choice(options.task, "loss", options.loss, tuple(LOSSES)),
+        )
+    norm = validate_choice(options.task, "norm", options.norm, tuple(NORMS))
     first_weights = WEIGHT_INITIALISERS[
         validate_choice(options.task, "init", options.init, tuple(WEIGHT_INITIALISERS))
     ]
-    return TorchModel(tensors=tensors, build=build, first_weights=first_weights, prepare=prepare)
+    chain = make_chain(model.removesuffix("-gn"), image, norm)
+    return TorchModel(
+        tensors=networks.list_chain_specs(chain),
+        build=partial(networks.build_chain, chain),
+        first_weights=first_weights,
+        prepare=prepare,
+    )
 
 
-def _reject_init(options: _ImageOptions) -> None:
-    if options.init != "torch":
-        raise ConfigError(
-            f"init of task {options.task} is for the cnn models and lenet, got {options.init!r} for {options.model}"
-        )
+def _reject_options(options: _ImageOptions) -> None:
+    """Rejects an option of other models."""
+    for name, (usual, models) in MODEL_OPTIONS.items():
+        value = getattr(options, name)
+        if value != usual and options.model not in models:
+            raise ConfigError(
+                f"{name} of task {options.task} is for {', '.join(models)}, got {value!r} for {options.model}"
+            )
 
 
 def _validate_int(task: str, option: str, value: object, minimum: int, maximum: int) -> int:
@@ -189,15 +296,25 @@ def _validate_int(task: str, option: str, value: object, minimum: int, maximum: 
     return value
 
 
-def _add_fashion_normalisation(graph: OnnxGraph, images: str) -> str:
-    pixels = make_scaling(1.0 / MAX_PIXEL, shape=(1, SIDE, SIDE))(graph, images)
-    centred = graph.add("Sub", pixels, graph.add_constant(np.float32(FASHION_MEAN)))
-    return graph.add("Div", centred, graph.add_constant(np.float32(FASHION_STD)))
+def _make_normalisation(image: ImageFormat, means: Array | float, stds: Array | float) -> Callable[[Array], Array]:
+    """Returns a `prepare` to [n, channels, side, side] float32 of these means and deviations of pixels."""
+    shape = (image.channels, image.side, image.side)
+
+    def draw(graph: OnnxGraph, images: str) -> str:
+        pixels = make_scaling(1.0 / MAX_PIXEL, shape=shape)(graph, images)
+        centred = graph.add("Sub", pixels, graph.add_constant(np.float32(means)))
+        return graph.add("Div", centred, graph.add_constant(np.float32(stds)))
+
+    @register_node_builder(draw)
+    def normalise(images: Array) -> Array:
+        pixels = images.astype(np.float32).reshape(-1, *shape)
+        pixels /= MAX_PIXEL
+        pixels -= means
+        pixels /= stds
+        return pixels
+
+    return normalise
 
 
-@register_node_builder(_add_fashion_normalisation)
-def _normalise_fashion_pixels(images: Array) -> Array:
-    pixels = _make_pixel_scaling(MAX_PIXEL)(images).reshape(-1, 1, SIDE, SIDE)
-    pixels -= FASHION_MEAN
-    pixels /= FASHION_STD
-    return pixels
+_normalise_fashion_pixels = _make_normalisation(_GREY, FASHION_MEAN, FASHION_STD)
+_normalise_cifar_pixels = _make_normalisation(ImageFormat(3, CIFAR_SIDE), CIFAR_MEANS, CIFAR_STDS)

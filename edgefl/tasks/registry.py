@@ -25,6 +25,7 @@ KIND = ExtensionKind(
     error=TaskError,
 )
 BUILT_IN: Mapping[str, str] = {
+    "cifar-10": "edgefl.tasks.images:cifar10",
     "digits": "edgefl.tasks.images:digits",
     "fashion-mnist": "edgefl.tasks.images:fashion_mnist",
     "mnist": "edgefl.tasks.images:mnist",
@@ -35,26 +36,28 @@ BUILT_IN: Mapping[str, str] = {
 _ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
 
 NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
-    "mnist": ("2nn", "mlp", "logistic"),
-    "fashion-mnist": ("2nn", "mlp", "logistic"),
+    "mnist": ("2nn", "mlp", "mlp-tanh", "logistic"),
+    "fashion-mnist": ("2nn", "mlp", "mlp-tanh", "logistic"),
+    "cifar-10": ("2nn", "mlp", "mlp-tanh", "logistic"),
     "motionsense": ("mlp", "logistic"),
 }
 """NumPy models (values of `model`) of tasks that usually need torch."""
 
 
-def make_task(name: str, options: Mapping[str, Scalar] | None = None) -> Task:
+def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: str = "task") -> Task:
     """Returns the task of that name.
 
     Args:
         name: a built-in task, one of an installed package (entry point `edgefl.tasks`), or an allowed `module:Class`.
         options: keyword arguments of the task.
+        table: of the run file that has the options, for messages.
 
     Raises:
         TaskError: there is no such task, its module is not allowed or cannot be imported, or its class is no task's.
         ConfigError: an option that the task does not have, or a value that it rejects.
     """
-    factory = _find_factory(name)
-    check_options(name, options or {}, list_options(factory), table="task")
+    factory = find_task_factory(name)
+    check_options(name, options or {}, list_options(factory), table=table)
     try:
         return factory(**(options or {}))
     except EdgeflError:
@@ -70,10 +73,11 @@ def list_task_names() -> tuple[str, ...]:
 
 def list_task_options(name: str) -> Mapping[str, OptionType]:
     """Returns the options of a task; raises as `make_task`."""
-    return list_options(_find_factory(name))
+    return list_options(find_task_factory(name))
 
 
-def _find_factory(name: str) -> Callable[..., Task]:
+def find_task_factory(name: str) -> Callable[..., Task]:
+    """Returns the class or function of a task, which was not called; raises as `make_task`."""
     if name in BUILT_IN:
         built_in: Callable[..., Task] = load_object(BUILT_IN[name])
         return built_in
@@ -110,7 +114,7 @@ def import_extra(package: str, purpose: str, command: str | None = None) -> Any:
     """
     try:
         return importlib.import_module(package)
-    except ImportError as error:
+    except (ImportError, OSError, RuntimeError) as error:  # beside another build of torch than its own, the last two
         raise TaskError(
             f"{purpose}, which cannot be imported ({error}); "
             f"install it with: {command or format_install_command(package)}"

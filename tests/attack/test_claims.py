@@ -7,8 +7,9 @@ from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
 pytestmark = [pytest.mark.attack, pytest.mark.slow, pytest.mark.timeout(900)]
 
-# Those that learn slowly get more rounds; those that add every update as it comes, smaller and more steps.
-ROUNDS = {"adacomp": 150, "signsgd": 150, "ssgd": 150, "esync": 60, "asgd": 100, "dc-asgd": 100, "bounded": 100}
+# Those that learn slowly or waver get more rounds; those that add every update as it comes, smaller and more steps.
+ROUNDS = {"adacomp": 150, "signsgd": 150, "ssgd": 150, "esync": 60, "fltrust": 100}
+ROUNDS |= dict.fromkeys(("asgd", "dc-asgd", "bounded"), 100)
 OPTIONS = {name: {"iterations": 10, "learning_rate": 0.01} for name in ("asgd", "dc-asgd", "bounded")}
 # Its control variates need true iteration counts, which follow from the examples that a board joined with.
 JOINS_HONESTLY = {"scaffold"}

@@ -104,6 +104,8 @@ def run_files(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "codec", {"run": {"task": "digits"}, "compression": {"up": name}}
     yield "codec of the model", {"run": {"task": "digits"}, "compression": {"down": f"dense|{name}"}}
     yield "codec of a layer", {"run": {"task": "digits"}, "compression": {"layers": {"*.bias": name}}}
+    yield "job", {"job": {"name": name, **values}}
+    yield "job alone", {"job": {"name": name}}
     yield "Flower", {"run": {"task": "digits"}, "strategy": {"name": f"flwr:{name}", **values}}
 
 

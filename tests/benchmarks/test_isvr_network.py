@@ -57,6 +57,13 @@ def test_at_random_edges_exchange_once_in_a_period_on_average(ran):
     assert np.mean(counts) == pytest.approx(4, abs=0.7)
 
 
+@pytest.mark.parametrize("method", ["pdmm-isvr", "dsgd"])
+def test_in_pairs_edges_exchange_once_in_a_period_and_every_node_does_its_iterations(ran, method):
+    runs = [ran(method, exchange="pair", seed=seed) for seed in range(1, 6)]
+    assert np.mean([run.exchanges_per_edge for run in runs]) == pytest.approx(4, abs=0.7)
+    assert {engine.algorithm.iterations for run in runs for engine in run.engines.values()} == {16}
+
+
 def test_lost_mail_is_sent_and_does_not_arrive(ran):
     alone, among = ran("dsgd", lost=1.0), ran("dsgd")
     assert alone.exchanges_per_edge == among.exchanges_per_edge

@@ -22,6 +22,7 @@ NEED_DATA = {
     "isvr_claim",
     "lss_sizes",
     "simulator_peer",
+    "split_learning",
 }
 NEED_BROWSER = {"dashboard"}
 

@@ -224,3 +224,11 @@ def test_the_cut_is_told_for_people_and_for_programs_as_the_cards_on_disk_say(ru
 def test_bad_input_is_one_line_and_its_exit_code(refused, tmp_path, words, code, told):
     refused(["data", "shard", *words, "--out", tmp_path], code, told)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reference_is_one_device_with_all_of_the_data_and_stands_beside_the_run(run, file, refused, tmp_path):
+    done = run("simulate", file, "--devices", 3, "--dir", tmp_path / "d", "--reference")
+    assert "reference, one device with all of the data: accuracy 0." in done.out
+    rows = run("history", "runs", "--dir", tmp_path / "d", "--format", "json").rows
+    assert {row["strategy"] for row in rows} == {"fedavg", "local"}
+    refused(["simulate", file, "--reference", "--bookkeeping-only"], 2, "goes without --shards, --bookkeeping-only")

@@ -51,6 +51,8 @@ def test_a_wrong_key_and_a_value_out_of_bounds_fail(validator, table, key):
 
 def test_a_file_needs_a_task_and_a_class_of_ones_own_may_have_any_options(validator):
     assert not validator.is_valid({"run": {}})
+    assert validator.is_valid({"job": {"name": "mine:Job", "size": 3}, "run": {"seconds": 60}})
+    assert not validator.is_valid({"job": {"parts": 3}})
     assert validator.is_valid(
         {"run": {"task": "mine:Task"}, "task": {"size": 3}, "strategy": {"name": "mine:S", "a": 1}}
     )

@@ -34,7 +34,8 @@ from codec_examples import (
 
 from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES, list_stage_names, list_stages
-from edgefl.compression.sparsification.atomo import Atomo, AtomoSvd
+from edgefl.compression.sparsification.atomo import Atomo, AtomoDct
+from edgefl.compression.sparsification.atomo_svd import AtomoSvd
 from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Threshold, TopK
 from edgefl.compression.wire import NAMED_STAGE_ID, encode_varint, read_frame, write_frame
 from edgefl.core.errors import CodecError
@@ -103,8 +104,8 @@ def test_parameters_come_back_within_the_stated_error_and_the_rest_bit_for_bit(c
         assert arrays(decoded)[name].tobytes() == tensors[name].tobytes(), name
     for name, tensor in decoded.items():
         stage = part_for(codec, name).tensor_stage
-        # Where triples are larger or worse it writes a tensor whole, or entries.
-        assert isinstance(stage, AtomoSvd) or isinstance(tensor, SparseTensor) == (
+        # Where triples are larger or worse a tensor is written whole, or as entries; cosines have an entry each.
+        assert isinstance(stage, AtomoSvd | AtomoDct) or isinstance(tensor, SparseTensor) == (
             name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK)
         )
         if isinstance(tensor, SparseTensor):
@@ -349,7 +350,7 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("dnse", "unknown stage 'dnse' in codec 'dnse', did you mean 'dense'\\?; known: atomo, "),
+        ("dnse", "unknown stage 'dnse' in codec 'dnse', did you mean 'dense'\\?; known: alternating, "),
         ("fp16|dense", "got tensors, values, tensors"),
         ("dense|fp16|fp16", "got tensors, values, values"),
         ("zstd|shuffle", "got tensors, lossless, lossless"),
@@ -384,6 +385,9 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
         ("lss:7", "'lss' needs a whole number from 1 to 6, got lss:7"),
         ("lss:2:0", "'lss' needs buckets for a fraction over 0 and at most 1, got 0"),
         ("lss:2:nan", "got nan"),
+        ("lss:2:hash:hash", "'lss' takes a fraction, hash, keep and raw, once each, got lss:2:hash:hash"),
+        ("lss:2:0.1:0.2", "once each, got lss:2:0.1:0.2"),
+        ("lss:2:keep", "needs error feedback to keep what it leaves out: write ef|lss:2:keep, for [compression] up"),
         ("powersgd:2", "needs error feedback to keep what it leaves out: write ef|powersgd:2, for [compression] up"),
         ("ef|powersgd", "'powersgd' needs a whole number from 1 to 4096, got powersgd:"),
     ],

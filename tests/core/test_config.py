@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -148,7 +149,7 @@ NAN, INF = float("nan"), float("inf")
         ("run", {"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices'"),
         ("run", 3, "run must be a table, got 3"),
         ("stratgy", {}, "unknown setting stratgy: did you mean strategy?"),
-        ("zzz", {}, "unknown setting zzz: known are compression, devices, guard, models, run"),
+        ("zzz", {}, "unknown setting zzz: known are aggregation, compression, devices, guard, job, models, run"),
         ("task", {"a": [1]}, "task.a must be a text, a number or true/false, got [1]"),
         ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),
         ("strategy", {"lr": NAN}, "strategy.lr must be a text, a number or"),
@@ -320,3 +321,32 @@ def test_a_file_of_a_thousand_wrong_settings_names_some_and_how_many_more():
     with pytest.raises(ConfigError, match=r"and 980 more$") as refused:
         parse_run({"run": {"task": "digits", **{f"x{number}": 1 for number in range(1000)}}})
     assert len(str(refused.value)) < 20_000
+
+
+JOB = {"run": {"name": "counting", "seconds": 60.0}, "job": {"name": "texts:Words", "parts": 4, "language": "de"}}
+
+
+def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
+    config = parse_run({**JOB, "devices": {"groups": ["kitchen"]}})
+    assert (config.run.task, config.strategy.name, config.job.options) == ("texts:Words", "job", {"language": "de"})
+    value = config.to_json()
+    assert set(value) == {"run", "job", "devices"}
+    assert RunConfig.from_json(value) == config
+    assert "job" not in parse_run({"run": {"task": "digits"}}).to_json()
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"job": {"parts": 4}}, "job.name must be a job's name, such as my_jobs:WordCount, got None"),
+        ({**JOB, "strategy": {"name": "fedavg"}}, "strategy means nothing beside job, which trains nothing"),
+        ({**JOB, "run": {"task": "digits"}}, "run.task means nothing for a job; leave it out"),
+        ({**JOB, "devices": {"count": 2}}, "devices.count means nothing for a job; leave it out"),
+        ({"job": {"name": "a:B", "parts": 0}}, "job.parts must be a whole number at least 1"),
+        ({"job": {"name": "a:B", "max_part_bytes": 10**12}}, "job.max_part_bytes must be a whole number at least 1"),
+        ({**JOB, "jobs": {}}, "unknown setting jobs"),
+    ],
+)
+def test_what_means_nothing_for_a_job_is_refused_by_name(tables, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_run(tables)

@@ -70,6 +70,11 @@ def test_what_was_saved_is_loaded(state):
     assert load_pending_enrolment(state.root) is None
 
 
+def test_a_relative_directory_is_made_absolute_since_confined_processes_work_elsewhere(state, monkeypatch):
+    monkeypatch.chdir(state.root.parent)
+    assert DeviceStateDir.load(Path(state.root.name)).root == state.root
+
+
 def test_session_numbers_grow_over_restarts(state):
     assert [state.next_session_no(), state.next_session_no()] == [1, 2]
     assert DeviceStateDir.load(state.root).next_session_no() == 3

@@ -57,7 +57,7 @@ class Screen:
         self.page.wait_for_selector("main h1, main h2", state="attached")
 
     def sign_in(self, token: str) -> None:
-        self.page.get_by_role("button", name="Sign in").click()
+        self.page.locator("#sign-in").click()  # the form of a run may have one, too
         self.page.get_by_label("Access token").fill(token)
         self.page.get_by_role("dialog").get_by_role("button", name="Sign in").click()
         self.page.get_by_role("button", name="Sign out").wait_for()
@@ -544,6 +544,55 @@ def test_the_keyboard_reaches_everything_that_can_be_clicked(screens: House) -> 
     page.keyboard.press("Enter")
     assert page.locator("th[aria-sort='descending']").inner_text().startswith("Examples")
     assert page.get_by_role("button", name="Temp.").count() == 0, "nobody here has a sensor"
+
+
+def test_keys_alone_skip_ask_zoom_and_hear_what_a_run_does(screens: House) -> None:
+    screen = screens.screen()
+    screen.open("fleet")
+    page, press = screen.page, screen.page.keyboard.press
+    page.get_by_role("link", name="device-02").wait_for()
+    press("Tab")
+    assert page.get_by_role("link", name="Skip to the content").bounding_box()["x"] >= 0
+    press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    assert page.get_by_role("heading", level=1).inner_text() == "Fleet", "it is no address of a view"
+
+    page.get_by_role("button", name="Sign in").focus()
+    press("Enter")
+    page.get_by_role("dialog", name="Sign in").wait_for()
+    places = set()
+    for _ in range(8):
+        press("Tab")
+        places.add(page.evaluate("document.activeElement.closest('dialog, header, main')?.localName"))
+    assert "dialog" in places
+    assert places.isdisjoint({"header", "main"}), "it keeps the focus"
+    press("Escape")
+    assert page.get_by_role("dialog").count() == 0
+    assert page.evaluate("document.activeElement.id") == "sign-in", "it has the focus again"
+
+    screen.sign_in(screens.token)
+    run_id = screens.fleet.submit(run_of("by keys", 1_000_000))
+    page.locator("#told", has_text="by keys running").wait_for(state="attached")
+    page.evaluate(f"location.hash = '#/runs/{run_id}'")
+    page.wait_for_function("() => Number(document.querySelector('figure')?.dataset.points) >= 9")
+    stop = page.get_by_role("button", name="Stop", exact=True)
+    stop.focus()
+    press("Enter")
+    assert page.evaluate("document.activeElement.textContent") == "Cancel", "no key ends a run by accident"
+    press("Shift+Tab")
+    press("Enter")
+    page.locator("#told", has_text="by keys stopped").wait_for(state="attached", timeout=30_000)
+
+    curve = page.get_by_role("img", name=re.compile("^Accuracy, accuracy by round"))
+    reading = page.locator("figure", has=curve).locator(".reading")
+    curve.focus()
+    press("Home")
+    reading.get_by_text("round 1: global model").wait_for()
+    press("+")
+    reading.get_by_text(re.compile("shown: 1 to ")).wait_for()
+    press("Escape")
+    reading.get_by_text(re.compile("^round 1: global model [0-9.]+ %$")).wait_for()
+    assert screen.complaints == []
 
 
 def test_the_page_comes_back_after_its_coordinator(screens: House) -> None:

@@ -46,7 +46,7 @@ def site(tools: Any, root: Path, *, num: int = 5, program: Sequence[str] = PROGR
         yield fleet
 
 
-def run_file(rounds: int = 100_000, *, task: str = "digits", **options: Any) -> RunConfig:
+def run_file(rounds: int = 100_000, *, task: str = "digits", exchange: str = "poisson", **options: Any) -> RunConfig:
     return parse_run(
         {
             "run": {"task": task, "rounds": rounds, "local_test_fraction": 0.0, "evaluate_on": "none"},
@@ -55,7 +55,7 @@ def run_file(rounds: int = 100_000, *, task: str = "digits", **options: Any) -> 
                 "name": "pdmm-isvr",
                 "graph": "complete",
                 "carrier": "peer",
-                "exchange": "poisson",
+                "exchange": exchange,
                 "iterations": PERIOD,
                 "exchanges_per_round": PER_ROUND,
                 "batch_size": 10_000,
@@ -113,11 +113,12 @@ def stopped(fleet: LocalFleet, tools: Any, run_id: str) -> dict[str, Array]:
 
 
 @needs("mosquitto")
+@pytest.mark.parametrize("exchange", ["poisson", "pair"])
 def test_devices_come_to_a_good_model_under_a_coordinator_that_is_killed_and_stop_with_their_run(
-    tools: Any, tmp_path: Path
+    tools: Any, tmp_path: Path, exchange: str
 ) -> None:
     with site(tools, tmp_path, num=3) as fleet:
-        run_id = fleet.submit(run_file(6, task=tools.gated, pace_s=0.01))
+        run_id = fleet.submit(run_file(6, task=tools.gated, exchange=exchange, pace_s=0.01))
         tools.eventually(lambda: closed(fleet, run_id), 60, "a round")
         fleet.kill("coordinator")
         fleet.start_coordinator()

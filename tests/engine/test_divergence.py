@@ -68,6 +68,18 @@ def test_few_steps_are_no_standstill():
     assert play([2.31] * 20, iterations=9) == []
 
 
+@pytest.mark.parametrize("iterations", [9, 100])
+def test_after_a_halving_a_loss_that_does_not_come_down_in_some_steps_is_said_though_it_varies(iterations):
+    detector = DivergenceDetector(num_halvings=1)
+    found = []
+    for number, loss in enumerate([2.2, 2.4, 1.9, 2.3, 3.4, 2.3, 2.0, 2.4, 2.3, 2.3, 2.3, 2.3], start=1):
+        detector.add_update(loss, iterations)
+        found += filter(None, [detector.close_round(number, RULE)])
+    assert [(one.round, "does not recover: it is 2.3 after" in one.message) for one in found] == (
+        [(5, True)] if iterations == 100 else []
+    )
+
+
 def test_without_a_word_of_the_task_the_first_loss_is_the_measure():
     rule = DivergenceRule()
     assert play([40.0, 30.0, 22.0, 15.0, 9.0, 7.0], rule=rule) == []
@@ -120,6 +132,33 @@ def test_the_last_good_model_is_the_first_until_one_has_learned_and_the_one_that
         good.append(int(detector.good_model["w"]))
     # The median of three falls below an untrained model's in round 5, whose devices began with the model of round 4.
     assert good == [0, 0, 0, 0, 4, 5, 5, 5]
+
+
+def test_a_model_that_learns_each_devices_few_classes_and_not_the_test_data_is_no_good_one():
+    detector, good = DivergenceDetector(), []
+    detector.keep_model({"w": np.array(0)})
+    tested = [2.6, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 2.3, 1.0, 1.0]
+    for number, loss in enumerate(tested, 1):
+        detector.add_update(1.9 - number / 10, 100)
+        detector.close_round(number, RULE)
+        detector.keep_model({"w": np.array(number)})
+        detector.add_evaluation(loss)
+        good.append(int(detector.good_model["w"]))
+        if number == 8:
+            detector.start_again(None)
+    # An evaluation is of the model before; in round 9 there is none since the new start.
+    assert good == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 10]
+
+
+def test_the_model_of_a_round_after_which_something_is_found_is_no_good_one():
+    detector, best = DivergenceDetector(), []
+    for number in range(1, 11):
+        detector.add_update(2.1 - number / 10, 600)
+        detector.add_evaluation(2.3 if number < 9 else 1.0)
+        found = detector.close_round(number, RULE)
+        best.append(detector.is_best)
+        assert (found is not None) == (number == 9), "the median of the last three evaluations stands still once more"
+    assert best == [False] * 9 + [True]
 
 
 def test_its_memory_is_bounded_and_kept_over_a_restart():

@@ -34,6 +34,8 @@ from edgefl.core.types import (
 )
 from edgefl.engine.progress import (
     MAX_CONSECUTIVE_FAILURES,
+    DeviceWork,
+    EpochSize,
     EvaluationTracker,
     PriorProgress,
     ProgressTracker,
@@ -203,7 +205,7 @@ def update_of(order, value=1.0):
         device_id=order.device_id,
         base_version=order.base_version,
         tensors={"w": np.full(2, value, np.float32)},
-        metrics=UpdateMetrics(num_examples=5, bytes_up=60, bytes_down=40),
+        metrics=UpdateMetrics(iterations=1, num_examples=5, bytes_up=60, bytes_down=40),
     )
 
 
@@ -277,6 +279,13 @@ def test_the_run_ends_with_the_first_goal_that_is_reached(goal, reason, version)
         (PriorProgress(bytes=500), StoppingCriteria(bytes=700), 1),
         (PriorProgress(seconds=10.0), StoppingCriteria(seconds=13.0), 1),
         (PriorProgress(), StoppingCriteria(updates=6), 3),
+        # An update is one iteration of batches of 2 on 5 examples: a third of an epoch.
+        (PriorProgress(), StoppingCriteria(epochs=1.5, epoch=EpochSize(batch_size=2)), 5),
+        (
+            PriorProgress(work={name: DeviceWork(iterations=3, num_examples=5) for name in "ab"}),
+            StoppingCriteria(epochs=1.5, epoch=EpochSize(batch_size=2)),
+            2,
+        ),
     ],
 )
 def test_goals_count_on_from_what_was_counted_before(earlier, goal, rounds):

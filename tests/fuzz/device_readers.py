@@ -34,7 +34,7 @@ from edgefl.device.state_dir import (
     load_pending_enrolment,
 )
 from edgefl.device.training.gossip_worker import load_node_instruction
-from edgefl.device.training.process_link import parse_description, parse_reply, read_message
+from edgefl.device.training.process_link import parse_description, parse_reply
 from edgefl.device.updates.installations import load_report
 from edgefl.device.updates.protocol import (
     AgentHealth,
@@ -46,6 +46,7 @@ from edgefl.device.updates.protocol import (
     read_status,
 )
 from edgefl.device.updates.slots import Slots
+from edgefl.system.process_messages import read_message
 
 
 def confined_messages(_folder: Path) -> Reader:

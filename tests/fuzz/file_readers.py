@@ -201,9 +201,13 @@ def node_hosts(folder: Path) -> Reader:
 
 def ssh_hosts(_folder: Path) -> Reader:
     words = (b"name=", b"role=trainer", b'"', b"\\", b"#", b"digits=/x", b"pi@h", b"name=shelf-1")
-    return Reader(
-        feed=lambda data: parse_hosts(_text(data)), seeds=(Seed(content=SSH_HOSTS, form=Form.TEXT),), words=words
+    hosts = json.dumps({"hosts": [{"name": "pi-1", "addr": "192.168.1.21", "port": 8884}]}).encode()
+    workers = json.dumps([[0, "a1b2", "192.168.1.21"], [1, "c3d4", "192.168.1.22"]]).encode()
+    seeds = (
+        Seed(content=SSH_HOSTS, form=Form.TEXT),
+        *(Seed(content=one, form=Form.JSON) for one in (hosts, workers)),
     )
+    return Reader(feed=lambda data: parse_hosts(_text(data)), seeds=seeds, words=words)
 
 
 def join_files(_folder: Path) -> Reader:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from fuzz.reader import Form, Reader, Seed
@@ -36,9 +37,12 @@ from edgefl.core.protocol import (
     parse_peer_topic,
     parse_topic,
 )
-from edgefl.core.types import PeerMessage, Progress
+from edgefl.core.types import CollectiveConfig, PeerMessage, Progress
 from edgefl.device.diagnostics.json_log import _parse_query, read_page
 from edgefl.device.mqtt.session import MessageDispatcher, MqttCallbacks
+from edgefl.device.peers.collective_link import ChunkMessage, CollectiveLink
+from edgefl.device.peers.collective_link import decode_message as decode_chunk
+from edgefl.device.peers.collective_link import encode_message as encode_chunk
 from edgefl.device.peers.peer_connection import (
     FRAME_VERSION,
     HEADER,
@@ -49,6 +53,7 @@ from edgefl.device.peers.peer_connection import (
 )
 from edgefl.device.state_dir import parse_lockout
 from edgefl.storage.store import Store
+from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, decode_peer_message, encode_peer_message
 
 FLUSHED_EVERY = 8
@@ -253,6 +258,27 @@ def neighbours(_folder: Path) -> Reader:
 
     seeds = (Seed(content=packed), Seed(content=line, form=Form.JSON, close=lambda found: found + b"\n" + body))
     return Reader(feed=feed, seeds=seeds)
+
+
+def chunks(_folder: Path) -> Reader:
+    """Messages of another member of a collective, up to the sum that they are added to."""
+    names = ("a", "b")
+    schedule = make_schedule("ring", 2, 4)
+    transport = SimpleNamespace(**dict.fromkeys(("set_peers", "set_addresses", "start"), lambda *_: None))
+    link = CollectiveLink("a", lambda *_: transport)
+    config = CollectiveConfig(collective="ring", members=names, group="g", addresses=("h:1", "h:2"))
+    link.open("r", config, schedule, vector_bytes=16)
+    message = ChunkMessage(group=link._group, session=b"s" * 8, reduction=0, step=0, start=2, values=bytes(8))
+
+    def feed(data: bytes) -> None:
+        found = decode_chunk(data)
+        hash((found.group, found.session, found.reduction, found.step, found.start, found.is_abort))
+        link.open("r", config, schedule, vector_bytes=16)
+        link.receive("b", data)
+        member = AllReduce(schedule, 0, np.zeros(4, np.float32), chunk_size=2)
+        link._take(member, 0, np.dtype(np.float32))
+
+    return Reader(feed=feed, seeds=(Seed(content=encode_chunk(message)),))
 
 
 def frames(_folder: Path) -> Reader:

@@ -91,6 +91,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "peer-messages": _entry(
             message_readers.neighbours, "strategies/peer_algorithms/gossip_node.py:decode_peer_message"
         ),
+        "peer-chunks": _entry(
+            message_readers.chunks,
+            "device/peers/collective_link.py:decode_message",
+            "device/peers/collective_link.py:CollectiveLink._take",
+        ),
         "peer-frames": _entry(message_readers.frames, "device/peers/peer_connection.py:_parse_header"),
         "peer-certificates": _entry(
             message_readers.shown_certificates, "device/peers/peer_connection.py:verify_certificate"
@@ -169,7 +174,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "file-graph": _entry(file_readers.graphs, "strategies/peer_algorithms/topology.py:_read_json"),
         "file-node-hosts": _entry(file_readers.node_hosts),
-        "file-ssh-hosts": _entry(file_readers.ssh_hosts, "provision/ssh_host.py:parse_hosts"),
+        "file-ssh-hosts": _entry(
+            file_readers.ssh_hosts, "provision/ssh_host.py:parse_hosts", "provision/ssh_host.py:_list_json_lines"
+        ),
         "file-join": _entry(file_readers.join_files, "device/enrolment/join_file.py:JoinFile.parse"),
         "file-token": _entry(file_readers.tokens, "core/protocol.py:JoinToken.parse"),
         "file-operator": _entry(file_readers.operator_files, "system/api_client.py:load_operator_file"),
@@ -194,6 +201,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/array_files.py:read_idx",
             "tasks/datasets/array_files.py:_read_decompressed",
         ),
+        "shard-cifar": _entry(shard_readers.cifar_batches, "tasks/datasets/cifar.py:_read_binary_batch"),
         "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(
             shard_readers.gradients,
@@ -228,6 +236,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "storage/state_serialisation.py:_StateDecoder.decode",
         ),
         "disk-tensors": _entry(storage_readers.tensors, "storage/state_serialisation.py:_read_arrays"),
+        "disk-job-results": _entry(storage_readers.job_results, "storage/checkpoints.py:open_tensor_bytes"),
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
         "disk-run-rows": _entry(storage_readers.run_rows, "storage/lineage.py:_parse_run_record"),
         "disk-backup": _entry(
@@ -254,7 +263,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/state_dir.py:check_not_locked_out",
         ),
         "disk-logbook": _entry(device_readers.logbooks, "device/diagnostics/json_log.py:read_lines"),
-        "confined-process": _entry(device_readers.confined_messages, "device/training/process_link.py:read_message"),
+        "confined-process": _entry(device_readers.confined_messages, "system/process_messages.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
         "bundle": _entry(
             bundle_readers.bundles, "system/bundles/archive.py:read_bundle", "system/bundles/archive.py:_read_header"
@@ -286,6 +295,15 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "tasks/local_algorithms/scaffold.py:_decode_server_variate": (
             "bytes of a length that is checked, any of which are numbers"
         ),
+        "coordinator/split/rest_process.py:RestServer._step": (
+            "labels of a length that the service has checked; what follows is a body of a codec"
+        ),
+        "device/training/split_exchange.py:CoordinatorExchange.__call__": (
+            "a loss of a length that is checked; what follows is a body of a codec"
+        ),
+        "device/training/split_exchange.py:CoordinatorExchange._send": "the coordinator's refusal, over its own TLS",
+        "engine/build.py:_build_job.decode": "any bytes are a result of a part; their number is checked",
+        "strategies/job_strategy.py:JobStrategy.aggregate": "any bytes are a result of a job",
         "device/inference/server.py:main": "what the process that became this one wrote a moment before",
         "flower/app_runtime.py:make_body_record": "encodes",
         "flower/app_runtime.py:decode_content": (

@@ -18,6 +18,7 @@ from fuzz.reader import MIB, Form, Reader, Seed
 
 from edgefl.device.inference.onnx_model import read_inputs
 from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx
+from edgefl.tasks.datasets.cifar import read_test_batch
 from edgefl.tasks.datasets.sample_updates import read_sample_update
 from edgefl.tasks.datasets.shards import check_shard
 from edgefl.tasks.motionsense import read_motion_windows
@@ -87,6 +88,13 @@ def idx_files(folder: Path) -> Reader:
     seeds = (Seed(content=images), Seed(content=labels), Seed(content=gzip.compress(images)))
     inner = Seed(content=images, close=lambda found: gzip.compress(found, 1))
     return Reader(feed=_of_file(folder, "x-idx3-ubyte", read_idx), seeds=(*seeds, inner), most_bytes=3 * MAX_BYTES)
+
+
+def cifar_batches(folder: Path) -> Reader:
+    """Records of CIFAR-10: a label and three colours of 32 by 32 pixels."""
+    record = bytes([7]) + bytes(range(256)) * 12
+    feed = _of_file(folder, "test_batch.bin", lambda path: read_test_batch(path.parent))
+    return Reader(feed=feed, seeds=(Seed(content=record), Seed(content=2 * record)), most_bytes=64 * MIB)
 
 
 def motion_sets(folder: Path) -> Reader:

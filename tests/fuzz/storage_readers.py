@@ -36,7 +36,7 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
-from edgefl.storage.checkpoints import load_state, prune_checkpoints, save_state
+from edgefl.storage.checkpoints import load_state, open_tensor_bytes, prune_checkpoints, save_state
 from edgefl.storage.journal.file_format import (
     HEADER_BYTES,
     RECORD_HEADER_BYTES,
@@ -215,6 +215,20 @@ def tensors(_folder: Path) -> Reader:
     ]
     feed = lambda data: (decode_tensors if data[:1] == b"u" else decode_model)(data[1:])  # noqa: E731 as long as its name
     return Reader(feed=feed, seeds=tuple(seeds))
+
+
+def job_results(folder: Path) -> Reader:
+    """The file of a job's result, which is sent without being read."""
+    path = folder / "result.safetensors"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        file, num_bytes = open_tensor_bytes(path, "result")
+        with file:
+            assert len(file.read()) == num_bytes
+
+    content = encode_model({"result": np.frombuffer(b"what a job found", np.uint8)})
+    return Reader(feed=feed, seeds=tuple(_safetensors_seeds(content)))
 
 
 def checkpoint_notes(folder: Path) -> Reader:

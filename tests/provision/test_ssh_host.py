@@ -32,9 +32,31 @@ def test_a_hosts_file_says_who_is_reached_how_and_what_he_is_to_be():
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '[[0, "ce8f76ef", "192.168.1.1"], [1, "a07f9e18", "shelf.local"]]',
+        '{"hosts": [{"name":"worker-0", "addr": "192.168.1.1", "port":5},{"name":"worker-1","addr":"shelf.local"}]}',
+    ],
+)
+def test_the_lists_of_parallel_sgd_and_of_ecl_isvr_name_hosts_too(text):
+    assert parse_hosts(text) == [
+        SshHost(host="192.168.1.1", name="worker-0"),
+        SshHost(host="shelf.local", name="worker-1"),
+    ]
+
+
+@pytest.mark.parametrize(
     ("text", "told"),
     [
         ("", "names no board"),
+        ("[]", "names no board"),
+        ("[[0, 1]]", "a hosts file in JSON is"),
+        ('[[true, "a", "b"]]', "a hosts file in JSON is"),
+        ('[[-2, "a", "b"]]', "a hosts file in JSON is"),
+        ('{"nodes": {"a": {"edges": ["b"]}}}', "such as node_list.json, is for a graph"),
+        ('[[0, "a", "-oProxyCommand=x"]]', "begins with [user@]host[:port], got '-oProxyCommand=x'"),
+        ('{"hosts": [{"name": "a role=evaluator", "addr": "b"}]}', "device name must be 1 to 63"),
+        ("[", "JSON"),
         ("# nobody", "names no board"),
         ("pi@a", "line 1 of the hosts file: pi@a has no name"),
         ("a name=x\npi@b name=x", "the name x stands 2 times"),

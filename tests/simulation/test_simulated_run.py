@@ -8,9 +8,11 @@ import pytest
 from sqlalchemy import text
 
 import edgefl
+from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.simulation.local_fleet import partition_devices
+from edgefl.simulation.simulated_run import make_reference
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
@@ -107,6 +109,7 @@ def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(si
     ("rule", "value", "reason"),
     [
         ("updates", 5, "updates reached 5"),
+        ("epochs", 2.5, "epochs reached 2.5"),
         ("bytes", 20_000, "bytes reached 20000"),
         ("accuracy", 0.5, "accuracy reached 0.5"),
         ("seconds", 0.5, "seconds reached 0.5"),
@@ -118,6 +121,17 @@ def test_a_run_ends_by_each_stop_rule(simulate, rule, value, reason):
     assert (result.status, result.reason) == ("finished", reason)
     closed = [row for row in result.rounds if row["closed_at"] is not None]
     assert closed[-1]["accuracy"] is not None, "the last version is evaluated"
+
+
+@pytest.mark.parametrize("name", ["asgd", "fedbuff", "pdmm-isvr", "ad-psgd"])
+def test_an_epoch_is_a_pass_over_the_data_of_all_devices_whatever_the_strategy(simulate, name):
+    result = simulate(devices=4, strategy={"name": name}, run={"rounds": None, "epochs": 2.0, "evaluate_every": 1000})
+    assert result.reason == "epochs reached 2"
+    taken_in = [row for row in result.updates if row["outcome"] in {"used", "late"}]
+    sizes = {row["device_id"]: row["num_examples"] for row in taken_in}
+    # What was under way at the end is finished early, and counts as well.
+    passes = 8 * sum(row["iterations"] for row in taken_in) / sum(sizes.values())
+    assert 1.9 < passes < 2.6
 
 
 @pytest.mark.extended
@@ -340,6 +354,29 @@ def events_of(folder, kind):
         return [row["message"] for row in read_history(store, "events") if row["kind"] == kind]
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("name", ["pdmm-isvr", "dsgd"])
+def test_in_pairs_edges_exchange_once_in_a_period_and_nodes_learn_what_only_others_hold(tmp_path, name):
+    strategy = {"name": name, "exchange": "pair", "iterations": 4, "exchanges_per_round": 25, "learning_rate": 0.1}
+    config = run_file(run={"rounds": 4}, task={"model": "logistic"}, strategy=strategy)
+    result = edgefl.simulate(config, devices=4, scheme="by-class", root=tmp_path)
+    assert result.metrics["node_accuracy"] > 0.7, "each device holds three of ten classes at most"
+    messages = sum(row["facts"]["messages"] for row in result.rounds)
+    assert messages == pytest.approx(2 * 4 * 4 * 25, rel=0.2)
+
+
+def test_a_reference_does_a_node_s_iterations_and_has_nothing_of_the_fleet():
+    tables = run_file(
+        strategy={"name": "pdmm-isvr", "iterations": 4, "exchanges_per_round": 25, "batch_size": 16, "k_eta": 2.0},
+        devices={"min": 3},
+        compression={"up": "qsgd:2:8"},
+    )
+    alone = make_reference(parse_run(tables))
+    assert (alone.strategy.name, alone.strategy.options) == ("local", {"iterations": 100, "batch_size": 16})
+    assert (alone.devices.min, alone.simulation.devices, alone.compression.up) == (1, 1, "dense")
+    assert make_reference(parse_run(run_file(strategy={"epochs": 3.0}))).strategy.options == {"epochs": 3.0}
+
+
 HIGH = 10.0
 """Twenty times what the task recommends."""
 
@@ -370,14 +407,23 @@ def test_a_learning_rate_far_too_high_is_said_within_ten_rounds_and_the_advice_h
 
 @pytest.mark.extended
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedbuff"])
-def test_a_run_at_a_rate_twenty_times_too_high_learns_in_the_end_where_it_is_halved(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "scheme", "rounds"),
+    [
+        ("fedavg", "iid", 30),
+        ("fedbuff", "iid", 30),
+        ("fedavg", "dirichlet:0.5", 30),
+        ("scaffold", "dirichlet:0.5", 30),
+        ("asgd", "dirichlet:0.5", 400),
+    ],
+)
+def test_a_run_at_a_rate_twenty_times_too_high_learns_in_the_end_where_it_is_halved(tmp_path, name, scheme, rounds):
     config = run_file(
-        run={"rounds": 30, "on_divergence": "halve"},
+        run={"rounds": rounds, "on_divergence": "halve"},
         task={"model": "mlp"},
         strategy={"name": name, "learning_rate": HIGH},
     )
-    rescued = edgefl.simulate(config, devices=3, scheme="iid", root=tmp_path / "high")
+    rescued = edgefl.simulate(config, devices=3, scheme=scheme, root=tmp_path / "high")
     said = events_of(tmp_path / "high", "run-diverging")
     assert len(said) >= 3
     assert all("goes back to its last good model" in line for line in said)

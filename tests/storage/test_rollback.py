@@ -108,6 +108,7 @@ def test_what_was_given_behind_the_checkpoint_is_gone(store: Store) -> None:
     assert [row["version"] for row in read_history(store, "evaluations")] == [1, 2]
     assert (store.get_run(RUN).rounds, store.get_run(RUN).version) == (2, 2)
     assert so_far.participants == ("pi-1", "pi-2")
+    assert so_far.work == (("pi-1", 4, 8), ("pi-2", 4, 8))
     assert (so_far.num_updates, so_far.num_bytes, so_far.elapsed_s, so_far.unused_updates) == (
         4,
         4 * 30 + 2 * 3,

@@ -154,7 +154,7 @@ def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monke
         ("d2", {"iterations": 8}, "iterations of d2 must be 1, got 8"),
         ("dsgd", {"carrier": "pigeon"}, "carrier must be one of 'relay', 'peer', 'direct', got 'pigeon'"),
         ("dsgd", {"hosts": "hosts.json"}, "hosts is for strategy.carrier = 'direct', got 'relay'"),
-        ("dsgd", {"exchange": "daily"}, "exchange must be one of 'sync', 'slots', 'poisson', got 'daily'"),
+        ("dsgd", {"exchange": "daily"}, "exchange must be one of 'sync', 'slots', 'poisson', 'pair', got 'daily'"),
         ("dsgd", {"exchanges_per_round": 0}, "exchanges_per_round must be a whole number at least 1, got 0"),
         ("dsgd", {"iterations": 0}, "iterations"),
         ("dsgd", {"seconds": 2.0}, "iterations"),

@@ -1,12 +1,13 @@
 """`lss:b`: all parameters as one sketch: values in 2**b clusters, and means of buckets of similar values.
 
 Clusters are of values of one sign, by k-means on most of them, with a separate cluster for the outliers. They are
-trained for each update, so that nothing has to be kept or agreed upon.
+trained for each update, so that nothing has to be kept or agreed upon, or with `keep` for ten updates.
 
 Source: Fu et al., LSS (CASQ): locality-sensitive sketching of gradients, 2019, arXiv 1905.03113. Differs from the
-paper: a bucket holds members of its cluster that follow one another instead of those with the same hash. Both sides
-know the members, so no bucket is empty and none is larger than its neighbours by more than one; and entries of one
-layer or filter are of one size, so that on the gradient of a ResNet-18 the error is half of that with a hash or less.
+paper, but with `hash`: a bucket holds members of its cluster that follow one another instead of those with the same
+hash. Both sides know the members, so no bucket is empty and none is larger than its neighbours by more than one; and
+entries of one layer or filter are of one size, so that on the gradient of a ResNet-18 the error is half of that with
+a hash or less.
 Differs from the authors' code: a value is an outlier when it is beyond their percentile, and not already when that is
 the nearest centre, which would double their number; and zeros, which they count as negative, are a separate cluster.
 """
@@ -14,7 +15,7 @@ the nearest centre, which would double their number; and zeros, which they count
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -50,6 +51,13 @@ _MAX_LABEL = 2**_MAX_BITS
 _MAX_SAMPLE_SIZE = 100_000
 # Number of buckets summed at a time, in double precision.
 _BUCKET_CHUNK = 2**14
+_HASH_CHUNK = 2**16
+_HASH_MULTIPLIER, _HASH_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(33)
+
+KEPT_UPDATES, RAW_UPDATES = 10, 500
+"""Updates with the same clusters, and the first ones that travel whole, as in the authors' code."""
+
+_HASH, _KEEP, _RAW = "hash", "keep", "raw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +182,12 @@ class Lss:
     Args:
         bits: 1 to 6; half of the 2**bits clusters are for each sign, and the last of them for its outliers.
         fraction: number of buckets, as a fraction of the number of values.
+        is_hashed: buckets are of members with the same hash of their position.
+        keeps_clusters: they are trained for every tenth update.
+        begins_raw: the first 500 updates have a bucket for every value.
 
-    Sums of buckets are kept, so the sum of all values is; signs never change. Biased: best behind error feedback.
+    Sums of buckets are kept, so the sum of all values is; signs never change. Biased: best behind error feedback,
+    which keeps the clusters and the number of updates.
     """
 
     kind: ClassVar[StageKind] = StageKind.TENSORS
@@ -185,13 +197,40 @@ class Lss:
 
     bits: int
     fraction: float = DEFAULT_FRACTION
+    is_hashed: bool = False
+    keeps_clusters: bool = False
+    begins_raw: bool = False
 
     @classmethod
     def parse(cls, argument: str) -> Self:
-        bits, _, fraction = argument.partition(":")
-        return cls(bits=parse_int_argument("lss", bits, 1, _MAX_BITS), fraction=_parse_fraction(fraction))
+        bits, *others = argument.split(":")
+        options = [other for other in others if other in (_HASH, _KEEP, _RAW)]
+        fractions = [other for other in others if other not in options]
+        if len(fractions) > 1 or len(set(options)) < len(options):
+            raise CodecError(
+                f"codec stage 'lss' takes a fraction, {_HASH}, {_KEEP} and {_RAW}, once each, got lss:{argument:.40}"
+            )
+        return cls(
+            bits=parse_int_argument("lss", bits, 1, _MAX_BITS),
+            fraction=_parse_fraction(fractions[0] if fractions else ""),
+            is_hashed=_HASH in options,
+            keeps_clusters=_KEEP in options,
+            begins_raw=_RAW in options,
+        )
 
-    def encode(self, tensors: Tensors, shapes: ModelSpec, values: ValueStage, rng: Generator) -> Iterator[Array]:
+    @property
+    def remembers(self) -> bool:
+        return self.keeps_clusters or self.begins_raw
+
+    def encode(
+        self,
+        tensors: Tensors,
+        shapes: ModelSpec,
+        values: ValueStage,
+        rng: Generator,
+        *,
+        memory: MutableMapping[str, Array] | None = None,
+    ) -> Iterator[Array]:
         runs: list[Array] = []
 
         def collect(_spec: TensorSpec, array: Array) -> tuple[Array, ...]:
@@ -203,9 +242,12 @@ class Lss:
         flat = np.concatenate(runs) if runs else np.zeros(0, dtype=np.float32)
         if not flat.size:
             return
-        labels, sizes = self._assign_labels(flat, rng)
+        kept = _KeptClusters(f"lss/{shapes[0].name}", {} if memory is None else memory)
+        labels, sizes = self._assign_labels(flat, kept, rng)
         yield from write_labels(labels)
-        for means in compute_sketch(flat, labels, sizes):
+        if self.is_hashed and np.any(labels):
+            yield encode_varint(0)
+        for means in compute_sketch(flat, labels, sizes, is_hashed=self.is_hashed):
             yield encode_varint(means.size)
             yield from values.encode(means, rng)
 
@@ -223,50 +265,126 @@ class Lss:
                 start += spec.size
         return {spec.name: np.reshape(decoded[spec.name], spec.shape) for spec in shapes}  # type: ignore[arg-type]
 
-    def _assign_labels(self, flat: Array, rng: Generator) -> tuple[Array, Array]:
+    def _assign_labels(self, flat: Array, kept: _KeptClusters, rng: Generator) -> tuple[Array, Array]:
         """Returns the label of each value and the number of buckets of each label."""
-        sample = flat if flat.size <= _MAX_SAMPLE_SIZE else flat[rng.integers(0, flat.size, _MAX_SAMPLE_SIZE)]
-        clusters = train_clusters(sample, 2 ** (self.bits - 1))
-        weights = compute_bucket_weights(sample, clusters.assign_labels(sample), clusters)
+        number = kept.count_update() if self.remembers else 0
+        trained = kept.load(2 ** (self.bits - 1)) if self.keeps_clusters and number % KEPT_UPDATES else None
+        if trained is None:
+            sample = flat if flat.size <= _MAX_SAMPLE_SIZE else flat[rng.integers(0, flat.size, _MAX_SAMPLE_SIZE)]
+            clusters = train_clusters(sample, 2 ** (self.bits - 1))
+            trained = clusters, compute_bucket_weights(sample, clusters.assign_labels(sample), clusters)
+            if self.keeps_clusters:
+                kept.save(*trained)
+        clusters, weights = trained
         labels = clusters.assign_labels(flat)
         member_counts = count_labels(labels, clusters.num_labels)
+        if self.begins_raw and number < RAW_UPDATES:
+            return labels, member_counts
         # A cluster that the sample missed is small, and gets its ten buckets.
-        weights[1:] = np.maximum(weights[1:], np.finfo(np.float64).tiny)
+        weights = np.append(0.0, np.maximum(weights[1:], np.finfo(np.float64).tiny))
         return labels, assign_buckets(int(self.fraction * flat.size), weights, member_counts)
 
 
-def compute_sketch(flat: Array, labels: Array, sizes: Sequence[int] | Array) -> Iterator[Array]:
+@dataclass(frozen=True, slots=True)
+class _KeptClusters:
+    """Clusters, weights for buckets and number of updates in a stage's memory, where names begin with `prefix`."""
+
+    prefix: str
+    memory: MutableMapping[str, Array]
+
+    def count_update(self) -> int:
+        """Returns the number of earlier updates, and counts this one."""
+        number = self._find("updates", np.int64, 0)
+        self.memory[f"{self.prefix}/updates"] = np.array((0 if number is None else int(number)) + 1, dtype=np.int64)
+        return 0 if number is None else int(number)
+
+    def save(self, clusters: Clusters, weights: Array) -> None:
+        for name, numbers in (("positive", clusters.positive), ("negative", clusters.negative), ("weights", weights)):
+            self.memory[f"{self.prefix}/{name}"] = np.array(numbers, dtype=np.float64)
+
+    def load(self, clusters_per_sign: int) -> tuple[Clusters, Array] | None:
+        """Returns what was saved; None where there is none, or of another number of clusters."""
+        positive, negative, weights = (
+            self._find(name, np.float64, 1) for name in ("positive", "negative", "weights")
+        )
+        if positive is None or negative is None or weights is None:
+            return None
+        clusters = Clusters(positive=tuple(positive.tolist()), negative=tuple(negative.tolist()))
+        is_fitting = max(positive.size, negative.size) < clusters_per_sign and weights.size == clusters.num_labels
+        return (clusters, weights) if is_fitting else None
+
+    def _find(self, name: str, dtype: type[np.number], ndim: int) -> Array | None:
+        array = self.memory.get(f"{self.prefix}/{name}")
+        return array if array is not None and array.dtype == dtype and array.ndim == ndim else None
+
+
+def compute_sketch(
+    flat: Array, labels: Array, sizes: Sequence[int] | Array, *, is_hashed: bool = False
+) -> Iterator[Array]:
     """Yields the bucket means of each label with members, except 0, the label of zeros.
 
     Args:
         flat: [n] float32 values.
         labels: [n] small non-negative integers.
         sizes: number of buckets of each label, from 1 to its number of members.
+        is_hashed: whether buckets are by a hash of the position, so that some may be empty, with a mean of zero.
     """
     for label in range(1, len(sizes)):
-        members = select_masked(flat, labels == label)
-        if members.size == sizes[label]:
-            if members.size:
-                yield members
-            continue
-        bounds = _compute_bucket_starts(members.size, int(sizes[label]))
-        means = np.empty(int(sizes[label]), dtype=np.float32)
-        for chunk in iterate_chunks(means.size, _BUCKET_CHUNK):
-            chunk_bounds = bounds[chunk.start : chunk.stop + 1]
-            sums = np.add.reduceat(
-                members[chunk_bounds[0] : chunk_bounds[-1]], chunk_bounds[:-1] - chunk_bounds[0], dtype=np.float64
-            )
-            means[chunk] = sums / np.diff(chunk_bounds)
-        yield means
+        is_member = labels == label
+        num_members = int(np.count_nonzero(is_member))
+        if num_members == sizes[label]:
+            if num_members:
+                yield select_masked(flat, is_member)
+        elif is_hashed:
+            yield _compute_hashed_means(flat, is_member, int(sizes[label]))
+        else:
+            yield _compute_run_means(select_masked(flat, is_member), int(sizes[label]))
 
 
-def estimate_values(labels: Array, tables: dict[int, Array]) -> Array:
+def _compute_run_means(members: Array, size: int) -> Array:
+    """Returns the [size] means of members that follow one another."""
+    bounds = _compute_bucket_starts(members.size, size)
+    means = np.empty(size, dtype=np.float32)
+    for chunk in iterate_chunks(size, _BUCKET_CHUNK):
+        chunk_bounds = bounds[chunk.start : chunk.stop + 1]
+        sums = np.add.reduceat(
+            members[chunk_bounds[0] : chunk_bounds[-1]], chunk_bounds[:-1] - chunk_bounds[0], dtype=np.float64
+        )
+        means[chunk] = sums / np.diff(chunk_bounds)
+    return means
+
+
+def _compute_hashed_means(flat: Array, is_member: Array, size: int) -> Array:
+    """Returns the [size] means of members with the same hash of their position."""
+    sums, counts = np.zeros(size), np.zeros(size)
+    for chunk in iterate_chunks(flat.size, _HASH_CHUNK):
+        positions, buckets = _hash_members(is_member, chunk, size)
+        sums += np.bincount(buckets, flat[chunk][positions], size)
+        counts += np.bincount(buckets, minlength=size)
+    means: Array = (sums / np.maximum(counts, 1)).astype(np.float32)
+    return means
+
+
+def _hash_members(is_member: Array, chunk: slice, size: int) -> tuple[Array, Array]:
+    """Returns the places of the members in a chunk of a mask, and the bucket of each, below `size`."""
+    positions = np.flatnonzero(is_member[chunk])
+    # Multiplicative hashing (Knuth, The Art of Computer Programming, volume 3, 6.4); uint64 wraps around.
+    hashes = (positions + chunk.start).astype(np.uint64) * _HASH_MULTIPLIER >> _HASH_SHIFT
+    return positions, (hashes % np.uint64(size)).astype(np.int64)
+
+
+def estimate_values(labels: Array, tables: dict[int, Array], *, is_hashed: bool = False) -> Array:
     """Returns [n] float32 values: the mean of each one's bucket by label, and zero for label 0."""
     values = np.zeros(labels.size, dtype=np.float32)
     for label, means in tables.items():
         is_member = labels == label
         num_members = int(np.count_nonzero(is_member))
         is_exact = means.size == num_members
+        if is_hashed and not is_exact:
+            for chunk in iterate_chunks(labels.size, _HASH_CHUNK):
+                positions, buckets = _hash_members(is_member, chunk, means.size)
+                values[chunk][positions] = means[buckets]
+            continue
         estimates = means if is_exact else np.repeat(means, np.diff(_compute_bucket_starts(num_members, means.size)))
         scatter_masked(estimates, is_member, values)
     return values
@@ -277,13 +395,17 @@ def _read_sketch(reader: PayloadReader, size: int, values: type[ValueStage]) -> 
         return np.zeros(0, dtype=np.float32)
     labels = read_labels(reader, size, _MAX_LABEL)
     member_counts = count_labels(labels, int(labels.max()) + 1)
-    tables = {}
+    tables: dict[int, Array] = {}
+    is_hashed = False
     for label in np.flatnonzero(member_counts[1:]) + 1:
         num_buckets = reader.read_varint(int(member_counts[label]))
+        if not num_buckets and not tables and not is_hashed:
+            is_hashed = True
+            num_buckets = reader.read_varint(int(member_counts[label]))
         if not num_buckets:
             raise CodecError(f"payload holds no bucket for the {member_counts[label]} values of label {label}")
         tables[int(label)] = values.decode(reader, num_buckets)
-    return estimate_values(labels, tables)
+    return estimate_values(labels, tables, is_hashed=is_hashed)
 
 
 def _compute_bucket_starts(num_members: int, num_buckets: int) -> Array:

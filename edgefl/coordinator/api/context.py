@@ -14,6 +14,7 @@ from edgefl.coordinator.enrolment.certificates import CertificateRotation
 from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, RenewalService
 from edgefl.coordinator.fleet.membership import DrainController
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.split.service import SplitRuns
 from edgefl.core.config import RunConfig
 from edgefl.core.types import Json
 from edgefl.storage.store import Store
@@ -25,6 +26,8 @@ class ApiContext:
 
     Attributes:
         viewer, operator, admin, device: admit those who may read, run and deploy, manage, and devices of the fleet.
+        signer: admits devices by the headers of their request; the route checks the body.
+        split_runs: the runs of networks that are cut.
         auth: finds out who calls, and has the sessions of pages.
         record_rejection: called for rejected requests.
         remove_device: removes a device from the fleet.
@@ -37,6 +40,7 @@ class ApiContext:
     operator: AccessCheck
     admin: AccessCheck
     device: AccessCheck
+    signer: AccessCheck
     auth: Authenticator
     record_rejection: RecordRejection
     directory: CoordinatorDirectory
@@ -47,6 +51,7 @@ class ApiContext:
     enrolment: EnrolmentService
     renewal: RenewalService
     rotation: CertificateRotation
+    split_runs: SplitRuns
     feed: Feed
     remove_device: Callable[[str], None]
     check_run: Callable[[RunConfig], Json]

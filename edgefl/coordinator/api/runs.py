@@ -19,6 +19,7 @@ from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
 from edgefl.engine.run_summary import select_device_metrics
 from edgefl.history.diagnosis import diagnose_round
+from edgefl.storage.checkpoints import open_tensor_bytes
 from edgefl.storage.queries.columns import HistoryFilters
 from edgefl.storage.queries.history import (
     PAGE_ROWS,
@@ -27,8 +28,9 @@ from edgefl.storage.queries.history import (
     read_history,
     read_history_page,
 )
-from edgefl.storage.repositories.records import RunRecord
+from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.repositories.saved_models import find_model, list_models
+from edgefl.strategies.job_strategy import RESULT
 
 MAX_PRIORITY = 1000
 MAX_ROWS = 50_000
@@ -38,7 +40,7 @@ CHUNK_BYTES = 1 << 20
 RunBody = Annotated[dict[str, Any], Body(embed=True)]
 
 
-def runs_router(context: ApiContext) -> APIRouter:
+def runs_router(context: ApiContext) -> APIRouter:  # noqa: C901 one function per route
     """Returns the routes below `/edgefl/v1/runs`, and the check of a pasted run file."""
     router = APIRouter(prefix="/edgefl/v1")
     store, scheduler = context.store, context.clients.run_scheduler
@@ -56,7 +58,13 @@ def runs_router(context: ApiContext) -> APIRouter:
         saved_models = store.list_saved_models(record.run_id)
         metrics = select_device_metrics(store.get_newest_device_model_round(record.run_id))
         row = {**encode_run(record), "model": saved_models[0].sha256 if saved_models else None, **metrics}
+        if "job" in record.config:
+            row["parts_done"] = store.count_received_updates(record.run_id)
         return scheduler.apply_idle_state(row)
+
+    @router.get("/runs/{run}/result", dependencies=viewer_only)
+    def get_result(run: str) -> StreamingResponse:
+        return _send_result(context, store.get_run(find_run_id(store, run)))
 
     @router.post("/runs", dependencies=operator_only)
     def submit_run(request: Request, config: RunBody, priority: Annotated[int, Body(embed=True)] = 0) -> Json:
@@ -168,6 +176,19 @@ def _read_chunks(file: IO[bytes]) -> Iterator[bytes]:
 def encode_run(record: RunRecord) -> Json:
     """Returns a run in the API's format."""
     return {"v": PROTOCOL_VERSION, **asdict(record), "config": dict(record.config)}
+
+
+def _send_result(context: ApiContext, record: RunRecord) -> StreamingResponse:
+    """Returns the result of a job that has finished."""
+    if "job" not in record.config:
+        raise UsageError(f"run {record.run_id} is a training: its result is a model, see edgefl model")
+    saved = context.store.list_saved_models(record.run_id)
+    if record.status is not RunStatus.FINISHED or not saved:
+        reason = f": {record.reason}" if record.reason else ""
+        raise NotFoundError(f"job {record.run_id} has no result, it is {record.status}{reason}")
+    opened, size = open_tensor_bytes(context.directory.models / f"{saved[0].sha256}.safetensors", RESULT)
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(_read_chunks(opened), media_type="application/octet-stream", headers=headers)
 
 
 def _queue_run(context: ApiContext, config: RunConfig, priority: int) -> RunRecord:

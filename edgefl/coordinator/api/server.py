@@ -27,6 +27,7 @@ from edgefl.coordinator.api.devices import bundle_router, devices_router, rollou
 from edgefl.coordinator.api.http_connection import HttpConnection
 from edgefl.coordinator.api.runs import history_router, runs_router
 from edgefl.coordinator.api.sign_in import sign_in_router
+from edgefl.coordinator.api.split import split_router
 from edgefl.coordinator.auth import (
     MAX_PATH_CHARS,
     RecordRejection,
@@ -46,7 +47,7 @@ from edgefl.coordinator.flower.fleet_api import (
 )
 from edgefl.coordinator.tls_server import TlsListener, bind_listener, make_server_context
 from edgefl.core.errors import NetworkError, PortInUseError, UsageError
-from edgefl.core.protocol import BUNDLES_PATH, MAX_BODY_BYTES, PROTOCOL_VERSION
+from edgefl.core.protocol import BUNDLES_PATH, MAX_BODY_BYTES, MAX_SPLIT_BYTES, PROTOCOL_VERSION, SPLIT_PATH
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.types import Json
 from edgefl.system.bundles.archive import MAX_BUNDLE_FILE_BYTES
@@ -87,11 +88,14 @@ def make_app(
 
     own_api = _limit_body_size(_require_valid_json(app), MAX_REQUEST_BYTES, on_too_large)
     bundles = _limit_body_size(app, MAX_BUNDLE_FILE_BYTES, on_too_large)
+    batches = _limit_body_size(app, MAX_SPLIT_BYTES, on_too_large)
+    apps_by_path = {BUNDLES_PATH: bundles, SPLIT_PATH: batches}
 
     async def switch(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["type"] == "http" else ""
         # Bundles are written to disk as they arrive, after authentication.
-        app_for_path = fleet_api if path.startswith(FLEET_PREFIX) else bundles if path == BUNDLES_PATH else own_api
+        # And batches of a split network, whose assignment bounds them.
+        app_for_path = fleet_api if path.startswith(FLEET_PREFIX) else apps_by_path.get(path, own_api)
         if scope["type"] == "http" and not scope["query_string"].isascii():
             await _send_rejection(
                 send, "the address of the request must be ASCII; other characters are written as %XX"
@@ -118,6 +122,7 @@ def make_routers(context: ApiContext) -> list[APIRouter]:
         history_router(context),
         rollout_router(context.clients.deployments, viewer=viewer, operator=operator, device=device),
         rollout_router(context.clients.installations, viewer=viewer, operator=operator, device=device),
+        split_router(context.split_runs, signer=context.signer),
         bundle_router(context.clients.bundle_store, viewer=viewer, operator=operator),
         dashboard_router(context),
         sign_in_router(context),

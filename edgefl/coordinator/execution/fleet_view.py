@@ -22,6 +22,7 @@ from edgefl.coordinator.fleet.registry import (
     RegistryEvent,
     parse_shard_errors,
 )
+from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
 from edgefl.core.protocol import ReadinessPhase
 from edgefl.core.types import (
@@ -68,6 +69,9 @@ class RunSpec:
         encode: (model, version) -> body for the devices.
         decode: body -> displacement; raises CodecError.
         encode_changes: for devices that keep the model they were sent; None to always send the full model.
+        encode_input: part of a job -> body for its device, in place of a model; None in a training.
+        encode_whole: for evaluators, where `encode` gives devices a part of the network; None where it gives all.
+        split: trains the rest of a network that is cut; None where it is not.
         needs_torch: devices without torch take no part: they can only use finished models.
         incarnations: give the wire ids of its assignments; None for the first incarnation.
         lineage: of the store, which instructions and answers name; None to compare nothing.
@@ -86,6 +90,9 @@ class RunSpec:
     encode: Callable[[Tensors, int], bytes]
     decode: Callable[[bytes], Tensors]
     encode_changes: EncodeChanges | None = None
+    encode_input: Callable[[int], bytes] | None = None
+    encode_whole: Callable[[Tensors, int], bytes] | None = None
+    split: SplitRun | None = None
     needs_torch: bool = False
     incarnations: RunIncarnations | None = None
     lineage: Lineage | None = None
@@ -474,6 +481,10 @@ class IdleRunReporter:
         names = ", ".join(idle_devices[:MAX_NAMES]) + (", …" if len(idle_devices) > MAX_NAMES else "")
         ready = f"{len(idle_devices)} ready ({names})" if idle_devices else "none is ready"
         count = (1 if self.has_started else self._run.min_devices) - len(idle_devices)
+        if count <= 0 and self._run.encode_input is not None:
+            others = [_format_absent(name, reason) for name, reason in self._get_not_ready().items()]
+            listed = "; ".join(others[:MAX_NAMES]) or "they get no more of them in this run, or rest"
+            return f"waiting: {ready}, and parts that are left are those of other boards: {listed}"
         if count <= 0:
             return (
                 f"waiting: {ready}, and they get no work: they rest, or the strategy's graph has boards that are not"

@@ -18,8 +18,9 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
-from edgefl.core.protocol import finite_or_none
+from edgefl.core.protocol import JOB_LOG, finite_or_none, parse_job_log
 from edgefl.core.types import (
+    NUM_REDUCTIONS,
     PREFETCH_BYTE_KEYS,
     EvaluateInstruction,
     EvaluateResult,
@@ -142,10 +143,16 @@ def create_instruction_header(
         return {**header, "version": instruction.version}
     if instruction.block is not None:
         header["block"] = instruction.block
+    plan, wire_id = instruction.plan.to_json(), header["assignment"]
+    if (collective := plan.get("collective")) is not None:
+        # Another incarnation of the run has other groups, and other work, under the same names.
+        prefix = wire_id.removesuffix(instruction.assignment_id)
+        resend = collective["resend"] and incarnations.get_wire_id(collective["resend"])
+        plan["collective"] = {**collective, "group": f"{prefix}{collective['group']}", "resend": resend}
     return {
         **header,
         "version": instruction.base_version,
-        "plan": instruction.plan.to_json(),
+        "plan": plan,
         "codec": instruction.codec or "dense",
         "used_assignments": [
             incarnations.get_wire_id(assignment_id) for assignment_id in instruction.used_assignments
@@ -197,6 +204,11 @@ def _parse_health(reported: Any) -> dict[str, Any]:
     return health
 
 
+def parse_part_log(header: Json) -> list[str]:
+    """Returns the lines that a part of a job logged, bounded whatever its device sent."""
+    return parse_job_log(header.get(JOB_LOG))
+
+
 def parse_evaluate_result(instruction: EvaluateInstruction, metrics: Json, source: str) -> EvaluateResult:
     """Returns the outcome of an evaluation.
 
@@ -234,6 +246,12 @@ def parse_peer_messages(
     if bool(model_body) != plan.reports:
         raise ValueError("it holds no model, which was asked for" if plan.reports else "it holds more than messages")
     return messages, model_body
+
+
+def has_all_reductions(instruction: TrainInstruction, metrics: UpdateMetrics) -> bool:
+    """Returns whether a member of a collective has done all of its round's all-reduces, and may send only that."""
+    collective = instruction.plan.collective
+    return collective is not None and metrics.extra.get(NUM_REDUCTIONS) == collective.reductions
 
 
 def _parse_number(value: Any, *, at_least: float = 0.0) -> float:

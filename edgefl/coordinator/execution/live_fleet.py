@@ -28,8 +28,10 @@ from edgefl.coordinator.execution.headers import (
     RunIncarnations,
     create_instruction_header,
     find_foreign_part,
+    has_all_reductions,
     is_ahead,
     parse_evaluate_result,
+    parse_part_log,
     parse_peer_messages,
     parse_update_metrics,
 )
@@ -54,8 +56,10 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.claims import CLAIM_BOUNDED
-from edgefl.core.errors import CodecError, EdgeflError, NetworkError
+from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
+from edgefl.core.protocol import IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
 from edgefl.core.types import (
+    NUM_REDUCTIONS,
     DeviceAvailable,
     EvaluateInstruction,
     EvaluateResult,
@@ -79,8 +83,12 @@ from edgefl.storage.store import REJECTED_EVENT_KIND
 log = logging.getLogger(__name__)
 
 EVALUATION_DEADLINE_S = 600.0
+JOB_LOGGED = "job-log"
+"""Kind of the events of what a job logs on its boards."""
 MAX_REASON_CHARS = 500
 MAX_DECODED_BYTES = 32 * 1024 * 1024
+MAX_LOST_SESSIONS = 20
+"""An assignment of a split network is lost after more answers than these whose rest was lost."""
 MAX_FOREIGN_REPLIES = 1
 """An assignment is rejected after more answers of another lineage or model than these."""
 
@@ -180,6 +188,10 @@ class LiveFleet:
             on_prefetched=self._distributor.record_prefetch,
         )
 
+    @property
+    def run_id(self) -> str:
+        return self._run.run_id
+
     def post(self, item: Reply | Progress | StopRequested | InterruptedRunError) -> None:
         """Queues an item for the run; a reply beyond the memory limit waits a little, then is spooled."""
         self._queue.put(item, len(item.body) if isinstance(item, Reply) else 0)
@@ -223,7 +235,9 @@ class LiveFleet:
                 self._view.assign(instruction)
                 self._idle_reporter.has_started |= isinstance(instruction, TrainInstruction)
                 payload, now_s = self._distributor.create_payload(instruction, source), self.clock()
-                self._in_flight.dispatch(self._make_pending(instruction, payload, now_s))
+                pending = self._make_pending(instruction, payload, now_s)
+                self._add_split(pending, source)
+                self._in_flight.dispatch(pending)
 
     def resume_in_flight(self, in_flight: Sequence[DispatchedInstruction], source: ModelProvider) -> None:
         """Resumes instructions that an earlier coordinator dispatched; devices may have finished them by now.
@@ -240,6 +254,7 @@ class LiveFleet:
             )
             pending = self._make_pending(dispatched.instruction, unsent, dispatched.dispatched_s)
             pending.paused_s = dispatched.paused_s
+            self._add_split(pending, source)
             self._in_flight.add(pending)
             if isinstance(dispatched.instruction, EvaluateInstruction):
                 self._resend_evaluation(pending, source)
@@ -249,6 +264,12 @@ class LiveFleet:
         log.info(
             "%d instructions were out when the coordinator ended; their devices are asked for them", len(in_flight)
         )
+
+    def _add_split(self, pending: PendingInstruction, source: ModelProvider) -> None:
+        """Makes the rest of the network ready for the batches of an assignment, before its device has it."""
+        if self._run.split is not None and isinstance(pending.instruction, TrainInstruction):
+            examples = self._view.claim_limits.examples.get(pending.instruction.device_id)
+            self._run.split.add(pending.wire_id, pending.instruction, source, num_examples=examples)
 
     def _resend_evaluation(self, pending: PendingInstruction, source: ModelProvider) -> None:
         instruction = pending.instruction
@@ -320,6 +341,7 @@ class LiveFleet:
             if self._interruption is not None:
                 raise self._interruption
             has_work = bool(self._view.busy) or self._in_flight.next_deadline_s() is not None
+            self._idle_reporter.has_started |= bool(self._view.speeds)  # of a run that goes on where it was
             if self._idle_reporter.poll(self._view.idle, has_work=has_work):
                 return []  # so that the event is committed now
             if (reason := self._idle_reporter.find_overdue_reason()) is not None:
@@ -406,7 +428,9 @@ class LiveFleet:
                 self._in_flight.resend(pending, "its agent restarted")
         return events
 
-    def _resend_full_model(self, pending: PendingInstruction, reason: str) -> list[Event]:
+    def _resend_full_model(
+        self, pending: PendingInstruction, reason: str, extra_header: Json | None = None
+    ) -> list[Event]:
         """Resends an instruction with the full model in place of a delta; fails it if that is gone."""
         payload = (
             self._distributor.create_full_payload(pending.instruction)
@@ -415,7 +439,8 @@ class LiveFleet:
         )
         if payload is None:
             return [self._fail(pending, UpdateStatus.LOST, f"needs a whole model that is kept no longer: {reason}")]
-        pending.body, pending.model_header, pending.sent_s = payload.body, payload.header, self.clock()
+        pending.body, pending.sent_s = payload.body, self.clock()
+        pending.model_header = {**payload.header, **(extra_header or {})}
         self._in_flight.resend(pending, reason)
         return []
 
@@ -441,6 +466,8 @@ class LiveFleet:
 
     def _complete(self, pending: PendingInstruction) -> None:
         self._in_flight.complete(pending)
+        if self._run.split is not None:
+            self._run.split.remove(pending.wire_id)
         self._view.complete(pending.instruction)
 
     def _fail(self, pending: PendingInstruction, status: UpdateStatus, reason: str) -> InstructionFailed:
@@ -470,16 +497,39 @@ class LiveFleet:
             return []  # about an older message; the newest is on its way
         if reply.header.get("requires_full_model") is True and not _has_full_model(pending):
             return self._resend_full_model(pending, str(reply.header.get("error", "it lost the model")))
+        self._record_part_log(pending, reply.header)
         if "error" in reply.header:
             return [self._fail(pending, UpdateStatus.FAILED, str(reply.header["error"]))]
         try:
             event = self._decode_reply(pending, reply)
+        except SplitSessionError as error:
+            return self._on_lost_session(pending, reply, str(error))
         except (CodecError, NetworkError, TypeError, ValueError, KeyError, ArithmeticError) as error:
             reason = f"unusable reply: {error}"
             self._record_event(REJECTED_EVENT_KIND, pending.instruction.device_id, reason[:MAX_REASON_CHARS])
             return [self._fail(pending, UpdateStatus.REJECTED, reason)]
         self._complete(pending)
+        if isinstance(event, Update) and NUM_REDUCTIONS in event.metrics.extra:
+            sha256 = str(reply.header.get(NEXT_MODEL_HASH_KEY))
+            self._distributor.record_next_model(event.device_id, event.base_version + 1, sha256)
         return [event]
+
+    def _record_part_log(self, pending: PendingInstruction, header: Json) -> None:
+        """Writes what a part of a job logged to the history, bounded whatever its device sent."""
+        instruction = pending.instruction
+        if self._run.encode_input is None or not isinstance(instruction, TrainInstruction):
+            return
+        for line in parse_part_log(header):
+            self._record_event(JOB_LOGGED, instruction.device_id, f"part {instruction.block}: {line}")
+
+    def _on_lost_session(self, pending: PendingInstruction, reply: Reply, reason: str) -> list[Event]:
+        """Sends an assignment again whose rest is lost: the device trains it anew, its answer is worth nothing."""
+        if reply.instruction_id != pending.message_id:
+            return []  # the newest message is on its way
+        pending.num_lost_sessions += 1
+        if pending.num_lost_sessions > MAX_LOST_SESSIONS:
+            return [self._fail(pending, UpdateStatus.LOST, reason)]
+        return self._resend_full_model(pending, reason, {IGNORES_REPLY_KEY: True})
 
     def _find_foreign_part(self, pending: PendingInstruction, reply: Reply) -> str | None:
         if self._run.lineage is None:
@@ -553,16 +603,22 @@ class LiveFleet:
             result = replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
             return self._view.bound_evaluation(result)
         messages, body = parse_peer_messages(instruction, header, reply.body)
-        tensors = self._run.decode(body) if body or instruction.plan.node is None else {}
+        batch_bytes_up = batch_bytes_down = 0
+        if self._run.split is not None:
+            body, batch_bytes_up, batch_bytes_down = self._run.split.join(
+                pending.wire_id, header, header["metrics"]["iterations"], body
+            )
         metrics = parse_update_metrics(
             header["metrics"],
             turnaround_s=self.clock() - pending.dispatched_s,
-            bytes_up=reply.bytes_up,
-            bytes_down=reply.bytes_down,
+            bytes_up=reply.bytes_up + batch_bytes_up,
+            bytes_down=reply.bytes_down + batch_bytes_down,
             prefetch_bytes=self._membership.pop_traffic(instruction.device_id),
         )
+        can_be_empty = instruction.plan.node is not None or has_all_reductions(instruction, metrics)
+        tensors = self._run.decode(body) if body or not can_be_empty else {}
         metrics = self._view.accept_metrics(instruction, metrics, elapsed_s=self._measure_elapsed_s(pending))
-        if metrics.iterations > 0:
+        if metrics.iterations > 0 and self._run.encode_input is None:  # a part of a job is no iteration
             self.registry.record_speed(instruction.device_id, metrics.compute_s / metrics.iterations)
         return Update(
             assignment_id=instruction.assignment_id,

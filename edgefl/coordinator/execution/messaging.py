@@ -94,6 +94,7 @@ class PendingInstruction:
     paused_s: float = 0.0
     is_finishing_early: bool = False
     num_foreign_replies: int = 0
+    num_lost_sessions: int = 0
 
 
 class InFlightInstructions:

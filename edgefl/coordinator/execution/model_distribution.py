@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import MODEL_HASH_KEY
 from edgefl.coordinator.flower.messages import PreparedBody
 from edgefl.coordinator.flower.superlink import prepare_body
-from edgefl.core.types import EvaluateInstruction, Json, ModelProvider, TrainInstruction
+from edgefl.core.types import EvaluateInstruction, Json, ModelProvider, Tensors, TrainInstruction
 from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 
 MAX_CACHE_BYTES = 64 * 1024 * 1024
@@ -48,12 +49,14 @@ class ModelDistributor:
         self._version = -1
         self._newest_body: PreparedBody | None = None
         self._device_model: tuple[str, PreparedBody] | None = None
+        self._whole_body: tuple[int, PreparedBody] | None = None
         self._deltas: dict[int, PreparedBody | None] = {}
         self._cache: OrderedDict[int, bytes] = OrderedDict()
         self._source: ModelProvider | None = None
         self._newest_encoded: tuple[int, bytes] | None = None
         self._prefetched_versions: dict[str, int] = {}
         self._newest_hash: tuple[int, str] | None = None
+        self._next_models: dict[str, tuple[int, str]] = {}
 
     def update_source(self, source: ModelProvider) -> None:
         """Sets the source of the newest model."""
@@ -69,6 +72,10 @@ class ModelDistributor:
     def record_prefetch(self, device_id: str, version: int) -> None:
         """Records that a device has prefetched the full model of a version."""
         self._prefetched_versions[device_id] = version
+
+    def record_next_model(self, device_id: str, version: int, sha256: str) -> None:
+        """Records that a member of a collective holds a model, which will be this version if its hash is the same."""
+        self._next_models[device_id] = version, sha256
 
     def create_payload(
         self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
@@ -86,14 +93,21 @@ class ModelDistributor:
             version, has_own_model = instruction.version, bool(instruction.subject)
         if self._run.lineage is None or source is None or source.version != version or has_own_model:
             return header
-        if self._newest_hash is None or self._newest_hash[0] != version:
-            self._newest_hash = version, _compute_hash(self._encode_newest(source))
-        return {**header, MODEL_HASH_KEY: self._newest_hash[1]}
+        return {**header, MODEL_HASH_KEY: self._compute_newest_hash(source)}
+
+    def _compute_newest_hash(self, source: ModelProvider) -> str:
+        if self._newest_hash is None or self._newest_hash[0] != source.version:
+            self._newest_hash = source.version, _compute_hash(self._encode_newest(source))
+        return self._newest_hash[1]
 
     def _create_payload(
         self, instruction: TrainInstruction | EvaluateInstruction, source: ModelProvider
     ) -> ModelPayload:
         self.update_source(source)
+        if self._run.encode_input is not None:
+            return self._create_input_payload(instruction, self._run.encode_input)
+        if isinstance(instruction, EvaluateInstruction) and self._run.encode_whole is not None:
+            return ModelPayload(body=self._get_whole_body(self._run.encode_whole, source))
         prefetched_version = (
             self._prefetched_versions.pop(instruction.device_id, None)
             if isinstance(instruction, TrainInstruction)
@@ -127,6 +141,8 @@ class ModelDistributor:
             return self._create_message_payload(instruction, has_model=True)
         if self._run.encode_changes is None or isinstance(instruction, EvaluateInstruction):
             return ModelPayload(body=self._get_newest_body(source))
+        if self._next_models.pop(instruction.device_id, None) == (source.version, self._compute_newest_hash(source)):
+            self._held_versions[instruction.device_id] = source.version
         base = self._held_versions.get(instruction.device_id)
         self._held_versions[instruction.device_id] = source.version
         delta = None if base is None else self._get_delta_body(base, source)
@@ -143,6 +159,8 @@ class ModelDistributor:
         return None if payload is None else replace(payload, header=self.name_newest(instruction, payload.header))
 
     def _create_full_payload(self, instruction: TrainInstruction) -> ModelPayload | None:
+        if self._run.encode_input is not None:
+            return self._create_input_payload(instruction, self._run.encode_input)
         if instruction.plan.node is not None:
             return self._create_message_payload(instruction, has_model=True)
         source = self._source
@@ -158,6 +176,14 @@ class ModelDistributor:
         header = KEEP_MODEL if self._run.lineage is None else {**KEEP_MODEL, MODEL_HASH_KEY: _compute_hash(body)}
         return ModelPayload(body=prepare_body(body), header=header)
 
+    def _create_input_payload(
+        self, instruction: TrainInstruction | EvaluateInstruction, encode_input: Callable[[int], bytes]
+    ) -> ModelPayload:
+        """Returns the input of a job's part, which is made anew each time."""
+        assert isinstance(instruction, TrainInstruction)
+        assert instruction.block is not None
+        return ModelPayload(body=prepare_body(encode_input(instruction.block)))
+
     def _create_message_payload(self, instruction: TrainInstruction, *, has_model: bool) -> ModelPayload:
         """Returns messages, such as those of a node's neighbours, followed by the model if needed."""
         assert self._source is not None
@@ -170,6 +196,7 @@ class ModelDistributor:
     def remove_device(self, device_id: str) -> None:
         """Marks the model of a device as unknown: it gets a full one next."""
         self._held_versions.pop(device_id, None)
+        self._next_models.pop(device_id, None)
         self._prefetched_versions.pop(device_id, None)
 
     def _get_device_body(self, device_id: str, source: ModelProvider) -> PreparedBody:
@@ -178,6 +205,11 @@ class ModelDistributor:
             body = self._run.encode(source.device_model(device_id), source.version)
             self._device_model = device_id, prepare_body(body)
         return self._device_model[1]
+
+    def _get_whole_body(self, encode: Callable[[Tensors, int], bytes], source: ModelProvider) -> PreparedBody:
+        if self._whole_body is None or self._whole_body[0] != source.version:
+            self._whole_body = source.version, prepare_body(encode(source.model(), source.version))
+        return self._whole_body[1]
 
     def _get_newest_body(self, source: ModelProvider) -> PreparedBody:
         if self._newest_body is None:

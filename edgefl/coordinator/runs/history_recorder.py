@@ -75,8 +75,8 @@ class _OpenRound:
 def format_shortage(needed: int, count: int) -> str:
     """Returns one line on a robust rule that gets fewer updates than its promise needs."""
     return (
-        f"the robust rule needs {needed} updates a round to hold against as many rogues as strategy.num_rogues says, "
-        f"and gets {count}: lower num_rogues, or let more devices take part; it may leave out honest devices now"
+        f"the robust rule needs {needed} updates a round to hold against the rogues that it is for "
+        f"(strategy.num_rogues, one by default), and gets {count}: let more devices take part, or lower num_rogues"
     )
 
 
@@ -282,7 +282,7 @@ class HistoryRecorder(RunSubscriber):
         is_refused = failure.outcome is UpdateStatus.REJECTED
         kind = UPDATE_REJECTED if is_refused else "assignment-failed"
         self._record_event(kind, failure.device_id, f"{failure.assignment_id}: {failure.reason}")
-        if is_refused:
+        if is_refused or failure.is_strike:
             self._record_quarantine(failure)
         if instruction is not None:
             row = UpdateRow(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from edgefl import DISTRIBUTION
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.peer_codec import select_peer_tensors
+from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.coordinator.execution.admission import AdmissionRequirements
 from edgefl.coordinator.execution.fleet_view import (
     NO_TORCH,
@@ -39,6 +40,7 @@ from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import MIN_EVALUATORS, StoppingCriteria
 from edgefl.storage.queries.history import get_seconds_per_iteration
 from edgefl.storage.store import Store
+from edgefl.strategies.synchronous.collective_rounds import find_address
 
 if TYPE_CHECKING:
     from edgefl.engine.build import RunComponents
@@ -54,6 +56,10 @@ FIRST_VERSION = 0
 BYTES_ASSUMPTION = (
     "bytes are those of bodies in the first round: the model is the real one, an update is drawn with tails as heavy "
     "as gradients have them; headers and TLS come on top"
+)
+JOB_ASSUMPTION = (
+    "bytes down are those of the first parts' inputs, bytes up the most that their results may have; seconds are "
+    "those of each device's newest part of the same job, or not known"
 )
 BENCHMARK = "benchmark"
 """In place of a run id: the device's own benchmark."""
@@ -91,6 +97,7 @@ class RunValidator:
 
     def _check_run(self, run: RunComponents) -> Json:
         check_message_size(run.strategy, run.model)
+        check_members(run, self._registry)
         check_trainers(run.config, self._registry, needs_torch=run.needs_torch)
         check_root_shard(run.config, run.strategy, self._registry)
         trainers = [info for info in self._registry.list_devices() if _is_selected(info, run.config)]
@@ -122,7 +129,8 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json
         view.update_device(info.device_id, info)
     instructions = _schedule_first(run, view)
     sizes = _PayloadSizes(run)
-    speeds = {**_get_benchmark_speeds(registry, run.config), **get_seconds_per_iteration(store, run.config.run.task)}
+    benchmarks = _get_benchmark_speeds(registry, run.config) if run.encode_input is None else {}
+    speeds = {**benchmarks, **get_seconds_per_iteration(store, run.config.run.task)}
     rows = [
         _create_row(
             name,
@@ -167,7 +175,7 @@ def _list_considered(config: RunConfig, registry: DeviceRegistry) -> list[Device
 def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: DeviceRegistry) -> str:
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
-    memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_model_bytes(run.model)
+    memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_device_bytes(run)
     blocker = find_training_blocker(info, needs_torch=run.needs_torch)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
@@ -221,16 +229,36 @@ class _PayloadSizes:
 
     def __init__(self, run: RunComponents) -> None:
         self._run = run
-        self.down_bytes = len(run.encode(run.model, FIRST_VERSION))
+        encode = run.encode if run.split is None else run.split.encode_front
+        self._model_bytes = len(encode(run.model, FIRST_VERSION))
         self._up_bytes: dict[str, int] = {}
+        self._exchange: ExchangeSizes | None = None
+        if (split := run.split) is not None:
+            self._exchange = ExchangeSizes(split.section, split.cut.activation_shape, split.cut.num_outputs)
+
+    def compute_batch_bytes(self, plan: TrainConfig, iterations: int | None) -> tuple[int, int]:
+        """Returns the bytes up and down of the batches of a split network; none where iterations are unknown."""
+        if self._exchange is None or iterations is None:
+            return 0, 0
+        bytes_up, bytes_down = self._exchange.count_bytes(plan.batch_size)
+        return iterations * bytes_up, iterations * bytes_down
+
+    def compute_down_bytes(self, instruction: TrainInstruction) -> int:
+        if self._run.encode_input is not None:
+            return len(self._run.encode_input(instruction.block or 0))
+        return self._model_bytes if instruction.sends_model else 0
 
     def compute_up_bytes(self, instruction: TrainInstruction) -> int:
+        if self._run.encode_input is not None:
+            return self._run.config.job.max_part_bytes
         node, spec = instruction.plan.node, instruction.codec or "dense"
         if node is not None:
             return len(node.edges) * self._compute_encoded_bytes(
                 node.codec or "dense", select_peer_tensors(self._run.shapes)
             )
-        return self._compute_encoded_bytes(spec, self._run.shapes)
+        return self._compute_encoded_bytes(
+            spec, self._run.shapes if self._run.split is None else self._run.split.front
+        )
 
     def _compute_encoded_bytes(self, spec: str, shapes: ModelSpec) -> int:
         if spec not in self._up_bytes:
@@ -252,7 +280,9 @@ def _create_row(  # noqa: PLR0913 the columns of a row
     row: Json = {"device_id": device_id, "takes_part": not reason, "reason": reason, "examples": examples}
     for instruction in instructions or ():
         iterations = _compute_iterations(instruction.plan, examples, run.config.run.local_test_fraction)
-        bytes_up, bytes_down = sizes.compute_up_bytes(instruction), sizes.down_bytes if instruction.sends_model else 0
+        bytes_up, bytes_down = sizes.compute_up_bytes(instruction), sizes.compute_down_bytes(instruction)
+        batches_up, batches_down = sizes.compute_batch_bytes(instruction.plan, iterations)
+        bytes_up, bytes_down = bytes_up + batches_up, bytes_down + batches_down
         row["iterations"] = (row.get("iterations") or 0) + iterations if iterations is not None else None
         row["bytes_up"], row["bytes_down"] = row.get("bytes_up", 0) + bytes_up, row.get("bytes_down", 0) + bytes_down
         row["codec"] = instruction.plan.node.codec if instruction.plan.node is not None else instruction.codec
@@ -334,11 +364,13 @@ def count_round_iterations(strategy: Any, num_devices: int, updates_per_round: i
     if not isinstance(plan, TrainConfig) or plan.iterations is None:
         return None
     exchanges = getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
+    collective = getattr(getattr(strategy, "rules", None), "collective", None)
+    exchanges *= 1 if collective is None else collective.reductions
     return plan.iterations * exchanges * (updates_per_round or num_devices)
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:
-    return {name: getattr(goal, name) for name in ("rounds", "updates", "seconds", "bytes", "accuracy")}
+    return {name: getattr(goal, name) for name in ("rounds", "epochs", "updates", "seconds", "bytes", "accuracy")}
 
 
 def _list_shortages(needed: int, min_updates: int | None, num_devices: int) -> list[str]:
@@ -371,6 +403,8 @@ def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: i
 
 
 def _list_assumptions(run: RunComponents) -> list[str]:
+    if run.encode_input is not None:
+        return [JOB_ASSUMPTION]
     assumptions = [BYTES_ASSUMPTION, SECONDS_ASSUMPTION]
     if run.strategy.has_nodes:
         assumptions.append("bytes up are one set of tensors to every neighbour, the model comes once")
@@ -389,7 +423,7 @@ def create_admission_requirements(
     The first model is prefetched only where every device will use it: nodes of a graph may have their own, and
     where a sample is drawn for each round the other devices would fetch it for nothing.
     """
-    devices, model_bytes = run.config.devices, count_model_bytes(run.model)
+    devices, model_bytes = run.config.devices, count_device_bytes(run)
     has_nodes = run.strategy.has_nodes
     return AdmissionRequirements(
         require=devices.require,
@@ -401,6 +435,12 @@ def create_admission_requirements(
         is_resumed=is_resumed,
         should_prefetch_model=not has_nodes and devices.count is None and devices.fraction is None,
     )
+
+
+def count_device_bytes(run: RunComponents) -> int:
+    """Returns the bytes of what a device has of the model in memory: all, or the first layers."""
+    names = {spec.name for spec in (run.shapes if run.split is None else run.split.front)}
+    return count_model_bytes({name: tensor for name, tensor in run.model.items() if name in names})
 
 
 def count_model_bytes(model: Tensors) -> int:
@@ -452,6 +492,37 @@ def check_message_size(strategy: Any, model: Tensors) -> None:
             f"devices send each other messages of at most {_format_bytes(MAX_PEER_BYTES)}, this run's have "
             f"{_format_bytes(needed)}: use strategy.carrier = 'relay', or a smaller model"
         )
+
+
+def check_members(run: RunComponents, registry: DeviceRegistry) -> None:
+    """Checks that the members of a collective can send each other chunks, and know where the others listen.
+
+    Raises:
+        ConfigError: the task trains confined, nothing says it of one, or two listen at the same address.
+    """
+    collective = getattr(getattr(run.strategy, "rules", None), "collective", None)
+    if collective is None:
+        return
+    if not run.is_built_in:
+        raise ConfigError(
+            f"aggregation.collective must be 'coordinator' for task {run.config.run.task}, got "
+            f"{collective.collective!r}: what is not built in trains confined on devices, and sends no chunks"
+        )
+    by_address: dict[str, str] = {}
+    for info in registry.list_devices():
+        if not _is_selected(info, run.config):
+            continue
+        address = find_address(collective, info)
+        if not address:
+            raise ConfigError(
+                f"aggregation.hosts must name a file that says where {info.device_id} listens: it does not report it "
+                "itself"
+            )
+        if (other := by_address.setdefault(address, info.device_id)) != info.device_id:
+            raise ConfigError(
+                f"aggregation.collective = {collective.collective!r}: {other} and {info.device_id} both listen at "
+                f"{address}; let one join with another port: edgefl device join --peer-port PORT"
+            )
 
 
 def compute_bytes_per_device(strategy: Any, model: Tensors) -> int:

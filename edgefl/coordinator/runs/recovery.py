@@ -24,7 +24,7 @@ from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
 from edgefl.core.errors import JournalError, UsageError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy
-from edgefl.engine.progress import PriorProgress, RoundCounter
+from edgefl.engine.progress import DeviceWork, PriorProgress, RoundCounter
 from edgefl.storage.checkpoints import (
     Checkpoint,
     is_intact,
@@ -432,7 +432,15 @@ def _list_trainers(snapshot: RunSnapshot | None, entries: Sequence[JournalEntry]
 
 
 def _create_prior_progress(restored: ProgressAtRollback) -> PriorProgress:
-    return PriorProgress(updates=restored.num_updates, bytes=restored.num_bytes, seconds=restored.elapsed_s)
+    return PriorProgress(
+        work={
+            name: DeviceWork(iterations=iterations, num_examples=num_examples)
+            for name, iterations, num_examples in restored.work
+        },
+        updates=restored.num_updates,
+        bytes=restored.num_bytes,
+        seconds=restored.elapsed_s,
+    )
 
 
 def _load_checkpoint_state(

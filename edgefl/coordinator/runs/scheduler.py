@@ -58,6 +58,7 @@ from edgefl.coordinator.runs.stalls import (
     format_current_frame,
     format_running_call,
 )
+from edgefl.coordinator.split.service import SplitRun, SplitRuns
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import (
     RETRYABLE_STORE_ERRORS,
@@ -102,6 +103,7 @@ class RunContext:
     build_run: BuildRun
     metrics: RunMetrics = field(default_factory=RunMetrics)
     idle_runs: IdleRuns = field(default_factory=IdleRuns)
+    split_runs: SplitRuns = field(default_factory=SplitRuns)
     lineage: Lineage | None = None
     on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
 
@@ -140,6 +142,7 @@ class RunScheduler:
         self._wake_event, self._stop_event = threading.Event(), threading.Event()
         self._current: _CurrentRun | None = None
         self._inexact_ids: set[str] = set()
+        self._recovered_ids: set[str] = set()
         self._to_stop: deque[RunRecord] = deque()
         self._backoff = StorageBackoff(
             directory=context.directory.runs,
@@ -152,7 +155,9 @@ class RunScheduler:
         self._thread = threading.Thread(target=self._run_thread, name="runs", daemon=True)
 
     def recover(self) -> None:
-        """Queues the unfinished runs of an earlier coordinator again; call it before the API is served.
+        """Queues the unfinished runs of an earlier coordinator again.
+
+        Call it before heartbeats are routed, which would recall their work, and before the API is served.
 
         A run that cannot go on where it was is marked as interrupted, and so is one that a newer edgefl wrote to; a
         stop requested of such a run waits for that edgefl.
@@ -176,6 +181,7 @@ class RunScheduler:
             self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
         elif was_cut_off and can_auto_resume(record, self._context.directory):
             self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
+            self._recovered_ids.add(run_id)
         elif status is RunStatus.RUNNING and can_auto_finish(record, self._context.directory):
             self._queue_new_incarnation(record)
         elif status is not RunStatus.INTERRUPTED:
@@ -192,6 +198,7 @@ class RunScheduler:
             self._end_run(run_id, RunStatus.STOPPED, reason)
         elif can_auto_resume(record, directory):
             self._to_stop.append(record)
+            self._recovered_ids.add(run_id)
         else:
             message = (
                 f"{reason}; without its last model, since the coordinator died more than {MAX_CRASHES} times of it"
@@ -207,9 +214,9 @@ class RunScheduler:
         self._wake_event.set()
 
     def is_active(self, run_id: str) -> bool:
-        """Returns whether a run is being executed."""
+        """Returns whether a run is being executed, or was recovered and no other is executed before it."""
         active = self._current
-        return active is not None and active.run_id == run_id
+        return active.run_id == run_id if active is not None else run_id in self._recovered_ids
 
     def apply_idle_state(self, row: Json) -> Json:
         """Returns a run's row, with its status and reason replaced while it is paused or waits."""
@@ -253,6 +260,7 @@ class RunScheduler:
             if record.status.is_final:
                 raise UsageError(f"run {run_id} is {record.status} already")
             if self._current is None or self._current.run_id != run_id:
+                self._recovered_ids.discard(run_id)
                 self._send_end(run_id)
                 self._set_status(run_id, RunStatus.STOPPED, reason)
                 return
@@ -356,17 +364,21 @@ class RunScheduler:
             while self._to_stop:
                 stopping = self._context.store.get_run(self._to_stop.popleft().run_id)
                 if stopping.status is RunStatus.STOPPING:  # not ended meanwhile
-                    self._current = _CurrentRun(
-                        run_id=stopping.run_id, stop_reason=stopping.reason or DEFAULT_STOP_REASON
+                    self._set_current(
+                        _CurrentRun(run_id=stopping.run_id, stop_reason=stopping.reason or DEFAULT_STOP_REASON)
                     )
                     self._context.metrics.on_run_started(stopping)
                     return stopping
             record = self._context.store.get_next_queued_run()
             if record is not None:
                 self._context.store.set_run_status(record.run_id, RunStatus.RUNNING, at=time.time())
-                self._current = _CurrentRun(run_id=record.run_id)
+                self._set_current(_CurrentRun(run_id=record.run_id))
                 self._context.metrics.on_run_started(record)
             return record
+
+    def _set_current(self, current: _CurrentRun) -> None:
+        self._current = current
+        self._recovered_ids.discard(current.run_id)
 
     def _run_with_pauses(self, record: RunRecord) -> None:
         """Executes one run to its end, over all pauses for a full disk or a locked store."""
@@ -597,26 +609,11 @@ class RunScheduler:
     def _open_fleet(
         self, components: RunComponents, history: HistoryWriter, start: RunStart, clock: RunClock, wal: WalJournal
     ) -> LiveFleet:
-        config, context, incarnations = components.config, self._context, start.incarnations
-        run_id = incarnations.run_id
-        run = RunSpec(
-            run_id=run_id,
-            task=config.run.task,
-            header=components.header,
-            groups=config.devices.groups,
-            names=config.devices.names,
-            join_at_start=config.devices.join == "start",
-            encode=components.encode,
-            encode_changes=components.encode_changes,
-            decode=components.decode,
-            needs_torch=components.needs_torch,
-            incarnations=incarnations,
-            lineage=context.lineage,
-            get_newest_record=lambda: wal.synced_record,
-            max_weight_ratio=config.guard.max_weight_ratio,
-            min_devices=1 if start.is_resumed else config.devices.min,
-            wait_s=config.devices.wait_s,
-        )
+        context, run_id, split = self._context, start.incarnations.run_id, components.split
+        split_run = None if split is None else SplitRun(split, components.header, components.shapes)
+        if split_run is not None:
+            context.split_runs.open(run_id, split_run)
+        run = self._make_run_spec(components, start, wal, split_run)
 
         def record_event(kind: str, device_id: str, message: str) -> None:
             history.add_event(EventRow(kind=kind, device_id=device_id or None, message=message, at=time.time()))
@@ -652,6 +649,32 @@ class RunScheduler:
             fleet.post(InterruptedRunError(COORDINATOR_STOPPED))
         return fleet
 
+    def _make_run_spec(
+        self, components: RunComponents, start: RunStart, wal: WalJournal, split_run: SplitRun | None
+    ) -> RunSpec:
+        config, split = components.config, components.split
+        return RunSpec(
+            run_id=start.incarnations.run_id,
+            task=config.run.task,
+            header=components.header,
+            groups=config.devices.groups,
+            names=config.devices.names,
+            join_at_start=config.devices.join == "start",
+            encode=components.encode if split is None else split.encode_front,
+            encode_whole=None if split is None else components.encode,
+            split=split_run,
+            encode_changes=components.encode_changes,
+            encode_input=components.encode_input,
+            decode=components.decode,
+            needs_torch=components.needs_torch,
+            incarnations=start.incarnations,
+            lineage=self._context.lineage,
+            get_newest_record=lambda: wal.synced_record,
+            max_weight_ratio=config.guard.max_weight_ratio,
+            min_devices=1 if start.is_resumed and not start.is_exact else config.devices.min,
+            wait_s=config.devices.wait_s,
+        )
+
     def _close_fleet(self, fleet: LiveFleet, *, will_resume: bool) -> None:
         with self._lock:
             if self._current is not None:
@@ -661,3 +684,4 @@ class RunScheduler:
         if self._current is not None:
             self._context.idle_runs.remove(self._current.run_id)
         fleet.close(will_resume=will_resume)
+        self._context.split_runs.close(fleet.run_id)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
-from edgefl.core.protocol import POLL_S
+from edgefl.core.protocol import IGNORES_REPLY_KEY, POLL_S
 from edgefl.core.types import Json
 from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
@@ -248,7 +248,7 @@ class WorkLoop:
         A coordinator whose directory is an older copy, or restored from a backup, uses names again.
         """
         cached = self._reply_cache.get(assignment)
-        if cached is None:
+        if cached is None or header.get(IGNORES_REPLY_KEY) is True:
             return None
         former, present = cached[0], _get_identity(header)
         # An instruction from before the coordinator's restart may not name the model: only its reply is requested.

@@ -24,7 +24,7 @@ from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind, make_ed
 log = logging.getLogger(__name__)
 
 PEER_MESSAGE_TIMEOUT_S = 5.0
-"""How long a synchronous node waits for a neighbour's message before it uses the last one."""
+"""How long a node in step waits for a neighbour's message before it uses the last one, or in pairs for a reply."""
 IDLE_POLL_S = 0.5
 SEND_TIMEOUT_S, SEND_POLL_S = 2.0, 0.002
 """A link that takes longer for a message gets newer ones instead."""
@@ -174,19 +174,30 @@ class GossipSession:
         if self._node.should_train_next():
             schedule = make_edge_schedule(gossip.schedule, edges=gossip.edges, period=gossip.period, rng=self._rng)
             iterations, neighbours = schedule(self.iterations, neighbours)
-        if iterations:
-            started_s = self._clock()
-            num_done, loss = self._train(self._node, replace(plan, iterations=iterations), lambda: self._is_stopping)
-            self._compute_s += self._clock() - started_s
-            self._loss_sum += num_done * loss
-            if self._is_stopping:
-                return
+        self._train_iterations(plan, iterations, is_pairwise=gossip.schedule == EdgeScheduleKind.PAIR)
+        if self._is_stopping:
+            return
         self._send_messages(self._node.start_exchange(neighbours))
         self._wait_until_sent()
-        if gossip.schedule == EdgeScheduleKind.SYNC:
+        if gossip.schedule in {EdgeScheduleKind.SYNC, EdgeScheduleKind.PAIR}:
             self._wait_for_peers()
         self._node.finish_exchange()
         self._save(self._node)
+
+    def _train_iterations(self, plan: TrainConfig, iterations: int, *, is_pairwise: bool) -> None:
+        """Makes the local iterations; in pairs messages are processed, and replied to, between any two of them."""
+        while iterations > 0 and not self._is_stopping:
+            started_s = self._clock()
+            num_done, loss = self._train(
+                self._node,
+                replace(plan, iterations=iterations),
+                lambda: self._is_stopping or (is_pairwise and bool(self._received)),
+            )
+            self._compute_s += self._clock() - started_s
+            self._loss_sum += num_done * loss
+            iterations -= num_done
+            if is_pairwise:
+                self._process_received()
 
     def _wait_until_sent(self) -> None:
         until_s = self._clock() + SEND_TIMEOUT_S

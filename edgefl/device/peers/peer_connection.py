@@ -327,6 +327,9 @@ class PeerTransport(Protocol):
     def is_drained(self) -> bool:
         """Returns whether all messages have been sent, except those to unreachable peers."""
 
+    def list_connected_peers(self) -> frozenset[str]:
+        """Returns the peers that are reached, as far as is known here."""
+
     def set_peers(self, peers: Collection[str]) -> None:
         """Sets the peers; drops messages queued for others and rejects their connections."""
 

@@ -194,6 +194,9 @@ class MqttPeerTransport:
     def is_drained(self) -> bool:
         return self._publisher.is_queue_empty()
 
+    def list_connected_peers(self) -> frozenset[str]:
+        return self._peers
+
     def set_peers(self, peers: Collection[str]) -> None:
         removed = self._peers - frozenset(peers)
         self._peers = frozenset(peers)

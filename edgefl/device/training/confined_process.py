@@ -21,8 +21,9 @@ from edgefl.core.protocol import MAX_BODY_BYTES
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.hardware.health import create_thermal_pacer
 from edgefl.device.peers.peer_connection import OnPeerMessage
-from edgefl.device.training.process_link import TrainingSetup, read_message, write_message
+from edgefl.device.training.process_link import TrainingSetup
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
+from edgefl.system.process_messages import read_message, write_message
 from edgefl.tasks.registry import is_torch_task, make_task
 
 ALIVE_INTERVAL_S = 0.25
@@ -71,6 +72,7 @@ class RelayedTransport:
 
     def __init__(self, agent: AgentConnection) -> None:
         self._agent = agent
+        self._peers: frozenset[str] = frozenset()
 
     def start(self) -> None:
         self._agent.request("start")
@@ -85,7 +87,11 @@ class RelayedTransport:
     def is_drained(self) -> bool:
         return bool(self._agent.request("is_drained").get("is_drained"))
 
+    def list_connected_peers(self) -> frozenset[str]:
+        return self._peers
+
     def set_peers(self, peers: Collection[str]) -> None:
+        self._peers = frozenset(peers)
         self._agent.send({"notice": "peers", "peers": list(peers)})
 
     def set_addresses(self, addresses: Mapping[str, tuple[str, int]]) -> None:

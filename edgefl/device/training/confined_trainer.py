@@ -21,7 +21,7 @@ from typing import Any
 from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import INSTRUCTION_VERSION
+from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.hardware.requirements import CONFINED_FOLDER, TaskTraits, make_confinement, read_task_traits
@@ -62,6 +62,17 @@ def is_built_in(header: Json) -> bool:
         and plan.get("algorithm", "sgd") in local_algorithms.BUILT_IN
         and all(_has_built_in_stages(str(codec)) for codec in codecs)
     )
+
+
+def _get_part_deadline_s(header: Json) -> float | None:
+    """Returns how long a part of a job may take; None for what is none."""
+    limits = header.get(JOB_LIMITS)
+    if not isinstance(limits, Mapping) or "phase" in header:
+        return None
+    deadline_s = finite_or_none(limits.get("deadline_s"))
+    if deadline_s is None or deadline_s <= 0:
+        raise DataError(f"the deadline of a part must be a number above 0, got {limits.get('deadline_s')!r:.40}")
+    return deadline_s
 
 
 def _has_built_in_stages(line: str) -> bool:
@@ -211,6 +222,9 @@ class ConfiningTrainer(DeviceTrainer):
         """Returns the reply of the confined process; its end fails this one instruction."""
         assignment = str(header.get("assignment"))
         reply: Json = {"v": INSTRUCTION_VERSION, "run": header.get("run"), "assignment": header.get("assignment")}
+        plan = header.get("plan")
+        if isinstance(plan, Mapping) and plan.get("collective"):
+            return {**reply, "error": "a confined task sends no chunks: take part with a built-in task only"}, b""
         self._current = str(header.get("run")), assignment, 0
         sampler = self._health_sampler if name == "train" and "phase" not in header else None
         if sampler is not None:
@@ -238,8 +252,14 @@ class ConfiningTrainer(DeviceTrainer):
         return {**reply, **answer}, result
 
     def _call(self, task: str, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
+        deadline_s, started_s = _get_part_deadline_s(header), time.monotonic()
+
         def on_tick() -> None:
             self._sample_health()
+            is_cancelled = deadline_s is not None and str(header.get("assignment")) in self._finish_early_ids
+            if deadline_s is not None and (is_cancelled or time.monotonic() - started_s > deadline_s):
+                process.kill()
+                raise TaskError("it was stopped" if is_cancelled else f"work took longer than {deadline_s:g} s")
             if self._is_aborted and time.monotonic() - self._used_s > STOP_S:
                 process.kill()
 

@@ -18,7 +18,9 @@ from edgefl.core.protocol import INSTRUCTION_VERSION, ReadinessPhase, check_vers
 from edgefl.core.types import Json, Scalar, TrainConfig
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
+from edgefl.device.training.split_exchange import SplitPlan
 from edgefl.device.training.task_cache import TaskCache
+from edgefl.tasks.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class ParsedInstruction:
         prefetched_version: of the model fetched ahead, which the body lacks.
         is_durable: its state is stored on disk at once.
         messages: index of the neighbours' messages in the body.
+        split: where the network is cut; None where this board trains all of it.
         header: as received, stored for a reboot.
     """
 
@@ -66,6 +69,7 @@ class ParsedInstruction:
     prefetched_version: int | None
     is_durable: bool
     messages: list[Json]
+    split: SplitPlan | None
     header: Json
 
 
@@ -102,6 +106,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         prefetched_version=_parse_optional_int(header.get("prefetched_version")),
         is_durable=header.get("residuals") == "durable",
         messages=header.get("messages", []),
+        split=SplitPlan.parse(header.get("split")),
         header=header,
     )
 
@@ -219,7 +224,7 @@ class ReadinessHandler:
         check_requirements(name, options, self._root)
         _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
         _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
-        cached_task = self._task_cache.get(name, options)
+        cached_task = self._task_cache.get(name, options, after=_get_cut(header))
         fingerprint = model_fingerprint(cached_task.model_spec)
         if fingerprint != header["layout"]:
             raise TaskError(
@@ -230,7 +235,11 @@ class ReadinessHandler:
 
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None
-        cached_task = self._task_cache.get(str(header["task"]), dict(header.get("options", {})))
+        cached_task = self._task_cache.get(
+            str(header["task"]), dict(header.get("options", {})), after=_get_cut(header)
+        )
+        if isinstance(cached_task.task, Job):  # it has no model, and its shard holds no examples
+            return
         training, _ = self._task_cache.load_split(cached_task, float(header["test_fraction"]))
         if not len(training):
             raise DataError(f"the shard of task {cached_task.name} holds no example to train on")
@@ -240,6 +249,11 @@ class ReadinessHandler:
             self._prefetched = _PrefetchedModel(
                 run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s
             )
+
+
+def _get_cut(header: Json) -> str | None:
+    plan = SplitPlan.parse(header.get("split"))
+    return None if plan is None else plan.section.after
 
 
 def _check_free(what: str, free_bytes: int | None, needed_bytes: int) -> None:

@@ -8,30 +8,25 @@ sends is believed without a bound.
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import signal
-import struct
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import IO
 
 from edgefl.core.errors import DataError, TaskError
-from edgefl.core.protocol import MAX_BODY_BYTES
-from edgefl.core.safe_parsing import parse_message
+from edgefl.core.protocol import JOB_LOG, MAX_BODY_BYTES, parse_job_log
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.system.confinement import Confinement, make_command, make_environment
+from edgefl.system.process_messages import read_message, write_message
 from edgefl.system.processes import exit_with_parent
 
 MODULE = "edgefl.device.training.confined_process"
-MAX_HEADER_BYTES = 1024 * 1024
-_LENGTHS = struct.Struct("<II")
 TICK_S = 0.5
 SILENCE_S = 1800.0
 """Time without a word after which a process is stuck; an iteration of a large model takes minutes."""
@@ -58,39 +53,6 @@ class TrainingSetup:
     max_temperature_c: float | None
 
 
-def write_message(file: IO[bytes], header: Json, body: bytes = b"") -> None:
-    """Writes one message; `OSError` propagates."""
-    text = json.dumps(header).encode()
-    file.write(_LENGTHS.pack(len(text), len(body)) + text)
-    file.write(body)
-    file.flush()
-
-
-def read_message(file: IO[bytes], max_body_bytes: int) -> tuple[Json, bytes] | None:
-    """Returns the next message, None at the end.
-
-    Raises:
-        ValueError: it is cut off, too long, or its header is no JSON object.
-    """
-    lengths = file.read(_LENGTHS.size)
-    if not lengths:
-        return None
-    if len(lengths) < _LENGTHS.size:
-        raise ValueError("a message is cut off")
-    header_bytes, body_bytes = _LENGTHS.unpack(lengths)
-    if header_bytes > MAX_HEADER_BYTES or body_bytes > max_body_bytes:
-        raise ValueError(
-            f"a message of {header_bytes} and {body_bytes} bytes; at most {MAX_HEADER_BYTES} and {max_body_bytes}"
-        )
-    text, body = file.read(header_bytes), file.read(body_bytes)
-    if len(text) < header_bytes or len(body) < body_bytes:
-        raise ValueError("a message is cut off")
-    header = parse_message(text)
-    if not isinstance(header, dict):
-        raise ValueError("a message is no JSON object")  # noqa: TRY004 of what it was parsed from
-    return header, body
-
-
 def parse_reply(reply: Json) -> Json:
     """Returns what a confined process answered to an instruction, without what it has no say in.
 
@@ -98,7 +60,13 @@ def parse_reply(reply: Json) -> Json:
         DataError: it is malformed.
     """
     result: Json = {}
-    for name, kind in (("requires_full_model", bool), ("ready", bool), ("messages", list), ("metrics", dict)):
+    for name, kind in (
+        ("requires_full_model", bool),
+        ("ready", bool),
+        ("messages", list),
+        (JOB_LOG, list),
+        ("metrics", dict),
+    ):
         if name in reply:
             if not isinstance(reply[name], kind):
                 raise DataError(f"the training process answered a malformed {name}")
@@ -108,6 +76,8 @@ def parse_reply(reply: Json) -> Json:
             result[name] = escape_text(str(reply[name])[:MAX_TEXT_CHARS])
     if result.keys().isdisjoint({"metrics", "error", "ready"}):
         raise DataError("the training process answered nothing")
+    if JOB_LOG in result:
+        result[JOB_LOG] = parse_job_log(result[JOB_LOG])
     if "metrics" in result:
         _check_metrics(result["metrics"])
     return result

@@ -15,6 +15,7 @@ from pathlib import Path
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
 from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata, split_train_test
+from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -53,19 +54,24 @@ class TaskCache:
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
 
-    def get(self, name: str, options: Mapping[str, Scalar]) -> CachedTask:
-        """Returns a task with these options.
+    def get(self, name: str, options: Mapping[str, Scalar], *, after: str | None = None) -> CachedTask:
+        """Returns a task with these options; with `after` only the layers up to that module, and their tensors.
 
         Raises:
             EdgeflError: the board has no shard for it, or it cannot be created.
         """
         # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
         self.get_shard_path(name)
-        key = f"{name} {sorted(options.items())}"
+        key = f"{name} {sorted(options.items())} {after or ''}"
         if key not in self._cached:
             task = make_task(name, options)
             learner = task.learner(accelerator=self._accelerator, threads=self._threads)
-            self._cached[key] = CachedTask(name=name, task=task, model_spec=task.shapes(), learner=learner)
+            model_spec = task.shapes()
+            if after is not None:
+                learner = cut_front(learner, after, threads=self._threads)
+                names = learner.read()
+                model_spec = tuple(spec for spec in model_spec if spec.name in names)
+            self._cached[key] = CachedTask(name=name, task=task, model_spec=model_spec, learner=learner)
         self._cached.move_to_end(key)
         while len(self._cached) > MAX_TASKS:
             self._cached.popitem(last=False)

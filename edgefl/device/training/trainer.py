@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import threading
@@ -17,24 +18,28 @@ from numpy.random import Generator
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
-from edgefl.core.errors import DataError, EdgeflError
+from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import INSTRUCTION_VERSION, finite_or_none
+from edgefl.core.protocol import INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
 from edgefl.core.types import (
+    NUM_REDUCTIONS,
+    PEER_BYTES,
     ZERO_CONTROL_VARIATE,
     Algorithm,
     Array,
+    CollectiveConfig,
     Dataset,
     Json,
     Learner,
     Role,
-    Tensor,
     Tensors,
     derive_rng,
 )
 from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
+from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.training.client_state import ClientState
+from edgefl.device.training.collective_worker import CollectiveWorker
 from edgefl.device.training.gossip_worker import GossipWorker
 from edgefl.device.training.instruction import (
     FullModelRequiredError,
@@ -42,9 +47,12 @@ from edgefl.device.training.instruction import (
     ReadinessHandler,
     parse_instruction,
 )
+from edgefl.device.training.job_worker import is_part, run_part
+from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeLink
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.datasets.shards import compute_root_fraction
+from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
 
@@ -52,6 +60,8 @@ log = logging.getLogger(__name__)
 
 
 MAX_FINISH_EARLY_IDS = 64
+MAX_SESSIONS = 50
+"""Sessions of one assignment of a split network; each is lost with a process at the coordinator."""
 PROGRESS_INTERVAL_S = 0.1
 
 ProgressCallback = Callable[[str, int, float], None]
@@ -78,6 +88,7 @@ class DeviceTrainer:
         health_sampler: samples the board during work; None for no samples.
         thermal_pacer: pauses between iterations while the board is too hot; None for no limit.
         on_alive: called at every iteration and while waiting.
+        get_source: returns the coordinator's address and our signature, for split networks; None where there is none.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -95,7 +106,9 @@ class DeviceTrainer:
         health_sampler: HealthSampler | None = None,
         thermal_pacer: ThermalPacer | None = None,
         on_alive: Callable[[], None] = lambda: None,
+        get_source: Callable[[], DownloadSource] | None = None,
     ) -> None:
+        self._get_source = get_source
         self._health_sampler, self._on_alive = health_sampler, on_alive
         self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
@@ -112,6 +125,8 @@ class DeviceTrainer:
             training_lock=self._training_lock,
             pace=self._thermal_pacer.wait_until_cool,
         )
+        self._collective_worker = CollectiveWorker(device_id, make_transport)
+        self._held: tuple[str, Json, bytes] | None = None
         self._readiness = ReadinessHandler(
             state_dir,
             self._task_cache,
@@ -149,6 +164,7 @@ class DeviceTrainer:
         """Saves the runs' state; called by the training thread, when the agent stops."""
         self._client_state.save()
         self._gossip_worker.close()
+        self._collective_worker.close()
 
     def resume(self) -> None:
         """Resumes the node of an earlier run of the agent; needs no coordinator."""
@@ -158,6 +174,7 @@ class DeviceTrainer:
         """Completes or cancels a run: stops its autonomous node, drops its prefetched model."""
         self._readiness.remove(run)
         self._gossip_worker.complete_run(run)
+        threading.Thread(target=self._collective_worker.close, args=(run,), name="end of links", daemon=True).start()
 
     def pause(self) -> None:
         """Pauses this board: an autonomous node stops until its next work."""
@@ -183,7 +200,8 @@ class DeviceTrainer:
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns loss and accuracy of the model in `body`."""
-        return self._execute(header, body, self._evaluate)
+        whole_header = {name: value for name, value in header.items() if name != "split"}
+        return self._execute(whole_header, body, self._evaluate)
 
     def count_examples(self) -> dict[str, int]:
         """Returns the example count of each readable shard."""
@@ -205,7 +223,8 @@ class DeviceTrainer:
             instruction = parse_instruction(self._device_id, header)
             self._current = instruction.run, instruction.assignment_id, 0
             with self._training_lock:
-                cached_task = self._task_cache.get(instruction.task, instruction.options)
+                after = None if instruction.split is None else instruction.split.section.after
+                cached_task = self._task_cache.get(instruction.task, instruction.options, after=after)
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)
         except (TrainingAbortedError, ExtensionRefusedError):
@@ -231,12 +250,28 @@ class DeviceTrainer:
         if self._health_sampler is not None:
             self._health_sampler.start()
             self._health_sampler.sample()
-        reply, result = self._train(instruction, cached_task, body)
+        work = self._run_part if is_part(instruction.header, cached_task.task) else self._train
+        reply, result = work(instruction, cached_task, body)
         health = {
             **(self._health_sampler.stop() if self._health_sampler is not None else {}),
             **self._thermal_pacer.get_metrics(),
         }
+        if "metrics" not in reply:  # a part of a job that failed
+            return reply, result
         return {**reply, "metrics": {**reply["metrics"], **({"health": health} if health else {})}}, result
+
+    def _run_part(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
+        if instruction.has_stored_reply:
+            raise FullModelRequiredError("the answer to it is not held here any more")
+        self._gossip_worker.discard_other_runs(instruction.run)
+        return run_part(
+            cached_task.task,
+            instruction.header,
+            body,
+            device_id=self._device_id,
+            path=self._task_cache.get_shard_path(instruction.task),
+            on_alive=self._on_alive,
+        )
 
     def _sample_health(self) -> None:
         self._on_alive()
@@ -247,6 +282,9 @@ class DeviceTrainer:
         if instruction.has_stored_reply:  # a held one would have been answered already
             raise FullModelRequiredError("the answer to it is not held here any more")
         self._gossip_worker.discard_other_runs(instruction.run)
+        if instruction.plan.collective is not None:
+            return self._train_in_collective(instruction, instruction.plan.collective, cached_task, body)
+        self._collective_worker.close()
         if instruction.plan.node is not None:
             return self._gossip_worker.run_instruction(
                 instruction,
@@ -258,8 +296,12 @@ class DeviceTrainer:
         messages, body = decode_messages(instruction.messages, body)
         instruction = replace(instruction, plan=replace(instruction.plan, messages=messages))
         data = self._load_training_data(instruction, cached_task)
-        learner = self._load_model(instruction, cached_task, body)
-        result, extra = self._run_training(instruction, learner, data)
+        split_header: Json = {}
+        if instruction.split is None:
+            learner = self._load_model(instruction, cached_task, body)
+            result, extra = self._run_training(instruction, learner, data)
+        else:
+            learner, result, extra, split_header = self._train_front(instruction, cached_task, body, data)
         self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
         encoded = self._encode_update(instruction, cached_task, result.displacement)
         self._client_state.save(only_when_due=not instruction.is_durable)
@@ -270,7 +312,93 @@ class DeviceTrainer:
             "compute_s": result.compute_s,
             **extra,
         }
-        return {"metrics": metrics}, encoded
+        return {"metrics": metrics, **split_header}, encoded
+
+    def _train_front(
+        self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes, data: Dataset
+    ) -> tuple[Learner, LocalTrainingResult, Json, Json]:
+        """Trains the first layers with the rest of them at the coordinator; begins again where that is lost there."""
+        assert instruction.split is not None
+        if self._get_source is None:
+            raise TaskError("a split network needs the agent's connection; this process has none, as it is confined")
+
+        def check_waiting() -> None:
+            self._sample_health()
+            if self._is_aborted:
+                raise TrainingAbortedError
+            if instruction.assignment_id in self._finish_early_ids:
+                raise TaskError("told to finish while the rest of the network was away")
+
+        for _ in range(MAX_SESSIONS):
+            learner = self._load_model(instruction, cached_task, body)
+            exchange = CoordinatorExchange(
+                instruction.split,
+                assignment_id=instruction.assignment_id,
+                rng=derive_rng(*instruction.seed_key, "activations"),
+                link=ExchangeLink(get_source=self._get_source, check_waiting=check_waiting),
+            )
+            assert isinstance(learner, FrontLearner)
+            learner.exchange = exchange
+            try:
+                result, extra = self._run_training(instruction, learner, data)
+            except SplitSessionError as error:
+                log.info("assignment %s: %s", instruction.assignment_id, error)
+                continue
+            finally:
+                exchange.close()
+            return learner, result, extra, {"split_session": exchange.session}
+        raise TaskError(f"the rest of the network was lost {MAX_SESSIONS} times at the coordinator")
+
+    def _train_in_collective(
+        self, instruction: ParsedInstruction, config: CollectiveConfig, cached_task: CachedTask, body: bytes
+    ) -> tuple[Json, bytes]:
+        """Returns metrics, and the displacement where this member uploads it or its group broke."""
+        if config.resend:
+            if self._held is None or self._held[0] != config.resend:
+                raise NetworkError(f"the displacement of {config.resend} is not held here any more")
+            return self._held[1], self._held[2]
+        self._held = None
+        data = self._load_training_data(instruction, cached_task)
+        model = _to_dense_model(self._decode_model(instruction, cached_task, body))
+
+        def train_from(current: Mapping[str, Array], reduction: int) -> LocalTrainingResult:
+            version = instruction.version * config.reductions + reduction
+            seed_key = (instruction.seed, version, *instruction.seed_key[2:])
+            learner = self._load_tensors(instruction, cached_task, current)
+            result, _ = self._run_training(replace(instruction, seed_key=seed_key), learner, data)
+            self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
+            return result
+
+        def should_finish() -> bool:
+            self._sample_health()
+            if self._is_aborted:
+                raise TrainingAbortedError
+            return instruction.assignment_id in self._finish_early_ids
+
+        result = self._collective_worker.run_round(
+            instruction.run, config, model, train=train_from, should_finish=should_finish
+        )
+        self._client_state.save(only_when_due=not instruction.is_durable)
+        encoded = self._encode_update(instruction, cached_task, result.displacement)
+        reply: Json = {
+            "metrics": {
+                "iterations": result.iterations,
+                "num_examples": result.num_examples,
+                "loss": finite_or_none(result.loss_sum / max(1, result.iterations)),
+                "compute_s": result.compute_s,
+                "extra": {NUM_REDUCTIONS: float(result.num_reduced), PEER_BYTES: float(result.peer_bytes)},
+            }
+        }
+        if result.num_reduced < config.reductions:
+            return reply, encoded
+        # As the coordinator moves its model, by what it decodes.
+        step = _to_dense_model(decode_body(encoded, cached_task.model_spec))
+        model = {name: (tensor + step[name]).astype(tensor.dtype) for name, tensor in model.items()}
+        self._client_state.update_model(instruction.run, instruction.version + 1, model)
+        whole = make_codec("dense", cached_task.model_spec).encode(model, derive_rng(0))
+        reply[NEXT_MODEL_HASH_KEY] = hashlib.sha256(whole).hexdigest()
+        self._held = instruction.assignment_id, {"metrics": {**reply["metrics"], "iterations": 0}}, encoded
+        return reply, encoded if config.uploader == self._device_id else b""
 
     def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
         if instruction.block is None:
@@ -382,19 +510,22 @@ class DeviceTrainer:
 
     def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:
         """Loads the global model and the local tensors into the learner."""
+        return self._load_tensors(instruction, cached_task, self._decode_model(instruction, cached_task, body))
+
+    def _load_tensors(self, instruction: ParsedInstruction, cached_task: CachedTask, model: Tensors) -> Learner:
         if any(not spec.shared for spec in cached_task.model_spec):
             cached_task.learner.load(
                 self._client_state.get_local_tensors(instruction.run, cached_task.model_spec)
                 or cached_task.task.init(instruction.seed)
             )
-        cached_task.learner.load(self._decode_model(instruction, cached_task, body))
+        cached_task.learner.load(model)
         return cached_task.learner
 
     def _decode_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Tensors:
         """Returns the global model, from a full body or a delta to the stored one."""
         base_version = instruction.base_version
         if base_version is None:
-            model = {name: _to_dense(tensor) for name, tensor in decode_body(body, cached_task.model_spec).items()}
+            model = _to_dense_model(decode_body(body, cached_task.model_spec))
         else:
             held_version = self._client_state.get_model_version(instruction.run)
             if held_version != base_version:
@@ -407,5 +538,5 @@ class DeviceTrainer:
         return model
 
 
-def _to_dense(tensor: Tensor) -> Array:
-    return tensor if isinstance(tensor, np.ndarray) else tensor.dense()
+def _to_dense_model(tensors: Tensors) -> dict[str, Array]:
+    return {name: tensor if isinstance(tensor, np.ndarray) else tensor.dense() for name, tensor in tensors.items()}

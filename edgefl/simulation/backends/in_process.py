@@ -66,10 +66,12 @@ def make_result(update: EncodedUpdate, model_spec: ModelSpec) -> TrainingResult:
     body = update.body
     return TrainingResult(
         tensors=LazyTensors(lambda: decode_body(body, model_spec)) if body else {},
-        num_bytes=len(body) + sum(len(message.body) for message in update.messages),
+        num_bytes=(len(body) if update.num_bytes is None else update.num_bytes)
+        + sum(len(message.body) for message in update.messages),
         num_examples=update.num_examples,
         loss=update.loss,
         messages=update.messages,
+        exchanged_bytes=update.exchanged_bytes,
     )
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgefl.compression.error_feedback import is_stateful_training
+from edgefl.core.config import SplitSection
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import Json, ModelSpec, PeerMessage, TrainConfig, TrainInstruction
 from edgefl.simulation.backends.in_process import InProcessBackend, format_error, make_result
@@ -88,7 +89,9 @@ def main() -> None:
     """Serves until stdin ends."""
     folder = Path(sys.argv[1])
     config = json.loads((folder / CONFIG_FILE).read_text())
-    task_spec = TaskSpec(task=config["task"], options=config["options"], seed=config["seed"])
+    task_spec = TaskSpec(
+        task=config["task"], options=config["options"], seed=config["seed"], split=SplitSection(**config["split"])
+    )
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -147,7 +150,13 @@ class WorkerServer:
             is_cancelled=lambda: ticket in self._cancelled_ids,
         )
         message_headers, packed = encode_messages(update.messages, update.body)
-        return {"num_examples": update.num_examples, "loss": update.loss, "messages": message_headers}, packed
+        return {
+            "num_examples": update.num_examples,
+            "loss": update.loss,
+            "messages": message_headers,
+            "num_bytes": update.num_bytes,
+            "exchanged_bytes": update.exchanged_bytes,
+        }, packed
 
 
 class WorkerProcess:
@@ -275,6 +284,7 @@ class ProcessPoolBackend:
             "task": task_spec.task,
             "options": dict(task_spec.options),
             "seed": task_spec.seed,
+            "split": asdict(task_spec.split),
             "places": dict(shard_indices),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -294,7 +304,14 @@ class ProcessPoolBackend:
         pending = self._pending_jobs.pop(job)
         header, body = pending.worker.wait_for_reply(pending.request_id)
         messages, body = decode_messages(header["messages"], body)
-        update = EncodedUpdate(body=body, num_examples=header["num_examples"], loss=header["loss"], messages=messages)
+        update = EncodedUpdate(
+            body=body,
+            num_examples=header["num_examples"],
+            loss=header["loss"],
+            messages=messages,
+            num_bytes=header["num_bytes"],
+            exchanged_bytes=tuple(header["exchanged_bytes"]),
+        )
         return make_result(update, self._model_spec)
 
     def cancel(self, job: TrainingJob) -> None:

@@ -21,6 +21,7 @@ from edgefl.compression.error_feedback import (
     require_stateless_training,
 )
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.core.config import SplitSection
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import (
     Algorithm,
@@ -35,6 +36,7 @@ from edgefl.core.types import (
     derive_rng,
 )
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
+from edgefl.simulation.backends.split_training import SimulatedSplit
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_configured_algorithm
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
@@ -83,13 +85,18 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """The result of a job. `num_bytes` covers its encoded update and the peer messages."""
+    """The result of a job.
+
+    `num_bytes` covers its encoded update and the peer messages, `exchanged_bytes` the batches, up and down, of a
+    network that is cut.
+    """
 
     tensors: Tensors
     num_bytes: int
     num_examples: int
     loss: float | None = None
     messages: tuple[PeerMessage, ...] = ()
+    exchanged_bytes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +136,12 @@ class TrainingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """The task to train, its options, and the seed of the run."""
+    """The task to train, its options, the seed of the run, and where its network is cut, if it is."""
 
     task: str
     options: Mapping[str, Scalar]
     seed: int
+    split: SplitSection = field(default_factory=SplitSection)
 
 
 @dataclass(slots=True)
@@ -150,12 +158,18 @@ class _LocalState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedUpdate:
-    """The encoded update of one job."""
+    """The encoded update of one job.
+
+    Of a network that is cut, `body` holds both sides, `num_bytes` is the size of the device's own, and
+    `exchanged_bytes` that of the batches, up and down.
+    """
 
     body: bytes
     num_examples: int
     loss: float | None
     messages: tuple[PeerMessage, ...] = ()
+    num_bytes: int | None = None
+    exchanged_bytes: tuple[int, int] = (0, 0)
 
 
 class SimulatedTrainer:
@@ -174,6 +188,11 @@ class SimulatedTrainer:
         self._task = task
         # One thread, so that the same job gives the same bits in any process.
         self._learner = task.learner(accelerator="cpu", threads=1)
+        self._split = (
+            None
+            if task_spec.split.after is None
+            else SimulatedSplit(task, self._learner, task_spec.split, task_spec.seed)
+        )
         self._local_tensor_names = [spec.name for spec in self._model_spec if not spec.shared]
         self._states: dict[str, _LocalState] = {}
         self._snapshots: dict[str, tuple[str, _LocalState, Mapping[str, Array] | None]] = {}
@@ -207,8 +226,9 @@ class SimulatedTrainer:
         self._load_model(memory, model)
         if plan.algorithm == Algorithm.SCAFFOLD:
             memory.variate = memory.variate.apply_used(get_start_version(plan), instruction.used_assignments)
+        exchange = None if self._split is None else self._split.start(instruction, source)
         result = train(
-            self._learner,
+            self._learner if self._split is None else self._split.front,
             data,
             plan,
             derive_rng(*origin),
@@ -224,7 +244,15 @@ class SimulatedTrainer:
             body = feedback.encode(instruction.assignment_id, result.displacement, rng)
         else:
             body = self._get_codec(spec).encode(result.displacement, rng)
-        return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss)
+        if self._split is None or exchange is None:
+            return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss)
+        return EncodedUpdate(
+            body=self._split.join(body, exchange),
+            num_examples=result.num_examples,
+            loss=result.loss,
+            num_bytes=len(body),
+            exchanged_bytes=(exchange.bytes_up, exchange.bytes_down),
+        )
 
     def _train_node(
         self, instruction: TrainInstruction, config: GossipConfig, model: EncodedModel, iterations: int
@@ -350,7 +378,7 @@ class SimulatedTrainer:
 
     def _get_codec(self, spec: str) -> Codec:
         if spec not in self._codecs:
-            self._codecs[spec] = make_codec(spec, self._model_spec)
+            self._codecs[spec] = make_codec(spec, self._model_spec if self._split is None else self._split.front_spec)
         return self._codecs[spec]
 
 

@@ -290,8 +290,13 @@ def _instruction_to_json(instruction: Instruction, blob: list[bytes]) -> Json:
     if isinstance(instruction, TrainInstruction):
         plan = instruction.plan
         messages = [_message_to_json(message, blob) for message in plan.messages]
-        node = None if plan.node is None else asdict(plan.node)
-        value["plan"] = {**_to_shallow_dict(plan), "options": dict(plan.options), "messages": messages, "node": node}
+        value["plan"] = {
+            **_to_shallow_dict(plan),
+            "options": dict(plan.options),
+            "messages": messages,
+            "node": None if plan.node is None else asdict(plan.node),
+            "collective": None if plan.collective is None else asdict(plan.collective),
+        }
     return {"kind": name, **value}
 
 

@@ -269,6 +269,13 @@ class RunRepository(Repository):
         rows = self.database.read_dicts(query)
         return rows[0] if rows else {}
 
+    def count_received_updates(self, run_id: str) -> int:
+        """Returns the number of updates that came; of a job that of the parts that are done."""
+        query = select(func.count().label("number")).where(
+            UpdateTable.run_id == run_id, UpdateTable.received_at.is_not(None)
+        )
+        return int(self.database.read_dicts(query)[0]["number"])
+
     def record_assignments(self, run_id: str, rows: Sequence[AssignmentRow]) -> None:
         """Records dispatched assignments."""
         values = [{"run_id": run_id, "metrics": {}, **to_columns(row)} for row in rows]

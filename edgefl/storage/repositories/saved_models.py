@@ -28,7 +28,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     """Returns the saved models of one run or of all, oldest run first, in the order of their versions.
 
     Each row has the columns of `checkpoints`, of its run the `name`, the `task` with its `task_options` and the
-    `test_fraction`, and whether it is the run's `latest` and its `best` by accuracy.
+    `test_fraction`, and whether it is the run's `latest` and its `best` by accuracy. Results of jobs are left out.
 
     Raises:
         NotFoundError: there is no such run.
@@ -45,7 +45,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
-    rows = store.database.read_dicts(query)
+    rows = [row for row in store.database.read_dicts(query) if "job" not in row["config"]]
     latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
     best = {row["run_id"]: row["last_record"] for row in sorted(_select_scored(rows), key=_accuracy_key)}
     return [

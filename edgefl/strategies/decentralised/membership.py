@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ class NodeState:
     `exchanges` are those started, `iterations` the local ones; `assignment_id` is in flight, "" for none. `queue`
     holds queued messages, `sent` those in flight with its assignment. Of an autonomous node `iterations` are those
     reported, and its report counts when there are `until` of them. A resting node is present, but may not be asked.
+    `interrupted_id` is the last assignment that was ended for a neighbour's request.
     """
 
     is_member: bool = True
@@ -40,6 +41,7 @@ class NodeState:
     queue: list[PeerMessage] = field(default_factory=list)
     sent: tuple[PeerMessage, ...] = ()
     edges_sent: str = ""
+    interrupted_id: str = ""
 
 
 @dataclass(slots=True)
@@ -126,6 +128,11 @@ def compute_backoff_s(losses: int) -> float:
 
 def list_members(state: DecentralisedState) -> list[str]:
     return [name for name in state.order if name in state.nodes and state.nodes[name].is_member]
+
+
+def list_requests(messages: Iterable[PeerMessage]) -> set[str]:
+    """Returns the senders of those messages that are no replies."""
+    return {message.edge[0] for message in messages if not message.is_reply}
 
 
 def make_member_graph(state: DecentralisedState, file_graph: Topology | None) -> Topology:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from edgefl.strategies.decentralised.membership import (
     format_edges,
     get_edge_degree,
     list_members,
+    list_requests,
     make_member_graph,
     update_bridges,
 )
@@ -83,7 +84,7 @@ class DecentralisedConfig(StrategyConfig):
         iterations: K, local ones between two exchanges of an edge.
         graph: one of `peer_algorithms.topology.TOPOLOGY_SPECS`, or the path of a `node_list.json`.
         schedule: of the learning rate by round, as in other strategies.
-        exchange: when edges fire: `sync`, `slots` or `poisson`.
+        exchange: when edges fire: `sync`, `slots`, `poisson`, or `pair`, where both ends exchange when either fires.
         carrier: transport of messages to neighbours: the coordinator (`relay`), the broker (`peer`), or the devices
             themselves over TLS (`direct`); with the last two the devices train on while the coordinator is away.
         hosts: path of a `hosts.json` with the devices' listening addresses, for `direct`; without it they report
@@ -100,7 +101,6 @@ class DecentralisedConfig(StrategyConfig):
 
     kind: ClassVar[str] = "decentralised"
     method: ClassVar[str] = ""
-    num_rogues: ClassVar[int] = 0
 
     def build(self, rules: RoundRules) -> DecentralisedStrategy:
         """Returns the strategy.
@@ -140,6 +140,11 @@ class DecentralisedConfig(StrategyConfig):
                 f"strategy.exchange of {self.method} must be sync, got {self.exchange!r}: "
                 "its nodes average with all neighbours at once"
             )
+        num_rogues: int = getattr(self, "num_rogues", 0)
+        if num_rogues and self.exchange == EdgeScheduleKind.PAIR:
+            raise ConfigError(
+                "strategy.num_rogues compares neighbours, and with exchange = 'pair' there is one a time"
+            )
         if algorithm.has_single_iteration and self.iterations != 1:
             raise ConfigError(
                 f"strategy.iterations of {self.method} must be 1, got {self.iterations}: "
@@ -159,16 +164,23 @@ def _load_graph(spec: str) -> Topology | None:
     return None
 
 
+_METHOD_SETTINGS: Mapping[str, tuple[Any, Any]] = {
+    "num_rogues": (int, field(default=0, metadata={"at_least": 0})),
+    "step_size": (Literal["edge", "node"], field(default="edge")),
+    "k_eta": (float | None, field(default=None, metadata={"above": 1})),
+}
+"""Settings that not all methods have: annotation, and default with bounds."""
+
+
 def _make_config_class(method: str) -> type[DecentralisedConfig]:
     """Returns the settings of a run with `method`, with the defaults that its algorithm needs."""
     algorithm = ALGORITHMS[method]
-    defaults: list[tuple[str, str, object]] = []
+    defaults: list[tuple[str, Any, object]] = []
     if not algorithm.is_synchronous:
-        defaults.append(("exchange", "str", field(default=EdgeScheduleKind.POISSON)))
+        defaults.append(("exchange", EdgeScheduleKind, field(default=EdgeScheduleKind.POISSON)))
     if algorithm.has_single_iteration:
-        defaults.append(("iterations", "int | None", field(default=1)))
-    if algorithm.is_robust:
-        defaults.append(("num_rogues", "int", field(default=0, metadata={"at_least": 0})))
+        defaults.append(("iterations", int | None, field(default=1)))
+    defaults += [(name, *_METHOD_SETTINGS[name]) for name in algorithm.settings]
     namespace = {
         "__module__": __name__,
         "__doc__": f"Settings of a run with `{method}`.",
@@ -247,6 +259,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                 for assignment_id in outstanding
                 if name in state.nodes
             ]
+        instructions += self._interrupt_for_replies(state, view)
         graph, is_round_done = make_member_graph(state, self.file_graph), self._is_round_done(state)
         for device_id in view.idle:
             node = state.nodes.get(device_id)
@@ -415,10 +428,28 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             return node.edges_sent != format_edges(state, graph, name) or (
                 not is_over and node.reported <= state.version + MAX_ROUNDS_AHEAD
             )
+        if self.config.exchange == EdgeScheduleKind.PAIR:
+            return bool(list_requests(node.queue)) or not any(
+                name in list_requests((*other.queue, *other.sent))
+                for other in state.nodes.values()
+                if other.is_member and not (other.is_resting or other.losses)
+            )
         if self.config.exchange != EdgeScheduleKind.SYNC:
             return True
         neighbours = [state.nodes[other] for other in graph.neighbours(name)]
         return all(other.exchanges >= node.exchanges or other.is_resting for other in neighbours)
+
+    def _interrupt_for_replies(self, state: DecentralisedState, view: FleetView) -> list[Instruction]:
+        """Returns, in pairs, instructions that end the iterations of nodes whose reply a neighbour waits for."""
+        if self.is_autonomous or self.config.exchange != EdgeScheduleKind.PAIR:
+            return []
+        ended: list[Instruction] = []
+        for name, node in state.nodes.items():
+            is_training = name in view.busy and not (node.is_report or list_requests(node.sent))
+            if is_training and list_requests(node.queue) and node.interrupted_id != node.assignment_id:
+                node.interrupted_id = node.assignment_id
+                ended.append(FinishEarlyInstruction(assignment_id=node.assignment_id, device_id=name))
+        return ended
 
     def _is_at_limit(self, node: NodeState) -> bool:
         return self.rules.rounds is not None and node.iterations >= self.rules.rounds * self._iterations_per_round
@@ -442,7 +473,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
             for link in graph.make_link_configs(name, self.plan.iterations or 1, is_damped=is_damped)
         )
         iterations, fires = 0, tuple[str, ...]()
-        if not node.is_report:
+        if not (node.is_report or (self.config.exchange == EdgeScheduleKind.PAIR and list_requests(node.queue))):
             fires = graph.neighbours(name)
             if ALGORITHMS[self.method].should_train_before(node.exchanges + 1):
                 rng = derive_rng(self.rules.seed, "firing", name, node.iterations)
@@ -476,7 +507,7 @@ class DecentralisedStrategy(Strategy[DecentralisedState]):
                     until=node.until,
                     limit=(self.rules.rounds or 0) * self._iterations_per_round,
                     reports=node.is_report,
-                    num_rogues=self.config.num_rogues,
+                    **{name: getattr(self.config, name) for name in ALGORITHMS[self.method].settings},
                 ),
             ),
             codec="dense",

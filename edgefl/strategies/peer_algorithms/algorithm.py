@@ -17,9 +17,12 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, PeerLinkConfig
 
 Arrays = dict[str, Array]
+Parts = Mapping[str, Mapping[str, Array]]
 
 _STEPS_PER_INCARNATION = 1 << 30
 """A message's number is the node's incarnation times this, plus its count in that incarnation."""
+MAX_UNANSWERED_FIRINGS = 8
+"""Number of firings of an edge without a reply after which the request counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,23 @@ class GossipMessage:
         return self.step % _STEPS_PER_INCARNATION
 
 
+@dataclass(slots=True)
+class _PendingExchange:
+    """Parts sent to a neighbour, and how often its edge has fired since; nobody waits for a late reply."""
+
+    step: int
+    parts: Parts
+    num_skipped: int = 0
+    is_late: bool = False
+
+
 class GossipAlgorithm:
-    """Base class of all methods; a subclass implements `make_messages` and `receive`.
+    """Base class of all methods; a subclass implements `make_messages` and `receive`, or exchanges in pairs.
+
+    In pairs (`is_pairwise`) the end of an edge that fires sends what it has, and the other end, as soon as the
+    message comes, takes it and replies with what it had itself: `make_pair_parts` and `apply_pair`. Where both fire
+    at a time, each takes the other's request for its reply. A node asks again after the reply, or after
+    `MAX_UNANSWERED_FIRINGS`.
 
     `weights` are the node's own model; a caller may read them at any time, and after training calls
     `apply_local_steps`. `incarnation` grows with every start of its device, so that messages after a reboot are newer
@@ -66,8 +84,10 @@ class GossipAlgorithm:
     """Whether all edges of a node have to fire together, in the schedule `sync`."""
     has_single_iteration: ClassVar[bool] = False
     """Whether the period is 1: an exchange follows every local iteration."""
-    is_robust: ClassVar[bool] = False
-    """Whether it bounds what up to `num_rogues` of a node's neighbours move it by."""
+    has_pairs: ClassVar[bool] = False
+    """Whether it can exchange in pairs."""
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Fields of `GossipConfig`, and keyword arguments, that only this method has."""
 
     def __init__(self, name: str, edges: Sequence[PeerLinkConfig], *, learning_rate: float, period: int) -> None:
         if not learning_rate > 0 or period < 1:
@@ -77,15 +97,18 @@ class GossipAlgorithm:
         self.name = name
         self.learning_rate, self.period = learning_rate, period
         self.weights: Arrays = {}
-        self.incarnation = self.num_rogues = 0
+        self.incarnation = 0
         self.iterations = 0
         self.exchanges = 0
         self.edges: dict[str, PeerLinkConfig] = {edge.neighbour: edge for edge in edges}
+        self.is_pairwise = False
         self._last_received: dict[str, int] = {}
+        self._pending: dict[str, _PendingExchange] = {}
 
     def start(self, weights: Mapping[str, Array]) -> None:
         """Starts from a model, the same for all nodes of a run or not."""
         self.weights = {name: np.array(array, order="C") for name, array in weights.items()}
+        self._pending = {}
         for edge in list(self.edges.values()):
             self.add_neighbour(edge)
 
@@ -112,18 +135,48 @@ class GossipAlgorithm:
 
     def make_messages(self, neighbours: Sequence[str]) -> list[GossipMessage]:
         """Returns messages to these neighbours, whose edges fire now; called right after `apply_local_steps`."""
-        raise NotImplementedError
+        messages = []
+        for neighbour in neighbours:
+            pending = self._pending.get(neighbour)
+            if pending is not None and pending.num_skipped < MAX_UNANSWERED_FIRINGS:
+                pending.num_skipped += 1
+            elif neighbour in self.edges:
+                step, parts = self.make_step_number(self.iterations), self.make_pair_parts(neighbour)
+                self._pending[neighbour] = _PendingExchange(step=step, parts=parts)
+                messages.append(GossipMessage(sender=self.name, receiver=neighbour, step=step, parts=parts))
+        return messages
 
     def receive(self, message: GossipMessage) -> list[GossipMessage]:
         """Processes a neighbour's message and returns replies; drops old, repeated and unknown senders' ones."""
+        sender, pending = message.sender, self._pending.get(message.sender)
+        is_answer = message.is_reply and pending is not None and pending.step == message.step
+        if is_answer and message.receiver == self.name:
+            self.apply_pair(sender, self._pending.pop(sender).parts, message.parts)
+        if message.is_reply or not self.record_if_newer(message):
+            return []
+        if pending is not None:
+            self.apply_pair(sender, self._pending.pop(sender).parts, message.parts)
+            return []
+        own = self.make_pair_parts(sender)
+        self.apply_pair(sender, own, message.parts)
+        return [GossipMessage(sender=self.name, receiver=sender, step=message.step, parts=own, is_reply=True)]
+
+    def make_pair_parts(self, neighbour: str) -> Parts:  # noqa: ARG002 for subclasses
+        """Returns a copy of what this end of an edge gives in an exchange of a pair."""
+        return {"w": copy_arrays(self.weights)}
+
+    def apply_pair(self, neighbour: str, own: Parts, other: Parts) -> None:
+        """Applies an exchange of a pair: `own` was given, `other` taken."""
         raise NotImplementedError
 
     def has_all_messages(self) -> bool:
         """Returns whether all messages that the present exchange needs have arrived."""
-        return True
+        return all(pending.is_late for pending in self._pending.values())
 
     def mix(self) -> None:
-        """Ends an exchange; a no-op except in methods that average all neighbours at once."""
+        """Ends an exchange: what has not come by now is late."""
+        for pending in self._pending.values():
+            pending.is_late = True
 
     @classmethod
     def should_train_before(cls, exchange: int) -> bool:
@@ -142,6 +195,7 @@ class GossipAlgorithm:
         """Ends an edge and deletes its state."""
         self.edges.pop(neighbour, None)
         self._last_received.pop(neighbour, None)
+        self._pending.pop(neighbour, None)
 
     def state(self) -> dict[str, Array]:
         """Returns the state that must survive a reboot, flat by name, as copies."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -23,17 +22,13 @@ from edgefl.strategies.peer_algorithms.algorithm import (
     GossipAlgorithm,
     GossipMessage,
     GradientCorrection,
+    Parts,
     compute_weighted_sum,
     copy_arrays,
 )
 
-Parts = Mapping[str, Mapping[str, Array]]
-
 _MAX_BUFFERED = 3
 """Number of a neighbour's newest messages that are kept: of this exchange, of the one before, and of the next."""
-
-MAX_UNANSWERED_FIRINGS = 8
-"""Number of firings of an edge without a reply after which the request counts as lost."""
 
 
 class GossipAveraging(GossipAlgorithm):
@@ -56,6 +51,8 @@ class GossipAveraging(GossipAlgorithm):
         self.weights = parts["w"]
 
     def make_messages(self, neighbours: Sequence[str]) -> list[GossipMessage]:
+        if self.is_pairwise:
+            return super().make_messages(neighbours)
         parts = {part: copy_arrays(arrays) for part, arrays in self.select_parts().items()}
         self.exchanges = max(self.exchanges, self._find_later_exchange()) + 1
         step = self.make_step_number(self.exchanges)
@@ -66,6 +63,8 @@ class GossipAveraging(GossipAlgorithm):
         ]
 
     def receive(self, message: GossipMessage) -> list[GossipMessage]:
+        if self.is_pairwise:
+            return super().receive(message)
         if self.record_if_newer(message):
             parts_by_exchange = self._received.setdefault(message.sender, {})
             parts_by_exchange[message.local_step] = message.parts
@@ -74,10 +73,15 @@ class GossipAveraging(GossipAlgorithm):
         return []
 
     def has_all_messages(self) -> bool:
+        if self.is_pairwise:
+            return super().has_all_messages()
         return all(max(self._received.get(neighbour, {0: {}})) >= self.exchanges for neighbour in self.edges)
 
     def mix(self) -> None:
         """Averages; the weight of a neighbour without any message goes to the node itself."""
+        if self.is_pairwise:
+            super().mix()
+            return
         parts = self.select_parts()
         self.apply_means({part: self._average_part(part, parts[part]) for part in parts})
 
@@ -123,13 +127,31 @@ class GossipAveraging(GossipAlgorithm):
 class Dsgd(GossipAveraging):
     """K local SGD steps, then w ← Ww. With K = 1 it is D-PSGD. Biased where the nodes' data differ.
 
+    In pairs the two ends of edge (i, j) move towards each other by W_ij of their difference, when it fires.
+
     With `num_rogues` f, what a neighbour differs by is clipped to the distance of the (f + 1)-th farthest one:
     self-centred clipping, He, Karimireddy, Jaggi, Byzantine-Robust Decentralized Learning via ClippedGossip,
     arXiv 2202.01545, whose radius rests on the honest neighbours' distances, which are not known.
     """
 
     summary: ClassVar[str] = "Local SGD steps, then the mean with the neighbours (Lian et al., NeurIPS 2017)."
-    is_robust: ClassVar[bool] = True
+    settings: ClassVar[tuple[str, ...]] = ("num_rogues",)
+    has_pairs: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        name: str,
+        edges: Sequence[PeerLinkConfig],
+        *,
+        learning_rate: float,
+        period: int,
+        num_rogues: int = 0,
+    ) -> None:
+        super().__init__(name, edges, learning_rate=learning_rate, period=period)
+        self.num_rogues = max(0, num_rogues)
+
+    def apply_pair(self, neighbour: str, own: Parts, other: Parts) -> None:
+        move_towards(self.weights, own["w"], other["w"], self.edges[neighbour].weight)
 
     def bound_terms(
         self, own: Mapping[str, Array], terms: list[tuple[float, Mapping[str, Array]]]
@@ -322,68 +344,22 @@ def _require_period_one(name: str, period: int) -> None:
         raise ConfigError(f"{name} exchanges after every local iteration: iterations must be 1, got {period}")
 
 
-@dataclass(slots=True)
-class _PendingExchange:
-    """Model sent to a neighbour, and how often its edge has fired since."""
-
-    step: int
-    weights: Arrays
-    num_skipped: int = 0
-
-
 class AdPsgd(GossipAlgorithm):
-    """AD-PSGD node: the receiver averages and replies with its former model; the sender moves by half the difference.
+    """AD-PSGD node: both ends of an edge move to the middle of their models; see `GossipAlgorithm` on pairs.
 
-    Both move by opposite amounts, whatever they trained meanwhile, so the mean of all models is kept. When both send
-    at the same time each takes the other's request for its reply. A node sends no further request before the reply; a
-    lost one breaks the balance: the sender asks again after a while, and the mean of the models has moved a little.
-    Biased where the nodes' data differ.
+    Both move by opposite amounts, whatever they trained meanwhile, so the mean of all models is kept. A lost message
+    breaks the balance: the sender asks again after a while, and the mean of the models has moved a little. Biased
+    where the nodes' data differ.
     """
 
     summary: ClassVar[str] = "Two neighbours at a time take the mean of their models (Lian et al., ICML 2018)."
+    has_pairs: ClassVar[bool] = True
 
-    def __init__(self, name: str, edges: Sequence[PeerLinkConfig], *, learning_rate: float, period: int) -> None:
-        super().__init__(name, edges, learning_rate=learning_rate, period=period)
-        self._pending: dict[str, _PendingExchange] = {}
+    def apply_pair(self, neighbour: str, own: Parts, other: Parts) -> None:  # noqa: ARG002 as the base class has it
+        move_towards(self.weights, own["w"], other["w"], 0.5)
 
-    def make_messages(self, neighbours: Sequence[str]) -> list[GossipMessage]:
-        messages = []
-        for neighbour in neighbours:
-            pending = self._pending.get(neighbour)
-            if pending is not None and pending.num_skipped < MAX_UNANSWERED_FIRINGS:
-                pending.num_skipped += 1
-            elif neighbour in self.edges:
-                exchange = _PendingExchange(
-                    step=self.make_step_number(self.iterations), weights=copy_arrays(self.weights)
-                )
-                self._pending[neighbour] = exchange
-                messages.append(self._make_message(neighbour, exchange.step, exchange.weights))
-        return messages
 
-    def _make_message(
-        self, neighbour: str, step: int, weights: Mapping[str, Array], *, is_reply: bool = False
-    ) -> GossipMessage:
-        return GossipMessage(sender=self.name, receiver=neighbour, step=step, parts={"w": weights}, is_reply=is_reply)
-
-    def receive(self, message: GossipMessage) -> list[GossipMessage]:
-        if message.is_reply:
-            exchange = self._pending.get(message.sender)
-            if exchange is not None and exchange.step == message.step and message.receiver == self.name:
-                self._average_with(self._pending.pop(message.sender).weights, message.parts["w"])
-            return []
-        if not self.record_if_newer(message):
-            return []
-        if message.sender in self._pending:
-            self._average_with(self._pending.pop(message.sender).weights, message.parts["w"])
-            return []
-        former = copy_arrays(self.weights)
-        self._average_with(former, message.parts["w"])
-        return [self._make_message(message.sender, message.step, former, is_reply=True)]
-
-    def _average_with(self, own: Mapping[str, Array], other: Mapping[str, Array]) -> None:
-        for name, array in self.weights.items():
-            array[...] += (other[name] - own[name]) / array.dtype.type(2)
-
-    def remove_neighbour(self, neighbour: str) -> None:
-        super().remove_neighbour(neighbour)
-        self._pending.pop(neighbour, None)
+def move_towards(weights: Arrays, own: Mapping[str, Array], other: Mapping[str, Array], share: float) -> None:
+    """Moves a model in place by `share` of the way from `own`, which it was, to `other`."""
+    for name, array in weights.items():
+        array[...] += array.dtype.type(share) * (other[name] - own[name])

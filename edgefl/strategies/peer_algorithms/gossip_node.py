@@ -25,6 +25,7 @@ from edgefl.core.types import Array, GossipConfig, PeerLinkConfig, PeerMessage
 from edgefl.strategies.peer_algorithms.algorithm import GossipAlgorithm, GossipMessage
 from edgefl.strategies.peer_algorithms.gossip_averaging import D2, AdPsgd, Dsgd, GradientTracking, KGradientTracking
 from edgefl.strategies.peer_algorithms.isvr import AdmmIsvr, PdmmIsvr
+from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 
 log = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ def make_algorithm(
     learning_rate: float,
     period: int,
     incarnation: int = 0,
+    **settings: Any,
 ) -> GossipAlgorithm:
     """Returns an algorithm, not yet started (`start`).
 
@@ -259,21 +261,29 @@ def make_algorithm(
         learning_rate: μ₀, above 0.
         period: K, local iterations between two exchanges of an edge, 1 or more.
         incarnation: grows with every start of its device.
+        settings: of this method alone (`GossipAlgorithm.settings`).
 
     Raises:
         ConfigError: the method is unknown, or does not support these numbers.
     """
     if method not in ALGORITHMS:
         raise ConfigError(f"decentralised method {method!r} is unknown; known: {', '.join(ALGORITHMS)}")
-    node = ALGORITHMS[method](name, edges, learning_rate=learning_rate, period=period)
+    node = ALGORITHMS[method](name, edges, learning_rate=learning_rate, period=period, **settings)
     node.incarnation = incarnation
     return node
 
 
 def make_configured_algorithm(plan: GossipConfig, name: str, *, incarnation: int = 0) -> GossipAlgorithm:
     """Returns the algorithm of device `name` under a plan; see `make_algorithm`."""
+    settings = ALGORITHMS[plan.method].settings if plan.method in ALGORITHMS else ()
     node = make_algorithm(
-        plan.method, name, plan.edges, learning_rate=plan.learning_rate, period=plan.period, incarnation=incarnation
+        plan.method,
+        name,
+        plan.edges,
+        learning_rate=plan.learning_rate,
+        period=plan.period,
+        incarnation=incarnation,
+        **{setting: getattr(plan, setting) for setting in settings},
     )
-    node.num_rogues = max(0, plan.num_rogues)
+    node.is_pairwise = node.has_pairs and plan.schedule == EdgeScheduleKind.PAIR
     return node

@@ -282,11 +282,12 @@ def _make_random_topology(spec: str, nodes: Sequence[str], probability: str, see
 
 
 class EdgeScheduleKind(StrEnum):
-    """Kind of edge schedule."""
+    """Kind of edge schedule: with `pair` both ends of an edge exchange when either fires, with `poisson` its own."""
 
     SYNC = "sync"
     SLOTS = "slots"
     POISSON = "poisson"
+    PAIR = "pair"
 
 
 def _find_next_slot(
@@ -325,7 +326,7 @@ def make_edge_schedule(
         schedule: one of `EdgeScheduleKind`.
         edges: of the node, with their slots.
         period: K, local iterations between two exchanges of an edge.
-        rng: the node's own stream, for `poisson`.
+        rng: the node's own stream, for `poisson` and `pair`.
     """
     match EdgeScheduleKind(schedule):
         case EdgeScheduleKind.SYNC:
@@ -333,6 +334,8 @@ def make_edge_schedule(
         case EdgeScheduleKind.SLOTS:
             slots = {edge.neighbour: edge.slot for edge in edges}
             return partial(_find_next_slot, slots=slots, period=period)
+        case EdgeScheduleKind.PAIR:  # either end fires an edge, so each half as often
+            return partial(_draw_next_exchange, period=2 * period, rng=rng)
         case _:
             return partial(_draw_next_exchange, period=period, rng=rng)
 

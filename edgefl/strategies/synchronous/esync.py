@@ -56,9 +56,10 @@ class ESyncConfig(SingleStepConfig):
     Attributes:
         mode: where iterations are counted.
         aggregation: of the displacements; `nova` normalises them by their steps.
-        epsilon: ε as a fraction of a device's iteration. Below 0 a device may return that much after the slowest:
-            where speeds are multiples of each other, as within one family of boards, a measured whole iteration
-            otherwise never quite fits, and a device that could do two does one.
+        epsilon: ε as a fraction of a device's iteration. From 0 on no device is planned to return after the slowest.
+            Below 0 one may return that much later: where speeds are multiples of each other, as within one family of
+            boards, a measured whole iteration otherwise often does not quite fit, and a device that could do two
+            does one. -0.2 lets it.
         epsilon_s: ε in seconds, in place of it.
         global_learning_rate: the mean displacement is multiplied by it.
         min_iterations, max_iterations: bounds of a budget; live work ends at the upper one in any case.
@@ -69,7 +70,7 @@ class ESyncConfig(SingleStepConfig):
 
     mode: Literal["budget", "live"] = "budget"
     aggregation: Literal["uniform", "samples", "nova"] = "uniform"
-    epsilon: float = field(default=-0.2, metadata={"at_least": -1})
+    epsilon: float = field(default=0.0, metadata={"at_least": -1})
     epsilon_s: float | None = field(default=None, metadata={"at_least": 0})
     global_learning_rate: float = field(default=1.0, metadata={"above": 0})
     min_iterations: int = 1
@@ -150,10 +151,13 @@ class ESync(SynchronousStrategy[ESyncState]):
     ) -> Mapping[str, TrainConfig]:
         """Returns one iteration for the slowest and for new devices, and as many as fit for the others."""
         settings, paces = self.config, self._get_timings(state, devices, view)
+        state.planned_s = self._plan_round_s(paces) if paces else None
+        if self.rules.collective is not None:
+            # An all-reduce ends for all members at once, so that it leaves nobody time for more.
+            paces = {name: replace(pace, exchange_s=0.0) for name, pace in paces.items()}
         counts = compute_budgets(
             paces, self._slack, min_iterations=settings.min_iterations, max_iterations=settings.max_iterations
         )
-        state.planned_s = compute_horizon_s(paces) if paces else None
         state.looked_s = None
         state.paces |= paces
         plans = {}
@@ -205,6 +209,13 @@ class ESync(SynchronousStrategy[ESyncState]):
             state.looked_s, current_round.alarm_s = now_s, overrun_s
             return self._check_devices(state, current_round, view)
         return ()
+
+    def _plan_round_s(self, timings: Mapping[str, DeviceTiming]) -> float:
+        """Returns the duration of a round of devices with these timings."""
+        if self.rules.collective is None:
+            return compute_horizon_s(timings)
+        reductions = self.rules.collective.reductions
+        return max(reductions * pace.seconds_per_iteration + pace.exchange_s for pace in timings.values())
 
     @property
     def _slack(self) -> Slack:

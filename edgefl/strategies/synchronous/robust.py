@@ -225,11 +225,12 @@ class RobustConfig(StrategyConfig):
     """Settings of all robust rules, beside those of local training.
 
     Attributes:
-        num_rogues: f; more than the number of updates allows counts as what it allows.
+        num_rogues: f; more than the number of updates allows counts as what it allows. None is one where a round has
+            as many updates as the rule's bound needs for it, otherwise none.
         neighbours: mix each update with those nearest to it first; None does from `MIN_MIXED` updates on.
     """
 
-    num_rogues: int = field(default=1, metadata={"at_least": 0})
+    num_rogues: int | None = field(default=None, metadata={"at_least": 0})
     neighbours: bool | None = False
 
     has_centre: ClassVar[bool] = False
@@ -241,16 +242,21 @@ class RobustConfig(StrategyConfig):
 
     @property
     def needed_updates(self) -> int:
-        """n, from which on the rule holds against f rogues."""
-        return 2 * self.num_rogues + 1
+        """n, from which on the rule holds against f rogues, one by default."""
+        return self.count_needed(1 if self.num_rogues is None else self.num_rogues)
+
+    def count_needed(self, num_rogues: int) -> int:
+        """Returns n, from which on the rule holds against so many rogues."""
+        return 2 * num_rogues + 1
 
     def is_mixed(self, num_updates: int) -> bool:
         """Returns whether so many updates are mixed with their neighbours."""
         return num_updates >= MIN_MIXED if self.neighbours is None else self.neighbours
 
     def count_rogues(self, num_updates: int) -> int:
-        """Returns f, for which neighbours are mixed: fewer than half of the updates."""
-        return min(self.num_rogues, (num_updates - 1) // 2)
+        """Returns f for a round of so many updates: fewer than half of them."""
+        num_rogues = int(num_updates >= self.count_needed(1)) if self.num_rogues is None else self.num_rogues
+        return min(num_rogues, (num_updates - 1) // 2)
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         """Returns the strategy that plays the rounds."""
@@ -323,12 +329,12 @@ class KrumConfig(RobustConfig):
 
     summary: ClassVar[str] = "Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017, section 4."
 
-    @property
-    def needed_updates(self) -> int:
-        return 2 * self.num_rogues + 3
+    def count_needed(self, num_rogues: int) -> int:
+        return 2 * num_rogues + 3
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
-        return rows.compute_sum(_weight_equally(select_krum(rows.distances, self.num_rogues, 1), len(rows)))
+        num_rogues = self.count_rogues(len(rows))
+        return rows.compute_sum(_weight_equally(select_krum(rows.distances, num_rogues, 1), len(rows)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,8 +346,9 @@ class MultiKrumConfig(KrumConfig):
     summary: ClassVar[str] = "Multi-Krum: Blanchard et al., Machine Learning with Adversaries, NeurIPS 2017."
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
-        count = max(1, len(rows) - self.num_rogues)
-        return rows.compute_sum(_weight_equally(select_krum(rows.distances, self.num_rogues, count), len(rows)))
+        num_rogues = self.count_rogues(len(rows))
+        selected = select_krum(rows.distances, num_rogues, len(rows) - num_rogues)
+        return rows.compute_sum(_weight_equally(selected, len(rows)))
 
 
 def select_krum(distances: Array, num_rogues: int, count: int) -> list[int]:
@@ -377,9 +384,8 @@ class BulyanConfig(RobustConfig):
         "Bulyan: El Mhamdi et al., The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018."
     )
 
-    @property
-    def needed_updates(self) -> int:
-        return 4 * self.num_rogues + 3
+    def count_needed(self, num_rogues: int) -> int:
+        return 4 * num_rogues + 3
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
         num_rogues = self.count_rogues(len(rows))
@@ -411,8 +417,8 @@ def compute_mean_around_median(columns: Array, count: int) -> Array:
 class CoordinateMedianConfig(RobustConfig):
     """Settings of a run with `coordinate-median`.
 
-    By default five updates and more are mixed with their neighbours, for the f < n/2 that a median holds against: the
-    median of an entry that fewer than half of the devices have data for is what the others' updates do to it.
+    By default five updates and more are mixed with their neighbours, for `num_rogues` or a fifth: the median of
+    an entry that fewer than half of the devices have data for is what the others' updates do to it.
     """
 
     neighbours: bool | None = None
@@ -420,7 +426,9 @@ class CoordinateMedianConfig(RobustConfig):
     summary: ClassVar[str] = "Coordinate-wise median: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
 
     def count_rogues(self, num_updates: int) -> int:
-        return (num_updates - 1) // 2
+        if self.num_rogues is not None:
+            return RobustConfig.count_rogues(self, num_updates)
+        return math.ceil(num_updates / 5) if num_updates > 2 else 0
 
     def combine(self, rows: UpdateRows) -> Mapping[str, Array]:
         return rows.combine_columns(lambda columns: np.median(columns, axis=0))
@@ -440,10 +448,9 @@ class TrimmedMeanConfig(RobustConfig):
         "Coordinate-wise trimmed mean: Yin et al., Byzantine-Robust Distributed Learning, ICML 2018."
     )
 
-    @property
-    def needed_updates(self) -> int:
-        most = (self.num_rogues - 1) / self.trim if self.trim and self.num_rogues else 0.0
-        return max(2 * self.num_rogues + 1, math.floor(min(most, _MANY_UPDATES) + 1e-6) + 1)
+    def count_needed(self, num_rogues: int) -> int:
+        most = (num_rogues - 1) / self.trim if self.trim and num_rogues else 0.0
+        return max(2 * num_rogues + 1, math.floor(min(most, _MANY_UPDATES) + 1e-6) + 1)
 
     def count_rogues(self, num_updates: int) -> int:
         return self.count_trimmed(num_updates)

@@ -36,6 +36,8 @@ class OpenRound:
         queued: device -> blocks of its redundant shard still to be assigned, in order.
         needless: slots filled just now, whose other copies are redundant.
         num_retries: number of requests to other devices for missing slots.
+        reduced: slot -> all-reduces behind its update, and whether that has tensors; see `collective_rounds`.
+        resent: assignments that ask for the displacement of an earlier one, and that one.
     """
 
     fold: StreamingMean = field(default_factory=StreamingMean)
@@ -51,6 +53,8 @@ class OpenRound:
     queued: dict[str, list[int]] = field(default_factory=dict)
     needless: list[str] = field(default_factory=list)
     num_retries: int = 0
+    reduced: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    resent: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_received(self) -> int:
@@ -129,11 +133,15 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotRequest:
-    """A request to a device to fill a slot (a new one when None), on its whole shard or one block."""
+    """A request to a device to fill a slot (a new one when None), on its whole shard or one block.
+
+    With `resend` it asks for the displacement that the device holds of that assignment.
+    """
 
     device_id: str
     slot: str | None = None
     block: int | None = None
+    resend: str = ""
 
 
 class DeadlineAction(Enum):

@@ -16,6 +16,7 @@ import numpy as np
 
 from edgefl.core.types import (
     Array,
+    CollectiveConfig,
     Decision,
     FinishEarlyInstruction,
     FleetView,
@@ -37,6 +38,14 @@ from edgefl.strategies.strategy_config import (
     RoundRules,
     check_plan,
     compute_rate_factor,
+)
+from edgefl.strategies.synchronous.collective_rounds import (
+    compute_reduced,
+    discard_updates,
+    find_holder,
+    has_displacement,
+    make_group,
+    record_reductions,
 )
 from edgefl.strategies.synchronous.round_state import (
     DeadlineAction,
@@ -147,13 +156,25 @@ class SynchronousStrategy(Strategy[R]):
 
     def select_replacements(self, state: R, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
         """Returns requests to other devices when none is waited for and too few have answered."""
+        if current_round.num_received and not self.can_close(current_round):
+            if (holder := find_holder(current_round, view)) is not None:
+                state.attempt += 1
+                return [SlotRequest(device_id=holder[0], resend=holder[1])]
+            discard_updates(current_round)
         delivered = current_round.find_delivered()
         candidates = [device_id for device_id in self.list_available(view) if device_id not in delivered]
         return [SlotRequest(device_id=device_id) for device_id in self._select_devices(candidates, state)]
 
     def compute_displacement(self, state: R, current_round: OpenRound) -> Mapping[str, Array]:
         """Returns the model's displacement by the round, before the server optimiser."""
+        if self.rules.collective is not None:
+            total = self.rules.collective.reductions
+            return compute_reduced(current_round, state.model, self.rules.server.buffers, total)
         return current_round.fold.compute_mean(state.model, self.rules.server.buffers)
+
+    def can_close(self, current_round: OpenRound) -> bool:
+        """Returns whether the updates of a round say how the model moves."""
+        return current_round.num_received > 0 and (self.rules.collective is None or has_displacement(current_round))
 
     # The Strategy.
 
@@ -185,16 +206,18 @@ class SynchronousStrategy(Strategy[R]):
             _, slot = open_round.assigned.get(update.assignment_id, (None, None))
             if slot is not None and not open_round.fold.has_update(slot):
                 self.on_update(state, open_round, update)
+                if self.rules.collective is not None:
+                    record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
                     slot, update, weight=self.compute_weight(update), norm=self.compute_divisor(state, update)
                 )
-                if not self.should_keep_updates:
+                if not self.should_keep_updates and self.rules.collective is None:
                     open_round.fold.add_next_updates(state.model, self.rules.server.buffers)
                 open_round.fold.unload_waiting(slot)
         return state
 
     def ready(self, state: R, view: FleetView) -> bool:
-        if not state.open or state.open[0].num_received == 0:
+        if not state.open or not self.can_close(state.open[0]):
             return False
         oldest = state.open[0]
         if self.double_buffering and len(state.open) == 1 and not state.is_over:
@@ -241,9 +264,11 @@ class SynchronousStrategy(Strategy[R]):
         self, state: R, current_round: OpenRound, requests: Sequence[SlotRequest], view: FleetView
     ) -> tuple[Instruction, ...]:
         """Returns the instructions of some slot requests, recorded in the round."""
-        plans = self.make_plans(
-            state, self._make_round_plan(state), list(dict.fromkeys(request.device_id for request in requests)), view
-        )
+        devices = list(dict.fromkeys(request.device_id for request in requests))
+        plans = self.make_plans(state, self._make_round_plan(state), devices, view)
+        if self.rules.collective is not None:
+            collective = self._make_collective(state, devices, view)
+            plans = {name: replace(plan, collective=collective) for name, plan in plans.items()}
         return tuple(
             self._make_instruction(state, current_round, request, plans[request.device_id]) for request in requests
         )
@@ -254,6 +279,9 @@ class SynchronousStrategy(Strategy[R]):
         block = "" if request.block is None else f"-b{request.block}"
         assignment_id = f"v{state.version}-a{state.attempt}-{request.device_id}{block}"
         current_round.add_assignment(assignment_id, request.device_id, request.slot)
+        if request.resend and plan.collective is not None:
+            current_round.resent[assignment_id] = request.resend
+            plan = replace(plan, collective=replace(plan.collective, resend=request.resend))
         return TrainInstruction(
             assignment_id=assignment_id,
             device_id=request.device_id,
@@ -264,6 +292,14 @@ class SynchronousStrategy(Strategy[R]):
             block=request.block,
             used_assignments=tuple(state.used_assignments.get(request.device_id, ())),
         )
+
+    def _make_collective(self, state: R, devices: Sequence[str], view: FleetView) -> CollectiveConfig:
+        assert self.rules.collective is not None
+        group, model_bytes = f"v{state.version}-a{state.attempt}", sum(part.nbytes for part in state.model.values())
+        config = make_group(
+            self.rules.collective, devices, view, version=state.version, group=group, model_bytes=model_bytes
+        )
+        return replace(config, weighting="uniform" if self.compute_weight is weight_uniformly else "examples")
 
     def _make_round_plan(self, state: R) -> TrainConfig:
         factor = compute_rate_factor(self.lr_schedule(state.version), state.halvings, state.version)
@@ -297,23 +333,23 @@ class SynchronousStrategy(Strategy[R]):
         if instructions or self.is_pending(current_round, view):
             return instructions + self._check_deadline(state, current_round, view)
         current_round.since_s = current_round.alarm_s = None
-        if current_round.is_abandoned or (current_round.num_received and self.is_complete(current_round, view)):
+        if current_round.is_abandoned or (self.can_close(current_round) and self.is_complete(current_round, view)):
             return instructions
         requests = self.select_replacements(state, current_round, view)
         if requests:
             current_round.since_s = view.now_s
             return instructions + self.assign_slots(state, current_round, requests, view)
         # No eligible device is left to ask: the round must close with fewer updates.
-        current_round.is_abandoned = current_round.num_received > 0
+        current_round.is_abandoned = self.can_close(current_round)
         return instructions
 
     def _check_deadline(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
         match check_round_deadline(current_round, self.rules, view.now_s):
             case DeadlineAction.RECOVER:
                 return self.recover_round(state, current_round, view)
-            case DeadlineAction.CLOSE:
+            case DeadlineAction.CLOSE if self.can_close(current_round):
                 current_round.is_abandoned = True
-            case DeadlineAction.FAIL:
+            case DeadlineAction.CLOSE | DeadlineAction.FAIL:
                 number, missing = state.version + 1, self.list_missing(current_round, view)
                 raise make_timeout_error(current_round, self.rules, number=number, now_s=view.now_s, missing=missing)
         return ()
@@ -321,7 +357,7 @@ class SynchronousStrategy(Strategy[R]):
     def recover_round(self, state: R, current_round: OpenRound, view: FleetView) -> tuple[Instruction, ...]:
         """Applies the action for a passed round time-out."""
         if self.rules.on_timeout == "aggregate":
-            current_round.is_abandoned = current_round.num_received > 0
+            current_round.is_abandoned = self.can_close(current_round)
             return make_finish_early_instructions(current_round, current_round.list_pending(view))
         if self.rules.on_timeout == "reassign":
             requests = self.select_backups(current_round, view)

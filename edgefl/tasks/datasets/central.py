@@ -12,6 +12,7 @@ import numpy as np
 from edgefl.core.errors import DataError, MissingPackageError, TaskError, format_install_command
 from edgefl.core.types import Array, Dataset, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
+from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
 from edgefl.tasks.datasets.partitioning import Partitioning, parse_scheme, partition_rows
 from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
@@ -49,6 +50,7 @@ def load_central_data(task: str, folder: Path | None = None) -> CentralData:
         "digits": _load_digits,
         "mnist": lambda: _load_images(task, find_data_folder(task, folder)),
         "fashion-mnist": lambda: _load_images(task, find_data_folder(task, folder)),
+        "cifar-10": lambda: _load_cifar(find_data_folder(task, folder)),
         "motionsense": lambda: _load_motionsense(find_data_folder(task, folder)),
         "noop": _make_noop,
     }
@@ -96,6 +98,12 @@ def _load_images(task: str, folder: Path) -> CentralData:
         test=read_image_set(folder, task, "t10k"),
         source=f"{task} IDX files",
     )
+
+
+def _load_cifar(folder: Path) -> CentralData:
+    train, num_batches = read_train_batches(folder)
+    source = f"CIFAR-10, {num_batches} of {len(TRAIN_BATCHES)} training batches"
+    return CentralData(train=train, test=read_test_batch(folder), source=source)
 
 
 def _load_motionsense(folder: Path) -> CentralData:

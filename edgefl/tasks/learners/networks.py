@@ -1,4 +1,4 @@
-"""The built-in networks: their tensors and first weights in NumPy alone, and builders of their torch modules.
+"""Networks as chains of layers: their tensors and first weights in NumPy alone, and builders of their torch modules.
 
 A coordinator creates the first model of a torch task without torch, and every machine samples the same numbers from
 the same seed. Only the builders import torch, when they are called.
@@ -7,13 +7,14 @@ the same seed. Only the builders import torch, when they are called.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.types import Array, ModelSpec, TensorSpec, derive_rng
+from edgefl.core.types import Array, ModelSpec, TensorKind, TensorSpec, derive_rng
 
 if TYPE_CHECKING:
     import torch
@@ -22,31 +23,23 @@ ADACOMP_STD = 0.1
 ADACOMP_BIAS = 0.1
 TRUNCATION_STD = 2.0
 
-NUM_CLASSES = 10
-RESNET_CHANNELS = (64, 128, 256, 512)
-RESNET_GROUPS = 32
-
-Chain = Mapping[str, tuple[str | int, ...]]
-"""Layers one after the other: name -> the class of torch.nn, and its arguments (inputs and outputs first)."""
-
-LENET: Chain = {
-    "conv1": ("Conv2d", 1, 6, 5, 1, 2),
-    "relu1": ("ReLU",),
-    "pool1": ("MaxPool2d", 2),
-    "conv2": ("Conv2d", 6, 16, 5),
-    "relu2": ("ReLU",),
-    "pool2": ("MaxPool2d", 2),
-    "flat": ("Flatten",),
-    "fc1": ("Linear", 400, 120),
-    "relu3": ("ReLU",),
-    "fc2": ("Linear", 120, 84),
-    "relu4": ("ReLU",),
-    "fc3": ("Linear", 84, NUM_CLASSES),
+_CONV_DEFAULTS = (1, 0, 1, 1, True)
+"""Stride, padding, dilation, groups and bias of a convolution of torch."""
+_PARTS: Mapping[str, Sequence[str]] = {
+    "Residual": ("body", "shortcut"),
+    "Concat": ("branch1", "branch2", "branch3", "branch4"),
 }
-"""LeNet-5 with ReLU and maxima in place of its squashing and subsampling: 61,706 parameters.
+"""Blocks, and the names of their chains."""
 
-Source: LeCun et al., Gradient-Based Learning Applied to Document Recognition, 1998.
+Layer = tuple[Any, ...]
+"""The class of torch.nn and its arguments (inputs and outputs first), or a block of chains:
+
+`("Residual", body, shortcut)` adds what two chains make of its input, `("Concat", chain, …)` puts their channels one
+after the other, `("Subsample", stride, channels)` keeps each stride-th pixel and appends channels of zeros.
 """
+Chain = Mapping[str, Layer]
+"""Layers one after the other, by name."""
+IDENTITY: Chain = {}
 
 
 def conv(name: str, outputs: int, inputs: int, *kernel: int) -> ModelSpec:
@@ -96,6 +89,8 @@ def _make_spec(name: str, *shape: int) -> TensorSpec:
 
 def _sample_uniform(spec: TensorSpec, by_name: dict[str, TensorSpec], rng: Generator) -> Array:
     layer, _, kind = spec.name.rpartition(".")
+    if spec.kind == TensorKind.BUFFER:
+        return np.full(spec.shape, 1.0 if kind == "running_var" else 0.0, spec.dtype)
     weight = by_name[f"{layer}.weight"]
     if len(weight.shape) == 1:
         return np.full(spec.shape, 1.0 if kind == "weight" else 0.0, np.float32)
@@ -109,33 +104,6 @@ def _sample_truncated_normal(shape: tuple[int, ...], rng: Generator) -> Array:
     while (outside := np.abs(values) > TRUNCATION_STD).any():
         values[outside] = rng.standard_normal(int(outside.sum()))
     return (ADACOMP_STD * values).astype(np.float32)
-
-
-def _make_two_layer_cnn(channels: tuple[int, int], kernel: int, hidden: int) -> Chain:
-    """Returns two convolutions and two fully connected layers, for 28x28 images."""
-    return {
-        "conv1": ("Conv2d", 1, channels[0], kernel, 1, "same"),
-        "relu1": ("ReLU",),
-        "pool1": ("MaxPool2d", 2),
-        "conv2": ("Conv2d", channels[0], channels[1], kernel, 1, "same"),
-        "relu2": ("ReLU",),
-        "pool2": ("MaxPool2d", 2),
-        "flat": ("Flatten",),
-        "fc1": ("Linear", channels[1] * 7 * 7, hidden),
-        "relu3": ("ReLU",),
-        "fc2": ("Linear", hidden, NUM_CLASSES),
-    }
-
-
-CNN: Chain = _make_two_layer_cnn((32, 64), 3, 128)
-"""421,642 parameters. Source: Hardy et al., AdaComp, NCA 2017, the network of its MNIST experiments."""
-CNN_SMALL: Chain = _make_two_layer_cnn((16, 32), 5, 64)
-"""114,314 parameters."""
-CNN_LARGE: Chain = _make_two_layer_cnn((32, 64), 5, 512)
-"""1,663,370 parameters.
-
-Source: McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017, its MNIST network.
-"""
 
 
 def make_motion_cnn(channels: int, num_classes: int) -> Chain:
@@ -156,97 +124,87 @@ def make_motion_cnn(channels: int, num_classes: int) -> Chain:
 
 
 def list_chain_specs(chain: Chain) -> ModelSpec:
-    """Returns the tensors of `build_chain`, in its order."""
-    tensors: list[TensorSpec] = []
-    for name, (kind, *arguments) in chain.items():
-        if kind in ("Conv1d", "Conv2d"):
-            inputs, outputs, kernel = map(int, arguments[:3])
-            tensors += conv(name, outputs, inputs, *[kernel] * (1 if kind == "Conv1d" else 2))
-        elif kind == "Linear":
-            inputs, outputs = map(int, arguments)
-            tensors += linear(name, outputs, inputs)
-    return tuple(tensors)
+    """Returns the tensors of `build_chain`, in its order: parameters, then buffers."""
+    tensors = [spec for name, layer in chain.items() for spec in _list_layer_specs(name, layer)]
+    return tuple(sorted(tensors, key=lambda spec: spec.kind == TensorKind.BUFFER))
+
+
+def _list_layer_specs(name: str, layer: Layer) -> ModelSpec:
+    kind, *arguments = layer
+    if kind in ("Conv1d", "Conv2d"):
+        settings = [*arguments, *_CONV_DEFAULTS[len(arguments) - 3 :]]
+        inputs, outputs, kernel, _, _, _, groups, has_bias = settings
+        make_specs = conv if has_bias else conv_without_bias
+        return make_specs(name, outputs, inputs // groups, *[kernel] * (1 if kind == "Conv1d" else 2))
+    if kind == "Linear":
+        inputs, outputs = arguments
+        return linear(name, outputs, inputs)
+    if kind == "GroupNorm":
+        return norm(name, arguments[1])
+    if kind == "BatchNorm2d":
+        return (*norm(name, arguments[0]), *_list_statistics_specs(name, arguments[0]))
+    if kind in _PARTS:
+        parts = zip(_PARTS[kind], arguments, strict=False)
+        return tuple(
+            replace(spec, name=f"{name}.{part}.{spec.name}")
+            for part, chain in parts
+            for spec in list_chain_specs(chain)
+        )
+    return ()
+
+
+def _list_statistics_specs(name: str, channels: int) -> ModelSpec:
+    statistics = {"running_mean": (channels,), "running_var": (channels,), "num_batches_tracked": ()}
+    return tuple(
+        TensorSpec(
+            name=f"{name}.{statistic}",
+            shape=shape,
+            dtype="float32" if shape else "int64",
+            kind=TensorKind.BUFFER,
+        )
+        for statistic, shape in statistics.items()
+    )
 
 
 def build_chain(chain: Chain) -> torch.nn.Module:
+    """Returns the torch module of a chain."""
     from torch import nn  # noqa: PLC0415 see the module's first lines
 
-    return nn.Sequential(
-        OrderedDict((name, getattr(nn, str(kind))(*arguments)) for name, (kind, *arguments) in chain.items())
-    )
+    return nn.Sequential(OrderedDict((name, _build_layer(*layer)) for name, layer in chain.items()))
 
 
-def resnet18_specs() -> ModelSpec:
-    """Returns the tensors of `resnet18_gn`, in its order."""
-    tensors = [*conv_without_bias("stem", 64, 1, 3, 3), *norm("stem_norm", 64)]
-    inputs = RESNET_CHANNELS[0]
-    for stage, outputs in enumerate(RESNET_CHANNELS, 1):
-        for block in (1, 2):
-            tensors += _make_block_specs(f"stage{stage}_block{block}", inputs, outputs)
-            inputs = outputs
-    return (*tensors, *linear("fc", NUM_CLASSES, RESNET_CHANNELS[-1]))
-
-
-def resnet18_gn() -> torch.nn.Module:
-    """Returns ResNet-18 with GroupNorm (batch statistics of skewed shards do not average) and a 3x3 stem."""
+def _build_layer(kind: str, *arguments: Any) -> torch.nn.Module:
     from torch import nn  # noqa: PLC0415 see the module's first lines
 
-    layers: dict[str, nn.Module] = {
-        "stem": nn.Conv2d(1, 64, 3, padding=1, bias=False),
-        "stem_norm": nn.GroupNorm(RESNET_GROUPS, 64),
-        "stem_relu": nn.ReLU(),
-    }
-    inputs = RESNET_CHANNELS[0]
-    for stage, outputs in enumerate(RESNET_CHANNELS, 1):
-        for block in (1, 2):
-            stride = 2 if block == 1 and stage > 1 else 1
-            layers[f"stage{stage}_block{block}"] = _build_residual_block(inputs, outputs, stride)
-            inputs = outputs
-    layers |= {
-        "mean": nn.AdaptiveAvgPool2d(1),
-        "flat": nn.Flatten(),
-        "fc": nn.Linear(RESNET_CHANNELS[-1], NUM_CLASSES),
-    }
-    return nn.Sequential(OrderedDict(layers))
+    if kind == "Subsample":
+        return _build_subsampling(*arguments)
+    if kind not in _PARTS:
+        layer: nn.Module = getattr(nn, kind)(*arguments)
+        return layer
+    return _build_block(kind, dict(zip(_PARTS[kind], arguments, strict=False)))
 
 
-def _make_block_specs(name: str, inputs: int, outputs: int) -> ModelSpec:
-    body = (
-        *conv_without_bias(f"{name}.body.0", outputs, inputs, 3, 3),
-        *norm(f"{name}.body.1", outputs),
-        *conv_without_bias(f"{name}.body.3", outputs, outputs, 3, 3),
-        *norm(f"{name}.body.4", outputs),
-    )
-    if inputs == outputs:
-        return body
-    return (
-        *body,
-        *conv_without_bias(f"{name}.shortcut.0", outputs, inputs, 1, 1),
-        *norm(f"{name}.shortcut.1", outputs),
-    )
+def _build_block(kind: str, parts: Mapping[str, Chain]) -> torch.nn.Module:
+    import torch  # noqa: PLC0415 see the module's first lines
 
-
-def _build_residual_block(inputs: int, outputs: int, stride: int) -> torch.nn.Module:
-    from torch import nn  # noqa: PLC0415 see the module's first lines
-
-    class Residual(nn.Module):
+    class Block(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-                nn.GroupNorm(RESNET_GROUPS, outputs),
-                nn.ReLU(),
-                nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-                nn.GroupNorm(RESNET_GROUPS, outputs),
-            )
-            self.shortcut: nn.Module = nn.Identity()
-            if inputs != outputs:
-                self.shortcut = nn.Sequential(
-                    nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.GroupNorm(RESNET_GROUPS, outputs)
-                )
-            self.relu = nn.ReLU()
+            for name, chain in parts.items():
+                self.add_module(name, build_chain(chain))
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.relu(self.body(x) + self.shortcut(x))
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            results = [part(x) for part in self.children()]
+            return results[0] + results[1] if kind == "Residual" else torch.cat(results, dim=1)
 
-    return Residual()
+    return Block()
+
+
+def _build_subsampling(stride: int, channels: int) -> torch.nn.Module:
+    from torch import nn  # noqa: PLC0415 see the module's first lines
+
+    class Subsample(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, 0, channels))
+
+    return Subsample()

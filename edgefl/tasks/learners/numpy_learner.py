@@ -1,10 +1,11 @@
-"""Training without torch: fully connected networks with softmax cross-entropy, backpropagated by hand."""
+"""Training without torch: fully connected networks with cross-entropy or squared errors, backpropagated by hand."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,19 +18,87 @@ from edgefl.tasks.registry import validate_accelerator
 
 Prepare = Callable[[Array], Array]
 """Turns a batch of a shard's raw inputs into float32 features; raw shards are small and hash the same for ever."""
+ComputeLoss = Callable[[Array, Array], tuple[float, Array]]
+"""Logits [n, classes] and classes [n] -> the mean loss, and its gradient with respect to the logits."""
 
 EVALUATION_BATCH_SIZE = 1024
+GELU_FACTOR, GELU_CUBE = float(np.sqrt(2 / np.pi)), 0.044715
+"""Of the approximation by tanh in Hendrycks, Gimpel, Gaussian Error Linear Units, 2016."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """A function between layers.
+
+    `compute` maps sums to values; `derive` returns its slope from sums and values; `draw` adds it to an ONNX graph.
+    """
+
+    compute: Callable[[Array], Array]
+    derive: Callable[[Array, Array], Array]
+    draw: Callable[[OnnxGraph, str], str]
+
+
+def _compute_sigmoid(sums: Array) -> Array:
+    values: Array = 0.5 * (1.0 + np.tanh(0.5 * sums))  # exp would overflow
+    return values
+
+
+def _compute_gelu_gate(sums: Array) -> Array:
+    gate: Array = np.tanh(GELU_FACTOR * (sums + GELU_CUBE * sums**3))
+    return gate
+
+
+def _derive_gelu(sums: Array, _values: Array) -> Array:
+    gate = _compute_gelu_gate(sums)
+    inner = GELU_FACTOR * (1.0 + 3.0 * GELU_CUBE * sums**2)
+    slope: Array = 0.5 * (1.0 + gate) + 0.5 * sums * (1.0 - gate**2) * inner
+    return slope
+
+
+def _draw_gelu(graph: OnnxGraph, sums: str) -> str:
+    cube = graph.add("Mul", graph.add("Mul", sums, sums), sums)
+    inner = graph.add("Add", sums, graph.add("Mul", cube, graph.add_constant(np.float32(GELU_CUBE))))
+    gate = graph.add("Tanh", graph.add("Mul", inner, graph.add_constant(np.float32(GELU_FACTOR))))
+    half = graph.add("Mul", sums, graph.add_constant(np.float32(0.5)))
+    return graph.add("Mul", half, graph.add("Add", gate, graph.add_constant(np.float32(1.0))))
+
+
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
+    {
+        "relu": Activation(
+            compute=lambda sums: np.maximum(sums, 0.0),
+            derive=lambda _sums, values: values > 0.0,
+            draw=lambda graph, sums: graph.add("Relu", sums),
+        ),
+        "tanh": Activation(
+            compute=np.tanh,
+            derive=lambda _sums, values: 1.0 - values**2,
+            draw=lambda graph, sums: graph.add("Tanh", sums),
+        ),
+        "sigmoid": Activation(
+            compute=_compute_sigmoid,
+            derive=lambda _sums, values: values * (1.0 - values),
+            draw=lambda graph, sums: graph.add("Sigmoid", sums),
+        ),
+        "gelu": Activation(
+            compute=lambda sums: 0.5 * sums * (1.0 + _compute_gelu_gate(sums)), derive=_derive_gelu, draw=_draw_gelu
+        ),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseModel:
-    """A chain of fully connected layers with ReLU between them; two sizes make a logistic regression.
+    """A chain of fully connected layers; two sizes make a logistic regression.
 
-    `sizes` runs from the number of features to the number of classes.
+    `sizes` runs from the number of features to the number of classes. `activation`, between layers, is one of
+    `ACTIVATIONS`, `loss` one of `LOSSES`: mse is the mean squared distance to 1 for the class and 0 for the others.
     """
 
     sizes: tuple[int, ...]
     prepare: Prepare
+    activation: str = "relu"
+    loss: str = "cross-entropy"
 
     def shapes(self) -> ModelSpec:
         layers = [
@@ -43,15 +112,17 @@ class DenseModel:
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> NumpyLearner:  # noqa: ARG002 BLAS takes its threads from the environment when the process starts
         """Returns a learner on the CPU, even with an accelerator: these models are too small for one."""
         validate_accelerator(accelerator)
-        return NumpyLearner(self.shapes(), self.prepare)
+        return NumpyLearner(self.shapes(), self.prepare, activation=self.activation, loss=self.loss)
 
 
 class NumpyLearner:
     """A `Learner` over float32 arrays; its gradients are buffers that every batch overwrites."""
 
-    def __init__(self, shapes: ModelSpec, prepare: Prepare) -> None:
+    def __init__(
+        self, shapes: ModelSpec, prepare: Prepare, *, activation: str = "relu", loss: str = "cross-entropy"
+    ) -> None:
         """Starts at zero weights; `shapes` alternates weight [out, in] and bias [out], first layer first."""
-        self._prepare = prepare
+        self._prepare, self._activation, self._compute_loss = prepare, ACTIVATIONS[activation], LOSSES[loss]
         self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
@@ -79,7 +150,7 @@ class NumpyLearner:
 
     def logits(self, inputs: Array) -> Array:
         """Returns the model's logits of raw inputs, [n, classes]."""
-        return self._forward(inputs)[-1]
+        return self._forward(inputs)[1][-1]
 
     def draw(self, graph: OnnxGraph, features: str, example: Array) -> str:  # noqa: ARG002 the shapes are known
         """Adds the model to an ONNX graph and returns the name of its logits."""
@@ -88,14 +159,14 @@ class NumpyLearner:
             tensors = (graph.add_constant(self._parameters[name], name=name) for name in (weight, bias))
             value = graph.add("Gemm", value, *tensors, transB=1)
             if (weight, bias) != self._layers[-1]:
-                value = graph.add("Relu", value)
+                value = self._activation.draw(graph, value)
         return value
 
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
-            activations = self._forward(batch.inputs)
-            loss, delta = _compute_loss_and_delta(activations.pop(), batch.labels)
-            self._backward(activations, delta)
+            inputs, sums = self._forward(batch.inputs)
+            loss, delta = self._compute_loss(sums[-1], to_classes(batch.labels, sums[-1].shape[1]))
+            self._backward(inputs, sums, delta)
         return loss
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
@@ -103,28 +174,30 @@ class NumpyLearner:
             return evaluate_in_batches(data, EVALUATION_BATCH_SIZE, self._evaluate_batch)
 
     def _evaluate_batch(self, inputs: Array, labels: Array) -> tuple[float, int]:
-        logits = self._forward(inputs)[-1]
-        loss = len(labels) * _compute_loss_and_delta(logits, labels)[0]
-        return loss, int((logits.argmax(axis=1) == labels).sum())
+        logits = self._forward(inputs)[1][-1]
+        classes = to_classes(labels, logits.shape[1])
+        loss = len(classes) * self._compute_loss(logits, classes)[0]
+        return loss, int((logits.argmax(axis=1) == classes).sum())
 
-    def _forward(self, inputs: Array) -> list[Array]:
-        """Returns the input of every layer and, last, the logits."""
+    def _forward(self, inputs: Array) -> tuple[list[Array], list[Array]]:
+        """Returns the input of every layer, and the sums that it makes of it; the last sums are the logits."""
         hidden = self._prepare(inputs).reshape(len(inputs), -1)
-        activations = [hidden]
+        layer_inputs: list[Array] = []
+        sums: list[Array] = []
         for weight, bias in self._layers:
-            hidden = hidden @ self._parameters[weight].T
-            hidden += self._parameters[bias]
-            if (weight, bias) != self._layers[-1]:
-                np.maximum(hidden, 0.0, out=hidden)
-            activations.append(hidden)
-        return activations
+            layer_inputs.append(hidden if not sums else self._activation.compute(sums[-1]))
+            sums.append(layer_inputs[-1] @ self._parameters[weight].T)
+            sums[-1] += self._parameters[bias]
+        return layer_inputs, sums
 
-    def _backward(self, activations: list[Array], delta: Array) -> None:
-        for (weight, bias), inputs in zip(reversed(self._layers), reversed(activations), strict=True):
-            np.matmul(delta.T, inputs, out=self._gradients[weight])
+    def _backward(self, layer_inputs: list[Array], sums: list[Array], delta: Array) -> None:
+        for layer in reversed(range(len(self._layers))):
+            weight, bias = self._layers[layer]
+            np.matmul(delta.T, layer_inputs[layer], out=self._gradients[weight])
             np.sum(delta, axis=0, out=self._gradients[bias])
-            if inputs is not activations[0]:
-                delta = (delta @ self._parameters[weight]) * (inputs > 0.0)
+            if layer:
+                slope = self._activation.derive(sums[layer - 1], layer_inputs[layer])
+                delta = (delta @ self._parameters[weight]) * slope
 
 
 def find_target(name: str, tensor: Tensor, into: Mapping[str, Any]) -> tuple[Any, Array]:
@@ -142,6 +215,25 @@ def find_target(name: str, tensor: Tensor, into: Mapping[str, Any]) -> tuple[Any
     return into[name], dense
 
 
+def to_classes(labels: Array, num_classes: int) -> Array:
+    """Returns labels as int64, for softmax cross-entropy.
+
+    Raises:
+        TaskError: one is not a whole number from 0 to `num_classes` - 1, such as a value to be predicted.
+    """
+    with np.errstate(invalid="ignore"):
+        classes = labels.astype(np.int64, copy=False)
+    is_whole = labels.dtype.kind in "iu" or np.array_equal(classes, labels)
+    # As unsigned numbers those below 0 are the largest.
+    if is_whole and (not classes.size or int(classes.view(np.uint64).max()) < num_classes):
+        return classes
+    wrong = labels[(classes != labels) | (classes < 0) | (classes >= num_classes)]
+    raise TaskError(
+        f"a label is {wrong.flat[0]}; the loss is softmax cross-entropy, so labels must be the whole numbers from 0 "
+        f"to {num_classes - 1} (the model has {num_classes} outputs); another loss needs a learner of your own"
+    )
+
+
 def evaluate_in_batches(
     data: Dataset, batch_size: int, evaluate_batch: Callable[[Array, Array], tuple[float, int]]
 ) -> tuple[float, float]:
@@ -154,7 +246,7 @@ def evaluate_in_batches(
     return loss / max(1, len(data)), correct / max(1, len(data))
 
 
-def _compute_loss_and_delta(logits: Array, labels: Array) -> tuple[float, Array]:
+def _compute_cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     """Returns the mean cross-entropy and its gradient with respect to the logits."""
     rows = np.arange(len(labels))
     shifted = logits - logits.max(axis=1, keepdims=True)
@@ -165,3 +257,17 @@ def _compute_loss_and_delta(logits: Array, labels: Array) -> tuple[float, Array]
     delta[rows, labels] -= 1.0
     delta /= len(labels)
     return loss, delta
+
+
+def _compute_squared_error(logits: Array, labels: Array) -> tuple[float, Array]:
+    """Returns the mean squared distance to 1 for the class and 0 for the others, and its gradient."""
+    delta = logits.copy()
+    delta[np.arange(len(labels)), labels] -= 1.0
+    loss = float(np.mean(np.square(delta)))
+    delta *= 2.0 / delta.size
+    return loss, delta
+
+
+LOSSES: Mapping[str, ComputeLoss] = MappingProxyType(
+    {"cross-entropy": _compute_cross_entropy, "mse": _compute_squared_error}
+)

@@ -3,7 +3,7 @@
 A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where
 the operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to
 return one; Python's own library is not even imported. The factory is called with `num_classes` if it takes that, else
-without arguments.
+without arguments. `torchvision:resnet18` needs no permission: only the networks that torchvision lists are built.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.errors import ConfigError, TaskError, format_install_command
+from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
@@ -27,13 +28,18 @@ from edgefl.tasks.export.onnx_graph import (
     get_node_builder,
     register_node_builder,
 )
-from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
-from edgefl.tasks.registry import import_torch, load_object, validate_accelerator
+from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target, to_classes
+from edgefl.tasks.registry import import_extra, import_torch, load_object, validate_accelerator
 
 if TYPE_CHECKING:
     import torch
 
 EVALUATION_BATCH_SIZE = 256
+
+TORCHVISION = "torchvision:"
+"""Prefix of the name of a model of torchvision."""
+_WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
+"""Models of torchvision that have more outputs, unless they are told to have one."""
 
 MAX_EVALUATION_VALUES = 2_000_000
 """Approximate number of input values per evaluation batch, so that a large model fits a small device."""
@@ -102,7 +108,7 @@ class TorchLearner:
             parameter.grad = self._torch.zeros_like(parameter)
         self._parameters = {name: parameter.detach() for name, parameter in named_parameters}
         self._gradients: dict[str, Any] = {name: parameter.grad for name, parameter in named_parameters}
-        self._tensors = self._parameters | {name: buffer.detach() for name, buffer in _list_saved_buffers(module)}
+        self._tensors = self._parameters | {name: buffer.detach() for name, buffer in list_saved_buffers(module)}
 
     @property
     def parameters(self) -> Mapping[str, torch.Tensor]:
@@ -120,6 +126,11 @@ class TorchLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The trained module itself."""
+        return self._module
 
     @property
     def prepare(self) -> Callable[[Array], Array]:
@@ -145,14 +156,9 @@ class TorchLearner:
             self._torch.manual_seed(seed)
 
     def gradient(self, batch: Dataset) -> float:
-        self._module.train()
-        if len(batch) == 1:
-            # The last batch of an epoch may hold one example, which has no variance of its own.
-            for layer in self._normalisations:
-                layer.eval()
-        for gradient in self._gradients.values():
-            gradient.zero_()
-        loss = self._torch.nn.functional.cross_entropy(self._logits(batch.inputs), self._labels(batch.labels))
+        self._start_gradient(len(batch))
+        logits = self._logits(batch.inputs)
+        loss = self._torch.nn.functional.cross_entropy(logits, self._to_classes(batch.labels, logits))
         loss.backward()
         return float(loss.item())
 
@@ -161,8 +167,18 @@ class TorchLearner:
         with self._torch.no_grad():
             return evaluate_in_batches(data, self._evaluation_batch_size, self._evaluate_batch)
 
+    def _start_gradient(self, num_examples: int) -> None:
+        self._module.train()
+        if num_examples == 1:
+            # The last batch of an epoch may hold one example, which has no variance of its own.
+            for layer in self._normalisations:
+                layer.eval()
+        for gradient in self._gradients.values():
+            gradient.zero_()
+
     def _evaluate_batch(self, inputs: Array, labels: Array) -> tuple[float, int]:
-        logits, classes = self._logits(inputs), self._labels(labels)
+        logits = self._logits(inputs)
+        classes = self._to_classes(labels, logits)
         loss = float(self._torch.nn.functional.cross_entropy(logits, classes, reduction="sum").item())
         return loss, int((logits.argmax(dim=1) == classes).sum().item())
 
@@ -171,15 +187,16 @@ class TorchLearner:
         logits: torch.Tensor = self._module(self._torch.from_numpy(prepared).to(self._device))
         return logits
 
-    def _labels(self, labels: Array) -> torch.Tensor:
-        classes: torch.Tensor = self._torch.from_numpy(labels.astype(np.int64)).to(self._device)
+    def _to_classes(self, labels: Array, logits: torch.Tensor) -> torch.Tensor:
+        # A label beyond the outputs would end the process on a GPU.
+        classes: torch.Tensor = self._torch.from_numpy(to_classes(labels, logits.shape[1])).to(self._device)
         return classes
 
 
 def module_shapes(module: torch.nn.Module) -> ModelSpec:
     """Returns the shapes of a module's tensors for `Task.shapes`: parameters, then buffers, each in its own order."""
     parameters = [_make_spec(name, tensor, TensorKind.PARAMETER) for name, tensor in module.named_parameters()]
-    buffers = [_make_spec(name, tensor, TensorKind.BUFFER) for name, tensor in _list_saved_buffers(module)]
+    buffers = [_make_spec(name, tensor, TensorKind.BUFFER) for name, tensor in list_saved_buffers(module)]
     return (*parameters, *buffers)
 
 
@@ -194,7 +211,7 @@ def _select_device(accelerator: str) -> torch.device:
     return device
 
 
-def _list_saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+def list_saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Returns the buffers that belong to a saved model; the others are caches that the module can rebuild."""
     saved = module.state_dict()
     return [(name, buffer) for name, buffer in module.named_buffers() if name in saved]
@@ -315,7 +332,30 @@ def make_resizing_prepare(prepare: Callable[[Array], Array], *, channels: int, s
     return prepared
 
 
+def _load_torchvision_builder(name: str) -> Callable[..., Any]:
+    """Returns the builder of one of torchvision's classification networks; no weights are downloaded."""
+    purpose = f"model {TORCHVISION}{name:.100} needs the torchvision of torch {import_torch().__version__}"
+    models = import_extra("torchvision.models", purpose, format_install_command("torchvision"))
+    known = models.list_models(module=models)
+    if name not in known:
+        similar = find_similar(name, known)
+        listing = (
+            f"did you mean {similar}?" if similar else "torchvision.models.list_models() has those that there are"
+        )
+        raise ConfigError(f"model {TORCHVISION}{name:.100}: torchvision has no such network; {listing}")
+    options: dict[str, Any] = {"weights": None}
+    if name in _WITH_AUXILIARY_LOGITS:
+        options |= {"aux_logits": False, "init_weights": True}
+
+    def build(num_classes: int) -> Any:
+        return models.get_model(name, num_classes=num_classes, **options)
+
+    return build
+
+
 def _load_factory(target: str) -> Callable[..., Any]:
+    if target.startswith(TORCHVISION):
+        return _load_torchvision_builder(target.removeprefix(TORCHVISION))
     module, _, attribute = target.partition(":")
     if module.partition(".")[0] in sys.stdlib_module_names or not attribute:
         raise ConfigError(f"model must be module:factory of a package that makes torch modules, got {target!r}")

@@ -11,6 +11,7 @@ from numpy.random import Generator
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
+from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
 
@@ -84,7 +85,7 @@ def train(  # noqa: PLR0913 the last three by name
             if plan.seconds is not None and elapsed_s >= plan.seconds:
                 break
         algorithm.finish(learner)
-        displacement = _compute_displacement(start, learner.read())
+        displacement = compute_displacement(start, learner.read())
     return LocalTrainingResult(
         displacement=displacement,
         iterations=iterations,
@@ -121,7 +122,8 @@ def _get_algorithm_state(algorithm: LocalAlgorithm) -> Mapping[str, Array]:
     return state if is_finite(state) else {}
 
 
-def _compute_displacement(start: dict[str, Array], end: dict[str, Array]) -> dict[str, Array]:
+def compute_displacement(start: Mapping[str, Array], end: dict[str, Array]) -> dict[str, Array]:
+    """Returns end - start, in the arrays of `end`."""
     for name, value in end.items():
         value -= start[name]  # noqa: PLW2901 in place: `read` gave copies, and a second model would not fit small devices
     return end
@@ -182,7 +184,9 @@ def run_gossip_instruction(  # noqa: PLR0913 as `train`
     if plan.iterations:
         result = train_node(engine, learner, data, plan, rng, clock=clock, on_iteration=on_iteration)
         iterations, loss, compute_s = result
-    if plan.node.fires:
+    # In pairs an edge fires after all its iterations only: the node was interrupted to reply.
+    is_interrupted = plan.node.schedule == EdgeScheduleKind.PAIR and iterations < (plan.iterations or 0)
+    if plan.node.fires and not is_interrupted:
         messages = (*messages, *engine.start_exchange(plan.node.fires))
     return GossipTrainingResult(
         messages=messages,

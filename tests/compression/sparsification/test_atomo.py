@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from hypothesis.extra.numpy import arrays
 
-from edgefl.compression.codec import make_codec
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.quantisation.rounding import Float32
 from edgefl.compression.sparsification.atomo import (
     compute_expected_square,
@@ -14,8 +14,9 @@ from edgefl.compression.sparsification.atomo import (
     compute_probabilities,
     read_entries,
     sample_atoms,
+    transform_cosines,
 )
-from edgefl.compression.wire import PayloadReader
+from edgefl.compression.wire import PayloadReader, read_frame, write_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, SparseTensor, TensorSpec
 
@@ -238,3 +239,59 @@ def test_an_entry_that_chance_has_chosen_takes_about_nine_bits_at_one_in_a_hundr
 def test_entries_that_cannot_be_are_refused(damaged: bytes, message: str) -> None:
     with pytest.raises(CodecError, match=message):
         read_entries(PayloadReader(memoryview(damaged)), TensorSpec(name="w", shape=(4,)), Float32)
+
+
+def cosines(size: int) -> Array:
+    """The orthonormal transform as a matrix, by its definition."""
+    places = np.arange(size)
+    matrix = np.cos(np.pi * np.outer(places, places + 0.5) / size) * np.sqrt(2 / size)
+    matrix[:1] /= np.sqrt(2)
+    return matrix
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (7, 6), (3, 1, 8, 5)])
+def test_the_cosine_transform_is_its_definition_along_every_axis_and_has_an_inverse(shape: tuple[int, ...]) -> None:
+    values = np.asarray(np.random.default_rng(1).normal(size=shape), dtype=np.float32)
+    expected = values.astype(np.float64)
+    for axis, size in enumerate(shape):
+        expected = np.moveaxis(np.moveaxis(expected, axis, -1) @ cosines(size).T, -1, axis)
+    np.testing.assert_allclose(transform_cosines(values), expected, atol=1e-6)
+    np.testing.assert_allclose(transform_cosines(transform_cosines(values), is_inverse=True), values, atol=1e-6)
+
+
+def test_an_axis_over_65536_is_transformed_in_pieces_as_orthonormal_as_one() -> None:
+    values = np.random.default_rng(1).normal(size=2**16 + 3).astype(np.float32)
+    found = transform_cosines(values)
+    np.testing.assert_allclose(found[2**16 :], cosines(3) @ values[2**16 :], atol=1e-6)
+    np.testing.assert_allclose(transform_cosines(found, is_inverse=True), values, atol=1e-5)
+
+
+def test_the_variance_of_cosine_atoms_is_that_of_theory_and_smooth_tensors_have_less_than_by_entries() -> None:
+    rows, columns = np.meshgrid(np.linspace(0, 1, 12), np.linspace(0, 1, 10), indexing="ij")
+    smooth = (np.exp(-4 * (rows - 0.3) ** 2 - 3 * (columns - 0.6) ** 2) - 0.4).astype(np.float32)
+    shapes = (TensorSpec(name="w", shape=smooth.shape),)
+    theory, measured = {}, {}
+    for name, weights in (("atomo", smooth), ("atomo-dct", transform_cosines(smooth))):
+        magnitudes, codec, luck = (
+            np.abs(weights).reshape(-1),
+            make_codec(f"{name}:6", shapes),
+            np.random.default_rng(7),
+        )
+        square = compute_expected_square(magnitudes, compute_level(magnitudes, 6))
+        theory[name] = square - float(np.square(smooth, dtype=np.float64).sum())
+        decoded = [codec.decode(codec.encode({"w": smooth}, luck))["w"] for _ in range(400)]
+        dense = [one.dense() if isinstance(one, SparseTensor) else one for one in decoded]
+        errors = [float(np.square(one - smooth, dtype=np.float64).sum()) for one in dense]
+        measured[name] = np.mean(errors)
+        assert abs(measured[name] - theory[name]) < 6 * np.std(errors) / np.sqrt(len(errors)) + 1e-3 * theory[name]
+    assert theory["atomo-dct"] < theory["atomo"] / 20
+
+
+def test_cosine_coefficients_beyond_single_precision_are_refused() -> None:
+    shapes = (TensorSpec(name="w", shape=(4,)),)
+    with pytest.raises(CodecError, match=r"tensor 'w': atomo-dct carries magnitudes up to 1e\+30, got 3e\+38: use"):
+        make_codec("atomo-dct:2", shapes).encode({"w": np.full(4, 3e38, np.float32)}, np.random.default_rng(1))
+    entries = make_codec("atomo:4", shapes).encode({"w": np.full(4, 3e38, np.float32)}, np.random.default_rng(1))
+    frame = read_frame(entries)
+    with pytest.raises(CodecError, match=r"coefficients make numbers up to 1.2e\+39, beyond float32"):
+        decode_body(write_frame([21], 1, [np.frombuffer(frame.payload, dtype=np.uint8)]), shapes)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from edgefl.compression.codec import make_codec
+from edgefl.compression.codec import decode_body, make_codec
+from edgefl.compression.entropy.levels import write_labels
 from edgefl.compression.sparsification.lss import (
     Clusters,
     assign_buckets,
@@ -12,6 +13,8 @@ from edgefl.compression.sparsification.lss import (
     estimate_values,
     train_clusters,
 )
+from edgefl.compression.wire import encode_varint, write_frame
+from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorSpec
 
 
@@ -161,3 +164,62 @@ def test_a_sparse_tensor_and_one_sign_alone_are_no_trouble() -> None:
     codec = make_codec("lss:2", shapes)
     given = {"w": SparseTensor(indices=np.array([1, 4]), values=np.array([2, 5], dtype=np.float32), shape=(6,))}
     assert flat(codec.decode(codec.encode(given, np.random.default_rng(1)))).tolist() == [0, 2, 0, 0, 5, 0]
+
+
+def test_a_hash_of_the_position_chooses_buckets_whose_sums_are_kept() -> None:
+    values, labels = heavy_tailed(1003), np.full(1003, 1)
+    (means,) = compute_sketch(values, labels, [0, 40], is_hashed=True)
+    found = estimate_values(labels, {1: means}, is_hashed=True)
+    assert found.sum() == pytest.approx(values.sum(), rel=1e-4)
+    for mean in np.unique(found):
+        members = np.flatnonzero(found == mean)
+        assert mean == pytest.approx(values[members].mean(), rel=1e-5)
+        assert np.ptp(members) > 200  # far from each other, and not a run
+    counts = np.unique(found, return_counts=True)[1]
+    assert 36 <= counts.size <= 40
+    assert counts.max() < 60
+
+
+def test_hashed_sketches_decode_as_estimated_and_are_worse_where_neighbours_are_alike() -> None:
+    smooth = {"a": np.linspace(1, 2, 1000, dtype=np.float32).reshape(40, 25), "b": np.zeros(500, np.float32)}
+    errors = [np.linalg.norm(decoded(spec, smooth) - flat(smooth)) for spec in ("lss:1:0.1", "lss:1:0.1:hash")]
+    assert 0 < 3 * errors[0] < errors[1]
+    assert not decoded("lss:2:hash", {"a": np.zeros((40, 25), np.float32), "b": np.zeros(500, np.float32)}).any()
+
+
+def updates(spec: str, count: int, memory: dict[str, Array]) -> list[Array]:
+    codec, luck = make_codec(spec, SHAPES), np.random.default_rng(1)
+    return [flat(codec.decode(codec.encode(tensors(seed), luck, memory=memory))) for seed in range(count)]
+
+
+def test_clusters_are_kept_for_ten_updates_and_trained_anew_for_the_eleventh() -> None:
+    codec, memory, kept = make_codec("ef|lss:2:keep", SHAPES), {}, []
+    for seed in range(11):
+        codec.encode(tensors(seed), np.random.default_rng(1), memory=memory)
+        kept.append(memory["lss/a/positive"].tolist())
+    assert all(bounds == kept[0] for bounds in kept[:10])
+    assert kept[10] != kept[0]
+    assert memory["lss/a/updates"] == 11
+
+
+def test_the_first_500_updates_travel_whole() -> None:
+    memory: dict[str, Array] = {"lss/a/updates": np.array(498, dtype=np.int64)}
+    found = updates("ef|lss:2:raw", 3, memory)
+    assert [bool(np.array_equal(one, flat(tensors(seed)))) for seed, one in enumerate(found)] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["lss/a/positive", "lss/a/negative", "lss/a/weights", "lss/a/updates"])
+def test_a_memory_of_another_argument_counts_as_none(name: str) -> None:
+    memory: dict[str, Array] = {}
+    updates("ef|lss:3:keep", 2, memory)
+    before = dict(memory)
+    for wrong in (np.zeros(99), np.zeros((2, 2)), np.zeros(3, dtype=np.float32)):
+        memory = {**before, name: wrong}
+        updates("ef|lss:3:keep", 1, memory)
+        assert memory["lss/a/weights"].size == 3 + memory["lss/a/positive"].size + memory["lss/a/negative"].size
+
+
+def test_no_bucket_twice_is_damage() -> None:
+    parts = [*write_labels(np.ones(1500, dtype=np.uint8)), encode_varint(0), encode_varint(0)]
+    with pytest.raises(CodecError, match="holds no bucket for the 1500 values of label 1"):
+        decode_body(write_frame([19], 2, parts), SHAPES)

@@ -13,16 +13,17 @@ from small_fleet import SmallFleet
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.coordinator.execution import messaging
 from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
-from edgefl.coordinator.execution.fleet_view import RunSpec
+from edgefl.coordinator.execution.fleet_view import SHOW_AFTER_S, RunSpec
 from edgefl.coordinator.execution.live_fleet import (
     EVALUATION_DEADLINE_S,
     LINEAGE_BEGAN,
+    MAX_LOST_SESSIONS,
     InterruptedRunError,
     LiveFleet,
 )
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
-from edgefl.core.errors import NetworkError
+from edgefl.core.errors import NetworkError, SplitSessionError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, StatusMessage
 from edgefl.core.types import (
     DeviceAvailable,
@@ -36,6 +37,7 @@ from edgefl.core.types import (
     TrainConfig,
     TrainInstruction,
     Update,
+    UpdateMetrics,
     UpdateStatus,
     derive_rng,
 )
@@ -114,6 +116,7 @@ class Site:
     def __init__(self, *, has_deltas=False, max_decoded_bytes=2**20, folder=None, **options):
         self.clock, self.mail, self.bell, self.source = Clock(), Mail(), Bell(), Source()
         self.registry = SmallFleet(clock=self.clock).registry
+        self.shown = list[str]()
         self.codec = make_codec("dense", SHAPES)
         settings = {"groups": (), "names": (), "join_at_start": False, **options}
         run = RunSpec(
@@ -127,7 +130,7 @@ class Site:
         )
         self.fleet = LiveFleet(
             run=run, transport=self.mail, registry=self.registry, notifier=self.bell, clock=self.clock,
-            max_decoded_bytes=max_decoded_bytes, spool_folder=folder,
+            max_decoded_bytes=max_decoded_bytes, spool_folder=folder, on_waiting=self.shown.append,
         )  # fmt: skip
         self.nodes = itertools.count(101)
 
@@ -654,6 +657,20 @@ def adopt(site, *orders):
     site.give()
 
 
+@pytest.mark.parametrize(
+    ("had_updates", "said"), [(False, "waiting for 3 more boards"), (True, "waiting for a board")]
+)
+def test_a_run_that_goes_on_says_that_it_waits_for_its_minimum_unless_it_had_updates(had_updates, said):
+    site, before = Site(min_devices=3), FleetState()
+    if had_updates:
+        before.record_speed("pi", UpdateMetrics(num_examples=10, iterations=4, loss=0.5, compute_s=2.0))
+    site.fleet.view().restore_from(before)
+    site.events()
+    site.clock.jumped_s += SHOW_AFTER_S
+    site.events()
+    assert site.shown[0].startswith(said)
+
+
 def test_only_the_answer_is_wanted_of_a_device_that_holds_an_earlier_coordinators_order(site):
     adopt(site, training())
     assert site.mail.sent == []
@@ -800,3 +817,81 @@ def test_after_a_restart_an_answer_is_asked_for_under_lineage_and_model(traced):
     header = traced.mail.sent[-1][2]
     assert header["has_stored_reply"]
     assert (header["lineage"], header["model_sha256"]) == ("l1", traced.mail.sent[0][2]["model_sha256"])
+
+
+class Rest:
+    """Stands for the coordinator's side of a split run; it has lost the sessions in `lost`."""
+
+    def __init__(self, codec):
+        self.codec, self.lost, self.added, self.removed = codec, set(), [], []
+
+    def add(self, wire_id, instruction, source, *, num_examples):
+        assert num_examples in {10, None}, "an earlier coordinator counted it"
+        self.added.append((wire_id, instruction.device_id, source.version))
+
+    def remove(self, wire_id):
+        self.removed.append(wire_id)
+
+    def join(self, wire_id, header, iterations, body):
+        assert wire_id == f"{RUN}/a-1"
+        if header["split_session"] in self.lost:
+            raise SplitSessionError("gone")
+        if iterations != 4:
+            raise ValueError("other iterations")
+        return self.codec.encode({"w": np.full(3, 9.0, np.float32)}, derive_rng(0)), 1000, 2000
+
+
+@pytest.fixture
+def split_site():
+    rest = Rest(make_codec("dense", SHAPES))
+    made = Site(split=rest, encode_whole=lambda _model, _version: b"whole")
+    made.rest, made.node = rest, made.add("pi")
+    made.events()
+    made.give(training())
+    yield made
+    made.fleet.close()
+
+
+def newest_message(site):
+    (name,) = site.mail.open
+    return name
+
+
+def test_an_update_of_a_split_network_is_that_of_both_sides_with_the_bytes_of_its_batches(split_site):
+    assert split_site.rest.added == [(f"{RUN}/a-1", "pi", 0)]
+    split_site.reply(split_site.node, split_session="s1")
+    (update,) = split_site.of(Update)
+    assert (update.tensors["w"] == 9).all()
+    assert update.body == split_site.rest.join(f"{RUN}/a-1", {"split_session": ""}, 4, b"")[0]
+    assert update.metrics.bytes_down == 2099
+    assert split_site.rest.removed == [f"{RUN}/a-1"]
+
+
+def test_an_update_whose_rest_is_lost_is_trained_anew_and_no_answer_from_memory_counts(split_site):
+    split_site.rest.lost = {"s1"}
+    newest = split_site.mail.sent[-1]
+    split_site.reply(split_site.node, split_session="s1", instruction="an older message")
+    assert split_site.events() == []
+    assert split_site.mail.sent[-1] is newest
+    for _ in range(MAX_LOST_SESSIONS):
+        split_site.reply(split_site.node, split_session="s1", instruction=newest_message(split_site))
+        assert split_site.events() == []
+    assert split_site.mail.sent[-1][2]["ignores_reply"] is True
+    assert split_site.rest.removed == []
+    split_site.reply(split_site.node, split_session="s2", instruction=newest_message(split_site))
+    assert [event.assignment_id for event in split_site.of(Update)] == ["a-1"]
+
+
+def test_an_update_whose_rest_is_always_lost_is_lost_in_the_end(split_site):
+    split_site.rest.lost = {"s1"}
+    for _ in range(MAX_LOST_SESSIONS + 1):
+        split_site.reply(split_site.node, split_session="s1", instruction=newest_message(split_site))
+        failures = lost(split_site)
+    assert failures == [("a-1", UpdateStatus.LOST, "gone")]
+
+
+def test_an_update_of_other_iterations_than_the_batches_is_rejected(split_site):
+    split_site.reply(split_site.node, split_session="s1", metrics={"iterations": 5})
+    ((_, outcome, reason),) = lost(split_site)
+    assert (outcome, reason) == (UpdateStatus.REJECTED, "unusable reply: other iterations")
+    assert split_site.rest.removed == [f"{RUN}/a-1"]

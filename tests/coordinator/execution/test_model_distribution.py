@@ -1,5 +1,7 @@
 """What each order carries of the model: all of it, or what changed."""
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -202,3 +204,13 @@ def test_what_a_device_holds_does_not_follow_from_what_it_evaluates(mails):
     assert mail.header == {"keeps_model": True, "base_version": 0}
     assert device.receive(order, mail)
     assert device.model.tolist() == mails.source.values.tolist()
+
+
+def test_a_member_of_a_collective_that_has_the_next_model_already_is_sent_no_entry_of_it(mails):
+    mails.send("pi")
+    mails.source.step(*range(SIZE))
+    right = hashlib.sha256(mails.whole(mails.source.model(), 1)).hexdigest()
+    for sha256, version, first in ((right, 1, b"C"), ("another", 1, b"W"), (right, 2, b"W")):
+        mails.downlink.remove_device("pi")
+        mails.downlink.record_next_model("pi", version, sha256)
+        assert mails.send("pi")[1].body.inline[:1] == first

@@ -37,7 +37,7 @@ from edgefl.core.types import (
     TrainInstruction,
 )
 from edgefl.engine.divergence import DivergenceRule
-from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.engine.progress import EpochSize, RoundCounter, StoppingCriteria
 from edgefl.engine.round_loop import EvaluationRule
 from edgefl.storage.checkpoints import list_checkpoints
 from edgefl.storage.journal.wal_journal import WalJournal
@@ -272,6 +272,23 @@ def test_the_last_round_of_an_asynchronous_run_ends_with_it_whoever_writes_that_
     rows = [[[row[name] for name in names] for row in read_history(site.store, "rounds", run="r")] for site in stores]
     assert rows[0] == rows[1]
     assert rows[0][-1][1] == state.version
+
+
+def test_epochs_are_counted_on_after_kills(stores: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 2)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    goal, (whole, killed) = StoppingCriteria(epochs=12.0, epoch=EpochSize(batch_size=10)), stores
+    expected, _ = whole.drive(Boards(FaultyFleet(1, faults={})), goal)
+    assert expected.version > 2
+    boards, kills = Boards(FaultyFleet(1, faults={}), stops_at=7, dies=True), 0
+    while True:
+        try:
+            state, is_over = killed.drive(boards, goal)
+        except Killed:
+            kills, boards.stops_at = kills + 1, boards.waits + 7
+        else:
+            break
+    assert (is_over, kills > 2, state.version) == (True, True, expected.version)
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["after its end", "from a checkpoint"])

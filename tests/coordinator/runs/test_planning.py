@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,6 +18,7 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.planning import (
     RunValidator,
+    check_members,
     check_message_size,
     check_root_shard,
     check_strategy_memory,
@@ -209,9 +211,9 @@ def test_a_robust_rule_that_gets_too_few_updates_is_warned_of(
 ) -> None:
     warnings = plan(registry, store, strategy=strategy, run={"task": "digits", "rounds": 2, **section})["warnings"]
     count = section.get("min_updates", 2)
-    expected = [] if needed is None else [f"the robust rule needs {needed} updates a round to hold against as many "]
+    expected = [] if needed is None else [f"the robust rule needs {needed} updates a round to hold against the "]
     assert [line[: len(expected[0])] for line in warnings] == expected
-    assert all(f"says, and gets {count}: lower num_rogues" in line for line in warnings)
+    assert all(f"and gets {count}: let more devices take part, or lower num_rogues" in line for line in warnings)
 
 
 @pytest.mark.parametrize(
@@ -440,3 +442,40 @@ def test_a_board_that_trains_with_nothing_trains_nothing(needs_torch: bool) -> N
     info = old.get_device("old")
     assert info is not None
     assert not EligibilityFilter(run).is_eligible(info)
+
+
+def test_members_of_a_collective_have_an_address_of_their_own_and_a_task_that_is_not_confined(
+    registry: DeviceRegistry, tmp_path: Path
+) -> None:
+    tables = {"guard": {"enabled": False, "max_weight_ratio": 0}}
+    aggregation = {"collective": "ring"}
+    run = build_run(parse_run({"run": {"task": "digits"}, "aggregation": aggregation, **tables}), "check")
+    with pytest.raises(ConfigError, match="says where pi-1 listens"):
+        check_members(run, registry)
+    with pytest.raises(ConfigError, match="must be 'coordinator' for task digits, got 'ring'"):
+        check_members(replace(run, is_built_in=False), registry)
+    for name in ("pi-1", "pi-2", "pi-3", "pi-4"):
+        registry.record_capabilities(name, Capabilities(facts={"peer_address": "h:1"}, shards={"digits": 10}))
+    with pytest.raises(ConfigError, match="pi-1 and pi-2 both listen at h:1; let one join with another port"):
+        check_members(run, registry)
+    (tmp_path / "hosts.json").write_text(
+        json.dumps({"hosts": [{"name": f"pi-{n}", "addr": "h", "port": n} for n in range(1, 5)]})
+    )
+    aggregation["hosts"] = str(tmp_path / "hosts.json")
+    check_members(
+        build_run(parse_run({"run": {"task": "digits"}, "aggregation": aggregation, **tables}), "check"), registry
+    )
+
+
+def test_a_plan_counts_the_batches_of_a_split_network(trainer_registry: DeviceRegistry, store: Store) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    trainer_registry.record_capabilities("pi", Capabilities(facts={}, shards={"mnist": 100}))
+    sections = {"run": {"task": "mnist", "rounds": 2}, "strategy": {"iterations": 10, "batch_size": 8}}
+    validator = RunValidator(build_run, trainer_registry, store)
+    (whole,) = validator.plan(parse_run(sections))["rows"]
+    (split,) = validator.plan(parse_run({**sections, "split": {"after": "pool2", "up": "fp16"}}))["rows"]
+    values = 10 * 8 * 64 * 7 * 7
+    front = 4 * (32 * 10 + 64 * (32 * 9 + 1))
+    assert split["bytes_up"] == pytest.approx(2 * values + front, rel=0.01)
+    assert split["bytes_down"] == pytest.approx(4 * values + front, rel=0.01)
+    assert whole["bytes_up"] == pytest.approx(4 * 421_642, rel=0.01)

@@ -20,11 +20,13 @@ from noted_calls import NotedCalls
 from small_fleet import add_run, eventually
 
 from edgefl.coordinator.directory import CoordinatorDirectory
+from edgefl.coordinator.execution.headers import RunIncarnations
+from edgefl.coordinator.execution.replay import JournalReplay
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import stalls
-from edgefl.coordinator.runs.recovery import MAX_CRASHES
+from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
 from edgefl.core.config import parse_run
@@ -148,6 +150,13 @@ def test_what_ended_with_its_coordinator_goes_on_and_what_ended_otherwise_waits(
     worker.recover()
     assert store.get_run(run_id).status is after
     assert store.get_run(run_id).resumes == 0
+    assert worker.is_active(run_id) is (after is not RunStatus.INTERRUPTED), "its devices' work is not recalled"
+    worker._current = _CurrentRun(run_id="another")
+    assert not worker.is_active(run_id)
+    worker._current = None
+    if after is RunStatus.QUEUED:
+        worker.stop_run(run_id, "somebody asked")
+        assert not worker.is_active(run_id)
 
 
 def test_a_stop_that_meets_the_end_of_its_coordinator_is_brought_to_its_end_by_the_next_one(
@@ -191,6 +200,21 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives
     stop.join()
     assert seen == [RunStatus.RUNNING]
     assert (store.get_run(run_id).status, store.get_run(run_id).resumes) == (RunStatus.STOPPED, 1)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "least"),
+    [({}, 3), ({"is_resumed": True}, 1), ({"is_resumed": True, "replay": JournalReplay([TURN])}, 3)],
+    ids=["new", "from its checkpoint", "where it was"],
+)
+@with_parts
+def test_a_run_waits_for_its_minimum_anew_unless_it_goes_on_from_a_checkpoint(
+    worker: RunScheduler, resumed: dict[str, Any], least: int
+) -> None:
+    components = build_run(parse_run({**CONFIG, "devices": {"min": 3}}), "r")
+    start = RunStart(state=None, incarnations=RunIncarnations("r"), **resumed)
+    spec = worker._make_run_spec(components, start, SimpleNamespace(synced_record=0), None)  # type: ignore[arg-type]
+    assert (spec.run_id, spec.min_devices) == ("r", least)
 
 
 def as_a_newer_edgefl_left_it(folder: Path, fate: str) -> dict[Path, bytes]:

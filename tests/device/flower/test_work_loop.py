@@ -125,6 +125,7 @@ def test_an_assignment_that_comes_again_is_answered_from_memory_unless_it_is_of_
         ({"model_sha256": None}, True),
         ({"lineage": "l2"}, False),
         ({"model_sha256": "m2"}, False),
+        ({"ignores_reply": True}, False),
     ],
 )
 def test_an_answer_from_memory_is_for_one_lineage_and_one_model(site, change, is_from_memory):

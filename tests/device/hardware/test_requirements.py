@@ -42,13 +42,13 @@ def facts_of(root):
 def test_a_small_board_trains_what_numpy_trains_takes_smaller_models_and_says_why_it_has_no_torch(zero):
     facts = facts_of(zero)
     assert select_training_paths(["digits", "mnist", "motionsense"], facts) == {
-        "digits": "numpy", "mnist": "numpy, with model 2nn, mlp or logistic",
+        "digits": "numpy", "mnist": "numpy, with model 2nn, mlp, mlp-tanh or logistic",
         "motionsense": "numpy, with model mlp or logistic",
     }  # fmt: skip
     told = get_training_facts("trainer", ["mnist"], facts)
     assert (told["backends"], told["trains"]) == (["numpy"], False)
     assert told["backend_reasons"]["torch"].startswith("its 437 MB of memory are too few for torch")
-    assert told["trains_reason"].endswith("it trains mnist with model 2nn, mlp or logistic in NumPy")
+    assert told["trains_reason"].endswith("it trains mnist with model 2nn, mlp, mlp-tanh or logistic in NumPy")
     assert get_training_facts("trainer", ["mnist", "digits"], facts)["trains"] is True
 
 
@@ -90,7 +90,7 @@ def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_
     check_requirements("digits", {}, zero)
     check_requirements("mnist", {"model": "mlp"}, zero)
     with pytest.raises(
-        TaskError, match=r"cannot train mnist with model cnn: its 437 MB .*; with model 2nn, mlp or log"
+        TaskError, match=r"cannot train mnist with model cnn: its 437 MB .*; with model 2nn, mlp, mlp-tanh or log"
     ):
         check_requirements("mnist", {"model": "cnn"}, zero)
 
@@ -139,7 +139,7 @@ def test_a_32_bit_board_trains_nothing_and_says_why():
 def test_the_doctor_says_how_a_small_board_trains_and_what_holds_it_back(zero, tmp_path):
     (training, board) = device_checks.check_board("trainer", ["digits", "mnist"], zero)
     assert (training.level, training.text) == (
-        "ok", "it trains digits with numpy, mnist with numpy, with model 2nn, mlp or logistic",
+        "ok", "it trains digits with numpy, mnist with numpy, with model 2nn, mlp, mlp-tanh or logistic",
     )  # fmt: skip
     assert (board.level, board.text) == ("ok", "nothing holds it back, now or since it was switched on")
     (training, _) = device_checks.check_board("trainer", ["mnist"], zero)

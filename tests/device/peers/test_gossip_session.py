@@ -30,12 +30,14 @@ class Pair:
 
     def __init__(self, method="pdmm-isvr", *, schedule="poisson", limit=0):
         self.cut = set()
+        self.replies = dict.fromkeys(NAMES, 0)
         self.is_clear, self.trained = True, dict.fromkeys(NAMES, 0)
         self.failure: Exception | None = None
         self.sessions = {}
         for place, name in enumerate(NAMES):
             edges = GRAPH.make_link_configs(name, 4)
             node = make_algorithm(method, name, edges, learning_rate=0.1, period=4)
+            node.is_pairwise = schedule == "pair"
             node.start({"w": np.zeros(3, np.float32)})
             plan = TrainConfig(
                 iterations=4,
@@ -48,24 +50,31 @@ class Pair:
                 GossipNode(node, PeerCodec("", SHAPES, epoch=1), np.random.default_rng(place)),
                 plan,
                 rng=np.random.default_rng(place),
-                train=lambda engine, burst, _, target=float(place): self.train(engine, burst, target),
+                train=lambda engine, burst, is_leaving, target=float(place): self.train(
+                    engine, burst, target, is_leaving
+                ),
                 send=self.send,
                 is_drained=lambda: self.is_clear,
                 save=lambda _: None,
             )
 
-    def train(self, engine, plan, target):
+    def train(self, engine, plan, target, is_leaving):
         if self.failure is not None:
             raise self.failure
         correction, weights = engine.algorithm.correction(), engine.algorithm.weights["w"].copy()
-        for _ in range(plan.iterations or 0):
+        done = 0
+        while done < plan.iterations:
             gradient = weights - np.float32(target) - correction.correction.get("w", np.float32(0))
             weights = (weights - np.float32(0.1) * gradient) / np.float32(1 + 0.1 * correction.shrinkage)
-        engine.algorithm.apply_local_steps({"w": weights}, plan.iterations or 0, 0.1)
-        self.trained[engine.algorithm.name] += plan.iterations or 0
-        return plan.iterations or 0, 0.5
+            done += 1
+            if is_leaving():
+                break
+        engine.algorithm.apply_local_steps({"w": weights}, done, 0.1)
+        self.trained[engine.algorithm.name] += done
+        return done, 0.5
 
     def send(self, message):
+        self.replies[message.edge[0]] += message.is_reply
         if message.edge[0] not in self.cut:
             self.sessions[message.edge[1]].receive(message)
 
@@ -91,7 +100,15 @@ def make_pair():
 
 
 @pytest.mark.parametrize(
-    ("method", "schedule"), [("pdmm-isvr", "poisson"), ("admm-isvr", "sync"), ("dsgd", "sync"), ("k-gt", "sync")]
+    ("method", "schedule"),
+    [
+        ("pdmm-isvr", "poisson"),
+        ("admm-isvr", "sync"),
+        ("dsgd", "sync"),
+        ("k-gt", "sync"),
+        ("pdmm-isvr", "pair"),
+        ("dsgd", "pair"),
+    ],
 )
 def test_nodes_come_to_the_mean_and_tell_what_they_did(make_pair, method, schedule):
     sessions = make_pair(method, schedule=schedule).start()
@@ -115,6 +132,26 @@ def test_in_step_a_silent_neighbour_is_waited_for_and_then_left_aside(make_pair,
     sessions = pair.start()
     began_s = time.monotonic()
     assert sessions["a"].wait_for_report(8, never).total_iterations == 8
+    assert 0.2 < time.monotonic() - began_s < 30
+
+
+def test_in_pairs_a_node_replies_between_its_iterations_however_long_they_go_on(make_pair):
+    pair = make_pair("pdmm-isvr", schedule="pair")
+    plan = pair.sessions["a"]._plan
+    pair.sessions["a"].update_config(replace(plan, node=replace(plan.node, period=1000)))
+    sessions = pair.start()
+    report = sessions["b"].wait_for_report(80, never)
+    assert pair.replies["a"] >= 3
+    assert report.model["w"][0] < 0.9, "b has heard of a"
+
+
+def test_in_pairs_a_silent_neighbour_is_waited_for_once(make_pair, monkeypatch):
+    monkeypatch.setattr(module, "PEER_MESSAGE_TIMEOUT_S", 0.2)
+    pair = make_pair("dsgd", schedule="pair")
+    pair.cut.add("b")
+    sessions = pair.start()
+    began_s = time.monotonic()
+    assert sessions["a"].wait_for_report(100, never).total_iterations >= 100
     assert 0.2 < time.monotonic() - began_s < 30
 
 

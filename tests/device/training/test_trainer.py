@@ -574,3 +574,29 @@ def test_an_update_tells_how_the_board_was_while_it_was_made(device, tmp_path):
     device.trainer._health_sampler = HealthSampler(tmp_path, read_quality=lambda _: LinkQuality(signal_dbm=-70.0))
     told, _ = device.train(assignment="r/a-2")
     assert told["metrics"]["health"] == {"max_temperature_c": 83.2, "signal_dbm": -70.0}
+
+
+def test_a_member_of_a_collective_uploads_in_its_turn_keeps_the_model_and_sends_it_again_when_asked(device):
+    group = {"collective": "ring", "members": ["pi"], "group": "g", "reductions": 2, "addresses": [""]}
+    answer, body = device.train(plan={"collective": {**group, "uploader": "pi"}}, keeps_model=True)
+    assert answer["metrics"]["extra"] == {"reductions": 2.0, "peer_bytes_up": 0.0}
+    assert answer["metrics"]["iterations"] == 6
+    twice = decode_body(device.train(assignment="r/b", plan={"iterations": 6})[1], device.shapes)
+    moved = decode_body(body, device.shapes)
+    assert max(float(np.abs(moved[name] - twice[name]).max()) for name in moved) > 0, "other batches"
+    hashes = {answer["next_model_sha256"]}
+    answer, body = device.train(assignment="r/c", plan={"collective": group}, keeps_model=True)
+    assert (body, answer["metrics"]["extra"]["reductions"]) == (b"", 2.0)
+    hashes.add(answer["next_model_sha256"])
+    assert len(hashes) == 1, "the same model again"
+    nothing_changed = encode_delta(make_task("digits").init(1), {}, device.shapes, "dense", derive_rng(0))
+    answer, _ = device.train(assignment="r/d", version=1, base_version=1, body=nothing_changed, keeps_model=True)
+    assert "metrics" in answer, "it holds the next version"
+    answer, body = device.train(assignment="r/e", plan={"collective": {**group, "resend": "r/c"}})
+    resent = decode_body(body, device.shapes)
+    assert answer["metrics"]["iterations"] == 0
+    assert all(np.array_equal(resent[name], moved[name]) for name in moved)
+    answer, _ = device.train(assignment="r/f", plan={"collective": {**group, "resend": "r/a-1"}})
+    assert "not held here any more" in answer["error"]
+    answer, _ = device.train(assignment="r/g", plan={"collective": {**group, "members": ["other"]}})
+    assert "this device among them" in answer["error"]

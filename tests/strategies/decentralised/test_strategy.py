@@ -58,7 +58,15 @@ class Fleet:
         self.given += orders
         return orders
 
-    def answer(self, name: str, value: float = 0.0, *, done: int | None = None) -> Update:
+    def answer(
+        self,
+        name: str,
+        value: float = 0.0,
+        *,
+        done: int | None = None,
+        fires: tuple[str, ...] | None = None,
+        is_reply: bool = False,
+    ) -> Update:
         order = self.out.pop(name)
         del self.view.busy[name]
         node = order.plan.node
@@ -74,8 +82,13 @@ class Fleet:
                 extra={} if node.carrier == "relay" else {"iterations_in_all": node.until if done is None else done},
             ),
             messages=tuple(
-                PeerMessage(edge=(name, other), step=len(self.given), body=f"{name}{len(self.given)}".encode())
-                for other in node.fires
+                PeerMessage(
+                    edge=(name, other),
+                    step=len(self.given),
+                    body=f"{name}{len(self.given)}".encode(),
+                    is_reply=is_reply,
+                )
+                for other in (node.fires if fires is None else fires)
             ),
         )
         self.state = self.strategy.receive(self.state, update)
@@ -155,6 +168,42 @@ def test_at_their_own_pace_a_slow_neighbour_keeps_nobody_waiting_and_gets_only_t
         assert [order.device_id for order in fleet.ask()] == ["a"]
     newest = fleet.state.nodes["b"].queue
     assert [message.body for message in newest] == [b"a6"]
+
+
+def test_in_pairs_the_other_end_is_interrupted_to_reply_and_nobody_trains_in_between() -> None:
+    fleet = Fleet("pdmm-isvr", ("a", "b"), exchange="pair", exchanges_per_round=1000)
+    fleet.ask()
+    fleet.answer("a")
+    fleet.state, decision = fleet.strategy.assign(fleet.state, fleet.view)
+    (recall,) = decision.instructions  # a gets nothing to do
+    assert isinstance(recall, FinishEarlyInstruction)
+    assert recall.assignment_id == fleet.out["b"].assignment_id
+    assert fleet.strategy.assign(fleet.state, fleet.view)[1].instructions == ()
+    fleet.answer("b", fires=())  # interrupted
+    (exchange,) = fleet.ask()
+    assert (exchange.device_id, exchange.plan.iterations, node_of(exchange).fires) == ("b", 0, ())
+    assert [message.edge for message in exchange.plan.messages] == [("a", "b")]
+    fleet.answer("b", fires=("a",), is_reply=True)
+    orders = {order.device_id: order for order in fleet.ask()}
+    assert [(message.edge, message.is_reply) for message in orders["a"].plan.messages] == [(("b", "a"), True)]
+    assert all(order.plan.iterations and node_of(order).fires for order in orders.values())
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_in_pairs_a_neighbour_that_is_lost_with_a_request_keeps_nobody_waiting(is_gone: bool) -> None:
+    fleet = Fleet("dsgd", ("a", "b"), exchange="pair", exchanges_per_round=1000)
+    fleet.ask()
+    fleet.answer("a")
+    assert fleet.ask() == []
+    fleet.lose("b")
+    if is_gone:
+        del fleet.view.devices["b"]
+    assert "a" in {order.device_id for order in [*fleet.ask(), *fleet.ask()]}
+
+
+def test_a_rule_that_compares_neighbours_is_refused_in_pairs() -> None:
+    with pytest.raises(ConfigError, match="num_rogues compares neighbours"):
+        Fleet("dsgd", exchange="pair", num_rogues=1)
 
 
 def test_a_node_that_leaves_takes_its_edges_along_and_begins_them_anew_when_it_is_back() -> None:
@@ -265,6 +314,15 @@ def test_learning_rates_change_by_round_and_step_sizes_do_not() -> None:
     assert last.plan.learning_rate < 0.4
     assert node_of(last).learning_rate == 0.4
     assert (last.codec, node_of(last).codec) == ("dense", "qsgd:2:8")
+
+
+def test_settings_of_a_method_reach_its_devices_and_others_refuse_them() -> None:
+    (order, *_) = Fleet("admm-isvr", k_eta=2.5, step_size="node").ask()
+    assert (node_of(order).k_eta, node_of(order).step_size) == (2.5, "node")
+    with pytest.raises(ConfigError, match="k_eta must be a number above 1, got 1"):
+        Fleet("pdmm-isvr", k_eta=1)
+    with pytest.raises(ConfigError, match="dsgd has no such setting"):
+        Fleet("dsgd", k_eta=2.0)
 
 
 def test_devices_that_go_on_alone_are_asked_for_reports_only_and_the_slowest_closes_the_round() -> None:

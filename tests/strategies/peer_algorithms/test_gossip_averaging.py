@@ -78,11 +78,10 @@ def test_trackers_add_up_to_the_gradients() -> None:
     assert trackers == pytest.approx(gradients, abs=1e-9)
 
 
-def test_pairwise_averaging_keeps_the_mean_of_all_models() -> None:
+@pytest.mark.parametrize(("method", "schedule"), [("ad-psgd", "poisson"), ("ad-psgd", "pair"), ("dsgd", "pair")])
+def test_pairwise_averaging_keeps_the_mean_of_all_models(method: str, schedule: str) -> None:
     graph = make_topology("complete", NAMES)
-    run = Network.of(
-        "ad-psgd", graph, [lambda w: 0 * w] * 8, start=np.zeros(3), rate=1.0, period=4, schedule="poisson"
-    )
+    run = Network.of(method, graph, [lambda w: 0 * w] * 8, start=np.zeros(3), rate=1.0, period=4, schedule=schedule)
     starts = np.random.default_rng(1).normal(size=(8, 3))
     for node, start in zip(run.nodes.values(), starts, strict=True):
         node.start({"w": start})
@@ -108,6 +107,31 @@ def test_nobody_asks_again_before_the_answer_is_there_or_taken_for_lost() -> Non
     assert (one.weights["w"][0], other.weights["w"][0]) == (6.0, 4.0)
     assert len(one.make_messages(("b",))) == 1
     assert [len(one.make_messages(("b",))) for _ in range(9)] == [0] * 8 + [1]
+
+
+def test_the_ends_of_an_edge_in_pairs_move_by_its_weight() -> None:
+    links = make_topology("ring", NAMES)
+    one, other = (
+        make_configured_algorithm(
+            GossipConfig(
+                method="dsgd",
+                edges=links.make_link_configs(name, 8),
+                learning_rate=0.1,
+                period=8,
+                schedule="pair",
+            ),
+            name,
+        )
+        for name in NAMES[:2]
+    )
+    one.start({"w": np.zeros(1)})
+    other.start({"w": np.full(1, 6.0)})
+    (request,) = one.make_messages((NAMES[1],))
+    (reply,) = other.receive(request)
+    one.receive(reply)
+    assert (one.weights["w"][0], other.weights["w"][0]) == (2.0, 4.0)
+    one.mix()
+    assert one.weights["w"][0] == 2.0
 
 
 def test_two_that_ask_each_other_at_a_time_meet_in_the_middle() -> None:

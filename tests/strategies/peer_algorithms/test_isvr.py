@@ -1,13 +1,16 @@
 """ISVR on functions whose optimum is known: the vectors and identities of its specification."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 from node_network import Network, Quadratics
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.types import GossipConfig
 from edgefl.strategies.peer_algorithms.algorithm import GossipMessage
+from edgefl.strategies.peer_algorithms.gossip_node import make_configured_algorithm
 from edgefl.strategies.peer_algorithms.isvr import AdmmIsvr, Isvr, PdmmIsvr
 from edgefl.strategies.peer_algorithms.topology import Topology, make_topology
 
@@ -96,6 +99,8 @@ def test_two_scalar_nodes_go_as_computed_by_hand(
         pytest.param("admm-isvr", "multiplex:2", "sync", marks=pytest.mark.extended),
         pytest.param("admm-isvr", "paper-random", "slots", marks=pytest.mark.extended),
         ("admm-isvr", "ring", "poisson"),
+        ("pdmm-isvr", "paper-random", "pair"),
+        ("admm-isvr", "ring", "pair"),
     ],
 )
 def test_all_schedules_and_graphs_reach_the_optimum(method: str, spec: str, schedule: str) -> None:
@@ -114,6 +119,31 @@ def test_with_a_step_size_of_each_node_its_degree_counts() -> None:
     run = Network(graph=graph, gradients=gradients, nodes=dict(nodes), learning_rate=RATE, period=8).run(4000)
     assert run.error(QUADRATICS.optimum()) > 0.05
     assert run.error(QUADRATICS.optimum([graph.degree(name) for name in NAMES])) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 1 / (0.1 * 4 * 7)),
+        ({"k_eta": 2.5}, 1 / (0.1 * 4 * 1.5)),
+        ({"step_size": "node"}, 1 / (0.1 * 2 * 7)),
+        ({"step_size": "node", "k_eta": 3}, 1 / (0.1 * 2 * 2)),
+    ],
+)
+def test_a_plan_says_how_strongly_neighbours_pull(settings: dict[str, object], expected: float) -> None:
+    links = make_topology("paper-random", NAMES).make_link_configs("n1", 8)  # of degree 2, its neighbours of 4 and 3
+    plan = GossipConfig(method="admm-isvr", edges=links, learning_rate=0.1, period=8, **settings)  # type: ignore[arg-type]
+    node = make_configured_algorithm(GossipConfig.from_json(asdict(plan)), "n1")
+    node.start({"w": np.zeros(2)})
+    assert node.state()["step_size/n0"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("k_eta", [1, 0, float("inf"), float("nan"), "2"])
+def test_a_plan_of_no_step_size_is_refused(k_eta: Any) -> None:
+    links = make_topology("ring", NAMES).make_link_configs("n1", 8)
+    plan = GossipConfig(method="pdmm-isvr", edges=links, learning_rate=0.1, period=8, k_eta=k_eta)
+    with pytest.raises(ConfigError, match="k_eta must be a finite number above 1"):
+        make_configured_algorithm(plan, "n1")
 
 
 def test_the_fixed_point_is_as_the_formulas_have_it() -> None:
@@ -136,6 +166,27 @@ def test_the_fixed_point_is_as_the_formulas_have_it() -> None:
 def test_mail_that_comes_twice_changes_nothing(method: str) -> None:
     once, twice = (network(method, "ring", doubled=doubled).run(160) for doubled in (False, True))
     assert np.array_equal(once.weights(), twice.weights())
+
+
+def test_a_pair_exchanges_at_once_and_gives_what_it_had_after_its_last_step() -> None:
+    graph = make_topology("complete", ("a", "b"))
+    one, other = (PdmmIsvr(name, graph.make_link_configs(name, 8), learning_rate=0.1, period=8) for name in "ab")
+    for node, value in ((one, 1.0), (other, 2.0)):
+        node.is_pairwise = True
+        node.start({"w": np.array([value])})
+        node.apply_local_steps({"w": np.array([value])}, 1, 0.1)
+    (request,) = one.make_messages(("b",))
+    assert not one.has_all_messages()
+    (reply,) = other.receive(request)
+    assert one.receive(reply) == []
+    assert one.has_all_messages()
+    # y = z - 2sw with z = sw and s = -1, 1 for a, b
+    assert (other.state()["dual/a/w"][0], one.state()["dual/b/w"][0]) == (1.0, -2.0)
+    (again,) = other.receive(replace(request, step=request.step + 1))
+    assert again.parts["y"]["w"] == reply.parts["y"]["w"], "there was no step since"
+    other.apply_local_steps({"w": np.array([3.0])}, 1, 0.1)
+    (later,) = other.receive(replace(request, step=request.step + 2))
+    assert later.parts["y"]["w"] == 1.0 - 2 * 3.0
 
 
 def test_older_mail_and_mail_of_strangers_is_dropped() -> None:

@@ -27,7 +27,7 @@ PACES = {"a": 1.0, "b": 2.0, "c": 4.0}
 
 
 def esync(rules=None, **options):
-    return make_strategy("esync", {"learning_rate": 0.1, "epsilon": 0.0, **options}, rules or RoundRules())
+    return make_strategy("esync", {"learning_rate": 0.1, **options}, rules or RoundRules())
 
 
 def fleet_of(paces=PACES, exchange=None):
@@ -276,6 +276,20 @@ def test_a_slack_below_zero_rounds_up_and_the_slowest_still_does_one():
     paces = {"a": DeviceTiming(seconds_per_iteration=1.1), "b": DeviceTiming(seconds_per_iteration=4.2)}
     assert compute_budgets(paces, Slack(fraction=-0.2)) == {"a": 4, "b": 1}
     assert compute_budgets(paces, Slack(fraction=-1.0)) == {"a": 4, "b": 1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_by_default_no_device_is_planned_to_return_after_the_slowest(seed):
+    rng = np.random.default_rng(seed)
+    paces = {
+        str(number): DeviceTiming(seconds_per_iteration=seconds, exchange_s=exchange_s)
+        for number, (seconds, exchange_s) in enumerate(rng.uniform(0.01, 2.0, (6, 2)))
+    }
+    budgets = compute_budgets(paces, esync()._slack)
+    ends = {
+        name: paces[name].seconds_per_iteration * count + paces[name].exchange_s for name, count in budgets.items()
+    }
+    assert max(ends.values()) == pytest.approx(compute_horizon_s(paces))
 
 
 def test_budgets_have_bounds():

@@ -263,7 +263,8 @@ def test_of_so_many_updates_a_trimmed_mean_leaves_out_all_that_may_be_rogue_and_
         (KrumConfig(), [True, True], 1),
         (BulyanConfig(), [True, True], 1),
         (MultiKrumConfig(), [False, False], 1),
-        (CoordinateMedianConfig(), [False, True], 4),
+        (CoordinateMedianConfig(), [False, True], 2),
+        (CoordinateMedianConfig(num_rogues=4), [False, True], 4),
         (TrimmedMeanConfig(trim=0.3), [False, True], 3),
         (TrimmedMeanConfig(neighbours=False), [False, False], 2),
         (GeometricMedianConfig(), [False, False], 1),
@@ -274,3 +275,10 @@ def test_rules_mix_neighbours_by_default_where_it_helps_and_for_the_rogues_that_
 ):
     assert [rule.is_mixed(4), rule.is_mixed(5)] == mixed
     assert rule.count_rogues(10) == rogues_of_ten
+
+
+@pytest.mark.parametrize(("rule", "fewest"), [(KrumConfig, 5), (MultiKrumConfig, 5), (BulyanConfig, 7)])
+def test_by_default_a_rule_counts_all_where_its_bound_holds_against_no_rogue(rule, fewest):
+    assert [rule().count_rogues(count) for count in (fewest - 1, fewest)] == [0, 1]
+    assert [rule(num_rogues=1).count_rogues(count) for count in (fewest - 1, fewest)] == [1, 1]
+    assert rule().needed_updates == fewest

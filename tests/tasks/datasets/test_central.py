@@ -50,12 +50,14 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
     [
         case("digits", None, "dirichlet:0.5", 4, 10, 0.93),
         case("digits", "logistic", "iid", 4, 5, 0.93),
+        case("mnist", "mlp-tanh", "iid", 4, 4, 0.9, pytest.mark.extended),
         case("motionsense", "logistic", "natural", 6, 5, 0.92, pytest.mark.extended),
         case("fashion-mnist", "logistic", "iid", 4, 3, 0.78, pytest.mark.extended),
         case("motionsense", "mlp", "natural", 6, 5, 0.92, *SLOW),
         case("fashion-mnist", None, "iid", 4, 10, 0.85, *SLOW),
         case("motionsense", None, "natural", 6, 10, 0.92, *SLOW),
         case("mnist", None, "iid", 4, 2, 0.97, *SLOW),
+        case("cifar-10", None, "iid", 4, 5, 0.5, *SLOW),
     ],
 )
 def test_federated_averaging_reaches_the_published_goal(  # noqa: PLR0917 pytest passes them by name

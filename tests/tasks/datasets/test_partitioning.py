@@ -21,8 +21,8 @@ def cut(text, labels, devices, *, seed=7, groups=None):
 
 
 ONCE = [
-    "iid", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8", "shards:1",
-    "shards:2", "shards:5",
+    "iid", "contiguous", "by-class", "natural", "dirichlet:0.5", "dirichlet:0.05", "labels:1", "labels:3", "labels:8",
+    "classes:2", "classes:8", "shards:1", "shards:2", "shards:5",
 ]  # fmt: skip
 
 
@@ -121,6 +121,15 @@ def test_sorted_keeps_the_order_of_the_rows_and_leaves_out_what_cannot_be_shared
     assert all(np.array_equal(a, b) for a, b in zip(rows, cut("sorted", FASHION_LABELS, 7, seed=8).rows, strict=True))
 
 
+@pytest.mark.parametrize(("fraction", "own"), [(0.0, 1.0), (0.25, 0.775), (1.0, 0.1)])
+def test_disorder_deals_a_fraction_of_the_sorted_parts_anew(fraction, own):
+    rows = cut(f"disorder:{fraction}", FASHION_LABELS, 10).rows
+    assert [len(part) for part in rows] == [6000] * 10
+    assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(60_000))
+    kept = [(FASHION_LABELS[part] == device).mean() for device, part in enumerate(rows)]
+    assert kept == pytest.approx([own] * 10, abs=0.02)
+
+
 def test_shards_k_deals_k_parts_of_the_sorted_rows_to_each_device():
     sharding = cut("shards:2", FASHION_LABELS, 100)
     assert [len(rows) for rows in sharding.rows] == [600] * 100
@@ -167,8 +176,10 @@ def test_natural_keeps_people_whole_and_devices_balanced_one_a_person_in_their_o
         ("duplicate:3", 4, "got 4 devices and R = 3"),
         ("iid", 101, r"devices must be 1 to 100 \(the number of examples\), got 101"),
         ("dirichlet:1e-6", 40, "scheme dirichlet leaves device .* of 40 without examples"),
+        ("disorder:1.5", 4, "must lie in 0 to 1"),
+        ("disorder:1e999", 4, "must lie in 0 to 1"),
         ("dirichlet:e", 4, "needs a number after the colon"),
-        ("dirichlet", 4, r"must be one of natural, iid, by-class, sorted, dirichlet:A"),
+        ("dirichlet", 4, r"must be one of natural, iid, contiguous, by-class, sorted, disorder:F, dirichlet:A"),
         ("iid:3", 4, "must be one of"),
     ],
 )
@@ -185,3 +196,18 @@ def test_natural_needs_people():
 def test_a_scheme_is_read_as_it_is_typed():
     assert parse_scheme("dirichlet:0.5") == PartitionScheme(name="dirichlet", parameter=0.5)
     assert parse_scheme("iid") == PartitionScheme(name="iid")
+
+
+def test_classes_are_those_of_the_published_split_of_eight_nodes():
+    labels = np.arange(3000) % 10
+    missing = [set(range(10)) - set(labels[rows]) for rows in cut("classes:8", labels, 8).rows]
+    assert missing == [{0, 9}, {2, 6}, {1, 3}, {7, 8}, {4, 5}, {0, 9}, {2, 6}, {1, 3}]
+
+
+def test_contiguous_parts_are_the_rows_in_their_order():
+    assert [rows.tolist() for rows in cut("contiguous", np.zeros(7, int), 3).rows] == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def test_classes_that_nobody_would_hold_are_refused():
+    with pytest.raises(ConfigError, match=r"would leave class \d to nobody"):
+        cut("classes:3", np.arange(100) % 10, 2)

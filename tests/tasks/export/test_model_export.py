@@ -16,17 +16,18 @@ from edgefl.core.types import Dataset, SparseTensor, derive_rng
 from edgefl.tasks.export.model_export import NUM_RANDOM_INPUTS, export_onnx, export_torch
 from edgefl.tasks.export.onnx_graph import register_node_builder
 from edgefl.tasks.images import MODELS as IMAGE_MODELS
-from edgefl.tasks.learners.numpy_learner import DenseModel, NumpyLearner
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, NumpyLearner
 from edgefl.tasks.registry import BUILT_IN, make_task
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
 
-DENSE = {"mlp", "logistic", "2nn"}
+DENSE = {"mlp", "mlp-tanh", "logistic", "2nn"}
 OPTIONS = {
-    "digits": [{"model": "mlp"}, {"model": "logistic"}],
+    "digits": [*({"activation": name, "loss": "mse"} for name in ACTIVATIONS), {"model": "logistic"}],
     "mnist": [{"model": model} for model in IMAGE_MODELS],
     "fashion-mnist": [{"model": "mlp"}],  # the same models, prepared in another way
+    "cifar-10": [{"model": "mlp"}, {"model": "cnn"}, {"model": "mobilenet-v2", "norm": "batch"}],
     "motionsense": [{"model": model} for model in ("cnn", "mlp", "logistic")],
     "noop": [{"size_bytes": 400}],
 }
@@ -36,11 +37,13 @@ def marks(name, model):
     """Networks of torch take seconds each; those of no other operators than `cnn` run with the slow tests."""
     if name in {"digits", "noop"} or model in DENSE:
         return ()
-    return pytest.mark.slow if model in {"resnet18-gn", "cnn-large", "cnn-small"} else pytest.mark.extended
+    return pytest.mark.extended if model in {"cnn", "lenet"} else pytest.mark.slow
 
 
 CASES = [
-    pytest.param(name, options, marks=marks(name, options.get("model")), id=f"{name}-{options.get('model')}")
+    pytest.param(
+        name, options, marks=marks(name, options.get("model")), id="-".join([name, *map(str, options.values())])
+    )
     for name, each in OPTIONS.items()
     for options in each
 ]
@@ -51,7 +54,9 @@ def real_like(name, num_examples=30):
     rng = derive_rng(3, name)
     if name == "motionsense":
         return rng.normal(0.0, 1.0, (num_examples, 9, 128)).astype(np.float32)
-    shape, top = {"digits": ((8, 8), 16), "noop": ((1,), 9)}.get(name, ((28, 28), 255))
+    shape, top = {"digits": ((8, 8), 16), "noop": ((1,), 9), "cifar-10": ((3, 32, 32), 255)}.get(
+        name, ((28, 28), 255)
+    )
     pixels = rng.integers(0, top, (num_examples, *shape), endpoint=True).astype(np.uint8)
     pixels[0] = 0
     return pixels

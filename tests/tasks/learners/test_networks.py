@@ -20,6 +20,8 @@ from edgefl.tasks.registry import make_task
         ("mnist", {"model": "2nn"}, 199_210),
         ("mnist", {"model": "mlp"}, 118_282),
         ("fashion-mnist", {"model": "resnet18-gn"}, 11_172_810),
+        ("cifar-10", {}, 545_098),
+        ("cifar-10", {"model": "logistic"}, 30_730),
         ("motionsense", {}, 21_334),
         ("noop", {"size_bytes": 1_000_000}, 250_000),
     ],

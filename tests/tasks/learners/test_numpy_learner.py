@@ -3,15 +3,15 @@ import pytest
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Dataset, SparseTensor
-from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, LOSSES, DenseModel
 
 
-def small_model(*sizes):
-    return DenseModel(sizes=sizes, prepare=lambda inputs: inputs.astype(np.float32))
+def small_model(*sizes, **kinds):
+    return DenseModel(sizes=sizes, prepare=lambda inputs: inputs.astype(np.float32), **kinds)
 
 
-def loaded(*sizes, seed=0):
-    model = small_model(*sizes)
+def loaded(*sizes, seed=0, **kinds):
+    model = small_model(*sizes, **kinds)
     learner = model.learner()
     learner.load(model.init(seed))
     return learner
@@ -22,13 +22,17 @@ def some_data(n=12, features=5, classes=3, seed=0):
     return Dataset(inputs=rng.standard_normal((n, features)), labels=rng.integers(0, classes, n))
 
 
-@pytest.mark.parametrize("sizes", [(5, 3), (5, 7, 3), (5, 7, 4, 3)])
-def test_the_gradient_is_the_slope_of_the_loss(sizes):
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("sizes", "activation"), [((5, 3), "relu"), ((5, 7, 3), "relu"), *(((5, 7, 4, 3), name) for name in ACTIVATIONS)]
+)
+def test_the_gradient_is_the_slope_of_the_loss(sizes, activation, loss):
     def loss_at(model):
         learner.load(model)
         return learner.gradient(data)
 
-    data, size, learner, rng = some_data(), 1e-2, loaded(*sizes, seed=3), np.random.default_rng(1)
+    kinds = {"activation": activation, "loss": loss}
+    data, size, learner, rng = some_data(), 1e-2, loaded(*sizes, seed=3, **kinds), np.random.default_rng(1)
     start = learner.read()
     learner.gradient(data)
     gradients = {name: value.copy() for name, value in learner.gradients.items()}
@@ -38,6 +42,39 @@ def test_the_gradient_is_the_slope_of_the_loss(sizes):
         ahead, behind = (loss_at(start | {name: value + sign * size * direction}) for sign in (1, -1))
         slope = (ahead - behind) / (2 * size)
         assert float((gradients[name] * direction).sum()) == pytest.approx(slope, abs=2e-3)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_logits_loss_and_gradient_are_those_of_torch(activation, loss):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    functional, data = torch.nn.functional, some_data()
+    learner = loaded(5, 7, 4, 3, seed=3, activation=activation, loss=loss)
+    tensors = {name: torch.tensor(value, requires_grad=True) for name, value in learner.read().items()}
+    between = {"gelu": lambda x: functional.gelu(x, approximate="tanh")}.get(activation) or getattr(torch, activation)
+    hidden = torch.tensor(data.inputs, dtype=torch.float32)
+    for layer in (1, 2, 3):
+        hidden = functional.linear(hidden, tensors[f"fc{layer}.weight"], tensors[f"fc{layer}.bias"])
+        hidden = hidden if layer == 3 else between(hidden)
+    classes = torch.tensor(data.labels)
+    value = (
+        functional.cross_entropy(hidden, classes)
+        if loss == "cross-entropy"
+        else functional.mse_loss(hidden, functional.one_hot(classes, 3).float())
+    )
+    value.backward()
+    assert learner.gradient(data) == pytest.approx(value.item(), rel=1e-5)
+    np.testing.assert_allclose(learner.logits(data.inputs), hidden.detach().numpy(), atol=1e-6)
+    for name, gradient in learner.gradients.items():
+        np.testing.assert_allclose(gradient, tensors[name].grad.numpy(), atol=1e-6)
+
+
+def test_no_activation_overflows_at_sums_that_are_far_out():
+    sums = np.array([-1e4, 0.0, 1e4], np.float32)
+    for name, activation in ACTIVATIONS.items():
+        values = activation.compute(sums)
+        slopes = np.asarray(activation.derive(sums, values), np.float32)
+        assert np.isfinite([*values, *slopes]).all(), name
 
 
 def test_a_model_that_knows_nothing_loses_log_of_the_classes_and_its_gradient_is_right_by_hand():

@@ -1,5 +1,6 @@
 """Torch modules as models: built in, and of a factory named in a run file."""
 
+import importlib
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Dataset, TensorKind, TrainConfig
-from edgefl.tasks.images import fashion_mnist, mnist
+from edgefl.tasks.images import cifar10, fashion_mnist, mnist
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
 from edgefl.tasks.local_algorithms.local_training import train
@@ -50,6 +51,16 @@ def test_agrees_with_the_numpy_logistic_regression_on_loss_and_gradient(pair):
     for mine, torchs in zip(by_hand.gradients.values(), by_torch.gradients.values(), strict=True):
         np.testing.assert_allclose(torchs.numpy(), mine, atol=1e-6)
     assert by_torch.evaluate(data) == pytest.approx(by_hand.evaluate(data), rel=1e-5)
+
+
+@pytest.mark.parametrize("call", ["gradient", "evaluate"])
+@pytest.mark.parametrize("labels", [[0.0, 1.5], [0, -1], [0, 4], [0.0, np.nan], [0.0, 1e300]])
+def test_labels_that_are_not_the_models_classes_are_refused_in_one_line(pair, labels, call):
+    inputs = np.zeros((2, 6), np.float32)
+    for learner in pair:
+        getattr(learner, call)(Dataset(inputs=inputs, labels=np.array([0.0, 3.0])))
+        with pytest.raises(TaskError, match=r"a label is .*; .* must be the whole numbers from 0 to 3 .*4 outputs"):
+            getattr(learner, call)(Dataset(inputs=inputs, labels=np.array(labels)))
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "gradient"])
@@ -96,6 +107,7 @@ def test_buffers_float_and_integer_are_read_loaded_and_displaced_and_evaluation_
 
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (4, 28, 28)).astype(np.uint8)
+PHOTOGRAPHS = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32)).astype(np.uint8)
 WINDOWS = np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float32)
 
 
@@ -103,11 +115,9 @@ WINDOWS = np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float3
     ("task", "inputs"),
     [
         pytest.param(mnist(), IMAGES, id="cnn"),
-        pytest.param(fashion_mnist(model="cnn-small"), IMAGES, id="cnn-small"),
-        pytest.param(fashion_mnist(model="lenet"), IMAGES, id="lenet"),
+        pytest.param(fashion_mnist(), IMAGES, id="cnn-small"),
+        pytest.param(cifar10(), PHOTOGRAPHS, id="cifar-10"),
         pytest.param(motionsense(), WINDOWS, id="motionsense"),
-        pytest.param(fashion_mnist(model="cnn-large"), IMAGES, id="cnn-large", marks=pytest.mark.extended),
-        pytest.param(fashion_mnist(model="resnet18-gn"), IMAGES, id="resnet18-gn", marks=pytest.mark.extended),
     ],
 )
 def test_a_built_in_network_has_the_tensors_of_its_layout_and_learns_a_batch_by_heart(task, inputs):
@@ -300,8 +310,8 @@ def test_what_makes_no_model_for_the_task_is_refused_in_one_clear_line(own_modul
         ("own_models:Tiny", {"channels": 0}, "channels of task mnist must be a whole number from 1 to 4, got 0"),
         ("own_models:Tiny", {"size": "large"}, "task.size must be a whole number, got 'large'"),
         ("own_models:Tiny", {"size": True}, "got True"),
-        ("own_models:Tiny", {"init": "adacomp"}, "init of task mnist is for the cnn models and lenet"),
-        ("cnn", {"channels": 3}, "channels and size of task mnist are for a model of module:factory"),
+        ("own_models:Tiny", {"init": "adacomp"}, "init of task mnist is for cnn, "),
+        ("cnn", {"channels": 3}, "channels and size of task mnist are for a model of torchvision"),
         ("2nn", {"size": 32}, "channels and size of task mnist are for"),
     ],
 )
@@ -331,9 +341,61 @@ def test_a_task_with_a_module_is_made_without_torch_and_its_shapes_name_the_reme
     assert "[train]'" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+TORCHVISION = """
+import torch
+
+def list_models(module):
+    return ["resnet18", "googlenet"]
+
+def get_model(name, *, weights, num_classes, **options):
+    assert weights is None and options == ({"aux_logits": False, "init_weights": True} if name == "googlenet" else {})
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, num_classes))
+
+def download(**_):
+    raise AssertionError
+"""
+
+
+@pytest.fixture
+def torchvision(installed, monkeypatch):
+    """Puts a small stand-in for torchvision in its place; run files may name no module."""
+    installed({"torchvision_models": TORCHVISION})
+    monkeypatch.delenv("EDGEFL_ALLOW_MODULES")
+    monkeypatch.setitem(sys.modules, "torchvision.models", importlib.import_module("torchvision_models"))
+
+
+@pytest.mark.parametrize(("task", "name"), [("mnist", "resnet18"), ("cifar-10", "resnet18"), ("mnist", "googlenet")])
+def test_a_network_that_torchvision_lists_needs_no_permission_and_gets_three_channels(torchvision, task, name):
+    found = make_task(task, {"model": f"torchvision:{name}"})
+    assert [spec.shape for spec in found.shapes()] == [(10, 3), (10,)]
+    batch = PHOTOGRAPHS if task == "cifar-10" else IMAGES
+    assert found.learner(threads=1).logits(batch).shape == (4, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet19", "torchvision has no such network; did you mean resnet18"),
+        ("download", r"has no such network; torchvision\.models\.list_models\(\) has those"),
+        ("", "has no such network"),
+    ],
+)
+def test_nothing_else_of_torchvision_is_called(torchvision, name, message):
+    with pytest.raises(ConfigError, match=message):
+        make_task("mnist", {"model": f"torchvision:{name}"}).shapes()
+
+
+def test_a_torchvision_that_is_missing_or_of_another_build_is_one_line_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(
+        TaskError, match=r"needs the torchvision of .*, which cannot be imported .*edgefl-fleet\[torchvision\]"
+    ):
+        make_task("mnist", {"model": "torchvision:resnet18"}).shapes()
+
+
 @pytest.mark.extended
 def test_torchvisions_resnet_is_one_line_where_it_is_installed():
-    pytest.importorskip("torchvision", reason="needs torchvision: pip install torchvision")
-    task = a_task("torchvision.models:resnet18", "fashion-mnist", channels=3)
+    pytest.importorskip("torchvision", reason="needs torchvision: pip install '.[torchvision]'", exc_type=ImportError)
+    task = make_task("fashion-mnist", {"model": "torchvision:resnet18"})
     assert sum(spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER) == 11_181_642
     assert trained_factory_model(task, images(5), epochs=None, iterations=1)["fc.weight"].any()

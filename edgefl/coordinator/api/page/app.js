@@ -81,10 +81,21 @@ const feed = new Feed({
   },
 });
 
+// What a screen reader is told of runs: each change of state, in whatever view.
+let states = null;
+
+function tellStates() {
+  const now = new Map([...model.runs.values()].map((run) => [run.run_id, run.status]));
+  const changed = states ? [...now].filter(([id, status]) => states.get(id) !== status) : [];
+  if (changed.length) setText(document.getElementById("told"), changed.map(([id, status]) => `${model.runs.get(id).name} ${status}`).join(", "));
+  if (model.isLoaded) states = now;
+}
+
 const refresh = framed(() => view?.update());
 
 listen((what) => {
   if (what === "access") showSession();
+  if (what === "all" || what === "changes") tellStates();
   if (what === "all" && !view) show();
   else refresh();
 });
@@ -126,6 +137,12 @@ addEventListener("hashchange", () => {
   show();
   main.focus({ preventScroll: true });
   scrollTo(0, 0);
+});
+
+// Its address would be taken for a view.
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
 });
 
 let hiding = null;

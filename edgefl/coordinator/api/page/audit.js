@@ -10,7 +10,7 @@ import { Table } from "./tables.js";
 const PAGE_ROWS = 50;
 
 const COLUMNS = [
-  { key: "at", title: "When", value: (row) => row.id, isHeading: true, isNumber: true, class: "wraps", cell: (row) => h("time", { datetime: new Date(row.at * 1000).toISOString() }, moment(row.at)) },
+  { key: "at", title: "When", value: (row) => row.id, isHeading: true, cell: (row) => h("time", { datetime: new Date(row.at * 1000).toISOString() }, moment(row.at)) },
   { key: "actor", title: "Who", class: "breaks", value: (row) => row.actor, cell: (row) => row.actor },
   { key: "action", title: "What", class: "breaks", value: (row) => row.action, cell: (row) => h("span", {}, row.action, h("span", { class: "minor narrow-text" }, row.outcome)) },
   { key: "outcome", title: "Outcome", class: "wide", value: (row) => row.outcome, cell: (row) => h("span", { class: row.outcome === "done" ? null : "warn" }, row.outcome) },

@@ -30,7 +30,7 @@ const LABELS = {
 // What a group shows at once; its tables' other settings lie under "More".
 const GROUPS = [
   { title: "Task", isOpen: true, first: ["run.task", "run.name", "task.*"], more: ["run.seed", "run.init", "run.local_test_fraction", "run.evaluate_on", "run.evaluate_every"] },
-  { title: "When it ends", isOpen: true, first: ["run.rounds", "run.accuracy", "run.seconds"], more: ["run.updates", "run.bytes", "run.accuracy_window", "run.trust_single_evaluation", "run.on_divergence"] },
+  { title: "When it ends", isOpen: true, first: ["run.rounds", "run.accuracy", "run.seconds"], more: ["run.epochs", "run.updates", "run.bytes", "run.accuracy_window", "run.trust_single_evaluation", "run.on_divergence"] },
   { title: "Strategy", isOpen: true, first: ["strategy.name", "strategy.*"], more: [...LOCAL.map((name) => `strategy.${name}`), "server.*"] },
   { title: "Devices", isOpen: true, first: ["devices.groups", "devices.names", "devices.min"], more: ["devices.*", "run.*"] },
   { title: "Compression", first: ["compression.up", "compression.down"], more: ["compression.*"] },

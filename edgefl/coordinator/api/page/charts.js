@@ -1,17 +1,24 @@
-// Line charts, drawn by uPlot on a canvas: zoom by dragging, a double click shows all again. A chart reads its points
+// Line charts, drawn by uPlot on a canvas: zoom by dragging or by the keys + and -, a double click or Escape shows all. A chart reads its points
 // aloud by mouse, finger and arrow keys, and says in words whether it loads, failed or has nothing to show.
 
 import { framed, h, replace, s, setText } from "./dom.js";
 import { clock, seconds } from "./format.js";
 
 const KEY_STEPS = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10, Home: -Infinity, End: Infinity };
+const KEY_ZOOMS = { "+": 0.5, "=": 0.5, "-": 2, Escape: Infinity };
 const MARKED_POINTS = 40;
+const WIDE = 640;
 const charts = new Set();
+
+// How much larger type is than at the usual width, for what is drawn in pixels.
+export function typeScale() {
+  return parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--small-px")) / 12;
+}
 
 // The canvas does not follow the theme by itself.
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.drawAnew()));
 
-// `chart.show({ x, y, series, marks })`: x and y are { label, name, format, exact, isTime, isClock, min, max }; a series
+// `chart.show({ x, y, series, marks })`: x and y are { label, name, format, exact, isTime, isLog, min, max }; a series
 // is { name, tone, points: [[x, y], …], isDashed }, all with x ascending; a mark is { y, text } or { x, text }. A point
 // whose y is null is skipped. Charts of one `group` share cursor and zoom.
 export class LineChart {
@@ -56,8 +63,8 @@ export class LineChart {
     this.note.hidden = true;
     this.frame.hidden = this.reading.hidden = false;
     replace(this.legend, series.length > 1 ? drawn.map((line) => h("li", {}, swatch(line), line.name)) : []);
-    const table = uPlot.join(drawn.map((line) => columns(line.points)));
-    const shape = JSON.stringify([this.data.x.label, this.data.y.label, drawn.map((line) => [line.name, line.tone, line.points.length <= MARKED_POINTS])]);
+    const table = uPlot.join(drawn.map((line) => columns(line.points, this.data.y.isLog)));
+    const shape = JSON.stringify([this.data.x.label, this.data.y.label, this.data.y.isLog, drawn.map((line) => [line.name, line.tone, line.points.length <= MARKED_POINTS])]);
     this.frame.setAttribute("aria-label", this.summary());
     this.element.dataset.points = table[0].length;
     if (this.plot && this.shape === shape) {
@@ -78,7 +85,13 @@ export class LineChart {
 
   resize() {
     if (!this.frame.isConnected) charts.delete(this);
-    else if (this.plot && !this.frame.hidden && this.frame.clientWidth !== this.plot.width) this.plot.setSize({ width: this.frame.clientWidth, height: this.height });
+    else if (this.plot && !this.frame.hidden && this.frame.clientWidth !== this.plot.width) this.plot.setSize(this.size());
+  }
+
+  // A chart on a very wide screen keeps its proportions.
+  size() {
+    const width = Math.max(200, this.frame.clientWidth);
+    return { width, height: Math.round(this.height * Math.max(1, width / WIDE)) };
   }
 
   options() {
@@ -86,17 +99,18 @@ export class LineChart {
     const style = getComputedStyle(this.element);
     const colour = (name) => style.getPropertyValue(`--${name}`).trim();
     const font = `${style.getPropertyValue("--small-px")} ${style.fontFamily}`;
-    const axis = { stroke: colour("quiet"), font, labelFont: font, labelSize: 16, labelGap: 2, grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule"), width: 1, size: 4 } };
+    const scale = typeScale();
+    const axis = { stroke: colour("quiet"), font, labelFont: font, labelSize: 16 * scale, labelGap: 2, grid: { stroke: colour("rule"), width: 1 }, ticks: { stroke: colour("rule"), width: 1, size: 4 } };
     const isCoarse = matchMedia("(pointer: coarse)").matches;
     return {
-      width: Math.max(200, this.frame.clientWidth), height: this.height, padding: [8, 14, 0, 0], legend: { show: false },
+      ...this.size(), padding: [8, 14, 0, 0], legend: { show: false },
       cursor: { y: false, drag: { x: !isCoarse, y: false }, points: { size: 8 }, ...(this.group ? { sync: { key: this.group, setSeries: false, scales: ["x", null] } } : {}) },
-      scales: { x: { time: false, range: (plot, low, high) => (high > low ? [low, high] : [low - 0.5, high + 0.5]) }, y: { range: (plot, low, high) => padded(low, high, y, this.data.marks) } },
+      scales: { x: { time: false, range: (plot, low, high) => (high > low ? [low, high] : [low - 0.5, high + 0.5]) }, y: y.isLog ? { distr: 3 } : { range: (plot, low, high) => padded(low, high, y, this.data.marks) } },
       axes: [
-        { ...axis, label: x.label, grid: { show: false }, size: 32, space: 80, values: (plot, ticks) => ticks.map((tick) => (x.isWhole && !Number.isInteger(tick) ? "" : x.format(tick, ticks[1] - ticks[0]))), ...(x.isTime ? { incrs: TIME_STEPS } : {}) },
-        { ...axis, label: y.label, space: 34, values: (plot, ticks) => ticks.map((tick) => y.format(tick)), size: (plot, values) => Math.max(40, 16 + 6.6 * Math.max(...(values ?? [""]).map((text) => text.length))) },
+        { ...axis, label: x.label, grid: { show: false }, size: 32 * scale, space: 80 * scale, values: (plot, ticks) => ticks.map((tick) => (x.isWhole && !Number.isInteger(tick) ? "" : x.format(tick, ticks[1] - ticks[0]))), ...(x.isTime ? { incrs: TIME_STEPS } : {}) },
+        { ...axis, label: y.label, space: 34 * scale, values: (plot, ticks) => ticks.map((tick) => (tick === null ? "" : y.format(tick))), size: (plot, values) => scale * Math.max(40, 16 + 6.6 * Math.max(...(values ?? [""]).map((text) => text.length))) },
       ],
-      series: [{}, ...drawn.map((line) => ({ label: line.name, stroke: colour(`tone-${line.tone}`), width: 1.7, dash: line.isDashed ? [5, 3] : undefined, spanGaps: true, points: { show: line.points.length <= MARKED_POINTS, size: 5 } }))],
+      series: [{}, ...drawn.map((line) => ({ label: line.name, stroke: colour(`tone-${line.tone}`), width: 1.7 * scale, dash: line.isDashed ? [5, 3] : undefined, spanGaps: true, points: { show: line.points.length <= MARKED_POINTS, size: 5 } }))],
       hooks: {
         setCursor: [() => this.read()],
         setScale: [(plot, key) => {
@@ -110,7 +124,7 @@ export class LineChart {
   // Targets as lines, best values as rings.
   drawMarks(plot, colour) {
     const { ctx, bbox } = plot;
-    const scale = devicePixelRatio;
+    const scale = devicePixelRatio * typeScale();
     ctx.save();
     ctx.fillStyle = ctx.strokeStyle = colour("ink");
     ctx.lineWidth = scale;
@@ -145,17 +159,29 @@ export class LineChart {
       const format = y.exact ?? y.format;
       return `${line.name}: newest ${format(known.at(-1))}, from ${format(low)} to ${format(high)}`;
     });
-    return `${this.title}, ${y.label} by ${x.label}. ${[...told, ...marks.map((mark) => mark.text)].join("; ")}. Arrow keys read single points.`;
+    return `${this.title}, ${y.label} by ${x.label}. ${[...told, ...marks.map((mark) => mark.text)].join("; ")}. Arrow keys read single points, + and - zoom.`;
   }
 
   key(event) {
-    if (event.key === "Escape" && this.plot) this.plot.setData(this.plot.data, true);
+    if (this.plot && event.key in KEY_ZOOMS && !event.ctrlKey && !event.metaKey) this.zoom(KEY_ZOOMS[event.key]);
     if (!this.plot || !(event.key in KEY_STEPS)) return;
     event.preventDefault();
     this.reading.setAttribute("aria-live", "polite");
     const last = this.plot.data[0].length - 1;
     const index = Math.max(0, Math.min(last, (this.plot.cursor.idx ?? last + 1) + KEY_STEPS[event.key]));
-    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][index], "x"), top: this.height / 2 });
+    this.plot.setCursor({ left: this.plot.valToPos(this.plot.data[0][index], "x"), top: this.plot.height / 2 });
+  }
+
+  // Shows so much more or less of x around the cursor, in all charts of the group.
+  zoom(factor) {
+    const { cursor, data, scales } = this.plot;
+    const all = data[0];
+    const at = cursor.idx === null || cursor.idx === undefined ? (scales.x.min + scales.x.max) / 2 : all[cursor.idx];
+    const half = ((scales.x.max - scales.x.min) * factor) / 2;
+    const [low, high] = [Math.max(all[0], at - half), Math.min(all.at(-1), at + half)];
+    if (all.filter((value) => value >= low && value <= high).length < 2) return;
+    for (const chart of charts) if (chart === this || (this.group && chart.group === this.group)) chart.plot.setScale("x", { min: low, max: high });
+    this.reading.setAttribute("aria-live", "polite");
   }
 
   read() {
@@ -168,7 +194,10 @@ export class LineChart {
     const at = this.plot.data[0][index];
     const told = drawn.map((line, number) => [line.name, this.plot.data[number + 1][index]]).filter(([, value]) => isKnown(value))
       .map(([name, value]) => `${name} ${(y.exact ?? y.format)(value)}`);
-    setText(this.reading, `${x.name} ${(x.exact ?? x.format)(at)}: ${told.join(", ") || "not known"}`);
+    const format = (value) => (x.exact ?? x.format)(x.isWhole ? Math.round(value) : value);
+    const { min, max } = this.plot.scales.x;
+    const part = this.isZoomed ? `; shown: ${format(min)} to ${format(max)}` : "";
+    setText(this.reading, `${x.name} ${format(at)}: ${told.join(", ") || "not known"}${part}`);
   }
 }
 
@@ -187,8 +216,9 @@ function isKnown(value) {
   return value !== null && value !== undefined;
 }
 
-function columns(points) {
-  return [points.map((point) => point[0]), points.map((point) => point[1] ?? null)];
+// A logarithmic axis has no place for zero.
+function columns(points, isLog = false) {
+  return [points.map((point) => point[0]), points.map((point) => (isLog && point[1] <= 0 ? null : point[1] ?? null))];
 }
 
 function padded(low, high, axis, marks) {

@@ -12,7 +12,7 @@ const TONES = ["a", "b", "c", "d"];
 const POINTS = 400;
 
 export function compareView(root, ids) {
-  const state = { x: "rounds" };
+  const state = { x: "rounds", isLog: false };
   const choice = xAxisChoice(state, draw);
   const curve = new LineChart("Accuracy", { height: 300, group: "compare" });
   const loss = new LineChart("Loss", { height: 300, group: "compare" });
@@ -37,12 +37,14 @@ export function compareView(root, ids) {
     const { of, axis } = X[state.x];
     const series = (name) => runs.map(({ rows, line }) => ({ ...line, points: rows.map((row) => [of(row, rows[0].started_at ?? 0), row[name] ?? null]) }));
     curve.show({ x: axis, y: ACCURACY, series: series("accuracy") }, "No model was evaluated.");
-    loss.show({ x: axis, y: LOSS, series: series("loss") }, "No loss was measured.");
+    loss.show({ x: axis, y: { ...LOSS, isLog: state.isLog }, series: series("loss") }, "No loss was measured.");
   }
 
-  function table(caption, headings, lines) {
-    return scroller(h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, headings.map((text) => h("th", { scope: "col" }, text)))),
-      h("tbody", {}, lines.map(([name, ...cells]) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((text) => h("td", {}, text)))))), caption);
+  // On a phone without the columns in `wide`.
+  function table(caption, headings, lines, wide = []) {
+    const kind = (index) => (wide.includes(index) ? "wide" : null);
+    return scroller(h("table", {}, h("caption", { class: "unseen" }, caption), h("thead", {}, h("tr", {}, headings.map((text, index) => h("th", { scope: "col", class: kind(index) }, text)))),
+      h("tbody", {}, lines.map(([name, ...cells]) => h("tr", {}, h("th", { scope: "row" }, name), cells.map((text, index) => h("td", { class: kind(index + 1) }, text)))))), caption);
   }
 
   function results() {
@@ -50,7 +52,7 @@ export function compareView(root, ids) {
       const last = rows.at(-1);
       const best = bestOf(rows);
       return [h("span", {}, swatch(line), " ", link(["runs", run.run_id], run.name)), status(run), count(run.rounds), accuracy(result(run), 2), best ? `${accuracy(best.accuracy, 2)}, round ${best.round}` : "–", seconds(lasted(run, last)), last ? bytes(last.total_up + last.total_down) : "–"];
-    }));
+    }), [1, 5, 6]);
   }
 
   function differences() {

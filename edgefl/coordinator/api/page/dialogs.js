@@ -70,13 +70,17 @@ export function confirm(question, text, go) {
 // The same with content of its own, such as fields, whose values have to be valid.
 export function ask(question, content, go, kind = "primary") {
   const form = h("form", { method: "dialog", onsubmit: () => go.action() }, h("h2", {}, question), content,
-    h("p", { class: "actions" }, h("button", { type: "submit", class: kind }, go.text), button("Cancel", () => dialog.close())));
+    h("p", { class: "actions" }, h("button", { type: "submit", class: kind }, go.text), button("Cancel", () => dialog.close(), { autofocus: kind === "danger" })));
   const dialog = show(form);
 }
 
 function show(form) {
-  const dialog = h("dialog", {}, form);
-  dialog.addEventListener("close", () => dialog.remove());
+  const dialog = h("dialog", { "aria-label": form.querySelector("h2").textContent }, form);
+  // What opened it has the focus again, if it is still there.
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true });
+  });
   document.body.append(dialog);
   dialog.showModal();
   return dialog;

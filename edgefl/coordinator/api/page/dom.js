@@ -36,10 +36,16 @@ export function replace(element, ...children) {
   return element;
 }
 
-// The same, but only where something has changed, so that the focus stays where it is.
+// The same, but only where something has changed; what has the focus keeps it.
 export function refresh(element, ...children) {
   const fresh = replace(element.cloneNode(false), ...children);
-  if (!fresh.isEqualNode(element)) element.replaceChildren(...fresh.childNodes);
+  if (fresh.isEqualNode(element)) return;
+  const held = element.contains(document.activeElement) ? document.activeElement : null;
+  const alike = (root) => [...root.querySelectorAll(held.localName)];
+  const isSame = (one) => one?.isEqualNode(held);
+  const next = held && [alike(fresh)[alike(element).indexOf(held)], ...alike(fresh)].find(isSame);
+  element.replaceChildren(...fresh.childNodes);
+  next?.focus({ preventScroll: true });
 }
 
 export function setText(element, text) {

@@ -7,8 +7,12 @@ import { celsius, count, moment, percent, plain, seconds, shortHash } from "./fo
 import { boards, HOT_C, model } from "./model.js";
 import { pickColumn, Table } from "./tables.js";
 
-const ORDER = ["gone", "late", "draining", "online", "offline", "never seen"];
+const ORDER = ["gone", "late", "offline", "draining", "online", "never seen"];
 const FIRST_MAPPED = 12;
+const MAP_SHARE = 0.15;
+const MIN_CELL = 10;
+const MAX_CELL = 32;
+const MAP_KEY = [["online", "online"], ["online works", "at work"], ["late", "late or draining"], ["gone", "gone"], ["offline", "offline or never seen"], ["online trouble", "throttled or hot"]];
 const isHot = (row) => (row.temperature_c ?? 0) >= HOT_C;
 const FILTERS = [
   ["all", "All", () => true],
@@ -107,11 +111,12 @@ export function fleetView(root) {
   const summary = h("p", { class: "quiet", role: "status" });
   const bulk = h("p", { class: "actions left bulk", hidden: true });
   const map = h("div", { class: "map", "aria-hidden": "true" });
+  const key = h("ul", { class: "legend", "aria-hidden": "true" }, MAP_KEY.map(([kind, text]) => h("li", {}, h("i", { class: kind }), text)));
   const columns = [pickColumn(picked, (row) => row.device_id, () => drawBulk()), ...COLUMNS.map((column) => ({ ...column }))];
   const table = new Table({ caption: "Devices of the fleet", columns, rowKey: (row) => row.device_id, order: { key: "presence" } });
   replace(root, h("div", { class: "head" }, h("h1", {}, "Fleet"), h("p", { class: "actions" }, link(["join"], "Let a device join", { class: "button" }))),
     h("div", { class: "filters", role: "group", "aria-label": "Which devices" }, [...chips.values()].map((entry) => entry.element)),
-    h("p", { class: "search" }, h("label", { for: "find" }, "Find"), search), map, summary, bulk, table.element);
+    h("p", { class: "search" }, h("label", { for: "find" }, "Find"), search), map, key, summary, bulk, table.element);
 
   function chip(key, title) {
     const number = h("span", { class: "count" });
@@ -140,6 +145,7 @@ export function fleetView(root) {
     const fits = FILTERS.find(([key]) => key === chosen)?.[2] ?? (() => true);
     const rows = all.filter((row) => fits(row) && (!wanted || text(row).includes(wanted)));
     drawMap(map, all.length > FIRST_MAPPED ? all : []);
+    key.hidden = map.hidden;
     const numBoards = boards().length;
     const told = `${numBoards} ${numBoards === 1 ? "board" : "boards"}`;
     setText(summary, rows.length === all.length ? `${told}${all.length > numBoards ? ", and the coordinator's own evaluator" : ""}` : `${rows.length} of ${all.length} devices`);
@@ -158,6 +164,9 @@ function text(row) {
 // A cell a device, by state: a large fleet at a glance. The table says the same in words.
 function drawMap(map, rows) {
   map.hidden = !rows.length;
+  // As large as lets all of them fill a share of the window.
+  const size = Math.sqrt((MAP_SHARE * map.clientWidth * innerHeight) / Math.max(1, rows.length)) - 2;
+  map.style.setProperty("--cell", `${Math.min(MAX_CELL, Math.max(MIN_CELL, Math.floor(size)))}px`);
   const place = (row) => ORDER.indexOf(row.presence);
   const sorted = [...rows].sort((a, b) => place(a) - place(b) || (a.device_id < b.device_id ? -1 : 1));
   while (map.children.length > sorted.length) map.lastChild.remove();

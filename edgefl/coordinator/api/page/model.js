@@ -69,7 +69,7 @@ export function take(kind, news) {
 // Returns the run's rounds as far as they are known, and begins to load them if they are not.
 export function courseOf(runId) {
   if (!model.courses.has(runId)) {
-    model.courses.set(runId, { rows: new Map(), spans: new Map(), numDevices: 0, isLoaded: false, error: "" });
+    model.courses.set(runId, { rows: new Map(), spans: new Map(), numDevices: 0, isLoaded: false, error: "", version: 0 });
     loadCourse(runId);
   }
   return model.courses.get(runId);
@@ -93,6 +93,7 @@ export async function loadCourse(runId) {
     course.error = error.message;
   }
   course.isLoaded = true;
+  course.version += 1;
   tell("course");
 }
 
@@ -103,6 +104,7 @@ function takeCourse(news) {
     loadCourse(news.run);
     return;
   }
+  course.version += 1;
   addRows(course, news.rows);
   if (news.spans) {
     for (const [round, rows] of bySpan(news.spans.rows)) course.spans.set(round, rows);

@@ -17,8 +17,8 @@ export function nowView(root) {
   const runPart = h("section", { "aria-label": "The run that goes on" });
   let charts = null;
   let shown = "";
-  replace(root, h("h1", { class: "unseen" }, "Now"), steps, tiles, runPart,
-    h("div", { class: "columns" }, h("div", {}, section("Attention", attention), h("section", { "aria-label": "Fleet" }, h("h2", {}, link(["fleet"], "Fleet")), fleetPart)), section("Events", events)));
+  replace(root, h("h1", { class: "unseen" }, "Now"), steps, tiles,
+    h("div", { class: "overview" }, runPart, h("div", { class: "columns" }, h("div", {}, section("Attention", attention), h("section", { "aria-label": "Fleet" }, h("h2", {}, link(["fleet"], "Fleet")), fleetPart)), section("Events", events))));
 
   function draw() {
     const run = chosenRun();
@@ -88,7 +88,7 @@ function tileRow(run) {
   const left = run ? timeLeft(run, course) : null;
   const alert = model.events.findLast(isAlarming);
   return h("dl", { class: "tiles" },
-    tile("Boards online", `${online} of ${all.length}`, model.attention.length ? `${model.attention.length} need attention` : "all is well", online < all.length ? "warn" : null),
+    tile("Boards online", `${online} of ${all.length}`, model.attention.length ? `${model.attention.length} need${model.attention.length === 1 ? "s" : ""} attention` : "all is well", online < all.length ? "warn" : null),
     run ? tile("Round", progress(run), left !== null ? `${seconds(left)} left` : goalOf(run) ? run.status : "no limit of rounds") : null,
     run ? tile("Accuracy", accuracy(result(run)), change(course)) : null,
     tile("Last alert", alert ? kindOf(alert) : "none", alert ? `${alert.device_id ?? ""} ${moment(alert.at)}`.trim() : null, alert ? "warn" : null));

@@ -14,6 +14,7 @@ import { toToml } from "./toml.js";
 
 const NUM_EVENTS = 100;
 const NUM_MEASURED = 2000;
+const NUM_UPDATES = 500;
 const MAX_METRICS = 12;
 const GUARDED = /rejected|clipped|quarantined|untrusted|held/;
 export const ACCURACY = { label: "accuracy", format: (value) => `${digits(value * 100, 3)} %`, exact: (value) => accuracy(value, 2), least: 0, most: 1 };
@@ -25,12 +26,16 @@ export const X = {
   bytes: { text: "Bytes", of: (row) => row.total_up + row.total_down, axis: { label: "bytes sent in both directions", name: "after", format: bytes } },
 };
 
-// Buttons for what the X axis shows.
+// Buttons for what the X axis shows, and for a loss by powers of ten.
 export function xAxisChoice(state, draw) {
   const choices = Object.entries(X).map(([key, { text }]) => button(text, () => { state.x = key; draw(); }, { "data-x": key }));
   const element = h("div", { class: "choice", role: "group", "aria-label": "X axis" }, choices);
-  const mark = () => choices.forEach((entry) => entry.setAttribute("aria-pressed", String(entry.dataset.x === state.x)));
-  return { element: h("div", { class: "bar" }, h("span", { class: "quiet", "aria-hidden": "true" }, "X axis"), element), mark };
+  const log = button("Log loss", () => { state.isLog = !state.isLog; draw(); });
+  const mark = () => {
+    choices.forEach((entry) => entry.setAttribute("aria-pressed", String(entry.dataset.x === state.x)));
+    log.setAttribute("aria-pressed", String(Boolean(state.isLog)));
+  };
+  return { element: h("div", { class: "bar" }, h("span", { class: "quiet", "aria-hidden": "true" }, "X axis"), element, h("span", { class: "choice" }, log)), mark };
 }
 
 // The charts of one run, for its own page and for "now".
@@ -56,6 +61,10 @@ export class RunCharts {
     const course = courseOf(this.runId);
     const run = model.runs.get(this.runId) ?? { status: "queued" };
     const rows = courseRows(course);
+    // Much is told every second that changes no chart.
+    const state = JSON.stringify([this.runId, course.version, this.x, this.isLog, run.status, run.reason, run.goal_accuracy]);
+    if (state === this.drawn) return;
+    this.drawn = state;
     this.choice.mark();
     this.failure.hidden = !course.error;
     setText(this.failure.firstChild, `The curves could not be loaded: ${course.error}.`);
@@ -63,7 +72,7 @@ export class RunCharts {
     // A run that ended before its first round has nothing to draw, and never will.
     this.element.hidden = course.isLoaded && !course.error && !rows.length && !isWaiting;
     if (!course.isLoaded || !rows.length) {
-      const text = !course.isLoaded ? "Loading…" : course.error ? "Not loaded." : run.reason ?? "No round has closed yet.";
+      const text = !course.isLoaded ? "Loading…" : course.error ? "Not loaded." : "No round has closed yet.";
       for (const chart of [...this.charts, this.line]) chart.say(text);
       return;
     }
@@ -78,7 +87,7 @@ export class RunCharts {
     const target = run.goal_accuracy ?? null;
     const marks = [target === null ? null : { y: target, text: `target ${accuracy(target)}` }, best ? { x: of(best, first), y: best.accuracy, text: `best ${accuracy(best.accuracy)}, round ${best.round}` } : null];
     show(this.curve, ACCURACY, best || !nodes.length ? [global, ...nodes] : nodes, "No model was evaluated yet.", marks.filter(Boolean));
-    show(this.loss, LOSS, [{ name: "test", tone: "a", points: points("loss") }, { name: "training", tone: "b", isDashed: true, points: points("train_loss") }], "No loss was reported yet.");
+    show(this.loss, { ...LOSS, isLog: this.isLog }, [{ name: "test", tone: "a", points: points("loss") }, { name: "training", tone: "b", isDashed: true, points: points("train_loss") }], "No loss was reported yet.");
     show(this.traffic, { label: "bytes", format: bytes, min: 0 }, [{ name: "up, from devices", tone: "a", points: points("bytes_up") }, { name: "down, to devices", tone: "b", isDashed: true, points: points("bytes_down") }]);
     show(this.pace, { label: "time of a round", format: seconds, min: 0 }, [{ name: "round", tone: "a", points: points("seconds") }]);
     if (this.apart) {
@@ -173,6 +182,7 @@ const DEVICE_COLUMNS = [
     { key, title, class: "wide", isNumber: true, isOptional: true, value: (row) => row[`num_${key}`] || null, cell: (row) => h("span", { class: row[`num_${key}`] ? "warn" : null }, String(row[`num_${key}`] ?? 0)) })),
   { key: "stale", title: "Staleness, mean and most", class: "wide", isNumber: true, isOptional: true, value: (row) => row.mean_staleness || null, cell: (row) => (row.mean_staleness ? `${digits(row.mean_staleness, 2)}, ${row.max_staleness}` : "0") },
   { key: "examples", title: "Examples", class: "wide", isNumber: true, isOptional: true, value: (row) => row.num_examples, cell: (row) => count(row.num_examples) },
+  { key: "loss", title: "Training loss", class: "wide", isNumber: true, isOptional: true, value: (row) => row.loss, cell: (row) => ((row.loss ?? null) === null ? "–" : digits(row.loss, 3)) },
   { key: "compute", title: "Computing", class: "wide", isNumber: true, value: (row) => row.compute_s, cell: (row) => seconds(row.compute_s) },
   { key: "send", title: "Sending", class: "wide", isNumber: true, value: (row) => row.send_s, cell: (row) => seconds(row.send_s) },
   { key: "wait", title: "Waiting", class: "wide", isNumber: true, value: (row) => row.wait_s, cell: (row) => seconds(row.wait_s) },
@@ -185,13 +195,14 @@ function meter(share) {
   return bar;
 }
 
-// What each device gave: sums over the whole run.
+// What each device gave: sums over the whole run, and the loss of its newest update.
 async function loadDevices(run) {
   const path = (kind) => get(`history/${kind}`, { run: run.run_id, by: "device" });
-  const [sums, stale, dropouts] = await Promise.all([get("history/devices", { run: run.run_id }), path("stale"), path("dropouts")]);
+  const [sums, stale, dropouts, updates] = await Promise.all([get("history/devices", { run: run.run_id }), path("stale"), path("dropouts"), get("history/updates", { run: run.run_id, limit: NUM_UPDATES })]);
+  const losses = new Map(updates.rows.filter((row) => row.loss !== null).map((row) => [row.device_id, row.loss]));
   const more = new Map();
   for (const row of [...stale.rows, ...dropouts.rows]) more.set(row.device_id, { ...more.get(row.device_id), ...row });
-  const rows = sums.rows.filter((row) => row.num_assignments).map((row) => ({ ...row, ...more.get(row.device_id), num_examples: row.examples?.[run.task] ?? null }));
+  const rows = sums.rows.filter((row) => row.num_assignments).map((row) => ({ ...row, ...more.get(row.device_id), loss: losses.get(row.device_id) ?? null, num_examples: row.examples?.[run.task] ?? null }));
   const all = rows.reduce((sum, row) => sum + row.num_used, 0);
   return rows.map((row) => ({ ...row, share: all ? row.num_used / all : 0 }));
 }
@@ -240,9 +251,9 @@ export function runView(root, wanted) {
     charts.runId = found.run_id;
     setText(file, toToml(found.config));
     const copy = button("Copy", () => navigator.clipboard.writeText(file.textContent).then(() => toast("Copied."), () => toast("The browser does not let this page copy; select the text.", "bad")));
-    replace(root, head, notice, bar, numbers, charts.element, measured,
-      section("Devices in this run", devices.element), section("Guard decisions", guarded), section("Models", models), section("Events", events),
-      h("details", {}, h("summary", {}, "Run file"), h("p", { class: "actions left" }, copy, again()), file));
+    replace(root, head, notice, bar, numbers, h("div", { class: "overview" }, h("div", {}, charts.element, measured, section("Devices in this run", devices.element)),
+      h("div", {}, section("Guard decisions", guarded), section("Models", models), section("Events", events),
+      h("details", {}, h("summary", {}, "Run file"), h("p", { class: "actions left" }, copy, again()), file))));
     draw();
   }, (error) => replace(root, h("h1", {}, error.status === 404 ? "No such run" : "The run could not be loaded"),
     h("p", {}, error.status === 404 ? `There is no run ${wanted} here; it may be of another fleet.` : error.message), h("p", {}, link(["runs"], "To the runs", { class: "button" }))));
@@ -279,7 +290,7 @@ export function runView(root, wanted) {
     const state = JSON.stringify([run.status, run.reason, model.acts, refused.has(run.run_id)]);
     if (state !== shown) {
       shown = state;
-      replace(head, h("div", {}, h("h1", {}, run.name, " ", status(run)), h("p", { class: "minor" }, run.run_id, run.reason && !LIVE.includes(run.status) ? `: ${run.reason}` : "")),
+      refresh(head, h("div", {}, h("h1", {}, run.name, " ", status(run)), h("p", { class: "minor" }, run.run_id, run.reason && !LIVE.includes(run.status) ? `: ${run.reason}` : "")),
         runActions(run, () => { shown = ""; draw(); }, [again()]));
       replace(notice, runReason(run));
     }

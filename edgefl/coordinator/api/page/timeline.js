@@ -1,5 +1,6 @@
 // Who computed, sent and waited when, over a few rounds; one line per device.
 
+import { typeScale } from "./charts.js";
 import { framed, h, replace, s, setText } from "./dom.js";
 import { digits, seconds } from "./format.js";
 import { scroller } from "./tables.js";
@@ -19,7 +20,7 @@ export class TimeLine {
     this.sums = h("tbody");
     const head = ["Device", "Computing", "Sending", "Waiting", "Updates"].map((text, index) => h("th", { scope: "col", class: index ? "number" : null }, text));
     this.details = h("details", {}, h("summary", {}, "Seconds by device"),
-      scroller(h("table", {}, h("thead", {}, h("tr", {}, head)), this.sums), "Seconds by device"));
+      scroller(h("table", {}, h("caption", { class: "unseen" }, "Seconds by device"), h("thead", {}, h("tr", {}, head)), this.sums), "Seconds by device"));
     const legend = KINDS.map(([name, kind]) => h("li", {}, s("svg", { class: "swatch", width: 14, height: 10, "aria-hidden": "true" }, kind === "lost" ? s("path", { class: "lost", d: "M3 1l8 8m0 -8l-8 8" }) : s("rect", { class: kind, width: 14, height: 10 })), name));
     this.element = h("figure", {}, h("div", { class: "figure-head" }, h("figcaption", {}, title), h("ul", { class: "legend" }, legend)),
       this.frame, this.note, this.empty, this.details);
@@ -54,12 +55,13 @@ export class TimeLine {
     const names = [...new Set(rows.map((row) => row.device_id))].sort();
     const began = Math.min(...rows.map((row) => row.dispatched_at));
     const ended = Math.max(...rows.map((row) => ends(row)));
-    const width = Math.max(240, this.frame.clientWidth);
+    const scale = typeScale();
+    const width = Math.max(240, this.frame.clientWidth / scale);
     const left = Math.min(150, Math.max(64, width * 0.2));
     const height = TOP + names.length * ROW + BOTTOM;
     const toX = (at) => left + (at / Math.max(ended - began, 1e-6)) * (width - 12 - left);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    this.svg.setAttribute("height", height);
+    this.svg.setAttribute("height", height * scale);
     this.svg.setAttribute("aria-label", `Time line of rounds ${rounds[0]} to ${rounds.at(-1)}, ${seconds(ended - began)} in all; the table below has the sums.`);
     const lines = names.map((name, index) => this.row(name, index, rows.filter((row) => row.device_id === name), toX, began, left, width));
     replace(this.svg, this.axes(rounds, toX, began, ended, left, width, height), lines);

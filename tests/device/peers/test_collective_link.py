@@ -1,0 +1,185 @@
+"""All-reduces between members over a carrier that tests hold: whole, broken, restarted, senseless messages."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from edgefl.core.errors import NetworkError
+from edgefl.core.types import CollectiveConfig, GossipConfig
+from edgefl.device.peers.collective_link import (
+    HEADER,
+    ChunkMessage,
+    CollectiveBrokenError,
+    CollectiveLink,
+    decode_message,
+    encode_message,
+)
+from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
+
+NAMES = ("a", "b", "c")
+
+
+class Network:
+    """Carriers of all members; who is in `away` is reached by nobody."""
+
+    def __init__(self) -> None:
+        self.receivers: dict[str, Callable[[str, bytes], None]] = {}
+        self.away: set[str] = set()
+        self.refused = itertools.cycle([False, True])
+
+    def make(self, name: str) -> Callable[[GossipConfig, Callable[[str, bytes], None]], Any]:
+        network = self
+
+        class Carrier:
+            def __init__(self, plan: GossipConfig, on_message: Callable[[str, bytes], None]) -> None:
+                self.peers = [edge.neighbour for edge in plan.edges]
+                network.receivers[name] = on_message
+
+            def start(self) -> None: ...
+
+            def stop(self) -> None: ...
+
+            def set_addresses(self, _: object) -> None: ...
+
+            def set_peers(self, peers: list[str]) -> None:
+                self.peers = list(peers)
+
+            def list_connected_peers(self) -> frozenset[str]:
+                return frozenset(peer for peer in self.peers if peer in network.receivers) - network.away
+
+            def send(self, receiver: str, payload: bytes, *, is_reply: bool = False) -> bool:
+                """Has room for every other message."""
+                if is_reply and (next(network.refused) or receiver not in network.receivers):
+                    return False
+                if receiver in network.receivers and receiver not in network.away:
+                    network.receivers[receiver](name, payload)
+                return True
+
+        return Carrier
+
+
+def config(group: str = "g", members: tuple[str, ...] = NAMES) -> CollectiveConfig:
+    return CollectiveConfig(
+        collective="ring", members=members, group=group, addresses=tuple(f"{name}:1" for name in members)
+    )
+
+
+def run(link: CollectiveLink, name: str, vector: Any, *, group: str = "g", reduction: int = 0) -> int:
+    schedule = make_schedule("ring", 3, len(vector))
+    link.open("run", config(group), schedule, vector_bytes=vector.nbytes)
+    member = AllReduce(schedule, NAMES.index(name), vector, chunk_size=3)
+    return link.run(member, reduction, lambda: False, vector.dtype)
+
+
+def in_threads(work: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+
+    def note(name: str, act: Callable[[], Any]) -> None:
+        try:
+            results[name] = act()
+        except CollectiveBrokenError as error:
+            results[name] = error
+
+    threads = [threading.Thread(target=note, args=item) for item in work.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "they wait for ever"
+    return results
+
+
+def run_all(links: dict[str, CollectiveLink], group: str) -> tuple[set[bytes], dict[str, int]]:
+    vectors = {name: np.full(20, index + 1.0, np.float32) for index, name in enumerate(NAMES)}
+    sent = in_threads({name: lambda n=name: run(links[n], n, vectors[n], group=group) for name in NAMES})
+    return {vector.tobytes() for vector in vectors.values()}, sent
+
+
+def test_members_end_with_the_same_sum_round_after_round_over_a_carrier_that_is_often_full() -> None:
+    network = Network()
+    links = {name: CollectiveLink(name, network.make(name)) for name in NAMES}
+    for group in ("g", "h"):
+        sums, sent = run_all(links, group)
+        assert sums == {np.full(20, 6.0, np.float32).tobytes()}
+        assert all(count >= 4 * 4 * 6 for count in sent.values())
+    for link in links.values():
+        link.close()
+
+
+def test_a_member_that_gives_up_leaves_nobody_waiting_even_who_begins_later() -> None:
+    network = Network()
+    links = {name: CollectiveLink(name, network.make(name)) for name in NAMES}
+    for name in NAMES:
+        links[name].open("run", config("before"), make_schedule("ring", 3, 9), vector_bytes=36)
+    links["c"].open("run", config(), make_schedule("ring", 3, 9), vector_bytes=36)
+    links["c"].abort()
+    vector = np.ones(9, np.float32)
+    results = in_threads({name: lambda n=name: run(links[n], n, vector.copy()) for name in "ab"})
+    assert {str(error) for error in results.values()} == {"c has given up"}
+
+
+def test_a_member_that_is_not_reached_or_that_restarts_breaks_the_group() -> None:
+    network = Network()
+    clock = itertools.count(0, 5)
+    first = CollectiveLink("a", network.make("a"), lambda: float(next(clock)))
+    second = CollectiveLink("b", network.make("b"))
+    second.open("run", config(), make_schedule("ring", 3, 9), vector_bytes=36)
+    with pytest.raises(CollectiveBrokenError, match=r"[bc] is not reached"):
+        run(first, "a", np.ones(9, np.float32))
+    group = first._group
+    for session in (b"1" * 8, b"2" * 8):
+        first.receive("c", encode_message(ChunkMessage(group=group, session=session, reduction=9)))
+    with pytest.raises(CollectiveBrokenError, match="c has restarted"):
+        first.run(
+            AllReduce(make_schedule("ring", 3, 9), 0, np.ones(9, np.float32), chunk_size=3),
+            0,
+            lambda: False,
+            np.dtype("f4"),
+        )
+
+
+@pytest.mark.parametrize("values", [b"123", bytes(400)])
+def test_a_chunk_that_makes_no_sense_breaks_the_group(values: bytes) -> None:
+    network = Network()
+    link = CollectiveLink("a", network.make("a"))
+    schedule = make_schedule("ring", 3, 9)
+    link.open("run", config(), schedule, vector_bytes=36)
+    link.receive("c", encode_message(ChunkMessage(group=link._group, session=bytes(8), start=6, values=values)))
+    with pytest.raises(CollectiveBrokenError, match="c"):
+        link.run(AllReduce(schedule, 0, np.ones(9, np.float32), chunk_size=3), 0, lambda: False, np.dtype("f4"))
+
+
+def test_a_message_survives_the_wire_and_a_malformed_one_is_refused() -> None:
+    message = ChunkMessage(group=b"g" * 16, session=b"s" * 8, reduction=3, step=2, start=10**10, values=b"1234")
+    assert decode_message(encode_message(message)) == message
+    for wrong in (
+        b"",
+        encode_message(message)[: HEADER.size - 1],
+        encode_message(message).replace(b"s\x01", b"s\x09"),
+    ):
+        with pytest.raises(NetworkError):
+            decode_message(wrong)
+
+
+def test_no_address_is_said_in_one_line() -> None:
+    link = CollectiveLink("a", Network().make("a"))
+    nowhere = CollectiveConfig(collective="ring", members=NAMES, group="g", addresses=("", "b:1", "c:1"))
+    with pytest.raises(NetworkError, match="nobody says where a listens"):
+        link.open("run", nowhere, make_schedule("ring", 3, 9), vector_bytes=36)
+
+
+def test_no_member_fills_another_s_memory_with_what_is_not_due() -> None:
+    link = CollectiveLink("a", Network().make("a"))
+    schedule = make_schedule("ring", 3, 9)
+    link.open("run", config(), schedule, vector_bytes=36)
+    for _ in range(20):
+        link.receive("c", encode_message(ChunkMessage(group=b"?" * 16, session=bytes(8), values=bytes(256 * 1024))))
+    assert link._queued_bytes < 1024 * 1024 + 200
+    with pytest.raises(CollectiveBrokenError, match="c sends more than"):
+        link.run(AllReduce(schedule, 0, np.ones(9, np.float32), chunk_size=3), 0, lambda: False, np.dtype("f4"))
