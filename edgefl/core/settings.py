@@ -186,7 +186,12 @@ def check_value(path: str, value: Any, option: OptionType) -> None:
             f"{path} cannot be given in a run file: it is annotated {option.annotation!s:.100}, and a run file has "
             "texts, numbers, true and false"
         )
-    raise ConfigError(f"{path} must be {' or '.join(descriptions)}, got {_shorten(repr(value))}")
+    raise ConfigError(f"{path} must be {' or '.join(descriptions)}, got {format_setting(value)}")
+
+
+def format_setting(value: object) -> str:
+    """Returns a found value for an error, as TOML spells it, shortened."""
+    return str(value).lower() if isinstance(value, bool) else _shorten(repr(value))
 
 
 def make_schema(options: Mapping[str, OptionType], doc: str | None = None) -> dict[str, Any]:
@@ -265,7 +270,7 @@ def _convert(path: str, value: Any, option: OptionType) -> Any:
 
 def _check_table(value: object, path: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{path or 'the file'} must be a table, got {_shorten(repr(value))}")
+        raise ConfigError(f"{path or 'the file'} must be a table, got {format_setting(value)}")
     return value
 
 

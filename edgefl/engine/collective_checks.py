@@ -6,7 +6,7 @@ from typing import Any
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.settings import Faults
+from edgefl.core.settings import Faults, format_setting
 from edgefl.core.types import Strategy
 from edgefl.strategies.synchronous.esync import ESync
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy, weight_uniformly
@@ -45,8 +45,8 @@ def check_collective(config: RunConfig) -> None:
     faults = Faults()
     for name, (found, needed, reason) in needs.items():
         if found != needed:
-            right = "left out" if needed is None or needed == {} else repr(needed)
-            faults.messages.append(f"{name} must be {right} with {how}, got {found!r}: {reason}")
+            right = "left out" if needed is None or needed == {} else format_setting(needed)
+            faults.messages.append(f"{name} must be {right} with {how}, got {format_setting(found)}: {reason}")
     faults.check()
 
 

@@ -57,7 +57,7 @@ def test_values_of_the_annotated_types_pass():
         (Settings, {"pase": 1}, r"task.pase: mine has no such setting \(did you mean pace\?\); known: pace, limit"),
         (Settings, {}, "task.pace is missing: mine cannot do without"),
         (Settings, {"pace": "fast"}, "task.pace must be a number, got 'fast'"),
-        (Settings, {"pace": True}, "task.pace must be a number, got True"),
+        (Settings, {"pace": True}, "task.pace must be a number, got true"),
         (Settings, {"pace": math.nan}, "task.pace must be a number, got nan"),
         (Settings, {"pace": -math.inf}, "task.pace must be a number, got -inf"),
         (Settings, {"pace": 10**400}, "task.pace must be a number, got 1000"),

@@ -27,7 +27,7 @@ def test_weighted_means_may(strategy):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"guard": {"enabled": True}}, "guard.enabled must be False"),
+        ({"guard": {"enabled": True}}, "guard.enabled must be false"),
         ({"guard": {"max_weight_ratio": 2.0}}, "guard.max_weight_ratio must be 0"),
         ({"guard": {"max_norm": 1.0}}, "guard.max_norm must be left out"),
         ({"compression": {"up": "topk:0.1"}}, "compression.up must be 'dense'.*'topk:0.1': its bodies do not add up"),

@@ -279,7 +279,7 @@ def test_the_run_files_server_optimizer_takes_flowers_step_for_a_gradient():
             "strategy.etta: flwr:FedAdam has no such setting (did you mean eta?); known: learning_rate",
         ),
         ("flwr:FedAdam", {"eta": "fast"}, "strategy.eta must be a number, got 'fast'"),
-        ("flwr:FedAdam", {"eta": True}, "strategy.eta must be a number, got True"),
+        ("flwr:FedAdam", {"eta": True}, "strategy.eta must be a number, got true"),
         ("flwr:FedAdam", {"iterations": "ten"}, "strategy.iterations must be a whole number at least 1, got 'ten'"),
         ("flwr:FedAdam", {"learning_rate": -1}, "strategy.learning_rate must be a number at least 0"),
         ("flwr:QFedAvg", {}, "strategy.client_learning_rate is missing: flwr:QFedAvg cannot do without"),

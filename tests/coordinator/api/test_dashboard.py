@@ -182,7 +182,7 @@ def test_a_pasted_run_file_is_checked_and_comes_back_as_what_a_run_is_submitted_
         ('[run]\ntask = "mnist"\n[task]\nmodel = "torch.hub:load"', "the module torch.hub is not allowed here"),
         ('[run]\ntask = "digits"\n[strategy]\noptimizer = "os:system"', "the name of a local algorithm"),
         ('[run]\ntask = "digits"\n[compression]\nup = "os:system"', "unknown stage 'os'"),
-        ('[run]\ntask = "digits"\n[strategy]\nlearning_rate = true', "must be a number at least 0, got True"),
+        ('[run]\ntask = "digits"\n[strategy]\nlearning_rate = true', "must be a number at least 0, got true"),
         ("\x00", "not TOML"),
     ],
 )

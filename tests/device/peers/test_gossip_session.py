@@ -28,8 +28,8 @@ def never():
 class Pair:
     """Two nodes in one process that hand each other their messages.
 
-    `cut` says who is not heard; with `is_level` no node is more than a burst ahead of the other, whoever gets the CPU:
-    where DSGD comes to depends on how often each of its nodes has trained.
+    `cut` says who is not heard. With `is_level` no node is more than a burst ahead of the other, whoever gets the
+    CPU: where DSGD comes to depends on how often each of its nodes has trained.
     """
 
     def __init__(self, method="pdmm-isvr", *, schedule="poisson", limit=0, is_level=False):

@@ -309,7 +309,7 @@ def test_what_makes_no_model_for_the_task_is_refused_in_one_clear_line(own_modul
     [
         ("own_models:Tiny", {"channels": 0}, "channels of task mnist must be a whole number from 1 to 4, got 0"),
         ("own_models:Tiny", {"size": "large"}, "task.size must be a whole number, got 'large'"),
-        ("own_models:Tiny", {"size": True}, "got True"),
+        ("own_models:Tiny", {"size": True}, "got true"),
         ("own_models:Tiny", {"init": "adacomp"}, "init of task mnist is for cnn, "),
         ("cnn", {"channels": 3}, "channels and size of task mnist are for a model of torchvision"),
         ("2nn", {"size": 32}, "channels and size of task mnist are for"),
