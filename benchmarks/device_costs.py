@@ -52,8 +52,8 @@ from edgefl.tasks.learners.image_networks import ImageFormat, make_cnn
 from edgefl.tasks.learners.networks import build_chain
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")
-rows = torch.randperm(len(images.labels))[:6000].numpy()
-pixels, labels = images.inputs[rows].copy(), torch.tensor(images.labels[rows]).long()
+rows = torch.randperm(len(images.targets))[:6000].numpy()
+pixels, labels = images.inputs[rows].copy(), torch.tensor(images.targets[rows]).long()
 del images
 network = build_chain(make_cnn(ImageFormat(1, 28)))
 steps = torch.optim.SGD(network.parameters(), lr=0.05)

@@ -13,7 +13,7 @@ from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 
 def some_digits(count: int, seed: int = 0) -> Dataset:
     rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.integers(0, 17, (count, 8, 8)).astype(np.uint8), labels=rng.integers(0, 10, count))
+    return Dataset(inputs=rng.integers(0, 17, (count, 8, 8)).astype(np.uint8), targets=rng.integers(0, 10, count))
 
 
 def digit_shard(

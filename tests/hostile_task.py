@@ -170,7 +170,7 @@ class Hostile(Task):
 
     def read(self, path):
         with np.load(path) as shard:
-            return Dataset(inputs=shard["inputs"], labels=shard["labels"])
+            return Dataset(inputs=shard["inputs"], targets=shard["labels"])
 
     def learner(self, *, accelerator="cpu", threads=None):
         return HostileLearner(self)

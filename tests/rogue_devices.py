@@ -165,11 +165,11 @@ def load_fleet(
 
 def flip_labels(fleet: FleetData, rogues: Sequence[int], num_labels: int = 10) -> FleetData:
     """Returns the same fleet, but the rogues' examples of label k say k + 1."""
-    labels = np.array(fleet.pool.labels)
+    labels = np.array(fleet.pool.targets)
     for index in rogues:
         rows = fleet.shards[index].train
         labels[rows] = (labels[rows] + 1) % num_labels
-    return replace(fleet, pool=replace(fleet.pool, labels=labels))
+    return replace(fleet, pool=replace(fleet.pool, targets=labels))
 
 
 def play(

@@ -64,5 +64,5 @@ class SplitSite:
 def some_images():
     rng = np.random.default_rng(2)
     return Dataset(
-        inputs=rng.integers(0, 255, (EXAMPLES, 28, 28)).astype(np.uint8), labels=rng.integers(0, 10, EXAMPLES)
+        inputs=rng.integers(0, 255, (EXAMPLES, 28, 28)).astype(np.uint8), targets=rng.integers(0, 10, EXAMPLES)
     )

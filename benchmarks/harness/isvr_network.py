@@ -46,7 +46,7 @@ class Network:
         self._trained_until: dict[str, int] = {}
         names = [f"node-{number}" for number in range(NUM_NODES)]
         self._graph = make_topology(cell.graph, names)
-        shards = class_shards(images.labels, CUTS[cell.cut], derive_rng(cell.seed, "cut"))
+        shards = class_shards(images.targets, CUTS[cell.cut], derive_rng(cell.seed, "cut"))
         self._data = {name: images.take(rows) for name, rows in zip(names, shards, strict=True)}
         self._rngs = {name: derive_rng(cell.seed, "batches", name) for name in names}
         self._inboxes: dict[str, list[PeerMessage]] = {name: [] for name in names}

@@ -804,17 +804,17 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Examples in memory: `inputs` [n, ...] and integer `labels` [n], row by row."""
+    """Examples in memory: `inputs` [n, ...] and their `targets` [n, ...], row by row."""
 
     inputs: Array
-    labels: Array
+    targets: Array
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     def take(self, rows: Array) -> Dataset:
         """Returns the examples of these row numbers, or of a mask."""
-        return Dataset(inputs=self.inputs[rows], labels=self.labels[rows])
+        return Dataset(inputs=self.inputs[rows], targets=self.targets[rows])
 
 
 class Learner(Protocol):

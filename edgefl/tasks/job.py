@@ -87,7 +87,7 @@ class Job(Task):
         """Returns a data set without content, of as many rows as the shard has files."""
         place = Path(path)
         count = sum(1 for _ in place.iterdir()) if place.is_dir() else 1
-        return Dataset(inputs=np.zeros((count, 0), np.float32), labels=np.zeros(count, np.int64))
+        return Dataset(inputs=np.zeros((count, 0), np.float32), targets=np.zeros(count, np.int64))
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:  # noqa: ARG002 likewise
         return NoopLearner(())

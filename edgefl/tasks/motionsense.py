@@ -88,7 +88,7 @@ def _select_windows(arrays: dict[str, Array], stops: Array, recordings: list[int
         scaled = np.concatenate(inputs).astype(np.float32) * arrays["scale"].astype(np.float32)
     if not np.all(np.isfinite(scaled)):
         raise DataError(f"{FILE_NAME} holds samples that are no finite float32; download it again")
-    return Dataset(inputs=scaled, labels=np.concatenate(labels)), np.concatenate(subjects)
+    return Dataset(inputs=scaled, targets=np.concatenate(labels)), np.concatenate(subjects)
 
 
 def _load_arrays(path: Path) -> dict[str, Array]:

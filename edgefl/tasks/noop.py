@@ -72,5 +72,5 @@ class NoopLearner(NumpyLearner):
 def make_noop_data() -> Dataset:
     """Returns a few different examples, enough for both parts of a split."""
     return Dataset(
-        inputs=np.arange(NUM_EXAMPLES, dtype=np.uint8).reshape(-1, 1), labels=np.zeros(NUM_EXAMPLES, np.int64)
+        inputs=np.arange(NUM_EXAMPLES, dtype=np.uint8).reshape(-1, 1), targets=np.zeros(NUM_EXAMPLES, np.int64)
     )

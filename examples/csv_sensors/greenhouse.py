@@ -34,4 +34,4 @@ class Greenhouse(Task):
         """Returns all lines of all CSV files in a folder; it is read again when the folder has grown."""
         files = sorted(Path(path).glob("*.csv"))
         rows = np.vstack([np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2) for file in files])
-        return Dataset(inputs=rows[:, :4], labels=rows[:, 4].astype(np.int64))
+        return Dataset(inputs=rows[:, :4], targets=rows[:, 4].astype(np.int64))

@@ -44,4 +44,4 @@ class Shapes(Task):
     def read(self, path: str) -> Dataset:
         """Returns the pictures of one `.npz` file."""
         with np.load(path) as file:
-            return Dataset(inputs=file["inputs"], labels=file["labels"])
+            return Dataset(inputs=file["inputs"], targets=file["labels"])

@@ -17,7 +17,7 @@ def network(harness):
 @pytest.fixture(scope="module")
 def images():
     inputs = np.random.default_rng(1).integers(0, 256, size=(400, 28, 28), dtype=np.uint8)
-    return Dataset(inputs=inputs, labels=np.repeat(np.arange(10), 40))
+    return Dataset(inputs=inputs, targets=np.repeat(np.arange(10), 40))
 
 
 @pytest.fixture
@@ -73,9 +73,9 @@ def test_lost_mail_is_sent_and_does_not_arrive(ran):
 @pytest.mark.parametrize("cut", ["3 of 10", "8 of 10"])
 def test_shards_hold_their_classes_and_no_image_twice(network, cut, images):
     classes = network.CUTS[cut]
-    shards = network.class_shards(images.labels, classes, np.random.default_rng(1))
+    shards = network.class_shards(images.targets, classes, np.random.default_rng(1))
     for rows, held in zip(shards, classes, strict=True):
-        assert set(images.labels[rows]) == set(held)
+        assert set(images.targets[rows]) == set(held)
     assert sorted(np.concatenate(shards)) == list(range(400))
     if cut == "3 of 10":
         assert [len(rows) for rows in shards] == [50] * 8

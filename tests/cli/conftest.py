@@ -75,5 +75,5 @@ def shard(tmp_path):
     rows = np.arange(12)
     inputs = np.zeros((12, 8, 8), dtype=np.uint8)
     inputs[:, 0, 0] = rows
-    write_shard(path, Dataset(inputs=inputs, labels=rows % 3), ShardMetadata(task="digits"))
+    write_shard(path, Dataset(inputs=inputs, targets=rows % 3), ShardMetadata(task="digits"))
     return path

@@ -204,7 +204,7 @@ def test_an_onnx_file_is_checked_on_the_coordinator_s_own_test_shard_or_on_made_
     data = make_task("digits").read(str(shard))
     session = onnxruntime.InferenceSession(out, providers=["CPUExecutionProvider"])
     (logits,) = session.run(["logits"], {"inputs": data.inputs.astype(np.float32)})
-    assert (logits.argmax(axis=1) == data.labels).mean() > 0.8
+    assert (logits.argmax(axis=1) == data.targets).mean() > 0.8
     (row,) = offline("model", "show", "six:best", "--format", "json").rows
     assert session.get_modelmeta().custom_metadata_map["edgefl.model"] == row["sha256"]
     assert "made-up inputs" in edgefl("model", "export", "six:best", "--out", out).out

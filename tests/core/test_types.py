@@ -61,9 +61,9 @@ def test_values_cannot_be_reassigned_and_are_named_when_made():
 
 
 def test_rows_of_a_data_set_stay_together():
-    data = Dataset(inputs=np.arange(10).reshape(5, 2), labels=np.arange(5))
+    data = Dataset(inputs=np.arange(10).reshape(5, 2), targets=np.arange(5))
     taken = data.take(np.array([4, 0]))
-    assert (taken.inputs.tolist(), taken.labels.tolist(), len(taken)) == ([[8, 9], [0, 1]], [4, 0], 2)
+    assert (taken.inputs.tolist(), taken.targets.tolist(), len(taken)) == ([[8, 9], [0, 1]], [4, 0], 2)
 
 
 def test_derived_seeds_are_the_same_on_every_machine_and_for_ever():

@@ -90,7 +90,7 @@ def test_a_steady_pace_counts_iterations() -> None:
 )
 def test_the_simulator_counts_iterations_as_a_board_does(plan: TrainConfig) -> None:
     task = make_task("digits", {"model": "logistic"})
-    data = Dataset(inputs=np.zeros((10, 8, 8), np.uint8), labels=np.zeros(10, np.int64))
+    data = Dataset(inputs=np.zeros((10, 8, 8), np.uint8), targets=np.zeros(10, np.int64))
     learner = task.learner()
     done = train(learner, data, plan, derive_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
     assert plan.count_iterations(len(data)) == done.iterations

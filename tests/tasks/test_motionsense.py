@@ -40,10 +40,10 @@ def test_windows_start_every_64_samples_and_drop_the_rest():
 def test_no_window_spans_two_recordings_and_late_trials_are_the_test_part(write):
     train, test, subjects = read_motion_windows(write([200, 127, 300, 128], [1, 2, 10, 11]))
     assert subjects.tolist() == [1, 1, 3, 3, 3]
-    assert train.labels.tolist() == [0, 0, 2, 2, 2]
+    assert train.targets.tolist() == [0, 0, 2, 2, 2]
     assert np.all(train.inputs == train.inputs[:, :1, :1])
     assert train.inputs[:, 0, 0].tolist() == [0, 0, 1, 1, 1]
-    assert (test.labels.tolist(), train.inputs.dtype) == ([3], np.float32)
+    assert (test.targets.tolist(), train.inputs.dtype) == ([3], np.float32)
 
 
 def test_recordings_that_do_not_add_up_and_a_truncated_file_are_one_clear_line(write):

@@ -181,7 +181,7 @@ def create_random_examples(task: Task, count: int) -> Dataset:
         raise TaskError(f"task {task.name} does not say what its examples look like; name a shard of it")
     rng = derive_rng(0, "random-examples")
     inputs = rng.integers(0, 17, (count, *shape)).astype(np.uint8)
-    return Dataset(inputs=inputs, labels=rng.integers(0, num_classes, count))
+    return Dataset(inputs=inputs, targets=rng.integers(0, num_classes, count))
 
 
 def _estimate_link(facts: Json) -> tuple[float, str]:

@@ -97,7 +97,7 @@ class OnnxModel:
             int(
                 (
                     self._run(self._validate_rows(data.inputs[batch_slice])).argmax(axis=1)
-                    == data.labels[batch_slice]
+                    == data.targets[batch_slice]
                 ).sum()
             )
             for batch_slice in _make_batch_slices(data.inputs)
@@ -253,7 +253,7 @@ def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if not model.task:
         raise UsageError(f"{path} is a shard, and {model.path} does not say of which task it is; give a .npy file")
     data = make_task(model.task, model.options).read(str(path))
-    return prepare_features(model, data.inputs), data.labels
+    return prepare_features(model, data.inputs), data.targets
 
 
 def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
@@ -421,7 +421,7 @@ def _compute_previous_accuracy(request: ModelCheckRequest, data: Dataset) -> flo
 
 
 def _compute_accuracy(model: OnnxModel, data: Dataset) -> float:
-    return model.accuracy(Dataset(inputs=prepare_features(model, data.inputs), labels=data.labels))
+    return model.accuracy(Dataset(inputs=prepare_features(model, data.inputs), targets=data.targets))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class TaskCache:
                 f"block {block} of task {cached_task.name} is rows {start} to {stop} of a shard of {len(data)}; "
                 "cut the shards again"
             )
-        return Dataset(inputs=data.inputs[start:stop], labels=data.labels[start:stop])
+        return Dataset(inputs=data.inputs[start:stop], targets=data.targets[start:stop])
 
     def compute_fingerprint(self, task: str | None = None) -> object:
         """Returns a value that changes when any shard does, or that of one task."""

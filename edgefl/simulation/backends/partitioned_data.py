@@ -63,7 +63,7 @@ def partition_in_memory(
     parsed, central = parse_scheme(scheme), load_central_data(task, data)
     rng = derive_rng(seed, "shards", task, scheme)
     partition = partition_rows(
-        parsed, labels=central.train.labels, num_devices=num_devices, rng=rng, groups=central.groups
+        parsed, labels=central.train.targets, num_devices=num_devices, rng=rng, groups=central.groups
     )
     blocks = partition.blocks or ({},) * num_devices
     return FleetData(
@@ -83,7 +83,8 @@ def reserve_root(data: FleetData, num_examples: int) -> FleetData:
         raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
     rest, root = split_train_test(data.test, compute_root_fraction(data.test, num_examples))
     pool = Dataset(
-        inputs=np.concatenate([data.pool.inputs, root.inputs]), labels=np.concatenate([data.pool.labels, root.labels])
+        inputs=np.concatenate([data.pool.inputs, root.inputs]),
+        targets=np.concatenate([data.pool.targets, root.targets]),
     )
     rows = np.arange(len(data.pool), len(pool))
     return FleetData(
@@ -103,7 +104,8 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError("the shards hold inputs of different shapes")
     pool = Dataset(
-        inputs=np.concatenate([part.inputs for part in parts]), labels=np.concatenate([part.labels for part in parts])
+        inputs=np.concatenate([part.inputs for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
     )
     offsets = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
@@ -152,7 +154,7 @@ def _split_shards(
 def save_data(folder: Path, data: FleetData) -> None:
     """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
     np.save(folder / "inputs.npy", data.pool.inputs)
-    np.save(folder / "labels.npy", data.pool.labels)
+    np.save(folder / "labels.npy", data.pool.targets)
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
         np.save(folder / f"{name}.npy", np.concatenate(arrays).astype(np.int64))
@@ -164,7 +166,7 @@ def save_data(folder: Path, data: FleetData) -> None:
 def load_data(folder: Path) -> FleetData:
     """Returns the data that `save_data` wrote, without the coordinator's own data."""
     pool = Dataset(
-        inputs=np.load(folder / "inputs.npy", mmap_mode="r"), labels=np.load(folder / "labels.npy", mmap_mode="r")
+        inputs=np.load(folder / "inputs.npy", mmap_mode="r"), targets=np.load(folder / "labels.npy", mmap_mode="r")
     )
     rows = {
         name: np.split(np.load(folder / f"{name}.npy"), np.load(folder / f"{name}-ends.npy")[:-1])

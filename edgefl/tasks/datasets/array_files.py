@@ -147,7 +147,7 @@ def read_image_set(folder: Path, task: str, part: str) -> Dataset:
     labels = read_idx(_find_file(folder, labels_name), md5=PUBLISHED_MD5[task][labels_name])
     if len(images) != len(labels):
         raise DataError(f"{folder / images_name} holds {len(images)} images, {labels_name} {len(labels)} labels")
-    return Dataset(inputs=images, labels=labels.astype(np.int64))
+    return Dataset(inputs=images, targets=labels.astype(np.int64))
 
 
 def read_idx(path: Path, *, md5: str | None = None) -> Array:

@@ -87,7 +87,7 @@ def _load_digits() -> CentralData:
             f"the digits come with scikit-learn; install it with: {format_install_command('sklearn')}"
         ) from None
     raw = load_digits()
-    dataset = Dataset(inputs=raw.images.astype(np.uint8), labels=raw.target.astype(np.int64))
+    dataset = Dataset(inputs=raw.images.astype(np.uint8), targets=raw.target.astype(np.int64))
     train, test = split_train_test(dataset, DIGITS_TEST_FRACTION, salt="digits")
     return CentralData(train=train, test=test, source="scikit-learn load_digits")
 
@@ -148,7 +148,7 @@ def plan_shards(
     central = load_central_data(task_name, data)
     rng = derive_rng(seed, "shards", task_name, scheme)
     return central, partition_rows(
-        parsed, labels=central.train.labels, num_devices=num_devices, rng=rng, groups=central.groups
+        parsed, labels=central.train.targets, num_devices=num_devices, rng=rng, groups=central.groups
     )
 
 

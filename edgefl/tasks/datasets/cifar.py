@@ -39,7 +39,7 @@ def read_train_batches(folder: Path) -> tuple[Dataset, int]:
         raise DataError(_describe_missing(folder, TRAIN_BATCHES[0]))
     batches = [_read_batch(path) for path in paths]
     images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    return Dataset(inputs=images, labels=labels), len(batches)
+    return Dataset(inputs=images, targets=labels), len(batches)
 
 
 def read_test_batch(folder: Path) -> Dataset:
@@ -52,7 +52,7 @@ def read_test_batch(folder: Path) -> Dataset:
     if path is None:
         raise DataError(_describe_missing(folder, TEST_BATCH))
     images, labels = _read_batch(path)
-    return Dataset(inputs=images, labels=labels)
+    return Dataset(inputs=images, targets=labels)
 
 
 def _find_batch(folder: Path, name: str) -> Path | None:

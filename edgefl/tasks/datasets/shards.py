@@ -183,8 +183,8 @@ def list_shard_files(folder: Path) -> list[Path]:
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
     """Writes `.npz` and card, each whole or not at all; returns the card with its counts and checksum."""
     with write_atomically(path) as file:
-        np.savez(file, inputs=data.inputs, labels=data.labels)
-    counts = count_labels(data.labels)
+        np.savez(file, inputs=data.inputs, labels=data.targets)
+    counts = count_labels(data.targets)
     written = replace(metadata, counts=counts, num_examples=len(data), sha256=compute_file_sha256(path))
     with write_atomically(get_metadata_path(path)) as file:
         file.write(json.dumps({"v": METADATA_VERSION, **asdict(written)}, indent=1).encode() + b"\n")
@@ -203,7 +203,7 @@ def check_shard(task: Task, path: str) -> ShardReport:
         DataError: the shard cannot be used.
     """
     data = task.read(path)
-    counts = count_labels(data.labels)
+    counts = count_labels(data.targets)
     labels = tuple(getattr(task, "labels", ()))
     missing = tuple(label for label in range(len(labels)) if label not in counts)
     return ShardReport(
@@ -233,11 +233,11 @@ def _load_file(path: Path) -> Dataset:
             arrays = read_npz(file, _ARRAYS)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
-    return Dataset(inputs=arrays["inputs"], labels=arrays["labels"])
+    return Dataset(inputs=arrays["inputs"], targets=arrays["labels"])
 
 
 def _check_dataset(data: Dataset, path: Path, shape: tuple[int, ...] | None) -> None:
-    inputs, labels = data.inputs, data.labels
+    inputs, labels = data.inputs, data.targets
     if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(f"labels of shard {path} must be integers [n], got {labels.dtype} {list(labels.shape)}")
     if inputs.ndim == 0 or len(inputs) != len(labels) or not np.issubdtype(inputs.dtype, np.number):
@@ -252,7 +252,7 @@ def _check_dataset(data: Dataset, path: Path, shape: tuple[int, ...] | None) -> 
 
 
 def _check_values(data: Dataset, path: Path, num_classes: int | None) -> None:
-    low, high = int(data.labels.min()), int(data.labels.max())
+    low, high = int(data.targets.min()), int(data.targets.max())
     if low < 0 or (num_classes is not None and high >= num_classes):
         limit = "" if num_classes is None else f"..{num_classes - 1}"
         raise DataError(f"labels of shard {path} must lie in 0{limit}, got {low if low < 0 else high}")
@@ -265,7 +265,8 @@ def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError(f"the files of shard folder {folder} hold inputs of different shapes")
     return Dataset(
-        inputs=np.concatenate([part.inputs for part in parts]), labels=np.concatenate([part.labels for part in parts])
+        inputs=np.concatenate([part.inputs for part in parts]),
+        targets=np.concatenate([part.targets for part in parts]),
     )
 
 

@@ -230,7 +230,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
 
 def _select_inputs(task: Task, samples: Dataset | Array | None) -> tuple[Array, Array | None]:
     if isinstance(samples, Dataset):
-        inputs, labels = samples.inputs, samples.labels
+        inputs, labels = samples.inputs, samples.targets
     else:
         inputs, labels = (_make_random_inputs(task) if samples is None else samples), None
     if not len(inputs):

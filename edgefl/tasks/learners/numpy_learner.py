@@ -165,7 +165,7 @@ class NumpyLearner:
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
             inputs, sums = self._forward(batch.inputs)
-            loss, delta = self._compute_loss(sums[-1], to_classes(batch.labels, sums[-1].shape[1]))
+            loss, delta = self._compute_loss(sums[-1], to_classes(batch.targets, sums[-1].shape[1]))
             self._backward(inputs, sums, delta)
         return loss
 
@@ -241,7 +241,7 @@ def evaluate_in_batches(
     loss, correct = 0.0, 0
     for start in range(0, len(data), batch_size):
         rows = slice(start, start + batch_size)
-        batch_loss, batch_correct = evaluate_batch(data.inputs[rows], data.labels[rows])
+        batch_loss, batch_correct = evaluate_batch(data.inputs[rows], data.targets[rows])
         loss, correct = loss + batch_loss, correct + batch_correct
     return loss / max(1, len(data)), correct / max(1, len(data))
 

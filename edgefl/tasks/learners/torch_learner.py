@@ -158,7 +158,7 @@ class TorchLearner:
     def gradient(self, batch: Dataset) -> float:
         self._start_gradient(len(batch))
         logits = self._logits(batch.inputs)
-        loss = self._torch.nn.functional.cross_entropy(logits, self._to_classes(batch.labels, logits))
+        loss = self._torch.nn.functional.cross_entropy(logits, self._to_classes(batch.targets, logits))
         loss.backward()
         return float(loss.item())
 

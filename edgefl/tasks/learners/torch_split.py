@@ -51,7 +51,7 @@ class FrontLearner(TorchLearner):
     def gradient(self, batch: Dataset) -> float:
         self._start_gradient(len(batch))
         activations = self._logits(batch.inputs)
-        loss, gradient = self.exchange(activations.detach().cpu().numpy(), batch.labels)
+        loss, gradient = self.exchange(activations.detach().cpu().numpy(), batch.targets)
         _propagate(activations, self._torch.from_numpy(np.array(gradient, np.float32)).to(self._device))
         return loss
 
@@ -71,7 +71,7 @@ class RestLearner(TorchLearner):
         self._outputs: torch.Tensor | None = None
 
     def gradient(self, batch: Dataset) -> float:
-        loss, gradient = compute_loss_gradient(self.forward(batch.inputs), batch.labels)
+        loss, gradient = compute_loss_gradient(self.forward(batch.inputs), batch.targets)
         self.backward(gradient)
         return loss
 

@@ -43,7 +43,7 @@ class RestTraining:
         Raises:
             TaskError: a label is no class of the network.
         """
-        batch = Dataset(inputs=activations, labels=labels)
+        batch = Dataset(inputs=activations, targets=labels)
         loss = self._learner.gradient(batch)
         return loss, self._make_step(batch)
 
@@ -61,7 +61,7 @@ class RestTraining:
         self._learner.backward(output_gradient)
         assert self._batch is not None
         # Only the length of the batch counts here: the device has the labels.
-        batch = Dataset(inputs=self._batch, labels=np.zeros(len(self._batch), np.int64))
+        batch = Dataset(inputs=self._batch, targets=np.zeros(len(self._batch), np.int64))
         self._batch = None
         return self._make_step(batch)
 

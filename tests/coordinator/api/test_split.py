@@ -229,7 +229,7 @@ def make_trainer(site, root, get_source):
     shard = root / "shard"
     if not shard.exists():
         shard.mkdir()
-        np.savez(shard / "data.npz", inputs=some_images().inputs, labels=some_images().labels)
+        np.savez(shard / "data.npz", inputs=some_images().inputs, labels=some_images().targets)
     (root / "state").mkdir(exist_ok=True)
     return DeviceTrainer(
         device_id=DEVICE,

@@ -61,7 +61,7 @@ def test_says_what_its_file_says(path):
 def test_accuracy_is_the_fraction_of_right_answers_over_many_batches(path):
     constant_model(path, 4)
     labels = np.array([4, 4, 4, 5] * 2000)
-    assert OnnxModel(path).accuracy(Dataset(inputs=np.ones((8000, 8, 8)), labels=labels)) == 0.75
+    assert OnnxModel(path).accuracy(Dataset(inputs=np.ones((8000, 8, 8)), targets=labels)) == 0.75
     assert len(OnnxModel(path).predict(np.ones((7001, 8, 8)))) == 7001
 
 
@@ -226,8 +226,8 @@ def data(shard):
 def question(shard, data, tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("models")
     train = split_train_test(data, 0.2)[0]
-    digits_model(tmp_path / "good.onnx", train.inputs, train.labels)
-    digits_model(tmp_path / "bad.onnx", train.inputs, train.labels, sign=-1.0)
+    digits_model(tmp_path / "good.onnx", train.inputs, train.targets)
+    digits_model(tmp_path / "bad.onnx", train.inputs, train.targets, sign=-1.0)
     return ModelCheckRequest(
         path=str(tmp_path / "good.onnx"), former_path=str(tmp_path / "bad.onnx"), task="digits", options={},
         shard=str(shard), role="trainer", test_fraction=0.2,

@@ -57,7 +57,7 @@ class Personal(Task):
         if path.endswith("broken"):
             raise KeyError("no such column")
         inputs = np.arange(40, dtype=np.float32).reshape(-1, 1)
-        return Dataset(inputs=inputs, labels=np.zeros(40, np.int64))
+        return Dataset(inputs=inputs, targets=np.zeros(40, np.int64))
     def learner(self, *, accelerator="cpu", threads=None):
         return Learner(self._shapes)
 '''
@@ -213,7 +213,7 @@ def test_a_shard_or_folder_that_grew_is_read_again_and_others_are_not(device, sh
     collector = Device(tmp_path / "other", {"digits": str(folder)}, role="evaluator")
     for day, count in enumerate((10, 21, 33)):
         data = some_digits(10 + day, seed=day)
-        np.savez(folder / f"day-{day}.npz", inputs=data.inputs, labels=data.labels)
+        np.savez(folder / f"day-{day}.npz", inputs=data.inputs, labels=data.targets)
         assert collector.evaluate()[0]["metrics"]["num_examples"] == count
 
 

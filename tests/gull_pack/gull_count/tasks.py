@@ -23,7 +23,7 @@ class Gulls(Task):
 
     def read(self, path):
         with np.load(path) as shard:
-            return Dataset(inputs=shard["measures"].astype(np.float32), labels=shard["is_gull"].astype(np.int64))
+            return Dataset(inputs=shard["measures"].astype(np.float32), targets=shard["is_gull"].astype(np.int64))
 
     def learner(self, *, accelerator="cpu", threads=None):
         return GullLearner(self.init(0))
@@ -43,14 +43,14 @@ class GullLearner:
 
     def gradient(self, batch):
         features, chance = self._answer(batch)
-        error = (chance - batch.labels) / len(batch)
+        error = (chance - batch.targets) / len(batch)
         self.gradients["weight"][...] = features.T @ error
         self.gradients["bias"][...] = error.sum()
-        return self._loss(chance, batch.labels)
+        return self._loss(chance, batch.targets)
 
     def evaluate(self, data):
         _, chance = self._answer(data)
-        return self._loss(chance, data.labels), float(((chance > 0.5) == data.labels).mean())
+        return self._loss(chance, data.targets), float(((chance > 0.5) == data.targets).mean())
 
     def _answer(self, data):
         features = (data.inputs - np.float32([350.0, 15.0])) / np.float32([80.0, 5.0])

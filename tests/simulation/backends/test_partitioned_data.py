@@ -22,17 +22,17 @@ def test_cutting_in_memory_gives_what_cutting_into_files_gives(scheme: str, tmp_
     read = read_shards(task, paths, test_fraction=0.2)
     assert read.test is None
     for own, other, path in zip(cut.shards, read.shards, paths, strict=True):
-        np.testing.assert_array_equal(read.pool.labels[other.rows], task.read(str(path)).labels)
+        np.testing.assert_array_equal(read.pool.targets[other.rows], task.read(str(path)).targets)
         assert own.blocks == other.blocks
     for shard, path in zip(cut.shards, paths, strict=True):
         data = task.read(str(path))
         train, test = split_train_test(data, 0.2)
         for rows, expected in ((shard.rows, data), (shard.train, train), (shard.test, test)):
             np.testing.assert_array_equal(cut.pool.inputs[rows], expected.inputs)
-            np.testing.assert_array_equal(cut.pool.labels[rows], expected.labels)
+            np.testing.assert_array_equal(cut.pool.targets[rows], expected.targets)
         assert shard.blocks == read_metadata(path).blocks
     assert cut.test is not None
-    np.testing.assert_array_equal(cut.test.labels, task.read(str(tmp_path / "test.npz")).labels)
+    np.testing.assert_array_equal(cut.test.targets, task.read(str(tmp_path / "test.npz")).targets)
 
 
 def test_other_processes_see_the_same_data(tmp_path: Path) -> None:

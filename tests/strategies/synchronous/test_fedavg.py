@@ -289,7 +289,7 @@ PLANS = {
 def test_the_norm_is_how_far_a_board_really_goes_along_a_constant_gradient(name, iterations):
     plan = TrainConfig(**{f: getattr(PLANS[name], f) for f in ("algorithm", "options", "momentum")},
                      iterations=iterations, learning_rate=0.1, batch_size=1)  # fmt: skip
-    data = Dataset(inputs=np.zeros((50, 1)), labels=np.zeros(50, np.int64))
+    data = Dataset(inputs=np.zeros((50, 1)), targets=np.zeros(50, np.int64))
     result = train(Ramp(), data, plan, derive_rng(1), clock=lambda: 0.0, on_iteration=lambda *_: False)
     moved = result.displacement["w"][0] / plan.learning_rate
     assert compute_step_weight(plan, iterations) == pytest.approx(moved, rel=1e-12)

@@ -127,7 +127,7 @@ def test_another_file_than_the_published_one_and_none_at_all_are_refused(tmp_pat
 def test_the_published_files_are_recognised(task):
     folder = real_data_at(task)
     test = read_image_set(folder, task, "t10k")
-    assert (test.inputs.shape, len(test.labels)) == ((10_000, 28, 28), 10_000)
+    assert (test.inputs.shape, len(test.targets)) == ((10_000, 28, 28), 10_000)
     # Fashion-MNIST's twin in the same format is told apart by its bytes alone.
     other = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}[task]
     with pytest.raises(DataError, match="is not the published file"):

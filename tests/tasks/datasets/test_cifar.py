@@ -30,8 +30,8 @@ def test_the_binary_version_is_read_from_its_folder_or_the_one_it_was_unpacked_i
         write(tmp_path / inner, name)
     central = load_central_data("cifar-10", tmp_path)
     assert np.array_equal(central.train.inputs, np.concatenate([IMAGES, IMAGES]))
-    assert central.train.labels.tolist() == [3, 9, 0, 3, 9, 0]
-    assert (central.test.inputs.dtype, central.test.labels.dtype) == (np.uint8, np.int64)
+    assert central.train.targets.tolist() == [3, 9, 0, 3, 9, 0]
+    assert (central.test.inputs.dtype, central.test.targets.dtype) == (np.uint8, np.int64)
     assert central.source == "CIFAR-10, 2 of 5 training batches"
 
 
@@ -39,7 +39,7 @@ def test_differences_in_an_npz_are_restored_to_the_same_images(tmp_path):
     np.savez(tmp_path / "test_batch.npz", labels=LABELS, residual=residual_of(IMAGES))
     found = read_test_batch(tmp_path)
     assert np.array_equal(found.inputs, IMAGES)
-    assert found.labels.tolist() == [3, 9, 0]
+    assert found.targets.tolist() == [3, 9, 0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_absent_batches_and_the_pickled_version_are_refused_with_what_would_be_r
 
 def test_the_real_photographs_have_their_known_means():
     central = load_central_data("cifar-10", real_data_at("cifar-10"))
-    assert (central.test.inputs.shape, np.bincount(central.test.labels).tolist()) == (
+    assert (central.test.inputs.shape, np.bincount(central.test.targets).tolist()) == (
         (10_000, 3, 32, 32),
         [1000] * 10,
     )

@@ -29,7 +29,7 @@ LABELS = np.array([4, 0, 4])
 @pytest.fixture
 def shard(tmp_path):
     path = tmp_path / "device-01.npz"
-    write_shard(path, Dataset(inputs=IMAGES, labels=LABELS), ShardMetadata(task="digits", scheme="iid"))
+    write_shard(path, Dataset(inputs=IMAGES, targets=LABELS), ShardMetadata(task="digits", scheme="iid"))
     return path
 
 
@@ -53,7 +53,7 @@ def refused(path, message):
 def test_a_shard_comes_back_as_it_was_written_and_its_card_says_what_it_holds(shard):
     data, card = read(shard), read_metadata(shard)
     assert np.array_equal(data.inputs, IMAGES)
-    assert (data.inputs.dtype, data.labels.tolist()) == (np.uint8, [4, 0, 4])
+    assert (data.inputs.dtype, data.targets.tolist()) == (np.uint8, [4, 0, 4])
     assert (card.task, card.scheme, card.num_examples, dict(card.counts)) == ("digits", "iid", 3, {0: 1, 4: 2})
     text = json.loads(get_metadata_path(shard).read_text())
     get_metadata_path(shard).write_text(json.dumps({**text, "collected_by": "a newer edgefl"}))
@@ -172,7 +172,7 @@ def test_a_folder_is_read_as_it_grows_and_files_still_being_written_are_passed_o
     (folder / ".hidden.npz").write_bytes(b"half")
     assert len(read(folder)) == 3
     np.savez(folder / "b.npz", inputs=IMAGES[:2], labels=np.array([1, 2]))
-    assert read(folder).labels.tolist() == [1, 2, 4, 0, 4]
+    assert read(folder).targets.tolist() == [1, 2, 4, 0, 4]
     assert [file.name for file in list_shard_files(folder)] == ["b.npz", "device-01.npz"]
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", r"holds no .npz file yet")
@@ -203,16 +203,16 @@ def test_a_full_disk_or_a_folder_that_cannot_be_written_leaves_the_old_shard_who
 
     before = shard.read_bytes()
     with pytest.raises(DataError, match="cannot be written: No space left on device"):
-        write_shard(shard, Dataset(inputs=Full(), labels=LABELS), ShardMetadata(task="digits"))
+        write_shard(shard, Dataset(inputs=Full(), targets=LABELS), ShardMetadata(task="digits"))
     with pytest.raises(DataError, match=r"cannot be written: (File exists|Not a directory)"):
-        write_shard(shard / "s.npz", Dataset(inputs=IMAGES, labels=LABELS), ShardMetadata(task="digits"))
+        write_shard(shard / "s.npz", Dataset(inputs=IMAGES, targets=LABELS), ShardMetadata(task="digits"))
     assert shard.read_bytes() == before
     assert len(list(shard.parent.iterdir())) == 2
 
 
 def some_data(n, seed=0):
     rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.integers(0, 256, (n, 4, 4)).astype(np.uint8), labels=np.arange(n))
+    return Dataset(inputs=rng.integers(0, 256, (n, 4, 4)).astype(np.uint8), targets=np.arange(n))
 
 
 @settings(max_examples=25, deadline=None)
@@ -222,8 +222,8 @@ def test_data_that_grows_in_any_order_never_moves_a_sample(n, more, fraction, sa
     before = split_train_test(everything.take(np.random.default_rng(1).permutation(n)), fraction, salt)
     after = split_train_test(everything, fraction, salt)
     for small, large in zip(before, after, strict=True):
-        assert set(small.labels) <= set(large.labels)
-    assert sorted([*after[0].labels, *after[1].labels]) == list(range(n + more))
+        assert set(small.targets) <= set(large.targets)
+    assert sorted([*after[0].targets, *after[1].targets]) == list(range(n + more))
 
 
 def test_about_the_asked_fraction_goes_into_the_test_part_and_none_of_zero():
@@ -235,14 +235,14 @@ def test_about_the_asked_fraction_goes_into_the_test_part_and_none_of_zero():
 
 def test_copies_of_a_sample_stay_on_one_side():
     data = some_data(50)
-    doubled = Dataset(inputs=np.concatenate([data.inputs] * 2), labels=np.concatenate([data.labels] * 2))
+    doubled = Dataset(inputs=np.concatenate([data.inputs] * 2), targets=np.concatenate([data.targets] * 2))
     train, test = split_train_test(doubled, 0.3)
-    assert not set(train.labels) & set(test.labels)
+    assert not set(train.targets) & set(test.targets)
 
 
 def test_another_salt_gives_another_split():
     data = some_data(200)
-    assert set(split_train_test(data, 0.3, "a")[1].labels) != set(split_train_test(data, 0.3, "b")[1].labels)
+    assert set(split_train_test(data, 0.3, "a")[1].targets) != set(split_train_test(data, 0.3, "b")[1].targets)
 
 
 @pytest.mark.parametrize("order", "<>")

@@ -130,13 +130,13 @@ def test_quantised_weights_are_smaller_their_accuracy_is_told_and_the_exporters_
     caplog.set_level(logging.DEBUG)
     task, path, inputs = make_task("motionsense"), tmp_path / "model.onnx", real_like("motionsense", 200)
     learner, model = loaded(task)
-    data = Dataset(inputs=inputs, labels=learner.logits(inputs).argmax(axis=1).astype(np.int64))
+    data = Dataset(inputs=inputs, targets=learner.logits(inputs).argmax(axis=1).astype(np.int64))
     report = export_onnx(task, model, path, samples=data, quantise=True)
     assert [record.message for record in caplog.records if record.levelno >= logging.INFO] == []
     assert capfd.readouterr() == ("", "")
     assert logging.getLogger("edgefl").isEnabledFor(logging.WARNING), "our own are heard again"
     assert report.bytes_file < 0.5 * report.bytes_float32
-    right = (answers(path, inputs).argmax(axis=1) == data.labels).mean()
+    right = (answers(path, inputs).argmax(axis=1) == data.targets).mean()
     assert (report.accuracy, report.accuracy_quantised, right > 0.6) == (1.0, right, True)
     assert metadata(path)["edgefl.numbers"] == "int8"
 

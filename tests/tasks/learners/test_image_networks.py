@@ -86,7 +86,7 @@ def test_one_step_on_a_batch_lowers_its_loss(name, norm):
     options = {"model": name} | ({"norm": norm} if name in NORMALISED_NETWORKS else {})
     task = make_task("cifar-10", options)
     inputs = np.random.default_rng(0).integers(0, 256, (8, 3, 32, 32)).astype(np.uint8)
-    learner, batch = task.learner(threads=1), Dataset(inputs=inputs, labels=np.arange(8))
+    learner, batch = task.learner(threads=1), Dataset(inputs=inputs, targets=np.arange(8))
     learner.load(task.init(7))
     first = learner.gradient(batch)
     plan = TrainConfig(iterations=1, batch_size=8, learning_rate=0.001)

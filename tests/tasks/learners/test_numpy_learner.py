@@ -19,7 +19,7 @@ def loaded(*sizes, seed=0, **kinds):
 
 def some_data(n=12, features=5, classes=3, seed=0):
     rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.standard_normal((n, features)), labels=rng.integers(0, classes, n))
+    return Dataset(inputs=rng.standard_normal((n, features)), targets=rng.integers(0, classes, n))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -56,7 +56,7 @@ def test_logits_loss_and_gradient_are_those_of_torch(activation, loss):
     for layer in (1, 2, 3):
         hidden = functional.linear(hidden, tensors[f"fc{layer}.weight"], tensors[f"fc{layer}.bias"])
         hidden = hidden if layer == 3 else between(hidden)
-    classes = torch.tensor(data.labels)
+    classes = torch.tensor(data.targets)
     value = (
         functional.cross_entropy(hidden, classes)
         if loss == "cross-entropy"
@@ -79,7 +79,7 @@ def test_no_activation_overflows_at_sums_that_are_far_out():
 
 def test_a_model_that_knows_nothing_loses_log_of_the_classes_and_its_gradient_is_right_by_hand():
     learner = small_model(2, 2).learner()
-    assert learner.gradient(Dataset(inputs=np.array([[1.0, 2.0]]), labels=np.array([1]))) == pytest.approx(np.log(2))
+    assert learner.gradient(Dataset(inputs=np.array([[1.0, 2.0]]), targets=np.array([1]))) == pytest.approx(np.log(2))
     assert learner.gradients["fc1.weight"].tolist() == [[0.5, 1.0], [-0.5, -1.0]]
     assert learner.gradients["fc1.bias"].tolist() == [0.5, -0.5]
 
@@ -87,7 +87,7 @@ def test_a_model_that_knows_nothing_loses_log_of_the_classes_and_its_gradient_is
 def test_large_logits_do_not_overflow():
     learner = small_model(1, 2).learner()
     learner.load({"fc1.weight": np.array([[1000.0], [-1000.0]], np.float32)})
-    data = Dataset(inputs=np.array([[1.0], [1.0]]), labels=np.array([0, 1]))
+    data = Dataset(inputs=np.array([[1.0], [1.0]]), targets=np.array([0, 1]))
     assert learner.gradient(data) == pytest.approx(1000.0)
 
 
@@ -96,7 +96,7 @@ def test_evaluation_counts_every_example_once_over_several_batches():
     loss, accuracy = learner.evaluate(data)
     assert loss == pytest.approx(learner.gradient(data), rel=1e-5)
     weight, bias = learner.parameters["fc1.weight"], learner.parameters["fc1.bias"]
-    right = (data.inputs.astype(np.float32) @ weight.T + bias).argmax(axis=1) == data.labels
+    right = (data.inputs.astype(np.float32) @ weight.T + bias).argmax(axis=1) == data.targets
     assert accuracy == pytest.approx(right.mean())
 
 

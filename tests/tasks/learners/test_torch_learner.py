@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'
 
 def some_data(n=24, features=6, classes=4):
     rng = np.random.default_rng(0)
-    return Dataset(inputs=rng.standard_normal((n, features)).astype(np.float32), labels=rng.integers(0, classes, n))
+    return Dataset(inputs=rng.standard_normal((n, features)).astype(np.float32), targets=rng.integers(0, classes, n))
 
 
 def trained(learner, data, seed=0, **plan):
@@ -58,9 +58,9 @@ def test_agrees_with_the_numpy_logistic_regression_on_loss_and_gradient(pair):
 def test_labels_that_are_not_the_models_classes_are_refused_in_one_line(pair, labels, call):
     inputs = np.zeros((2, 6), np.float32)
     for learner in pair:
-        getattr(learner, call)(Dataset(inputs=inputs, labels=np.array([0.0, 3.0])))
+        getattr(learner, call)(Dataset(inputs=inputs, targets=np.array([0.0, 3.0])))
         with pytest.raises(TaskError, match=r"a label is .*; .* must be the whole numbers from 0 to 3 .*4 outputs"):
-            getattr(learner, call)(Dataset(inputs=inputs, labels=np.array(labels)))
+            getattr(learner, call)(Dataset(inputs=inputs, targets=np.array(labels)))
 
 
 @pytest.mark.parametrize("algorithm", ["sgd", "gradient"])
@@ -122,7 +122,7 @@ WINDOWS = np.random.default_rng(0).standard_normal((4, 9, 128)).astype(np.float3
 )
 def test_a_built_in_network_has_the_tensors_of_its_layout_and_learns_a_batch_by_heart(task, inputs):
     assert module_shapes(task.model.build()) == task.shapes()
-    learner, batch = task.learner(threads=1), Dataset(inputs=inputs, labels=np.array([0, 1, 2, 3]))
+    learner, batch = task.learner(threads=1), Dataset(inputs=inputs, targets=np.array([0, 1, 2, 3]))
     learner.load(task.init(7))
     first = learner.gradient(batch)
     trained(learner, batch, iterations=8, batch_size=4, learning_rate=0.01)
@@ -209,7 +209,7 @@ def a_task(name="own_models:Tiny", task="mnist", **options):
 
 def images(count, seed=0):
     rng = np.random.default_rng(seed)
-    return Dataset(inputs=rng.integers(0, 256, (count, 28, 28)).astype(np.uint8), labels=rng.integers(0, 10, count))
+    return Dataset(inputs=rng.integers(0, 256, (count, 28, 28)).astype(np.uint8), targets=rng.integers(0, 10, count))
 
 
 def trained_factory_model(task, data, *, seed=1, **plan):
@@ -265,7 +265,7 @@ def test_coloured_images_and_windows_of_motion_fit_a_module_too(own_module):
     task = a_task("own_models:motion", "motionsense")
     windows = np.random.default_rng(0).standard_normal((6, 9, 128)).astype(np.float32)
     assert {spec.name: spec.shape for spec in task.shapes()}["3.weight"] == (6, 4)
-    assert trained_factory_model(task, Dataset(inputs=windows, labels=np.arange(6)))["3.weight"].any()
+    assert trained_factory_model(task, Dataset(inputs=windows, targets=np.arange(6)))["3.weight"].any()
 
 
 def test_images_are_repeated_for_each_channel_and_resized_between_their_neighbours():

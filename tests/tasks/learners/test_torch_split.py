@@ -38,7 +38,7 @@ def chain():
 
 def images(n=6):
     rng = np.random.default_rng(0)
-    return Dataset(inputs=rng.standard_normal((n, 1, 8, 8)).astype(np.float32), labels=rng.integers(0, 3, n))
+    return Dataset(inputs=rng.standard_normal((n, 1, 8, 8)).astype(np.float32), targets=rng.integers(0, 3, n))
 
 
 def learners(network, after, seed=0):

@@ -13,7 +13,7 @@ from edgefl.tasks.local_algorithms.registry import list_local_algorithms
 
 def some_data(n=20):
     rng = np.random.default_rng(0)
-    return Dataset(inputs=rng.standard_normal((n, 3)).astype(np.float32), labels=np.arange(n) % 2)
+    return Dataset(inputs=rng.standard_normal((n, 3)).astype(np.float32), targets=np.arange(n) % 2)
 
 
 def a_learner(seed=1):
