@@ -115,6 +115,10 @@ class BoardNetwork:
         """Returns what has left the board over its wire."""
         return int(self.within(board, "cat", "/sys/class/net/eth0/statistics/tx_bytes"))
 
+    def num_bytes_received(self, board: str) -> int:
+        """Returns what has come to the board over its wire."""
+        return int(self.within(board, "cat", "/sys/class/net/eth0/statistics/rx_bytes"))
+
     def seconds_to_send(self, board: str, num_bytes: int) -> float:
         """Returns how long so many bytes take from the board to this machine over TCP."""
         with socket.create_server((self.address, 0)) as server:

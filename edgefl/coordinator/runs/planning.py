@@ -498,20 +498,21 @@ def check_members(run: RunComponents, registry: DeviceRegistry) -> None:
     """Checks that the members of a collective can send each other chunks, and know where the others listen.
 
     Raises:
-        ConfigError: the task trains confined, nothing says it of one, or two listen at the same address.
+        ConfigError: the task trains confined on one, nothing says where one listens, or two say the same.
     """
     collective = getattr(getattr(run.strategy, "rules", None), "collective", None)
     if collective is None:
         return
-    if not run.is_built_in:
-        raise ConfigError(
-            f"aggregation.collective must be 'coordinator' for task {run.config.run.task}, got "
-            f"{collective.collective!r}: what is not built in trains confined on devices, and sends no chunks"
-        )
     by_address: dict[str, str] = {}
     for info in registry.list_devices():
         if not _is_selected(info, run.config):
             continue
+        if _is_confined(info, is_built_in=run.is_built_in):
+            raise ConfigError(
+                f"aggregation.collective must be 'coordinator' for task {run.config.run.task}, got "
+                f"{collective.collective!r}: {info.device_id} trains it confined, and so sends no chunks; where its "
+                "code is trusted, edgefl device start --confine never"
+            )
         address = find_address(collective, info)
         if not address:
             raise ConfigError(
@@ -534,6 +535,13 @@ def _is_selected(info: DeviceInfo, config: RunConfig) -> bool:
     devices = config.devices
     chosen = is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
     return info.role == Role.TRAINER and chosen
+
+
+def _is_confined(info: DeviceInfo, *, is_built_in: bool) -> bool:
+    """Returns whether a device trains a task in a process without its connections, by the policy that it reports."""
+    reported = info.capabilities.get("confinement")
+    policy = reported.get("policy") if isinstance(reported, Mapping) else "auto"
+    return policy == "always" or (policy != "never" and not is_built_in)
 
 
 def _format_bytes(num_bytes: int) -> str:

@@ -452,7 +452,9 @@ def test_members_of_a_collective_have_an_address_of_their_own_and_a_task_that_is
     run = build_run(parse_run({"run": {"task": "digits"}, "aggregation": aggregation, **tables}), "check")
     with pytest.raises(ConfigError, match="says where pi-1 listens"):
         check_members(run, registry)
-    with pytest.raises(ConfigError, match="must be 'coordinator' for task digits, got 'ring'"):
+    with pytest.raises(
+        ConfigError, match="must be 'coordinator' for task digits, got 'ring': pi-1 trains it confined"
+    ):
         check_members(replace(run, is_built_in=False), registry)
     for name in ("pi-1", "pi-2", "pi-3", "pi-4"):
         registry.record_capabilities(name, Capabilities(facts={"peer_address": "h:1"}, shards={"digits": 10}))
@@ -465,6 +467,28 @@ def test_members_of_a_collective_have_an_address_of_their_own_and_a_task_that_is
     check_members(
         build_run(parse_run({"run": {"task": "digits"}, "aggregation": aggregation, **tables}), "check"), registry
     )
+
+
+def test_a_device_that_confines_is_no_member_of_a_collective(registry: DeviceRegistry) -> None:
+    tables = {"guard": {"enabled": False, "max_weight_ratio": 0}, "aggregation": {"collective": "ring"}}
+    run = build_run(parse_run({"run": {"task": "digits"}, **tables}), "check")
+    foreign = replace(run, is_built_in=False)
+
+    def report(name: str, confinement: object) -> None:
+        facts = {"peer_address": f"{name}:1", "confinement": confinement}
+        registry.record_capabilities(name, Capabilities(facts=facts, shards={"digits": 10}))
+
+    for name in ("pi-1", "pi-2", "pi-3", "pi-4"):
+        report(name, {"policy": "never", "gaps": []})
+    check_members(foreign, registry)
+    for confinement in ({"policy": "auto"}, {}, "never"):
+        report("pi-3", confinement)
+        check_members(run, registry)
+        with pytest.raises(ConfigError, match="pi-3 trains it confined, and so sends no chunks"):
+            check_members(foreign, registry)
+    report("pi-3", {"policy": "always"})
+    with pytest.raises(ConfigError, match="pi-3 trains it confined"):
+        check_members(run, registry)
 
 
 def test_a_plan_counts_the_batches_of_a_split_network(trainer_registry: DeviceRegistry, store: Store) -> None:
