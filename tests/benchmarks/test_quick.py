@@ -20,6 +20,7 @@ NEED_DATA = {
     "esync_claim",
     "fedavg_reference",
     "isvr_claim",
+    "lss_merge",
     "lss_sizes",
     "simulator_peer",
     "split_learning",

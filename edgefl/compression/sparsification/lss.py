@@ -15,15 +15,16 @@ the nearest centre, which would double their number; and zeros, which they count
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.compression.chunked_indexing import iterate_chunks, scatter_masked, select_masked
+from edgefl.compression.chunked_indexing import iterate_chunks
 from edgefl.compression.entropy.levels import count_labels, read_labels, write_labels
+from edgefl.compression.sparsification.bucket_means import compute_sketch, count_members, estimate_values
 from edgefl.compression.stages import (
     StageKind,
     ValueStage,
@@ -49,10 +50,6 @@ DEFAULT_FRACTION = 0.05
 _MAX_BITS = 6
 _MAX_LABEL = 2**_MAX_BITS
 _MAX_SAMPLE_SIZE = 100_000
-# Number of buckets summed at a time, in double precision.
-_BUCKET_CHUNK = 2**14
-_HASH_CHUNK = 2**16
-_HASH_MULTIPLIER, _HASH_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(33)
 
 KEPT_UPDATES, RAW_UPDATES = 10, 500
 """Updates with the same clusters, and the first ones that travel whole, as in the authors' code."""
@@ -318,83 +315,12 @@ class _KeptClusters:
         return array if array is not None and array.dtype == dtype and array.ndim == ndim else None
 
 
-def compute_sketch(
-    flat: Array, labels: Array, sizes: Sequence[int] | Array, *, is_hashed: bool = False
-) -> Iterator[Array]:
-    """Yields the bucket means of each label with members, except 0, the label of zeros.
-
-    Args:
-        flat: [n] float32 values.
-        labels: [n] small non-negative integers.
-        sizes: number of buckets of each label, from 1 to its number of members.
-        is_hashed: whether buckets are by a hash of the position, so that some may be empty, with a mean of zero.
-    """
-    for label in range(1, len(sizes)):
-        is_member = labels == label
-        num_members = int(np.count_nonzero(is_member))
-        if num_members == sizes[label]:
-            if num_members:
-                yield select_masked(flat, is_member)
-        elif is_hashed:
-            yield _compute_hashed_means(flat, is_member, int(sizes[label]))
-        else:
-            yield _compute_run_means(select_masked(flat, is_member), int(sizes[label]))
-
-
-def _compute_run_means(members: Array, size: int) -> Array:
-    """Returns the [size] means of members that follow one another."""
-    bounds = _compute_bucket_starts(members.size, size)
-    means = np.empty(size, dtype=np.float32)
-    for chunk in iterate_chunks(size, _BUCKET_CHUNK):
-        chunk_bounds = bounds[chunk.start : chunk.stop + 1]
-        sums = np.add.reduceat(
-            members[chunk_bounds[0] : chunk_bounds[-1]], chunk_bounds[:-1] - chunk_bounds[0], dtype=np.float64
-        )
-        means[chunk] = sums / np.diff(chunk_bounds)
-    return means
-
-
-def _compute_hashed_means(flat: Array, is_member: Array, size: int) -> Array:
-    """Returns the [size] means of members with the same hash of their position."""
-    sums, counts = np.zeros(size), np.zeros(size)
-    for chunk in iterate_chunks(flat.size, _HASH_CHUNK):
-        positions, buckets = _hash_members(is_member, chunk, size)
-        sums += np.bincount(buckets, flat[chunk][positions], size)
-        counts += np.bincount(buckets, minlength=size)
-    means: Array = (sums / np.maximum(counts, 1)).astype(np.float32)
-    return means
-
-
-def _hash_members(is_member: Array, chunk: slice, size: int) -> tuple[Array, Array]:
-    """Returns the places of the members in a chunk of a mask, and the bucket of each, below `size`."""
-    positions = np.flatnonzero(is_member[chunk])
-    # Multiplicative hashing (Knuth, The Art of Computer Programming, volume 3, 6.4); uint64 wraps around.
-    hashes = (positions + chunk.start).astype(np.uint64) * _HASH_MULTIPLIER >> _HASH_SHIFT
-    return positions, (hashes % np.uint64(size)).astype(np.int64)
-
-
-def estimate_values(labels: Array, tables: dict[int, Array], *, is_hashed: bool = False) -> Array:
-    """Returns [n] float32 values: the mean of each one's bucket by label, and zero for label 0."""
-    values = np.zeros(labels.size, dtype=np.float32)
-    for label, means in tables.items():
-        is_member = labels == label
-        num_members = int(np.count_nonzero(is_member))
-        is_exact = means.size == num_members
-        if is_hashed and not is_exact:
-            for chunk in iterate_chunks(labels.size, _HASH_CHUNK):
-                positions, buckets = _hash_members(is_member, chunk, means.size)
-                values[chunk][positions] = means[buckets]
-            continue
-        estimates = means if is_exact else np.repeat(means, np.diff(_compute_bucket_starts(num_members, means.size)))
-        scatter_masked(estimates, is_member, values)
-    return values
-
-
 def _read_sketch(reader: PayloadReader, size: int, values: type[ValueStage]) -> Array:
     if not size:
         return np.zeros(0, dtype=np.float32)
     labels = read_labels(reader, size, _MAX_LABEL)
-    member_counts = count_labels(labels, int(labels.max()) + 1)
+    counts = count_members(labels)
+    member_counts = counts.sum(axis=0)
     tables: dict[int, Array] = {}
     is_hashed = False
     for label in np.flatnonzero(member_counts[1:]) + 1:
@@ -405,12 +331,7 @@ def _read_sketch(reader: PayloadReader, size: int, values: type[ValueStage]) -> 
         if not num_buckets:
             raise CodecError(f"payload holds no bucket for the {member_counts[label]} values of label {label}")
         tables[int(label)] = values.decode(reader, num_buckets)
-    return estimate_values(labels, tables, is_hashed=is_hashed)
-
-
-def _compute_bucket_starts(num_members: int, num_buckets: int) -> Array:
-    """Returns the start of each bucket among its cluster's members, and the end of the last."""
-    return np.arange(num_buckets + 1) * num_members // num_buckets
+    return estimate_values(labels, counts, tables, is_hashed=is_hashed)
 
 
 def _parse_fraction(argument: str) -> float:

@@ -5,12 +5,11 @@ import pytest
 
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.entropy.levels import write_labels
+from edgefl.compression.sparsification.bucket_means import compute_sketch, count_members, estimate_values
 from edgefl.compression.sparsification.lss import (
     Clusters,
     assign_buckets,
     compute_bucket_weights,
-    compute_sketch,
-    estimate_values,
     train_clusters,
 )
 from edgefl.compression.wire import encode_varint, write_frame
@@ -97,13 +96,17 @@ def tables_of(values: Array, labels: Array, sizes: list[int]) -> dict[int, Array
     return dict(zip(used, compute_sketch(values, labels, sizes), strict=True))
 
 
+def estimated(labels: Array, tables: dict[int, Array], *, is_hashed: bool = False) -> Array:
+    return estimate_values(labels, count_members(labels), tables, is_hashed=is_hashed)
+
+
 HAND = np.array([1, 3, 10, -2, -4], dtype=np.float32)
 
 
 def test_the_hand_example() -> None:
     labels = Clusters(positive=(5.0,), negative=()).assign_labels(HAND)
     assert labels.tolist() == [1, 1, 2, 3, 3]
-    found = estimate_values(labels, tables_of(HAND, labels, [0, 1, 1, 1]))
+    found = estimated(labels, tables_of(HAND, labels, [0, 1, 1, 1]))
     assert found.tolist() == [2, 2, 10, -3, -3]
     assert found.sum() == HAND.sum() == 8
 
@@ -111,7 +114,7 @@ def test_the_hand_example() -> None:
 def test_l1_the_sum_of_every_bucket_is_kept() -> None:
     values = heavy_tailed(1003)
     labels, sizes = np.where(values > 0, 1, 2), [0, 7, 5]
-    found = estimate_values(labels, tables_of(values, labels, sizes))
+    found = estimated(labels, tables_of(values, labels, sizes))
     for label, num_buckets in ((1, 7), (2, 5)):
         members, means = values[labels == label].astype(np.float64), found[labels == label].astype(np.float64)
         runs = np.split(np.arange(members.size), np.flatnonzero(np.diff(means)) + 1)
@@ -134,7 +137,7 @@ def test_l2_no_sign_changes_and_nothing_leaves_the_range_of_its_sign(spec: str) 
 def test_l2_an_estimate_is_within_the_values_of_its_cluster() -> None:
     values = heavy_tailed(2000)
     labels = Clusters(positive=(1e-3, 2e-3), negative=(1e-3,)).assign_labels(values)
-    found = estimate_values(labels, tables_of(values, labels, [0, 3, 3, 3, 3, 3]))
+    found = estimated(labels, tables_of(values, labels, [0, 3, 3, 3, 3, 3]))
     for label in range(1, 6):
         members = values[labels == label]
         assert members.min() <= found[labels == label].min() <= found[labels == label].max() <= members.max()
@@ -148,8 +151,38 @@ def test_l6_the_mean_of_tables_decodes_to_the_mean_of_decodings_where_clusters_a
     labels, sizes = np.random.default_rng(1).integers(1, 4, 900), [0, 30, 7, 1]
     workers = [tables_of(heavy_tailed(900, seed), labels, sizes) for seed in range(4)]
     merged = {label: np.mean([tables[label] for tables in workers], axis=0) for label in (1, 2, 3)}
-    mean = np.mean([estimate_values(labels, tables) for tables in workers], axis=0)
-    np.testing.assert_allclose(estimate_values(labels, merged), mean, rtol=1e-5, atol=1e-9)
+    mean = np.mean([estimated(labels, tables) for tables in workers], axis=0)
+    np.testing.assert_allclose(estimated(labels, merged), mean, rtol=1e-5, atol=1e-9)
+
+
+def test_weighted_sums_of_tables_decode_to_the_weighted_sum_of_decodings_where_labels_are_the_same() -> None:
+    labels, sizes, weights = np.random.default_rng(1).integers(0, 4, 900), [0, 30, 7, 1], np.array([0.5, 3, -1, 40.0])
+    workers = [tables_of(heavy_tailed(900, seed), labels, sizes) for seed in range(4)]
+    merged = {
+        label: sum(weight * tables[label] for weight, tables in zip(weights, workers, strict=True))
+        for label in (1, 2, 3)
+    }
+    total = sum(weight * estimated(labels, tables) for weight, tables in zip(weights, workers, strict=True))
+    np.testing.assert_allclose(estimated(labels, merged), total, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("spec", ["lss:1", "lss:2:1", "lss:4", "lss:6:0.2"])
+def test_values_far_apart_have_the_means_of_their_buckets_too(spec: str) -> None:
+    """Far apart: in different chunks, of 2**15 values."""
+    size, bits = 100_003, int(spec[4])
+    values = heavy_tailed(size) * np.repeat(np.float32([1, 0, 100]), [40_000, 20_003, 40_000])
+    clusters = train_clusters(values, 2 ** (bits - 1))
+    labels = clusters.assign_labels(values)
+    members = np.bincount(labels, minlength=clusters.num_labels)
+    weights = compute_bucket_weights(values, labels, clusters)
+    sizes = assign_buckets(int(float(spec[6:] or 0.05) * size), weights, members)
+    tables = tables_of(values, labels, sizes.tolist())
+    found = estimated(labels, tables)
+    for label, means in tables.items():
+        runs = np.arange(means.size + 1) * members[label] // means.size
+        assert np.array_equal(found[labels == label], np.repeat(means, np.diff(runs)))
+    assert not found[labels == 0].any()
+    assert np.array_equal(found, values) == (spec == "lss:2:1")
 
 
 def test_outliers_come_through_where_buckets_are_few() -> None:
@@ -169,7 +202,7 @@ def test_a_sparse_tensor_and_one_sign_alone_are_no_trouble() -> None:
 def test_a_hash_of_the_position_chooses_buckets_whose_sums_are_kept() -> None:
     values, labels = heavy_tailed(1003), np.full(1003, 1)
     (means,) = compute_sketch(values, labels, [0, 40], is_hashed=True)
-    found = estimate_values(labels, {1: means}, is_hashed=True)
+    found = estimated(labels, {1: means}, is_hashed=True)
     assert found.sum() == pytest.approx(values.sum(), rel=1e-4)
     for mean in np.unique(found):
         members = np.flatnonzero(found == mean)
