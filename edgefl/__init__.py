@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from edgefl.compression.codec import Codec
+    from edgefl.core.metrics import Metric
     from edgefl.core.types import Strategy, Task
     from edgefl.simulation.local_fleet import run
     from edgefl.simulation.simulated_run import simulate
@@ -16,12 +17,13 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 DISTRIBUTION = "edgefl-fleet"
 """What package indexes call this. Another project is called `edgefl` there, and it is never asked for."""
-__all__ = ["Codec", "Job", "JobContext", "Strategy", "Task", "__version__", "connect", "run", "simulate"]
+__all__ = ["Codec", "Job", "JobContext", "Metric", "Strategy", "Task", "__version__", "connect", "run", "simulate"]
 
 _MODULES = {
     "Codec": "edgefl.compression.codec",
     "Job": "edgefl.tasks.job",
     "JobContext": "edgefl.tasks.job",
+    "Metric": "edgefl.core.metrics",
     "Strategy": "edgefl.core.types",
     "Task": "edgefl.core.types",
     "connect": "edgefl.system.api_client",

@@ -10,6 +10,7 @@ import pytest
 
 import edgefl
 from edgefl.compression.codec import Codec
+from edgefl.core.metrics import Metric
 from edgefl.core.types import Strategy, Task
 from edgefl.simulation.local_fleet import run
 from edgefl.simulation.simulated_run import simulate
@@ -19,8 +20,8 @@ from edgefl.tasks.job import Job, JobContext
 
 def test_every_public_name_is_the_one_of_its_module():
     offered = {
-        "Codec": Codec, "Job": Job, "JobContext": JobContext, "Strategy": Strategy, "Task": Task, "run": run,
-        "simulate": simulate,
+        "Codec": Codec, "Job": Job, "JobContext": JobContext, "Metric": Metric, "Strategy": Strategy, "Task": Task,
+        "run": run, "simulate": simulate,
     }  # fmt: skip
     assert {name: getattr(edgefl, name) for name in offered} == offered
     assert edgefl.connect == CoordinatorClient.from_options

@@ -32,6 +32,7 @@ API = {
         "edgefl.tasks.job.Job",
         "edgefl.tasks.job.JobContext",
     ),
+    "Metrics": ("edgefl.core.metrics.Metric",),
     "Strategies": (
         "edgefl.strategies.round_strategy.RoundStrategy",
         "edgefl.core.types.Strategy",

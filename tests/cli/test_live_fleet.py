@@ -225,6 +225,17 @@ def test_models_are_evaluated_on_the_coordinator_s_shard_as_recorded_and_on_a_pa
     assert 0.05 < parts[0][0]["num_examples"] / parts[1][0]["num_examples"] < 0.2
 
 
+def test_models_are_evaluated_by_metrics_that_are_named(edgefl, fleet, six):
+    shard = fleet.root / "shards" / "device-01.npz"
+    options = [word for name in ("f1-micro", "log-loss", "f1:3") for word in ("--metric", name)]
+    evaluated = ("model", "evaluate", "six:best", "--shard", shard, "--part", "all", "--format", "json")
+    (row,) = edgefl(*evaluated, *options).rows
+    assert row["f1-micro"] == pytest.approx(row["accuracy"])
+    assert row["log-loss"] == pytest.approx(row["loss"], rel=1e-5)
+    assert 0 < row["f1:3"] <= 1
+    assert "unknown metric 'f2'" in edgefl(*evaluated, "--metric", "f2").err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from edgefl.cli.output import (
     print_rows,
 )
 from edgefl.cli.sources import Source, allow_module_option, find_coordinator_shard, load_model, source_options
-from edgefl.core.errors import DataError, NotFoundError, UsageError
+from edgefl.core.errors import DataError, NotFoundError, TaskError, UsageError
 
 if TYPE_CHECKING:
+    from edgefl.core.metrics import Metric
     from edgefl.core.types import Array, Dataset, Json, Scalar, Task
 
 TEST_SCHEME = "test"
@@ -40,6 +42,7 @@ SCORE_COLUMNS = (
 )
 FORMAT_SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": (".safetensors",)}
 EXPORT_FILE_MODE = 0o644
+METRIC_BATCH_SIZE = 1024
 
 run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
 part_option = click.option(
@@ -142,6 +145,9 @@ def export(  # noqa: PLR0913 one per option
 @click.option("--shard", type=click.Path(path_type=Path), help="A shard of the models' task, on this machine.")
 @click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
 @part_option
+@click.option(
+    "--metric", "metrics", multiple=True, metavar="NAME", help="Add a metric, such as f1-macro; repeatable."
+)
 @allow_module_option
 @source_options
 @format_option
@@ -152,6 +158,7 @@ def evaluate(  # noqa: PLR0913 one per option
     shard: Path | None,
     place: str | None,
     part: str | None,
+    metrics: tuple[str, ...],
     source: Source,
     fmt: str,
 ) -> None:
@@ -161,8 +168,9 @@ def evaluate(  # noqa: PLR0913 one per option
     rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
     if not rows:
         raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
-    scored = _evaluate_models(source, rows, shard, part)
-    print_rows(_shorten_hashes(scored, fmt), SCORE_COLUMNS, fmt, kind="evaluations")
+    scored = _evaluate_models(source, rows, shard, part, metrics)
+    columns = [*SCORE_COLUMNS, *(name for name in dict.fromkeys(metrics) if name not in SCORE_COLUMNS)]
+    print_rows(_shorten_hashes(scored, fmt), columns, fmt, kind="evaluations")
 
 
 def _load_examples(path: Path, part: str | None, task: Task, row: Json) -> Dataset:
@@ -239,9 +247,11 @@ def _export_safetensors(source: Source, row: Json, out: Path) -> None:
     click.echo(f"{out}: {format_bytes(row['bytes_file'])}, safetensors, SHA-256 {row['sha256']}")
 
 
-def _evaluate_models(source: Source, rows: list[Json], shard: Path | None, part: str | None) -> list[Json]:
+def _evaluate_models(
+    source: Source, rows: list[Json], shard: Path | None, part: str | None, metric_names: Sequence[str]
+) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
-    loaded: dict[str, tuple[Any, Dataset]] = {}
+    loaded: dict[str, tuple[Any, Dataset, dict[str, Metric]]] = {}
     scored = []
     for row in rows:
         key = repr((row["task"], sorted(row["task_options"].items()), row["test_fraction"]))
@@ -253,13 +263,35 @@ def _evaluate_models(source: Source, rows: list[Json], shard: Path | None, part:
                     f"no test shard of task {row['task']} in a coordinator's directory on this machine; name it with "
                     "--dir, or give --shard PATH"
                 )
-            loaded[key] = task.learner(), _load_examples(path, part, task, row)
-        learner, examples = loaded[key]
+            metrics = _make_metrics(metric_names, task)
+            loaded[key] = task.learner(), _load_examples(path, part, task, row), metrics
+        learner, examples, metrics = loaded[key]
         learner.load(load_model(source, row))
         loss, accuracy = learner.evaluate(examples)
         figures = {"loss": loss, "accuracy": accuracy, "num_examples": len(examples)}
-        scored.append({**row, "recorded_accuracy": row["accuracy"], **figures})
+        values = _compute_metrics(learner, examples, metrics)
+        scored.append({**row, "recorded_accuracy": row["accuracy"], **values, **figures})
     return scored
+
+
+def _make_metrics(names: Sequence[str], task: Task) -> dict[str, Metric]:
+    from edgefl.tasks.metrics.registry import make_metric  # noqa: PLC0415 fast start
+
+    return {name: make_metric(name, getattr(task, "labels", ())) for name in names}
+
+
+def _compute_metrics(learner: Any, data: Dataset, metrics: Mapping[str, Metric]) -> dict[str, float | None]:
+    """Returns metrics of a loaded model; None where one has no value, such as the F1 of a class that is absent."""
+    from edgefl.core.metrics import compute_sums  # noqa: PLC0415 fast start
+
+    if not metrics:
+        return {}
+    if not callable(getattr(learner, "logits", None)):
+        raise TaskError(f"{type(learner).__name__} has no function logits(inputs), which --metric needs")
+    rows = [slice(start, start + METRIC_BATCH_SIZE) for start in range(0, len(data), METRIC_BATCH_SIZE)]
+    sums = compute_sums(metrics, ((learner.logits(data.inputs[each]), data.targets[each]) for each in rows))
+    values = {name: metric.combine(sums[name]) for name, metric in metrics.items() if name in sums}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def _make_task(row: Json) -> Task:

@@ -42,6 +42,7 @@ _GROUP_PREFIX = "edgefl."
 _REGISTRIES = {
     "edgefl.codecs": "edgefl.compression.registry",
     "edgefl.local_steps": "edgefl.tasks.local_algorithms.registry",
+    "edgefl.metrics": "edgefl.tasks.metrics.registry",
     "edgefl.strategies": "edgefl.strategies.registry",
     "edgefl.tasks": "edgefl.tasks.registry",
 }

@@ -1,0 +1,99 @@
+"""Metrics of predicted values. Of several outputs each has its own, and the metric is their mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+from edgefl.core.metrics import Direction, Metric, Sums
+from edgefl.core.types import Array
+from edgefl.tasks.metrics.exact_sums import read_sum, sum_exactly, sum_products
+from edgefl.tasks.metrics.predictions import read_values
+
+MIN_R2_EXAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorMetric(Metric):
+    """Weighted mean of `compute` of the errors (true minus predicted), and `finish` of that mean, by output."""
+
+    compute: Callable[[Array], Array]
+    finish: Callable[[float], float] = float
+    direction: Direction = "min"
+
+    def partial(self, outputs: Array, targets: Array, weights: Array | None = None) -> dict[str, Array]:
+        predicted, true, row_weights = read_values(outputs, targets, weights)
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = self.compute(true - predicted)
+        return {
+            "sum": sum_products(values, np.broadcast_to(row_weights, values.shape)),
+            "total": np.asarray(row_weights.sum()),
+        }
+
+    def combine(self, sums: Sums) -> float:
+        totals, weight = [read_sum(each) for each in sums["sum"]], float(sums["total"])
+        if not weight or not totals:
+            return float("nan")
+        return _average([None if total is None else self.finish(float(total) / weight) for total in totals])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RSquared(Metric):
+    """Coefficient of determination: the share of the targets' variance that is explained, at most 1.
+
+    The variance is computed without rounding, so an offset of the targets costs no digit. Of targets that are all
+    equal it is 1 where the errors are 0, else 0; of one example it is NaN.
+    """
+
+    direction: Direction = "max"
+
+    def partial(self, outputs: Array, targets: Array, weights: Array | None = None) -> dict[str, Array]:
+        predicted, true, row_weights = read_values(outputs, targets, weights)
+        spread = np.broadcast_to(row_weights, true.shape)
+        with np.errstate(over="ignore", invalid="ignore"):
+            errors = true - predicted
+        return {
+            "errors": sum_products(errors, errors, spread),
+            "targets": sum_products(true, spread),
+            "squares": sum_products(true, true, spread),
+            "weights": sum_exactly(row_weights)[0],
+            "count": np.asarray((row_weights > 0).sum(), np.int64),
+        }
+
+    def combine(self, sums: Sums) -> float:
+        weight = read_sum(sums["weights"])
+        if not weight or sums["count"] < MIN_R2_EXAMPLES or not len(sums["errors"]):
+            return float("nan")
+        columns = zip(sums["errors"], sums["targets"], sums["squares"], strict=True)
+        return _average(
+            [
+                _compute_r2(read_sum(errors), read_sum(targets), read_sum(squares), weight)
+                for errors, targets, squares in columns
+            ]
+        )
+
+
+def _compute_r2(
+    errors: Fraction | None, targets: Fraction | None, squares: Fraction | None, weight: Fraction
+) -> float | None:
+    if errors is None or targets is None or squares is None:
+        return None
+    variation = squares - targets * targets / weight
+    if variation <= 0:
+        return float(errors == 0)
+    return float(1 - errors / variation)
+
+
+def make_pinball(quantile: float) -> Callable[[Array], Array]:
+    """Returns the pinball loss of errors: too low costs `quantile` of the distance, too high the rest of 1."""
+    return lambda errors: np.maximum(quantile * errors, (quantile - 1.0) * errors)
+
+
+def _average(values: list[float | None]) -> float:
+    """Returns the mean, NaN where one is missing or not finite."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return math.fsum(known) / len(known) if len(known) == len(values) else float("nan")
