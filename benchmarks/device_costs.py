@@ -48,7 +48,8 @@ import sys
 from pathlib import Path
 import torch
 from edgefl.tasks.datasets.array_files import read_image_set
-from edgefl.tasks.learners.image_networks import ImageFormat, make_cnn
+from edgefl.tasks.learners.image_layers import ImageFormat
+from edgefl.tasks.learners.image_networks import make_cnn
 from edgefl.tasks.learners.networks import build_chain
 torch.set_num_threads(1)
 images = read_image_set(Path(sys.argv[1]), "mnist", "train")

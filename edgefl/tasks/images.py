@@ -21,14 +21,8 @@ from edgefl.tasks.export.onnx_graph import (
     register_node_builder,
 )
 from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.image_networks import (
-    NORMALISED_NETWORKS,
-    NORMS,
-    NUM_CLASSES,
-    PLAIN_NETWORKS,
-    ImageFormat,
-    make_chain,
-)
+from edgefl.tasks.learners.image_layers import NORMS, NUM_CLASSES, ImageFormat
+from edgefl.tasks.learners.image_networks import NORMALISED_NETWORKS, PLAIN_NETWORKS, make_chain
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, LOSSES, DenseModel
 from edgefl.tasks.learners.torch_learner import (
     TORCHVISION,

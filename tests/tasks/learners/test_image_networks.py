@@ -5,21 +5,26 @@ import pytest
 
 from edgefl.core.types import Dataset, TensorKind, TrainConfig
 from edgefl.tasks.images import MODELS
-from edgefl.tasks.learners.image_networks import (
-    NORMALISED_NETWORKS,
-    NORMS,
-    PLAIN_NETWORKS,
-    ImageFormat,
-    make_chain,
-    make_group_norm,
-)
+from edgefl.tasks.learners.image_layers import NORMS, ImageFormat, make_group_norm
+from edgefl.tasks.learners.image_networks import NORMALISED_NETWORKS, PLAIN_NETWORKS, make_chain
 from edgefl.tasks.learners.networks import build_chain, list_chain_specs, make_uniform_weights
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 
 GREY, COLOUR, CROPPED = ImageFormat(1, 28), ImageFormat(3, 32), ImageFormat(3, 28)
 IMAGENET_CLASSES = 1000
-HEAVY = {"resnet152", "resnet110", "resnet50", "resnet18", "vgg11", "vgg16", "mobilenet-v1", "mobilenet-v2"}
+HEAVY = {
+    "resnet152",
+    "resnet110",
+    "resnet50",
+    "resnet18",
+    "resnet50-v2",
+    "resnet18-v2",
+    "vgg11",
+    "vgg16",
+    "mobilenet-v1",
+    "mobilenet-v2",
+}
 LAYOUTS = [
     pytest.param(name, norm, marks=pytest.mark.extended if name in HEAVY else (), id=f"{name}-{norm}")
     for name in (*PLAIN_NETWORKS, *NORMALISED_NETWORKS)
@@ -51,6 +56,10 @@ def with_ten_classes(published, features):
         ("resnet18", COLOUR, with_ten_classes(11_689_512, 512) - 40 * 3 * 64),
         ("resnet50", COLOUR, with_ten_classes(25_557_032, 2048) - 40 * 3 * 64),
         ("resnet152", COLOUR, with_ten_classes(60_192_808, 2048) - 40 * 3 * 64),
+        # The same convolutions; a norm of the inputs of each block in place of one after it, of the stem and of
+        # the projections, and one at the end: two numbers a channel.
+        ("resnet18-v2", COLOUR, with_ten_classes(11_689_512, 512) - 40 * 3 * 64 - 2 * (4800 - 3904)),
+        ("resnet50-v2", COLOUR, with_ten_classes(25_557_032, 2048) - 40 * 3 * 64 - 2 * (26_560 - 22_720)),
         ("mobilenet-v1", COLOUR, with_ten_classes(4_231_976, 1024)),  # Howard et al., 2017: 4.2 M
         ("mobilenet-v2", COLOUR, with_ten_classes(3_504_872, 1280)),  # Sandler et al., 2018: 3.4 M
         # Of torchvision with normalisation, less its three fully connected layers.
@@ -92,6 +101,23 @@ def test_one_step_on_a_batch_lowers_its_loss(name, norm):
     plan = TrainConfig(iterations=1, batch_size=8, learning_rate=0.001)
     train(learner, batch, plan, np.random.default_rng(0), clock=lambda: 0.0, on_iteration=lambda *_: False)
     assert learner.gradient(batch) < first
+
+
+@pytest.mark.parametrize(("name", "num_convs"), [("resnet18-v2", 2), ("resnet50-v2", 3)])
+def test_the_second_version_of_a_resnet_has_its_norms_and_relus_before_convolutions_alone(name, num_convs):
+    chain = make_chain(name, COLOUR)
+    blocks = [key for key, layer in chain.items() if layer[0] == "Residual"]
+    for key in blocks:
+        _, body, shortcut = chain[key]
+        kinds = [layer[0] for layer in body.values()]
+        if shortcut:  # both branches begin with the same normalised input
+            assert [layer[0] for layer in shortcut.values()] == ["Conv2d"]
+            kinds = [chain[f"{key}_norm"][0], chain[f"{key}_relu"][0], *kinds]
+        assert kinds == ["GroupNorm", "ReLU", "Conv2d"] * num_convs
+    others = {f"{key}_{part}" for key in blocks for part in ("norm", "relu") if chain[key][2]}
+    assert [key for key in chain if key not in {*blocks, *others}] == [
+        *("stem", "last_norm", "last_relu", "mean", "flat", "fc")
+    ]
 
 
 def test_running_statistics_start_as_torchs_and_are_buffers():
