@@ -75,10 +75,10 @@ _TABLE_COLUMNS = {
     "events": ("at", "kind", "run_id", "device_id", "message"),
     "audit": ("at", "actor", "source", "action", "outcome"),
     "evaluations": ("run_id", "round", "version", "device_id", "source", "subject", "loss", "accuracy",
-                    "num_examples", "at"),
+                    "num_examples", "metrics", "at"),
 }  # fmt: skip
-_OPTIONAL_COLUMNS = frozenset({"paced_s"})
-"""Columns that a table shows only where known: few devices have a temperature limit."""
+_OPTIONAL_COLUMNS = frozenset({"metrics", "paced_s"})
+"""Columns that a table shows only where known: few devices have a temperature limit, few tasks metrics."""
 _DERIVED_COLUMNS = {"rounds": ("disagreement",)}
 _KINDS_HELP = "\b\n" + "\n".join(f"{name:15}{text}" for name, text in PLOT_KINDS.items())
 

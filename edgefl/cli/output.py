@@ -146,7 +146,9 @@ def print_pages(pages: Iterable[Rows], columns: Sequence[str], fmt: str, *, kind
 
 def select_known_columns(rows: Rows, columns: Sequence[str], optional: Collection[str]) -> list[str]:
     """Returns the columns without optional ones that are empty in all rows."""
-    return [name for name in columns if name not in optional or any(row.get(name) not in (None, "") for row in rows)]
+    return [
+        name for name in columns if name not in optional or any(row.get(name) not in (None, "", {}) for row in rows)
+    ]
 
 
 def format_value(name: str, value: Any) -> str:

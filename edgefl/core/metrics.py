@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import ConfigError, TaskError
 
 Array = NDArray[Any]
 Sums = Mapping[str, Array]
@@ -18,6 +21,14 @@ Direction = Literal["min", "max"]
 """Whether less or more of a metric is better."""
 TYPES = ("<i8", "<f8")
 """Types of the arrays of sums, as NumPy writes them: int64 and float64."""
+NUMBER_BYTES = 8
+MAX_METRICS = 16
+MAX_SUM_BYTES = 1 << 20
+"""Maximum bytes of the sums of all metrics of a task."""
+MAX_SUM = 2.0**48
+"""Maximum of a number in the sums of one device: those of 32,000 devices can be added."""
+_SumLayout = tuple[str, str, str, tuple[int, ...]]
+"""Metric, name, type and shape of one array."""
 
 
 class Metric(ABC):
@@ -85,3 +96,115 @@ def _check_types(name: str, sums: Mapping[str, object]) -> None:
         if not isinstance(value, np.ndarray) or value.dtype.str not in TYPES:
             found = getattr(value, "dtype", type(value).__name__)
             raise TaskError(f"metric {name}: {key} of its sums must be an array of int64 or float64, got {found}")
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSet:
+    """The metrics of a task, and the layout of their sums: arrays in order, 8 bytes a number, little-endian.
+
+    Attributes:
+        metrics: by name; the first says which model is the best.
+        layout: of the sums of all of them.
+    """
+
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    layout: tuple[_SumLayout, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.metrics)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of encoded sums."""
+        return sum(NUMBER_BYTES * _count_numbers(shape) for *_, shape in self.layout)
+
+    def encode(self, sums: Mapping[str, Sums]) -> bytes:
+        """Returns sums for the wire.
+
+        Raises:
+            TaskError: they have another layout, so the model has other outputs than its task says.
+        """
+        found = _list_layout(sums)
+        if found != self.layout:
+            raise TaskError(
+                f"metrics are for sums {_format_layout(self.layout)}, the model makes {_format_layout(found)}; "
+                "num_outputs of the task must be the number of the model's outputs"
+            )
+        return b"".join(sums[name][key].tobytes() for name, key, *_ in self.layout)
+
+    def decode(self, body: bytes) -> dict[str, dict[str, Array]]:
+        """Returns sums that a device sent.
+
+        Raises:
+            ValueError: they are not as long as the task's metrics say, or hold a number that no device can have.
+        """
+        if len(body) != self.num_bytes:
+            raise ValueError(f"its sums of metrics are {len(body)} bytes, {self.num_bytes} were asked for")
+        sums: dict[str, dict[str, Array]] = {name: {} for name in self.metrics}
+        start = 0
+        for name, key, dtype, shape in self.layout:
+            array = np.frombuffer(body, dtype, _count_numbers(shape), start).reshape(shape)
+            if not np.all((array >= -MAX_SUM) & (array <= MAX_SUM)):
+                raise ValueError(f"its sums of metric {name} hold a number beyond {MAX_SUM:.0f}, or none")
+            sums[name][key], start = array, start + array.nbytes
+        return sums
+
+    def combine(self, bodies: Sequence[bytes]) -> dict[str, float]:
+        """Returns the metrics, by name, of all examples that these sums are of; those without a value are left out.
+
+        Raises:
+            ValueError: as `decode`.
+        """
+        values = {}
+        totals = [self.decode(body) for body in bodies]
+        for name, metric in self.metrics.items() if totals else ():
+            total: Sums = totals[0][name]
+            for more in totals[1:]:
+                total = add_sums(total, more[name])
+            value = float(metric.combine(total))
+            if isfinite(value):
+                values[name] = value
+        return values
+
+
+NO_METRICS = MetricSet(MappingProxyType({}))
+
+
+def make_metric_set(metrics: Mapping[str, Metric], num_outputs: int, *, has_classes: bool) -> MetricSet:
+    """Returns the metrics of a task whose model has so many outputs.
+
+    Raises:
+        ConfigError: their sums are too many, or a metric cannot do with no example.
+    """
+    outputs = np.zeros((0, num_outputs), np.float32)
+    targets = np.zeros(0, np.int64) if has_classes else np.zeros((0, num_outputs), np.float32)
+    try:
+        layout = _list_layout(compute_sums(metrics, [(outputs, targets)]))
+    except Exception as error:  # another author's metric may raise anything
+        raise ConfigError(f"a metric must return sums of no example: {type(error).__name__}: {error}") from error
+    made = MetricSet(metrics, layout)
+    if len(metrics) > MAX_METRICS or made.num_bytes > MAX_SUM_BYTES:
+        raise ConfigError(
+            f"metrics must be at most {MAX_METRICS} with sums of at most {MAX_SUM_BYTES} bytes, got {len(metrics)} "
+            f"with {made.num_bytes}"
+        )
+    return made
+
+
+def _list_layout(sums: Mapping[str, Sums]) -> tuple[_SumLayout, ...]:
+    return tuple(
+        (name, key, arrays[key].dtype.str, arrays[key].shape)
+        for name, arrays in sums.items()
+        for key in sorted(arrays)
+    )
+
+
+def _format_layout(layout: Sequence[_SumLayout]) -> str:
+    return ", ".join(f"{name}.{key} {list(shape)}" for name, key, _, shape in layout)
+
+
+def _count_numbers(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -485,7 +485,8 @@ class Update:
 class EvaluateResult:
     """One evaluation; `source` is coordinator, device or evaluator, and all three enter the history.
 
-    `subject` is that of the `EvaluateInstruction`.
+    `subject` is that of the `EvaluateInstruction`. `sums` are those of the metrics that the task declares, encoded by
+    `MetricSet`, and `metrics` their values.
     """
 
     assignment_id: str
@@ -500,6 +501,7 @@ class EvaluateResult:
     bytes_down: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     subject: str = ""
+    sums: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

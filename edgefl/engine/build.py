@@ -20,6 +20,7 @@ from edgefl.compression.registry import format_with_layers
 from edgefl.compression.split_bodies import BatchCodec
 from edgefl.core.config import RunConfig, SplitSection, StrategySection
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError, TaskError
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options, make_schema
 from edgefl.core.types import (
@@ -62,6 +63,7 @@ from edgefl.strategies.update_guard import (
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
 from edgefl.tasks.job import CheckedJob, Job, make_job
 from edgefl.tasks.local_algorithms.rest_training import check_split_algorithm
+from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.network_cut import NetworkCut, describe_cut
 from edgefl.tasks.registry import BUILT_IN, is_torch_task, list_task_names, list_task_options, make_task
 
@@ -101,6 +103,7 @@ class RunComponents:
         decode: body of an update -> displacement.
         encode_input: part -> its input, in a job; None in a training.
         divergence: what follows when the loss diverges, oscillates or stands still.
+        metrics: that the task declares beside accuracy.
         needs_torch: devices without torch can neither train nor evaluate the task.
         usual_epochs: of a round of `fedavg` on this task.
         is_built_in: devices train it in the agent itself, not confined.
@@ -122,6 +125,7 @@ class RunComponents:
     decode: Callable[[bytes], Tensors]
     divergence: DivergenceRule
     encode_input: Callable[[int], bytes] | None = None
+    metrics: MetricSet = NO_METRICS
     needs_torch: bool = False
     usual_epochs: float = 1.0
     is_built_in: bool = True
@@ -186,6 +190,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),
         divergence=_make_divergence_rule(task, config, strategy),
+        metrics=make_task_metrics(task),
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
         split=split,

@@ -115,7 +115,7 @@ class VersionAccuracy:
 
     `is_newest` of the versions with an accuracy. `trusted` is the accuracy that may stop a run and make a model the
     best: the coordinator's, or the median of `MIN_EVALUATORS` or more devices; None where there are fewer. `loss` is
-    likewise.
+    likewise. `sums` are those of the task's metrics on the data that `accuracy` is of.
     """
 
     version: int
@@ -123,6 +123,7 @@ class VersionAccuracy:
     is_newest: bool
     trusted: float | None = None
     loss: float | None = field(default=None, compare=False)
+    sums: tuple[bytes, ...] = field(default=(), compare=False)
 
 
 @dataclass(slots=True)
@@ -186,7 +187,10 @@ class EvaluationTracker(_PendingEvaluations):
             self.version, self.accuracy = version, accuracy
             if trusted is not None:
                 self.recent.append(trusted)
-        return VersionAccuracy(version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss)
+        sums = tuple(result.sums for result in _select_best_source(results) if result.sums)
+        return VersionAccuracy(
+            version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss, sums=sums
+        )
 
     def compute_mean(self, count: int) -> float | None:
         """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
@@ -233,11 +237,15 @@ def compute_mean_accuracy(results: Sequence[EvaluateResult]) -> float | None:
 
 def _compute_mean(results: Sequence[EvaluateResult]) -> tuple[float | None, float | None]:
     """Returns accuracy and loss of one model: the evaluators' means by examples, else the devices'."""
-    selection = [result for result in results if result.source != "device"] or results
+    selection = _select_best_source(results)
     if not (num_examples := sum(result.num_examples for result in selection)):
         return None, None
     accuracy = sum(result.accuracy * result.num_examples for result in selection) / num_examples
     return accuracy, sum(result.loss * result.num_examples for result in selection) / num_examples
+
+
+def _select_best_source(results: Sequence[EvaluateResult]) -> Sequence[EvaluateResult]:
+    return [result for result in results if result.source != "device"] or results
 
 
 def compute_trusted_scores(

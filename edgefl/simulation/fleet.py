@@ -305,6 +305,8 @@ class SimulatedFleet:
             loss=scores.loss,
             accuracy=scores.accuracy,
             bytes_down=len(encoded.body) if is_board else 0,
+            metrics=scores.values,
+            sums=scores.sums,
         )
         self._publish(self._state.bound_evaluation(result))
 

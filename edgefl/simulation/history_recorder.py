@@ -14,6 +14,7 @@ from typing import Any
 from edgefl.coordinator.runs.history_recorder import ComputeMetrics, HistoryRecorder, compute_no_metrics
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.config import RunConfig
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import DeviceInfo, Json, Tensors
 from edgefl.engine.progress import RoundCounter
 from edgefl.engine.round_loop import RunLog
@@ -80,8 +81,17 @@ class SimulationHistory:
         policy: RunParticipationPolicy,
         compute_metrics: ComputeMetrics = compute_no_metrics,
         needed_updates: int = 0,
+        metrics: MetricSet = NO_METRICS,
     ) -> RunLog:
-        """Returns the loop's journal; `policy` lists excluded devices, the other two are the strategy's."""
+        """Returns the loop's journal.
+
+        Args:
+            rounds: of the run.
+            policy: lists excluded devices.
+            compute_metrics: of the strategy.
+            needed_updates: of the strategy.
+            metrics: of the task.
+        """
 
         def after(version: int) -> None:
             if self._on_change is not None and rounds.is_round_end(version):
@@ -95,6 +105,7 @@ class SimulationHistory:
             on_version=after,
             get_blocked=lambda: policy.blocked_devices,
             compute_metrics=compute_metrics,
+            metrics=metrics,
             needed_updates=needed_updates,
         )
         self._log = RunLog(None, [recorder])

@@ -292,7 +292,9 @@ class _Simulation:
         strategy, policy = assembled.strategy, self._make_policy()
         try:
             compute_metrics = compute_no_metrics if self._data is None else strategy.facts
-            run_log = history.create_log(assembled.rounds, policy, compute_metrics, strategy.needed_updates)
+            run_log = history.create_log(
+                assembled.rounds, policy, compute_metrics, strategy.needed_updates, assembled.metrics
+            )
             state, reason = run_rounds(
                 strategy,
                 strategy.init(PLACEHOLDER_TENSORS if self._data is None else assembled.model),

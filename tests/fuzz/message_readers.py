@@ -17,6 +17,7 @@ from fuzz.reader import Form, Reader, Seed
 
 from edgefl.coordinator import pki
 from edgefl.coordinator.api.feed_state import make_device_row
+from edgefl.coordinator.execution.headers import parse_evaluate_result
 from edgefl.coordinator.execution.messaging import DeviceRpc
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
@@ -25,6 +26,7 @@ from edgefl.coordinator.monitoring.metrics import render_device_series
 from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService
 from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
 from edgefl.core.errors import EdgeflError
+from edgefl.core.metrics import compute_sums, make_metric_set
 from edgefl.core.protocol import (
     Capabilities,
     Command,
@@ -37,7 +39,7 @@ from edgefl.core.protocol import (
     parse_peer_topic,
     parse_topic,
 )
-from edgefl.core.types import CollectiveConfig, PeerMessage, Progress
+from edgefl.core.types import CollectiveConfig, EvaluateInstruction, PeerMessage, Progress
 from edgefl.device.diagnostics.json_log import _parse_query, read_page
 from edgefl.device.mqtt.session import MessageDispatcher, MqttCallbacks
 from edgefl.device.peers.collective_link import ChunkMessage, CollectiveLink
@@ -55,6 +57,7 @@ from edgefl.device.state_dir import parse_lockout
 from edgefl.storage.store import Store
 from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, decode_peer_message, encode_peer_message
+from edgefl.tasks.metrics.registry import make_metric
 
 FLUSHED_EVERY = 8
 """Writing to the store takes a hundred times longer than hearing a message."""
@@ -308,6 +311,20 @@ def frames(_folder: Path) -> Reader:
         frame(FrameKind.ACK),
     ]
     return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in seeds), refuses=(EdgeflError, ConnectionError))
+
+
+def metric_sums(_folder: Path) -> Reader:
+    """The sums of metrics that a board answers an evaluation with."""
+    names = ("f1-macro", "log-loss", "calibration-error")
+    metrics = make_metric_set({name: make_metric(name) for name in names}, 3, has_classes=True)
+    sums = compute_sums(metrics.metrics, [(np.eye(3), np.array([0, 1, 1]))])
+    asked = EvaluateInstruction(assignment_id="e", device_id="pi", version=1, round=1)
+    figures = {"num_examples": 3, "loss": 0.5, "accuracy": 0.5}
+    return Reader(
+        feed=lambda data: parse_evaluate_result(asked, figures, "device", data, metrics),
+        seeds=(Seed(content=metrics.encode(sums)),),
+        refuses=(ValueError,),
+    )
 
 
 def shown_certificates(_folder: Path) -> Reader:

@@ -96,6 +96,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/peers/collective_link.py:decode_message",
             "device/peers/collective_link.py:CollectiveLink._take",
         ),
+        "metric-sums": _entry(message_readers.metric_sums, "core/metrics.py:MetricSet.decode"),
         "peer-frames": _entry(message_readers.frames, "device/peers/peer_connection.py:_parse_header"),
         "peer-certificates": _entry(
             message_readers.shown_certificates, "device/peers/peer_connection.py:verify_certificate"

@@ -21,7 +21,7 @@ from edgefl.cli.output import (
     print_rows,
 )
 from edgefl.cli.sources import Source, allow_module_option, find_coordinator_shard, load_model, source_options
-from edgefl.core.errors import DataError, NotFoundError, TaskError, UsageError
+from edgefl.core.errors import DataError, NotFoundError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.metrics import Metric
@@ -42,7 +42,6 @@ SCORE_COLUMNS = (
 )
 FORMAT_SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": (".safetensors",)}
 EXPORT_FILE_MODE = 0o644
-METRIC_BATCH_SIZE = 1024
 
 run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
 part_option = click.option(
@@ -282,14 +281,12 @@ def _make_metrics(names: Sequence[str], task: Task) -> dict[str, Metric]:
 
 def _compute_metrics(learner: Any, data: Dataset, metrics: Mapping[str, Metric]) -> dict[str, float | None]:
     """Returns metrics of a loaded model; None where one has no value, such as the F1 of a class that is absent."""
-    from edgefl.core.metrics import compute_sums  # noqa: PLC0415 fast start
+    from edgefl.core.metrics import MetricSet  # noqa: PLC0415 fast start
+    from edgefl.tasks.metrics.evaluation import measure  # noqa: PLC0415 fast start
 
     if not metrics:
         return {}
-    if not callable(getattr(learner, "logits", None)):
-        raise TaskError(f"{type(learner).__name__} has no function logits(inputs), which --metric needs")
-    rows = [slice(start, start + METRIC_BATCH_SIZE) for start in range(0, len(data), METRIC_BATCH_SIZE)]
-    sums = compute_sums(metrics, ((learner.logits(data.inputs[each]), data.targets[each]) for each in rows))
+    sums = measure(learner, data, MetricSet(metrics))
     values = {name: metric.combine(sums[name]) for name, metric in metrics.items() if name in sums}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 

@@ -24,6 +24,7 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.protocol import ReadinessPhase
 from edgefl.core.types import (
     DeviceInfo,
@@ -72,6 +73,7 @@ class RunSpec:
         encode_input: part of a job -> body for its device, in place of a model; None in a training.
         encode_whole: for evaluators, where `encode` gives devices a part of the network; None where it gives all.
         split: trains the rest of a network that is cut; None where it is not.
+        metrics: of the task, whose sums come with each evaluation.
         needs_torch: devices without torch take no part: they can only use finished models.
         incarnations: give the wire ids of its assignments; None for the first incarnation.
         lineage: of the store, which instructions and answers name; None to compare nothing.
@@ -93,6 +95,7 @@ class RunSpec:
     encode_input: Callable[[int], bytes] | None = None
     encode_whole: Callable[[Tensors, int], bytes] | None = None
     split: SplitRun | None = None
+    metrics: MetricSet = NO_METRICS
     needs_torch: bool = False
     incarnations: RunIncarnations | None = None
     lineage: Lineage | None = None

@@ -18,6 +18,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.protocol import JOB_LOG, finite_or_none, parse_job_log
 from edgefl.core.types import (
     NUM_REDUCTIONS,
@@ -209,20 +210,24 @@ def parse_part_log(header: Json) -> list[str]:
     return parse_job_log(header.get(JOB_LOG))
 
 
-def parse_evaluate_result(instruction: EvaluateInstruction, metrics: Json, source: str) -> EvaluateResult:
-    """Returns the outcome of an evaluation.
+def parse_evaluate_result(
+    instruction: EvaluateInstruction, figures: Json, source: str, sums: bytes = b"", metrics: MetricSet = NO_METRICS
+) -> EvaluateResult:
+    """Returns the outcome of an evaluation; `sums` are those of the task's `metrics`, as the device sent them.
 
     Raises:
-        KeyError, TypeError, ValueError: a figure is missing or makes no sense.
+        KeyError, TypeError, ValueError: a figure is missing or makes no sense, or the sums do not fit the metrics.
     """
-    accuracy = _parse_number(metrics["accuracy"])
+    accuracy = _parse_number(figures["accuracy"])
     if accuracy > 1:
         raise ValueError(f"accuracy must lie in 0 to 1, got {accuracy!r}")
     return instruction.make_result(
         source=source,
-        num_examples=_parse_count(metrics["num_examples"]),
-        loss=_parse_number(metrics["loss"], at_least=-math.inf),
+        num_examples=_parse_count(figures["num_examples"]),
+        loss=_parse_number(figures["loss"], at_least=-math.inf),
         accuracy=accuracy,
+        metrics=metrics.combine([sums]),
+        sums=sums,
     )
 
 

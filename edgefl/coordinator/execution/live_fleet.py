@@ -599,7 +599,8 @@ class LiveFleet:
             raise ValueError(f"it names {header.get('assignment')!r:.80}, asked was {pending.wire_id!r}")
         if isinstance(instruction, EvaluateInstruction):
             info = self.registry.get_device(instruction.device_id)
-            result = parse_evaluate_result(instruction, header["metrics"], info.source if info else "device")
+            source = info.source if info else "device"
+            result = parse_evaluate_result(instruction, header["metrics"], source, reply.body, self._run.metrics)
             result = replace(result, bytes_up=reply.bytes_up, bytes_down=reply.bytes_down)
             return self._view.bound_evaluation(result)
         messages, body = parse_peer_messages(instruction, header, reply.body)

@@ -108,6 +108,7 @@ class RunExecutor:
             monotonic=self.clock.now_s,
             get_blocked=lambda: components.policy.blocked_devices,
             compute_metrics=components.strategy.facts,
+            metrics=components.metrics,
             needed_updates=components.strategy.needed_updates,
             unused_updates=start.unused_updates,
             can_repeat=start.incarnations.current > 0 and not start.is_exact,

@@ -12,6 +12,7 @@ from typing import Any
 
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.errors import StrategyError
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import (
     ClippedUpdate,
     Decision,
@@ -91,6 +92,7 @@ class HistoryRecorder(RunSubscriber):
         on_version: called with every new version.
         get_blocked: returns the devices blocked after too many rejected updates.
         compute_metrics: called at the end of every round.
+        metrics: of the task, whose sums are combined over all that evaluated a version.
         needed_updates: of a version, for what its strategy promises.
         unused_updates: updates that arrived before the run was resumed, and are not used yet.
         can_repeat: an assignment id may have been dispatched before, for other work.
@@ -106,6 +108,7 @@ class HistoryRecorder(RunSubscriber):
         on_version: Callable[[int], None] = lambda _version: None,
         get_blocked: Callable[[], Collection[str]] = frozenset,
         compute_metrics: ComputeMetrics = compute_no_metrics,
+        metrics: MetricSet = NO_METRICS,
         needed_updates: int = 0,
         unused_updates: Sequence[UpdateRow] = (),
         can_repeat: bool = False,
@@ -113,7 +116,7 @@ class HistoryRecorder(RunSubscriber):
         self._history, self._rounds = history, rounds
         self._clock, self._monotonic, self._on_version = clock, monotonic, on_version
         self._get_blocked, self._known_blocked = get_blocked, set[str]()
-        self._compute_metrics = compute_metrics
+        self._compute_metrics, self._metrics = compute_metrics, metrics
         self._unused_updates: dict[str, tuple[UpdateRow, float]] = {}
         self._assignments: dict[str, TrainInstruction] = {}
         self._round_starts_s: dict[int, float] = {}
@@ -241,6 +244,8 @@ class HistoryRecorder(RunSubscriber):
             metrics = RoundMetrics(node_accuracy=score.mean, worst_node_accuracy=score.worst)
             self._history.add_round_metrics(score.round, metrics)
             return
+        if values := self._metrics.combine(score.sums):
+            self._history.add_round_metrics(self._rounds.get_round(score.version), {"facts": values})
         if score.accuracy is not None and score.is_newest:
             self._history.update_accuracy(score.accuracy)
         if score.accuracy is not None and score.trusted is None and not self._is_untrusted_recorded:

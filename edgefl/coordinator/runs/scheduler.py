@@ -666,6 +666,7 @@ class RunScheduler:
             encode_changes=components.encode_changes,
             encode_input=components.encode_input,
             decode=components.decode,
+            metrics=components.metrics,
             needs_torch=components.needs_torch,
             incarnations=start.incarnations,
             lineage=self._context.lineage,

@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgefl.core.errors import DataError, EdgeflError, TaskError
+from edgefl.core.metrics import MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
 from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata, split_train_test
 from edgefl.tasks.learners.torch_split import cut_front
+from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ class CachedTask:
     task: Task
     model_spec: ModelSpec
     learner: Learner
+    metrics: MetricSet
     shard_fingerprint: object = None
     data: Dataset | None = None
     blocks: BlockRanges = field(default_factory=dict)
@@ -71,7 +74,9 @@ class TaskCache:
                 learner = cut_front(learner, after, threads=self._threads)
                 names = learner.read()
                 model_spec = tuple(spec for spec in model_spec if spec.name in names)
-            self._cached[key] = CachedTask(name=name, task=task, model_spec=model_spec, learner=learner)
+            self._cached[key] = CachedTask(
+                name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
+            )
         self._cached.move_to_end(key)
         while len(self._cached) > MAX_TASKS:
             self._cached.popitem(last=False)

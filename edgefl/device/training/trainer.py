@@ -55,6 +55,7 @@ from edgefl.tasks.datasets.shards import compute_root_fraction
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
+from edgefl.tasks.metrics.evaluation import evaluate
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class DeviceTrainer:
         return self._execute(header, body, self._train_with_health)
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
-        """Returns loss and accuracy of the model in `body`."""
+        """Returns loss and accuracy of the model in `body`, and the sums of the metrics that its task declares."""
         whole_header = {name: value for name, value in header.items() if name != "split"}
         return self._execute(whole_header, body, self._evaluate)
 
@@ -502,11 +503,8 @@ class DeviceTrainer:
         _, data = self._load_split(instruction, cached_task)
         if not len(data):
             raise DataError("the local test split holds no examples")
-        loss, accuracy = self._load_model(instruction, cached_task, body).evaluate(data)
-        if not (np.isfinite(loss) and np.isfinite(accuracy)):
-            raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
-        scores = {"num_examples": len(data), "loss": float(loss), "accuracy": float(accuracy)}
-        return {"metrics": scores}, b""
+        found = evaluate(self._load_model(instruction, cached_task, body), data, cached_task.metrics)
+        return {"metrics": {"num_examples": len(data), "loss": found.loss, "accuracy": found.accuracy}}, found.sums
 
     def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:
         """Loads the global model and the local tensors into the learner."""

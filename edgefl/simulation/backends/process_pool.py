@@ -139,7 +139,7 @@ class WorkerServer:
                 return {}, b""
             case "evaluate":
                 scores = self._trainer.evaluate(header["device"], self._model)
-                return asdict(scores), b""
+                return {**asdict(scores), "sums": None}, scores.sums
         ticket = header["ticket"]
         if ticket in self._cancelled_ids:
             return {}, b""
@@ -330,8 +330,9 @@ class ProcessPoolBackend:
         if device_id is None:
             return self._in_process.evaluate(None, model)
         worker = self._get_pinned_worker(device_id)
-        header, _ = worker.wait_for_reply(worker.send_request({"do": "evaluate", "device": device_id}, model))
-        return EvaluationMetrics(**{name: header[name] for name in ("num_examples", "loss", "accuracy")})
+        header, sums = worker.wait_for_reply(worker.send_request({"do": "evaluate", "device": device_id}, model))
+        names = ("num_examples", "loss", "accuracy", "values")
+        return EvaluationMetrics(**{name: header[name] for name in names}, sums=sums)
 
     def close(self) -> None:
         for worker in self._workers:

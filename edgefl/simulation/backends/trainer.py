@@ -46,6 +46,7 @@ from edgefl.tasks.local_algorithms.local_training import (
     train,
 )
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
+from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.registry import make_task
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024
@@ -101,11 +102,13 @@ class TrainingResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationMetrics:
-    """Metrics of one evaluated model."""
+    """Metrics of one evaluated model; `sums` of those that its task declares, encoded, and their `values`."""
 
     num_examples: int
     loss: float
     accuracy: float
+    sums: bytes = b""
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class TrainingBackend(Protocol):
@@ -185,7 +188,7 @@ class SimulatedTrainer:
         task = make_task(task_spec.task, task_spec.options)
         self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
         self._model_spec = task.shapes()
-        self._task = task
+        self._task, self._metrics = task, make_task_metrics(task)
         # One thread, so that the same job gives the same bits in any process.
         self._learner = task.learner(accelerator="cpu", threads=1)
         self._split = (
@@ -306,10 +309,11 @@ class SimulatedTrainer:
         if data is None or not len(data):
             raise DataError("the local test split holds no examples")
         self._load_model(self._states.get(device_id or "", _LocalState()), model)
-        loss, accuracy = self._learner.evaluate(data)
-        if not (np.isfinite(loss) and np.isfinite(accuracy)):
-            raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
-        return EvaluationMetrics(num_examples=len(data), loss=float(loss), accuracy=float(accuracy))
+        found = evaluate(self._learner, data, self._metrics)
+        return EvaluationMetrics(
+            num_examples=len(data), loss=found.loss, accuracy=found.accuracy, sums=found.sums,
+            values=self._metrics.combine([found.sums]),
+        )  # fmt: skip
 
     def _get_shard(self, device_id: str) -> ShardRows:
         return self._data.shards[self._shard_indices[device_id]]

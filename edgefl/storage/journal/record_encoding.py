@@ -115,7 +115,9 @@ def encode_event(event: Event) -> EncodedRecord | None:
             return _encode_record(
                 RecordKind.EVALUATION,
                 event.assignment_id,
-                {**_to_shallow_dict(event), "metrics": dict(event.metrics)},
+                {name: value for name, value in _to_shallow_dict(event).items() if name != "sums"}
+                | {"metrics": dict(event.metrics)},
+                [event.sums],
             )
         case InstructionFailed():
             return _encode_record(RecordKind.INSTRUCTION_FAILED, event.assignment_id, _to_shallow_dict(event))
@@ -269,7 +271,7 @@ def _decode_health(meta: Json, _blob: bytes) -> HealthObserved:
 
 
 _DECODERS: dict[RecordKind, Callable[[Json, bytes], JournalEntry]] = {
-    RecordKind.EVALUATION: lambda meta, _blob: EvaluateResult(**meta),
+    RecordKind.EVALUATION: lambda meta, sums: EvaluateResult(**meta, sums=sums),
     RecordKind.INSTRUCTION_FAILED: lambda meta, _blob: InstructionFailed(
         **{**meta, "outcome": UpdateStatus(meta["outcome"])}
     ),

@@ -249,14 +249,14 @@ class RunRepository(Repository):
                 connection.execute(update(RoundTable).where(is_in_run, RoundTable.round == number).values(**values))
 
     def set_round_metrics(self, run_id: str, number: int, metrics: RoundMetrics) -> None:
-        """Sets the metrics of a round beside its sums; no-op where the round was never opened."""
-        statement = (
-            update(RoundTable)
-            .where(RoundTable.run_id == run_id, RoundTable.round == number)
-            .values(**to_storable(metrics))
-        )
+        """Sets the metrics of a round beside its sums, facts to those it has; no-op where it was never opened."""
+        is_round = (RoundTable.run_id == run_id) & (RoundTable.round == number)
+        values = to_storable(metrics)
         with self.database.write() as connection:
-            connection.execute(statement)
+            if "facts" in values:
+                known = connection.execute(select(RoundTable.facts).where(is_round)).scalar()
+                values["facts"] = {**(known or {}), **values["facts"]}
+            connection.execute(update(RoundTable).where(is_round).values(**values))
 
     def get_newest_device_model_round(self, run_id: str) -> Json:
         """Returns the newest round with evaluations of devices' own models; empty where there is none."""
@@ -305,8 +305,10 @@ class RunRepository(Repository):
             execute_for_assignments(connection, update(UpdateTable).values(**values), run_id, assignment_ids)
 
     def record_evaluations(self, run_id: str, rows: Sequence[EvaluationRow]) -> None:
-        """Records evaluations."""
+        """Records evaluations; their sums are in the journal alone."""
         values = [{"run_id": run_id, **to_columns(row)} for row in rows]
+        for columns in values:
+            del columns["sums"]
         with self.database.write() as connection:
             upsert(connection, EvaluationTable, values, ("run_id", "assignment_id"))
 

@@ -118,7 +118,7 @@ def all_kinds():
     )
     evaluated = EvaluateResult(
         assignment_id="e1", device_id="pi-2", version=3, round=3, source="device", num_examples=9, loss=0.1,
-        accuracy=0.9, metrics={"f1": 0.5},
+        accuracy=0.9, metrics={"f1": 0.5}, sums=b"\x00\xff",
     )  # fmt: skip
     lost = InstructionFailed(
         device_id="pi-3", assignment_id="a3", outcome=UpdateStatus.REJECTED, reason="its norm", is_strike=True

@@ -1,0 +1,86 @@
+"""One evaluation of a model: loss, accuracy, and the sums of the metrics that its task declares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.extensions import format_name
+from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, MetricSet, Sums, compute_sums, make_metric_set
+from edgefl.core.types import Dataset, Learner, Task
+from edgefl.tasks.metrics.registry import make_metric
+
+BATCH_SIZE = 1024
+MAX_OUTPUTS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Loss and accuracy of a model, and the encoded sums of its task's metrics."""
+
+    loss: float
+    accuracy: float
+    sums: bytes = b""
+
+
+def make_task_metrics(task: Task) -> MetricSet:
+    """Returns the metrics of a task's attribute `metrics`, names with `min` or `max`; none where it has no such.
+
+    The model has as many outputs as the task has `labels`, else `num_outputs`, else one.
+
+    Raises:
+        ConfigError: a metric is unknown, has another direction or none, or is of other outputs than the model's.
+    """
+    declared = getattr(task, "metrics", None)
+    if declared is None:
+        return NO_METRICS
+    if not isinstance(declared, Mapping) or not 0 < len(declared) <= MAX_METRICS:
+        raise ConfigError(
+            f"task {task.name}: metrics must be 1 to {MAX_METRICS} names with min or max, got {declared!r:.80}"
+        )
+    labels = tuple(getattr(task, "labels", ()))
+    metrics = {}
+    for name, direction in declared.items():
+        metrics[name] = make_metric(str(name), labels)
+        if direction != metrics[name].direction:
+            raise ConfigError(
+                f"task {task.name}: metric {format_name(str(name))} must have the direction "
+                f"{metrics[name].direction!r}, got {direction!r:.40}"
+            )
+    num_outputs = getattr(task, "num_outputs", None) or len(labels) or 1
+    if not isinstance(num_outputs, int) or not 1 <= num_outputs <= MAX_OUTPUTS:
+        raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
+    return make_metric_set(metrics, num_outputs, has_classes=bool(labels))
+
+
+def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:
+    """Returns the evaluation of a loaded model.
+
+    Raises:
+        DataError: the model has diverged.
+        TaskError: the learner has no outputs to measure, or they do not fit the metrics.
+    """
+    loss, accuracy = learner.evaluate(data)
+    if not (np.isfinite(loss) and np.isfinite(accuracy)):
+        raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
+    sums = metrics.encode(measure(learner, data, metrics)) if metrics else b""
+    return Evaluation(loss=float(loss), accuracy=float(accuracy), sums=sums)
+
+
+def measure(learner: Any, data: Dataset, metrics: MetricSet) -> Mapping[str, Sums]:
+    """Returns the sums over the examples, by metric; raises `TaskError` as `evaluate`."""
+    if not callable(getattr(learner, "logits", None)):
+        raise TaskError(f"{type(learner).__name__} has no function logits(inputs), which metrics need")
+
+    def predict(rows: slice) -> tuple[Array, Array]:
+        with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
+            outputs = learner.logits(data.inputs[rows])
+        targets = data.targets[rows]
+        return outputs, targets[:, None] if targets.ndim == 1 < outputs.ndim and outputs.shape[1] == 1 else targets
+
+    starts = range(0, len(data), BATCH_SIZE)
+    return compute_sums(metrics.metrics, (predict(slice(start, start + BATCH_SIZE)) for start in starts))

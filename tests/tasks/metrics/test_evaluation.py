@@ -1,0 +1,171 @@
+"""A task that declares metrics: boards send sums, and what the history has is of all examples together."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sklearn import metrics as sklearn_metrics
+
+import edgefl
+from edgefl.compression.codec import make_codec
+from edgefl.coordinator.execution.headers import parse_evaluate_result
+from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.types import Dataset, EvaluateInstruction, derive_rng
+from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.tasks.datasets.shards import split_train_test
+from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
+from edgefl.tasks.registry import make_task
+
+LINES = """
+import numpy as np
+from edgefl import Task
+from edgefl.core.types import Dataset, TensorSpec
+
+class LineLearner:
+    def __init__(self):
+        self.parameters = {"slope": np.zeros(1, np.float32), "offset": np.zeros(1, np.float32)}
+        self.gradients = {name: np.zeros(1, np.float32) for name in self.parameters}
+    def load(self, tensors):
+        for name, value in tensors.items():
+            self.parameters[name][...] = value
+    def read(self):
+        return {name: value.copy() for name, value in self.parameters.items()}
+    def logits(self, inputs):
+        return inputs * self.parameters["slope"] + self.parameters["offset"]
+    def gradient(self, batch):
+        error = self.logits(batch.inputs)[:, 0] - batch.targets
+        self.gradients["slope"][...] = 2 * np.mean(error * batch.inputs[:, 0])
+        self.gradients["offset"][...] = 2 * np.mean(error)
+        return float(np.mean(error**2))
+    def evaluate(self, data):
+        return float(np.mean((self.logits(data.inputs)[:, 0] - data.targets) ** 2)), 0.0
+
+class Lines(Task):
+    name = "lines"
+    metrics = {"rmse": "min", "r2": "max"}
+    defaults = {"learning_rate": 0.1, "batch_size": 10, "iterations": 5}
+    def shapes(self):
+        return (TensorSpec(name="slope", shape=(1,)), TensorSpec(name="offset", shape=(1,)))
+    def init(self, seed):
+        return {"slope": np.zeros(1, np.float32), "offset": np.zeros(1, np.float32)}
+    def read(self, path):
+        with np.load(path) as shard:
+            return Dataset(inputs=shard["x"], targets=shard["y"])
+    def learner(self, *, accelerator="cpu", threads=None):
+        return LineLearner()
+"""
+
+
+@pytest.fixture
+def lines(installed, tmp_path):
+    """A task of a regression with shards of ten boards of unequal size, whose targets differ."""
+    installed({"lines": LINES})
+    shards = []
+    for board in range(10):
+        rng = np.random.default_rng(board)
+        inputs = rng.normal(size=(20 + 15 * board, 1)).astype(np.float32)
+        shards.append(tmp_path / f"board-{board}.npz")
+        np.savez(shards[-1], x=inputs, y=2 * inputs[:, 0] + board + rng.normal(size=len(inputs)))
+    return shards
+
+
+def test_metrics_over_boards_are_those_of_their_pooled_test_data(lines, tmp_path):
+    tables = {"run": {"task": "lines:Lines", "rounds": 2, "evaluate_on": "devices", "local_test_fraction": 0.3}}
+    result = edgefl.simulate(tables, devices=lines, root=tmp_path / "root", allow_modules=["lines"])
+    model = load_file(result.model)
+    tests = [split_train_test(read(path), 0.3)[1] for path in lines]
+    pooled = [np.concatenate([getattr(test, name) for test in tests]) for name in ("inputs", "targets")]
+    predicted = (pooled[0] * model["slope"] + model["offset"])[:, 0]
+    expected = {
+        "rmse": sklearn_metrics.root_mean_squared_error(pooled[1], predicted),
+        "r2": sklearn_metrics.r2_score(pooled[1], predicted),
+    }
+    assert result.rounds[-1]["facts"] == pytest.approx(expected, abs=1e-6)  # outputs are of float32
+    rows = [row for row in result.evaluations if row["round"] == 2]
+    assert len(rows) == 10
+    assert all(row["metrics"].keys() <= {"rmse", "r2"} for row in rows)
+    mean = np.average([row["metrics"]["rmse"] for row in rows], weights=[row["num_examples"] for row in rows])
+    assert abs(mean - expected["rmse"]) > 0.01, "the mean of the boards' values is something else"
+    assert json.loads(json.dumps(rows[0]["metrics"])) == rows[0]["metrics"]
+
+
+def test_a_board_answers_an_evaluation_with_sums_that_the_coordinator_reads(lines, tmp_path):
+    task = make_task("lines:Lines")
+    trainer = DeviceTrainer(
+        device_id="pi", role="evaluator", shards=lambda: {"lines:Lines": str(lines[3])}, accelerator="cpu", threads=1,
+        state_dir=tmp_path / "state", on_progress=lambda *_: None,
+    )  # fmt: skip
+    asked = {
+        "v": 2, "run": "r", "task": "lines:Lines", "options": {}, "seed": 1, "test_fraction": 0.0,
+        "assignment": "r/e", "version": 0, "codec": "dense",
+    }  # fmt: skip
+    model = make_codec("dense", task.shapes()).encode(task.init(1), derive_rng(0))
+    header, body = trainer.evaluate(asked, model)
+    trainer.close()
+    instruction = EvaluateInstruction(assignment_id="e", device_id="pi", version=0, round=0)
+    result = parse_evaluate_result(instruction, header["metrics"], "evaluator", body, make_task_metrics(task))
+    assert result.metrics["rmse"] == pytest.approx(np.sqrt(np.mean(read(lines[3]).targets ** 2)))
+    assert make_task_metrics(task).combine([result.sums, result.sums]) == result.metrics
+    with pytest.raises(ValueError, match="were asked for"):
+        parse_evaluate_result(instruction, header["metrics"], "evaluator", body[8:], make_task_metrics(task))
+    with pytest.raises(ValueError, match="0 were asked for"):
+        parse_evaluate_result(instruction, header["metrics"], "evaluator", body)
+
+
+def test_worker_processes_return_the_sums_that_training_in_this_process_does(lines, tmp_path):
+    tables = {"run": {"task": "lines:Lines", "rounds": 1, "evaluate_on": "devices"}}
+    results = [
+        edgefl.simulate(
+            {**tables, "simulation": {"workers": workers}}, devices=lines[5:], root=tmp_path / str(workers),
+            allow_modules=["lines"],
+        )
+        for workers in (0, 2)
+    ]  # fmt: skip
+    values = [[row["metrics"] for row in result.evaluations] for result in results]
+    assert values[0] == values[1]
+    assert values[0][0].keys() == {"rmse", "r2"}
+
+
+def read(path):
+    with np.load(path) as shard:
+        return Dataset(inputs=shard["x"], targets=shard["y"])
+
+
+class Shell:
+    name = "shell"
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"rmsd": "min"}, "unknown metric 'rmsd' (did you mean rmse?)"),
+        ({"rmse": "max"}, "metric 'rmse' must have the direction 'min', got 'max'"),
+        ({"rmse": None}, "metric 'rmse' must have the direction 'min', got None"),
+        (["rmse"], "metrics must be 1 to 16 names with min or max, got ['rmse']"),
+        ({}, "metrics must be 1 to 16 names"),
+        ({"f1:7": "max"}, "a metric must return sums of no example: TaskError: a metric is of class 7"),
+    ],
+)
+def test_what_a_task_declares_wrongly_is_one_line(declared, said):
+    shell = Shell()
+    shell.metrics = declared
+    with pytest.raises(ConfigError) as refused:
+        make_task_metrics(shell)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_task_without_metrics_has_none_and_a_learner_without_outputs_can_have_none():
+    class Learner:
+        def evaluate(self, data):
+            return 0.5, 0.25
+
+    data = Dataset(inputs=np.zeros((3, 1), np.float32), targets=np.zeros(3))
+    assert not make_task_metrics(Shell())
+    found = evaluate(Learner(), data, make_task_metrics(Shell()))
+    assert (found.loss, found.accuracy, found.sums) == (0.5, 0.25, b"")
+    shell = Shell()
+    shell.metrics = {"rmse": "min"}
+    with pytest.raises(TaskError, match=r"Learner has no function logits\(inputs\), which metrics need"):
+        evaluate(Learner(), data, make_task_metrics(shell))
