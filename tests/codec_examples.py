@@ -52,6 +52,8 @@ _CHOSEN = (
     "atomo-auto:1",
     "atomo-dct:0.3",
     "atomo-dct:4|int8",
+    "ef|laq:4",
+    "ef|laq:2|fp16",
     "ef|powersgd:1",
     "ef|powersgd:2:out|int8|zstd",
     "topk:0.2",
@@ -88,6 +90,7 @@ BYTES_MAY_DIFFER = (
     "lss",
     "natural",
     "alternating",
+    "laq",
     "qsgd",
     "terngrad",
     "randk",
@@ -108,6 +111,7 @@ REFUSE_HUGE = (
     "topk:0.2|int8;",
     "atomo",
     "ef|powersgd",
+    "ef|laq",
 )
 """Beginnings of lines that may refuse the largest numbers of float32; the others carry them."""
 

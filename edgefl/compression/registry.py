@@ -19,6 +19,7 @@ from typing import NamedTuple
 from edgefl.compression.entropy.zstd import ByteShuffle, Zstd
 from edgefl.compression.low_rank import PowerSgd
 from edgefl.compression.quantisation.alternating import Alternating
+from edgefl.compression.quantisation.loss_aware import LossAware
 from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, Int8, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
 from edgefl.compression.sparsification.atomo import Atomo, AtomoDct
@@ -69,6 +70,7 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
         "lss": (19, Lss),
         "atomo-dct": (21, AtomoDct),
         "alternating": (22, Alternating),
+        "laq": (23, LossAware),
     }
 )
 """Built-in stages: name, number on the wire, class. Names with one number write one form, read by the first."""
@@ -283,6 +285,9 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
         "lss": StageDescription("BITS[:FRACTION][:hash][:keep][:raw]",
             "clusters of alike values, and means of buckets in each (LSS/CASQ, Fu et al. 2019)",
             ("lss:2", "lss:2|fp16")),
+        "laq": StageDescription("BITS",
+            "levels times a scale by the curvature of the loss; needs ef (LAQ of Parallel-SGD, Hou and Kwok 2018)",
+            ("ef|laq:4",)),
         "fp16": StageDescription("", "IEEE half precision", ("fp16", "fp16|zstd", "fp16|shuffle")),
         "bf16": StageDescription("", "the upper half of a float32", ("bf16",)),
         "int8": StageDescription("[channel]",

@@ -389,6 +389,8 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
         ("lss:2:0.1:0.2", "once each, got lss:2:0.1:0.2"),
         ("lss:2:keep", "needs error feedback to keep what it leaves out: write ef|lss:2:keep, for [compression] up"),
         ("powersgd:2", "needs error feedback to keep what it leaves out: write ef|powersgd:2, for [compression] up"),
+        ("laq:4", "needs error feedback to keep what it leaves out: write ef|laq:4, for [compression] up"),
+        ("ef|laq:1", "'laq' needs a whole number from 2 to 8, got laq:1"),
         ("ef|powersgd", "'powersgd' needs a whole number from 1 to 4096, got powersgd:"),
     ],
 )

@@ -26,7 +26,7 @@ from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array
 
-_MIN_BITS, _MAX_BITS = 2, 8
+MIN_BITS, MAX_BITS = 2, 8
 _RANDOM, _TANGENT = "random", "tan"
 _TERNARY_START, _NUM_REFINEMENTS = 0.7, 3
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -72,7 +72,7 @@ class Alternating(FiniteValueStage):
                 f"codec stage 'alternating' takes {_RANDOM} and {_TANGENT}, once each, got alternating:{argument:.40}"
             )
         return cls(
-            bits=parse_int_argument("alternating", bits, _MIN_BITS, _MAX_BITS),
+            bits=parse_int_argument("alternating", bits, MIN_BITS, MAX_BITS),
             is_random=_RANDOM in options,
             has_tangents=_TANGENT in options,
         )
@@ -86,15 +86,12 @@ class Alternating(FiniteValueStage):
         flat, table = values.reshape(-1), make_level_table(self.bits, self.has_tangents)
         numbers, scale = np.zeros(flat.size, dtype=np.int8), 0.0
         if largest:
-            scale = self._find_scale(flat, largest, table, rng)
+            scale = self.find_scale(flat, largest, table, rng)
         sent = np.float32(min(scale, _MAX_FLOAT32))
-        if float(sent) * table[-1] > _MAX_FLOAT32:
-            raise CodecError(
-                f"alternating makes numbers up to {float(sent) * table[-1]:.6g}, beyond float32: use dense"
-            )
+        require_float32_range("alternating", float(sent) * table[-1])
         if sent:
             for chunk in iterate_chunks(flat.size):
-                numbers[chunk] = self._assign_levels(flat[chunk], float(sent), table, rng)
+                numbers[chunk] = self.assign_levels(flat[chunk], float(sent), table, rng)
         yield np.array([self.bits, self.has_tangents], dtype=np.uint8)
         yield np.array([sent], dtype=FLOAT32)
         yield from write_levels(numbers, len(table) - 1)
@@ -102,7 +99,7 @@ class Alternating(FiniteValueStage):
     @staticmethod
     def decode(reader: PayloadReader, size: int) -> Array:
         bits, has_tangents = reader.read_bytes(2)
-        if not (_MIN_BITS <= bits <= _MAX_BITS and has_tangents <= 1):
+        if not (MIN_BITS <= bits <= MAX_BITS and has_tangents <= 1):
             raise CodecError(f"payload holds alternating levels of {bits} bits and kind {has_tangents}")
         scale = read_finite(reader, 1, UNEXPECTED_SCALE)[0]
         table = make_level_table(bits, bool(has_tangents))
@@ -116,32 +113,45 @@ class Alternating(FiniteValueStage):
         negate_where(values, (levels < 0).view(np.uint8))
         return values
 
-    def _find_scale(self, flat: Array, largest: float, table: Array, rng: Generator) -> float:
-        """Returns the scale of the values, the largest of which is not zero; random ternary levels take one turn."""
-        first = _compute_first_scale(flat, table)
+    def find_scale(
+        self, flat: Array, largest: float, table: Array, rng: Generator, weights: Array | None = None
+    ) -> float:
+        """Returns the scale of the values, the largest of which is not zero; random ternary levels take one turn.
+
+        Args:
+            flat: [n] values.
+            largest: the largest magnitude.
+            table: of `make_level_table`.
+            rng: for levels at random.
+            weights: [n] by which the squared error of each value counts, at least 0, not all zero; None: all alike.
+        """
+        first = _compute_first_scale(flat, table, weights)
         if self.is_random and len(table) == 2:
-            return self._refine_scale(flat, first, table, rng)[1]
+            return self._refine_scale(flat, first, table, rng, weights)[1]
         last = largest / float(table[-1])
         _, scale = max(
-            self._refine_scale(flat, start, table, rng) for start in (first, math.sqrt(first * last), last)
+            self._refine_scale(flat, start, table, rng, weights) for start in (first, math.sqrt(first * last), last)
         )
         for _ in range(_NUM_REFINEMENTS - 1):
-            scale = self._refine_scale(flat, scale, table, rng)[1]
+            scale = self._refine_scale(flat, scale, table, rng, weights)[1]
         return scale
 
-    def _refine_scale(self, flat: Array, scale: float, table: Array, rng: Generator) -> tuple[float, float]:
+    def _refine_scale(
+        self, flat: Array, scale: float, table: Array, rng: Generator, weights: Array | None
+    ) -> tuple[float, float]:
         """Returns by how much a scale lowers the squared error from that of zeros, and the scale.
 
         It is the best one for the levels by another scale; that one if all levels are zero.
         """
         product = square = 0.0
         for chunk in iterate_chunks(flat.size):
-            levels = table[np.abs(self._assign_levels(flat[chunk], scale, table, rng))]
-            product += float(levels @ np.abs(flat[chunk], dtype=np.float64))
-            square += float(levels @ levels)
+            levels = table[np.abs(self.assign_levels(flat[chunk], scale, table, rng))]
+            weighted = levels if weights is None else levels * weights[chunk]
+            product += float(weighted @ np.abs(flat[chunk], dtype=np.float64))
+            square += float(weighted @ levels)
         return (product**2 / square, product / square) if product else (0.0, scale)
 
-    def _assign_levels(self, values: Array, scale: float, table: Array, rng: Generator) -> Array:
+    def assign_levels(self, values: Array, scale: float, table: Array, rng: Generator) -> Array:
         """Returns the signed places of [n] values in the table of levels, as int8."""
         ratios = np.abs(values, dtype=np.float64)
         ratios /= scale
@@ -167,8 +177,21 @@ def make_level_table(bits: int, has_tangents: bool) -> Array:
     return table
 
 
-def _compute_first_scale(flat: Array, table: Array) -> float:
+def require_float32_range(stage_name: str, largest: float) -> None:
+    """Rejects levels times a scale that float32 does not hold.
+
+    Raises:
+        CodecError: it does not.
+    """
+    if largest > _MAX_FLOAT32:
+        raise CodecError(f"{stage_name} makes numbers up to {largest:.6g}, beyond float32: use dense")
+
+
+def _compute_first_scale(flat: Array, table: Array, weights: Array | None) -> float:
     """Returns a scale whose largest level is where that of a normal distribution should be, about."""
-    square = sum(float(np.square(flat[chunk], dtype=np.float64).sum()) for chunk in iterate_chunks(flat.size))
+    square, total = 0.0, float(flat.size) if weights is None else float(weights.sum(dtype=np.float64))
+    for chunk in iterate_chunks(flat.size):
+        squares = np.square(flat[chunk], dtype=np.float64)
+        square += float(squares.sum() if weights is None else squares @ weights[chunk])
     factor = _TERNARY_START if len(table) == 2 else 1.2 * math.sqrt(2 * math.log(len(table)))
-    return factor * math.sqrt(square / flat.size) / float(table[-1])
+    return factor * math.sqrt(square / total) / float(table[-1])

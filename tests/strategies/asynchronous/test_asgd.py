@@ -5,7 +5,8 @@ import pytest
 from faulty_fleet import FaultyFleet, first_model
 from strategy_turns import begun, moved, view_of
 
-from edgefl.core.types import HealthMetrics, SparseTensor
+from edgefl.compression.codec import make_codec
+from edgefl.core.types import HealthMetrics, SparseTensor, TensorSpec
 from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
 from edgefl.strategies.aggregation import ServerOptimizer
@@ -98,6 +99,24 @@ def test_a_run_takes_the_backup_of_the_version_that_the_device_began_with(varian
     assert state.model["w"][0] == pytest.approx(1.0)
     state = stepped(strategy, state, orders["b"], [-0.05])
     assert state.model["w"][0] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "growth"), [(8, 1.001), (4, 1.38)])
+def test_behind_qsgd_it_takes_the_mean_step_of_dc_qsgd_with_squares_as_much_larger_as_the_pages_say(bits, growth):
+    size, rate, strength, repeats = 4096, 0.1, 0.3, 400
+    luck = np.random.default_rng(3)
+    gradient, drift = (luck.normal(size=size).astype(np.float32) for _ in range(2))
+    codec = make_codec(f"qsgd:{bits}", (TensorSpec(name="w", shape=(size,)),))
+    steps = np.zeros(size)
+    for _ in range(repeats):
+        sent = codec.decode(codec.encode({"w": -rate * gradient}, luck))["w"]
+        steps += apply_delay_compensation(np.array(sent), drift, np.zeros_like(drift), strength, rate)
+    # The worker's own: g + λ g⊙g⊙ΔW, rounded at random afterwards, which changes no mean.
+    theirs = -rate * (gradient + strength * np.square(gradient) * drift)
+    ours = steps / repeats
+    compensation = strength * rate * np.square(gradient, dtype=np.float64) * drift
+    assert (-rate * gradient - ours) @ drift / (compensation @ drift) == pytest.approx(growth, abs=0.03)
+    assert np.linalg.norm(ours - theirs) < (0.02 if bits == 8 else 0.2) * np.linalg.norm(theirs)
 
 
 def test_the_mean_square_is_kept_by_device():
