@@ -46,9 +46,7 @@ def main() -> int:
     parser.add_argument("--mbit-per-s", type=float, default=20.0)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
-    args = options.parse(
-        parser, devices=[3], megabytes=[0.1], reductions=[2], kills=3, collectives=["ring", "binary-blocks"]
-    )
+    args = options.parse(parser, devices=[3], megabytes=[0.1], reductions=[2], kills=2, collectives=["ring"])
     if "simulated" in args.parts:
         print_simulated(args)
     if "live" in args.parts:

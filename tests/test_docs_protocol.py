@@ -45,7 +45,7 @@ from edgefl.device.diagnostics import json_log
 from edgefl.device.flower import work_loop
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import ModelOffer
-from edgefl.device.peers import collective_link, listener, peer_connection, sender
+from edgefl.device.peers import collective_link, collective_messages, listener, peer_connection, sender
 from edgefl.device.peers.peer_connection import PeerTimeouts
 from edgefl.device.rollouts import download
 from edgefl.device.rollouts.client import RolloutReport
@@ -252,9 +252,9 @@ def test_the_page_describes_the_messages_between_members_of_a_collective():
     (header,) = tables(part(PROTOCOL, "Between members of a collective"))
     places = [(int(offset), int(size)) for offset, size, _ in header]
     assert [offset for offset, _ in places] == [sum(size for _, size in places[:n]) for n in range(len(places))]
-    assert sum(size for _, size in places) == collective_link.HEADER.size
+    assert sum(size for _, size in places) == collective_messages.HEADER.size
     assert [size for _, size in places] == [struct.calcsize(f"<{code}") for code in ("16s", "8s", *"BIIQ")]
-    assert collective_link.HEADER.format == "<16s8sBIIQ"
+    assert collective_messages.HEADER.format == "<16s8sBIIQ"
 
 
 NUMBERS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 import threading
@@ -16,19 +17,20 @@ from harness.tallied_task import list_faults
 
 REDUCTIONS, TRAIN_S = 4, 0.3
 ROUNDS_PER_KILL, SPARE_ROUNDS = 3, 10
-MAX_WAIT_S, MAX_RESTART_S = 3.0, 2.0
+MAX_WAIT_S, MAX_RESTART_S = 2.0, 2.0
 SERVES_WITHIN_S = 300.0
 
 
 def disturb(num_devices: int, megabytes: float, mbit_per_s: float, num_kills: int, seed: int) -> list[str]:
     """Returns what is wrong after so many kills in one run with a ring: nothing, if all is well.
 
-    Two devices or all of them count as so many kills.
+    Two devices or all of them count as so many kills. The fleet's folder stays where something is wrong.
+
+    Raises:
+        EdgeflError: a round did not close in time.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="edgefl-collective-kills-") as folder,
-        collective_fleet(Path(folder), num_devices) as fleet,
-    ):
+    root = Path(tempfile.mkdtemp(prefix="edgefl-collective-kills-"))
+    with collective_fleet(root, num_devices) as fleet:
         rounds = ROUNDS_PER_KILL * num_kills + SPARE_ROUNDS
         task = {
             "trainings": rounds * REDUCTIONS,
@@ -47,7 +49,10 @@ def disturb(num_devices: int, megabytes: float, mbit_per_s: float, num_kills: in
     counts = list_rounds(used, fleet.names)
     broken = sum(count < REDUCTIONS for count, _ in counts)
     _say(f"{len(counts)} rounds, {sum(count for count, _ in counts)} trainings, {broken} rounds cut short")
-    return [*doubled, *list_faults(model, counts)]
+    faults = [*doubled, *list_faults(model, counts)]
+    if not faults:
+        shutil.rmtree(root)
+    return faults
 
 
 def _kill_all(fleet: CollectiveFleet, run_id: str, num_kills: int, seed: int) -> int:

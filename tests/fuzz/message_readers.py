@@ -42,9 +42,10 @@ from edgefl.core.protocol import (
 from edgefl.core.types import CollectiveConfig, EvaluateInstruction, PeerMessage, Progress
 from edgefl.device.diagnostics.json_log import _parse_query, read_page
 from edgefl.device.mqtt.session import MessageDispatcher, MqttCallbacks
-from edgefl.device.peers.collective_link import ChunkMessage, CollectiveLink
-from edgefl.device.peers.collective_link import decode_message as decode_chunk
-from edgefl.device.peers.collective_link import encode_message as encode_chunk
+from edgefl.device.peers.collective_link import CollectiveLink
+from edgefl.device.peers.collective_messages import ChunkMessage
+from edgefl.device.peers.collective_messages import decode_message as decode_chunk
+from edgefl.device.peers.collective_messages import encode_message as encode_chunk
 from edgefl.device.peers.peer_connection import (
     FRAME_VERSION,
     HEADER,
@@ -267,7 +268,9 @@ def chunks(_folder: Path) -> Reader:
     """Messages of another member of a collective, up to the sum that they are added to."""
     names = ("a", "b")
     schedule = make_schedule("ring", 2, 4)
-    transport = SimpleNamespace(**dict.fromkeys(("set_peers", "set_addresses", "start"), lambda *_: None))
+    transport = SimpleNamespace(
+        **dict.fromkeys(("set_peers", "set_addresses", "start", "send"), lambda *_, **__: None)
+    )
     link = CollectiveLink("a", lambda *_: transport)
     config = CollectiveConfig(collective="ring", members=names, group="g", addresses=("h:1", "h:2"))
     link.open("r", config, schedule, vector_bytes=16)

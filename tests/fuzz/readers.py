@@ -93,7 +93,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "peer-chunks": _entry(
             message_readers.chunks,
-            "device/peers/collective_link.py:decode_message",
+            "device/peers/collective_messages.py:decode_message",
             "device/peers/collective_link.py:CollectiveLink._take",
         ),
         "metric-sums": _entry(message_readers.metric_sums, "core/metrics.py:MetricSet.decode"),

@@ -2,6 +2,8 @@
 
 A message is a header and the bytes of a chunk. A member that gives up says so, and everybody passes that on; one that
 is not reached for `LOST_S` is gone. A member that restarts has lost its part: its new messages have another session.
+So that this is noticed whatever it had sent before, each member first greets those that it exchanges chunks with, and
+sends one of them chunks only when it has been greeted: no chunk is taken by a process that nobody knows of.
 """
 
 from __future__ import annotations
@@ -9,25 +11,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import CollectiveConfig, GossipConfig, PeerLinkConfig
+from edgefl.device.peers.collective_messages import HEADER, ChunkMessage, decode_message, encode_message
 from edgefl.device.peers.peer_connection import MakePeerTransport, PeerTransport, get_peer_addresses
 from edgefl.strategies.peer_algorithms.collectives import AllReduce, Chunk, Schedule
 
 log = logging.getLogger(__name__)
 
-HEADER = struct.Struct("<16s8sBIIQ")
-"""Little-endian: group, session of the sender's process, kind, number of the all-reduce, step, entry."""
-CHUNK, ABORT = 1, 2
 LOST_S, FIRST_S = 10.0, 120.0
 """How long a member may be out of reach, and how long until it is first reached: it may still load its model."""
 FINISH_S = 120.0
@@ -42,48 +40,6 @@ IDLE_WAIT_S, SEND_WAIT_S = 0.1, 0.002
 
 class CollectiveBrokenError(NetworkError):
     """A member is gone, or has given up."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkMessage:
-    """A chunk of a group's all-reduce, or that its sender has given up."""
-
-    group: bytes
-    session: bytes
-    reduction: int = 0
-    step: int = 0
-    start: int = 0
-    values: bytes = field(default=b"", repr=False)
-    is_abort: bool = False
-
-
-def encode_message(message: ChunkMessage) -> bytes:
-    """Returns the bytes of a message."""
-    kind = ABORT if message.is_abort else CHUNK
-    header = HEADER.pack(message.group, message.session, kind, message.reduction, message.step, message.start)
-    return header + message.values
-
-
-def decode_message(payload: bytes) -> ChunkMessage:
-    """Returns the message in bytes.
-
-    Raises:
-        NetworkError: it is cut off, or of another kind.
-    """
-    if len(payload) < HEADER.size:
-        raise NetworkError(f"a chunk must have {HEADER.size} bytes or more, got {len(payload)}")
-    group, session, kind, reduction, step, start = HEADER.unpack_from(payload)
-    if kind not in {CHUNK, ABORT}:
-        raise NetworkError(f"a message between members must be of kind {CHUNK} or {ABORT}, got {kind}")
-    return ChunkMessage(
-        group=group,
-        session=session,
-        reduction=reduction,
-        step=step,
-        start=start,
-        values=payload[HEADER.size :],
-        is_abort=kind == ABORT,
-    )
 
 
 class CollectiveLink:
@@ -109,6 +65,8 @@ class CollectiveLink:
         self._received: deque[tuple[str, ChunkMessage]] = deque()
         self._queued_bytes, self._max_queued_bytes = 0, MIN_QUEUE_BYTES
         self._sessions: dict[str, bytes] = {}
+        self._greetings: dict[str, ChunkMessage] = {}
+        self._ungreeted: set[str] = set()
         self._reached_s: dict[str, float] = {}
         self._broken_by = ""
         self._aborts: deque[tuple[str, bytes]] = deque(maxlen=MAX_ABORTS)
@@ -135,6 +93,8 @@ class CollectiveLink:
             early = [item for item in self._received if item[1].group == self._group]
             aborts = [sender for sender, group in self._aborts if group == self._group]
             self._received, self._queued_bytes = deque(), 0
+            self._ungreeted = set(peers)
+            greetings = [item for item in self._greetings.items() if item[1].group == self._group]
         if peers and (self._transport is None or self._listen != plan.listen):
             self.close()
             transport = self._make_transport(plan, self.receive)
@@ -144,7 +104,8 @@ class CollectiveLink:
         elif self._transport is not None:
             self._transport.set_addresses(get_peer_addresses(plan))
             self._transport.set_peers(peers)
-        for sender, message in early:
+        self._greet()
+        for sender, message in (*greetings, *early):
             self._add(sender, message)
         if aborts:
             self._break(f"{aborts[0]} has given up")
@@ -192,7 +153,8 @@ class CollectiveLink:
                 if self._send(peer, payload):
                     del unsent[peer]
                     has_moved = True
-            for chunk in member.pop_due(lambda peer: peer not in unsent):
+            self._greet()
+            for chunk in member.pop_due(lambda peer: peer not in unsent and self._members[peer] in self._sessions):
                 payload = self._encode(chunk, reduction)
                 sent_bytes += len(payload)
                 has_moved = True
@@ -215,9 +177,12 @@ class CollectiveLink:
             if sender in self._members and message.group == self._group:
                 if message.is_abort:
                     self._break(f"{sender} has given up")
-                elif self._sessions.setdefault(sender, message.session) != message.session:
-                    self._break(f"{sender} has restarted")
-            if message.is_abort:
+                else:
+                    self._record_session(sender, message)
+            if message.is_greeting:
+                self._greetings[sender] = message
+                self._changed.notify_all()
+            if message.is_abort or message.is_greeting:
                 return
             num_bytes = HEADER.size + len(message.values)
             if self._queued_bytes + num_bytes > self._max_queued_bytes:
@@ -226,6 +191,25 @@ class CollectiveLink:
             self._queued_bytes += num_bytes
             self._received.append((sender, message))
             self._changed.notify_all()
+
+    def _record_session(self, sender: str, message: ChunkMessage) -> None:
+        if sender not in self._sessions and message.is_greeting:
+            self._ungreeted.add(sender)  # what greeted it before may have been taken by the process before
+        if self._sessions.setdefault(sender, message.session) != message.session:
+            self._break(f"{sender} has restarted")
+
+    def _greet(self) -> None:
+        """Greets those that were not, as far as there is room in the queues to them."""
+        message = encode_message(ChunkMessage(group=self._group, session=self._session, is_greeting=True))
+        transport = self._transport
+        with self._changed:
+            waiting = sorted(self._ungreeted)
+        for peer in waiting:
+            with self._changed:
+                self._ungreeted.discard(peer)
+            if transport is None or not transport.send(peer, message, is_reply=True):
+                with self._changed:
+                    self._ungreeted.add(peer)
 
     def _break(self, reason: str) -> None:
         with self._changed:

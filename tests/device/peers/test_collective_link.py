@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +13,8 @@ import pytest
 
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import CollectiveConfig, GossipConfig
-from edgefl.device.peers.collective_link import (
-    HEADER,
-    ChunkMessage,
-    CollectiveBrokenError,
-    CollectiveLink,
-    decode_message,
-    encode_message,
-)
+from edgefl.device.peers.collective_link import CollectiveBrokenError, CollectiveLink
+from edgefl.device.peers.collective_messages import HEADER, ChunkMessage, decode_message, encode_message
 from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
 
 NAMES = ("a", "b", "c")
@@ -144,6 +139,43 @@ def test_a_member_that_is_not_reached_or_that_restarts_breaks_the_group() -> Non
         )
 
 
+def test_a_member_that_restarts_after_it_took_a_chunk_and_before_it_sent_one_leaves_nobody_waiting() -> None:
+    network = Network()
+    links = {name: CollectiveLink(name, network.make(name)) for name in NAMES}
+    links["a"].open("run", config(), make_schedule("ring", 3, 9), vector_bytes=36)
+
+    def reduce(name: str) -> int:
+        try:
+            return run(links[name], name, np.ones(9, np.float32))
+        except CollectiveBrokenError:
+            links[name].abort()
+            raise
+
+    def restart() -> int:
+        until_s = time.monotonic() + 20
+        while not links["a"]._received:
+            assert time.monotonic() < until_s, "c has sent nothing"
+            links["a"]._greet()  # its process would, as soon as the others are reached
+            time.sleep(0.01)
+        links["a"] = CollectiveLink("a", network.make("a"))
+        return reduce("a")
+
+    results = in_threads({"a": restart, "b": lambda: reduce("b"), "c": lambda: reduce("c")})
+    assert {type(result) for result in results.values()} == {CollectiveBrokenError}
+    assert "a has restarted" in map(str, results.values())
+
+
+def test_no_chunk_is_sent_to_a_member_that_has_not_begun() -> None:
+    network = Network()
+    sent: list[ChunkMessage] = []
+    network.receivers["b"] = lambda _sender, payload: sent.append(decode_message(payload))
+    clock = itertools.count(0, 5)
+    link = CollectiveLink("a", network.make("a"), lambda: float(next(clock)))
+    with pytest.raises(CollectiveBrokenError, match="c is not reached"):
+        run(link, "a", np.ones(9, np.float32))
+    assert [message.is_greeting for message in sent] == [True]
+
+
 @pytest.mark.parametrize("values", [b"123", bytes(400)])
 def test_a_chunk_that_makes_no_sense_breaks_the_group(values: bytes) -> None:
     network = Network()
@@ -158,6 +190,8 @@ def test_a_chunk_that_makes_no_sense_breaks_the_group(values: bytes) -> None:
 def test_a_message_survives_the_wire_and_a_malformed_one_is_refused() -> None:
     message = ChunkMessage(group=b"g" * 16, session=b"s" * 8, reduction=3, step=2, start=10**10, values=b"1234")
     assert decode_message(encode_message(message)) == message
+    greeting = ChunkMessage(group=b"g" * 16, session=b"s" * 8, is_greeting=True)
+    assert decode_message(encode_message(greeting)) == greeting
     for wrong in (
         b"",
         encode_message(message)[: HEADER.size - 1],
