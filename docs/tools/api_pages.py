@@ -23,6 +23,7 @@ API = {
         "edgefl.core.types.Dataset",
         "edgefl.core.types.TensorSpec",
         "edgefl.core.types.TensorKind",
+        "edgefl.tasks.losses.class_losses.CrossEntropy",
         "edgefl.tasks.learners.numpy_learner.DenseModel",
         "edgefl.tasks.learners.torch_learner.TorchModel",
         "edgefl.tasks.learners.torch_learner.TorchLearner",

@@ -385,5 +385,7 @@ def _print_report(report: ShardReport) -> None:
     for label, count in sorted(report.counts.items()):
         name = f" {report.labels[label]}" if 0 <= label < len(report.labels) else ""
         echo(f"  class {label}{name}: {count}")
+    if report.target_range is not None:
+        echo(f"  targets: {report.target_range[0]:g} to {report.target_range[1]:g}")
     if report.missing_labels:
         click.echo(f"  missing: {', '.join(map(str, report.missing_labels))}")

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.settings import check_settings
 
 Array = NDArray[Any]
@@ -806,17 +806,43 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Examples in memory: `inputs` [n, ...] and their `targets` [n, ...], row by row."""
+    """Examples in memory, row by row.
+
+    Attributes:
+        inputs: [n, ...] numbers.
+        targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them.
+        weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
+        groups: [n] whom or what an example comes from, for natural shards; None where that is not known.
+    """
 
     inputs: Array
     targets: Array
+    weights: Array | None = None
+    groups: Array | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def take(self, rows: Array) -> Dataset:
-        """Returns the examples of these row numbers, or of a mask."""
-        return Dataset(inputs=self.inputs[rows], targets=self.targets[rows])
+    def take(self, rows: Array | slice) -> Dataset:
+        """Returns the examples of these row numbers, of a mask, or of a range."""
+        return Dataset(
+            inputs=self.inputs[rows],
+            targets=self.targets[rows],
+            weights=None if self.weights is None else self.weights[rows],
+            groups=None if self.groups is None else self.groups[rows],
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Dataset]) -> Dataset:
+        """Returns the examples of all parts in order; weights and groups only where every part has them."""
+        weights = [part.weights for part in parts if part.weights is not None]
+        groups = [part.groups for part in parts if part.groups is not None]
+        return cls(
+            inputs=np.concatenate([part.inputs for part in parts]),
+            targets=np.concatenate([part.targets for part in parts]),
+            weights=np.concatenate(weights) if len(weights) == len(parts) else None,
+            groups=np.concatenate(groups) if len(groups) == len(parts) else None,
+        )
 
 
 class Learner(Protocol):
@@ -844,7 +870,12 @@ class Learner(Protocol):
 
 
 class Task(Protocol):
-    """A model, a loss, and a reader of shards, written by users; see the README."""
+    """A model, a loss, and a reader of shards, written by users; see the README.
+
+    A class that inherits from this one writes `name` and `read`, and has a `model` (`DenseModel`, `TorchModel`) that
+    brings the other three methods; or it writes those itself. Its `loss` is the model's: a name, a `Loss`, or a
+    function of torch tensors (outputs, targets) that returns one number for each example.
+    """
 
     @property
     def name(self) -> str:
@@ -852,15 +883,30 @@ class Task(Protocol):
 
     def shapes(self) -> ModelSpec:
         """Returns name, shape and type of every tensor of the model, in the order in which they travel."""
+        return _get_model(self).shapes()  # type: ignore[no-any-return]
 
     def init(self, seed: int) -> dict[str, Array]:
         """Returns the initial model, the same for the same seed on every machine."""
+        return _get_model(self).init(seed)  # type: ignore[no-any-return]
 
     def read(self, path: str) -> Dataset:
         """Reads the device's data: a shard file, or a folder that may have grown since."""
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:
         """Returns a warm learner; `accelerator` is cpu or cuda, `threads` None leaves the backend's choice."""
+        loss = getattr(self, "loss", None)
+        options = {} if loss is None else {"loss": loss}
+        return _get_model(self).learner(accelerator=accelerator, threads=threads, **options)  # type: ignore[no-any-return]
+
+
+def _get_model(task: Task) -> Any:
+    model = getattr(task, "model", None)
+    if model is None:
+        raise TaskError(
+            f"task {type(task).__name__} has no model; give it one (model = DenseModel(...)), or write shapes, init "
+            "and learner"
+        )
+    return model
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -351,7 +351,8 @@ def _make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]
     usual = _list_recommended(task, config.strategy.name).get("learning_rate", TrainConfig().learning_rate)
     if isinstance(inner, SignSGD):
         name, rate, usual = "step", inner.step, compute_default_step(config.run.rounds)
-    labels: Sequence[str] = getattr(task, "labels", ())
+    # A task's own loss has another scale than log C.
+    labels: Sequence[str] = getattr(task, "labels", ()) if getattr(task, "loss", None) is None else ()
     return DivergenceRule(
         action=config.run.on_divergence,
         untrained_loss=math.log(len(labels)) if len(labels) > 1 else None,

@@ -23,7 +23,7 @@ from edgefl.tasks.export.onnx_graph import (
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.image_layers import NORMS, NUM_CLASSES, ImageFormat
 from edgefl.tasks.learners.image_networks import NORMALISED_NETWORKS, PLAIN_NETWORKS, make_chain
-from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, LOSSES, DenseModel
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
 from edgefl.tasks.learners.torch_learner import (
     TORCHVISION,
     TorchFactoryModel,
@@ -31,6 +31,7 @@ from edgefl.tasks.learners.torch_learner import (
     is_factory_name,
     make_resizing_prepare,
 )
+from edgefl.tasks.losses.registry import CLASS_LOSSES
 
 DIGITS_LAYER_SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
 DIGITS_MAX_PIXEL = 16.0
@@ -74,7 +75,7 @@ def digits(*, model: str = "mlp", activation: str = "relu", loss: str = "cross-e
             sizes=DIGITS_LAYER_SIZES[validate_choice("digits", "model", model, tuple(DIGITS_LAYER_SIZES))],
             prepare=_make_pixel_scaling(DIGITS_MAX_PIXEL),
             activation=validate_choice("digits", "activation", activation, tuple(ACTIVATIONS)),
-            loss=validate_choice("digits", "loss", loss, tuple(LOSSES)),
+            loss=validate_choice("digits", "loss", loss, CLASS_LOSSES),
         ),
         input_shape=(8, 8),
         labels=tuple("0123456789"),
@@ -257,7 +258,7 @@ def _make_built_in_model(
             sizes=(image.channels * image.side**2, *HIDDEN_SIZES[model], NUM_CLASSES),
             prepare=_make_pixel_scaling(MAX_PIXEL),
             activation=validate_choice(options.task, "activation", activation, tuple(ACTIVATIONS)),
-            loss=validate_choice(options.task, "loss", options.loss, tuple(LOSSES)),
+            loss=validate_choice(options.task, "loss", options.loss, CLASS_LOSSES),
         )
     norm = validate_choice(options.task, "norm", options.norm, tuple(NORMS))
     first_weights = WEIGHT_INITIALISERS[

@@ -16,6 +16,7 @@ from edgefl.core.errors import EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import Scalar, Task
+from edgefl.tasks.losses.registry import find_loss
 
 KIND = ExtensionKind(
     noun="task",
@@ -54,16 +55,18 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: 
 
     Raises:
         TaskError: there is no such task, its module is not allowed or cannot be imported, or its class is no task's.
-        ConfigError: an option that the task does not have, or a value that it rejects.
+        ConfigError: an option that the task does not have, a value that it rejects, or a loss that there is not.
     """
     factory = find_task_factory(name)
     check_options(name, options or {}, list_options(factory), table=table)
     try:
-        return factory(**(options or {}))
+        task = factory(**(options or {}))
     except EdgeflError:
         raise
     except (Exception, SystemExit) as error:  # another author's code may raise anything
         raise TaskError(f"task {name}: making it raised {type(error).__name__}: {error}") from error
+    find_loss(task)
+    return task
 
 
 def list_task_names() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from edgefl.core.metrics import MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
 from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata, split_train_test
 from edgefl.tasks.learners.torch_split import cut_front
+from edgefl.tasks.losses.registry import check_data
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.registry import make_task
 
@@ -87,7 +88,7 @@ class TaskCache:
         path = self.get_shard_path(cached_task.name)
         fingerprint = (path, _compute_fingerprint(Path(path)))
         if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
-            cached_task.data, cached_task.blocks = cached_task.task.read(path), _read_block_ranges(path)
+            cached_task.data, cached_task.blocks = _read_data(cached_task.task, path), _read_block_ranges(path)
             cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
         return cached_task.data
 
@@ -118,7 +119,7 @@ class TaskCache:
                 f"block {block} of task {cached_task.name} is rows {start} to {stop} of a shard of {len(data)}; "
                 "cut the shards again"
             )
-        return Dataset(inputs=data.inputs[start:stop], targets=data.targets[start:stop])
+        return data.take(slice(start, stop))
 
     def compute_fingerprint(self, task: str | None = None) -> object:
         """Returns a value that changes when any shard does, or that of one task."""
@@ -133,7 +134,7 @@ class TaskCache:
             if name in without:
                 continue
             with _tolerate_errors(name, path, self._shard_errors):
-                counts[name] = len(make_task(name).read(path))
+                counts[name] = len(_read_data(make_task(name), path))
         return counts
 
     def get_shard_errors(self) -> dict[str, str]:
@@ -158,6 +159,12 @@ class TaskCache:
         if path is None:
             raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
         return path
+
+
+def _read_data(task: Task, path: str) -> Dataset:
+    data = task.read(path)
+    check_data(task, data)
+    return data
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from edgefl.tasks.datasets.shards import (
     read_metadata,
     split_train_test,
 )
+from edgefl.tasks.losses.registry import check_data
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +83,7 @@ def reserve_root(data: FleetData, num_examples: int) -> FleetData:
     if data.test is None:
         raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
     rest, root = split_train_test(data.test, compute_root_fraction(data.test, num_examples))
-    pool = Dataset(
-        inputs=np.concatenate([data.pool.inputs, root.inputs]),
-        targets=np.concatenate([data.pool.targets, root.targets]),
-    )
+    pool = Dataset.concatenate([data.pool, root])
     rows = np.arange(len(data.pool), len(pool))
     return FleetData(
         pool=pool, shards=(*data.shards, ShardRows(rows=rows, train=rows, test=rows[:0], blocks={})), test=rest
@@ -103,10 +101,7 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     parts = [_read_shard(task, Path(path)) for path in paths]
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError("the shards hold inputs of different shapes")
-    pool = Dataset(
-        inputs=np.concatenate([part.inputs for part in parts]),
-        targets=np.concatenate([part.targets for part in parts]),
-    )
+    pool = Dataset.concatenate(parts)
     offsets = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
     blocks = [_read_card_blocks(Path(path)) for path in paths]
@@ -115,7 +110,8 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
 
 def _read_shard(task: Task, path: Path) -> Dataset:
     try:
-        return task.read(str(path))
+        data = task.read(str(path))
+        check_data(task, data)
     except EdgeflError:
         raise
     except Exception as error:  # what a task of one's own raises at data that it does not know
@@ -124,6 +120,7 @@ def _read_shard(task: Task, path: Path) -> Dataset:
             f"task {task.name} cannot read shard {path}: {type(error).__name__}: {error} (-vv shows where); each "
             "path is one device's data"
         ) from error
+    return data
 
 
 def _read_card_blocks(path: Path) -> Mapping[int, tuple[int, int]]:
@@ -154,7 +151,9 @@ def _split_shards(
 def save_data(folder: Path, data: FleetData) -> None:
     """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
     np.save(folder / "inputs.npy", data.pool.inputs)
-    np.save(folder / "labels.npy", data.pool.targets)
+    np.save(folder / "targets.npy", data.pool.targets)
+    if data.pool.weights is not None:
+        np.save(folder / "weights.npy", data.pool.weights)
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
         np.save(folder / f"{name}.npy", np.concatenate(arrays).astype(np.int64))
@@ -165,9 +164,12 @@ def save_data(folder: Path, data: FleetData) -> None:
 
 def load_data(folder: Path) -> FleetData:
     """Returns the data that `save_data` wrote, without the coordinator's own data."""
-    pool = Dataset(
-        inputs=np.load(folder / "inputs.npy", mmap_mode="r"), targets=np.load(folder / "labels.npy", mmap_mode="r")
-    )
+    arrays = {
+        name: np.load(path, mmap_mode="r")
+        for name in ("inputs", "targets", "weights")
+        if (path := folder / f"{name}.npy").exists()
+    }
+    pool = Dataset(inputs=arrays["inputs"], targets=arrays["targets"], weights=arrays.get("weights"))
     rows = {
         name: np.split(np.load(folder / f"{name}.npy"), np.load(folder / f"{name}-ends.npy")[:-1])
         for name in _ROW_FIELDS

@@ -23,6 +23,8 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
+from edgefl.tasks.losses.class_losses import CrossEntropy
+from edgefl.tasks.losses.registry import check_data, find_loss
 
 # A service with a user of its own must be able to read its operator's files.
 SHARD_FILE_MODE = 0o644
@@ -124,7 +126,10 @@ def _require_text(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReport:
-    """Content of a shard: examples per class, and the task's missing classes (if the task names them)."""
+    """Content of a shard: examples per class, and the task's missing classes (if the task names them).
+
+    `target_range` is the least and the largest target where targets are values, which have no counts.
+    """
 
     task: str
     path: str
@@ -132,6 +137,7 @@ class ShardReport:
     counts: Mapping[int, int]
     missing_labels: tuple[int, ...]
     labels: tuple[str, ...] = ()
+    target_range: tuple[float, float] | None = None
 
 
 def read_shard(
@@ -203,11 +209,21 @@ def check_shard(task: Task, path: str) -> ShardReport:
         DataError: the shard cannot be used.
     """
     data = task.read(path)
-    counts = count_labels(data.targets)
+    check_data(task, data)
     labels = tuple(getattr(task, "labels", ()))
+    is_of_classes = data.targets.ndim == 1 and (bool(labels) or isinstance(find_loss(task), CrossEntropy))
+    counts = count_labels(data.targets) if is_of_classes else {}
     missing = tuple(label for label in range(len(labels)) if label not in counts)
     return ShardReport(
-        task=task.name, path=path, num_examples=len(data), counts=counts, missing_labels=missing, labels=labels
+        task=task.name,
+        path=path,
+        num_examples=len(data),
+        counts=counts,
+        missing_labels=missing,
+        labels=labels,
+        target_range=None
+        if is_of_classes or not data.targets.size
+        else (float(data.targets.min()), float(data.targets.max())),
     )
 
 
@@ -264,10 +280,7 @@ def _check_values(data: Dataset, path: Path, num_classes: int | None) -> None:
 def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError(f"the files of shard folder {folder} hold inputs of different shapes")
-    return Dataset(
-        inputs=np.concatenate([part.inputs for part in parts]),
-        targets=np.concatenate([part.targets for part in parts]),
-    )
+    return Dataset.concatenate(parts)
 
 
 def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:

@@ -80,12 +80,13 @@ def verify_logits(session: Any, features: Array, expected: Array) -> tuple[float
 
 
 def compute_accuracy(session: Any, features: Array, labels: Array | None) -> float | None:
-    """Returns the fraction of correct predictions of the file; None without labels."""
-    if labels is None or not len(labels):
+    """Returns the fraction of correct predictions of the file; None without labels, or where they are no classes."""
+    if labels is None or not len(labels) or labels.dtype.kind not in "iu" or labels.ndim != 1:
         return None
-    predictions = np.concatenate(
-        [logits.argmax(axis=1) for logits in run_in_batches(partial(_compute_logits, session), features)]
-    )
+    outputs = [*run_in_batches(partial(_compute_logits, session), features)]
+    if outputs[0].ndim != 2 or outputs[0].shape[1] < 2:
+        return None
+    predictions = np.concatenate([logits.argmax(axis=1) for logits in outputs])
     return float((predictions == labels).mean())
 
 

@@ -1,4 +1,4 @@
-"""Training without torch: fully connected networks with cross-entropy or squared errors, backpropagated by hand."""
+"""Training without torch: fully connected networks with any loss by name, backpropagated by hand."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, Tensors
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
+from edgefl.tasks.losses.registry import FunctionLoss, LossLike, make_loss, select_targets
 from edgefl.tasks.registry import validate_accelerator
 
 Prepare = Callable[[Array], Array]
 """Turns a batch of a shard's raw inputs into float32 features; raw shards are small and hash the same for ever."""
-ComputeLoss = Callable[[Array, Array], tuple[float, Array]]
-"""Logits [n, classes] and classes [n] -> the mean loss, and its gradient with respect to the logits."""
 
 EVALUATION_BATCH_SIZE = 1024
 GELU_FACTOR, GELU_CUBE = float(np.sqrt(2 / np.pi)), 0.044715
 """Of the approximation by tanh in Hendrycks, Gimpel, Gaussian Error Linear Units, 2016."""
+
+
+def to_features(inputs: Array) -> Array:
+    """Returns inputs as float32, otherwise as they are: the usual `prepare`."""
+    return inputs.astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +95,20 @@ ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
 class DenseModel:
     """A chain of fully connected layers; two sizes make a logistic regression.
 
-    `sizes` runs from the number of features to the number of classes. `activation`, between layers, is one of
-    `ACTIVATIONS`, `loss` one of `LOSSES`: mse is the mean squared distance to 1 for the class and 0 for the others.
+    `sizes` runs from the number of features to that of outputs: classes, values or labels. `activation`, between
+    layers, is one of `ACTIVATIONS`. `prepare` turns raw inputs into features; without it they are taken as they are.
+    `loss` is as of `make_loss`; a task's own goes before it.
     """
 
     sizes: tuple[int, ...]
-    prepare: Prepare
+    prepare: Prepare = to_features
     activation: str = "relu"
-    loss: str = "cross-entropy"
+    loss: LossLike = "cross-entropy"
+
+    @property
+    def num_outputs(self) -> int:
+        """Outputs of an example."""
+        return self.sizes[-1]
 
     def shapes(self) -> ModelSpec:
         layers = [
@@ -109,20 +119,32 @@ class DenseModel:
     def init(self, seed: int) -> dict[str, Array]:
         return networks.make_uniform_weights(self.shapes(), seed)
 
-    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> NumpyLearner:  # noqa: ARG002 BLAS takes its threads from the environment when the process starts
+    def learner(
+        self,
+        *,
+        accelerator: str = "cpu",
+        threads: int | None = None,  # noqa: ARG002 BLAS takes its threads from the environment when the process starts
+        loss: LossLike | None = None,
+    ) -> NumpyLearner:
         """Returns a learner on the CPU, even with an accelerator: these models are too small for one."""
         validate_accelerator(accelerator)
-        return NumpyLearner(self.shapes(), self.prepare, activation=self.activation, loss=self.loss)
+        return NumpyLearner(self.shapes(), self.prepare, activation=self.activation, loss=loss or self.loss)
 
 
 class NumpyLearner:
     """A `Learner` over float32 arrays; its gradients are buffers that every batch overwrites."""
 
     def __init__(
-        self, shapes: ModelSpec, prepare: Prepare, *, activation: str = "relu", loss: str = "cross-entropy"
+        self, shapes: ModelSpec, prepare: Prepare, *, activation: str = "relu", loss: LossLike = "cross-entropy"
     ) -> None:
-        """Starts at zero weights; `shapes` alternates weight [out, in] and bias [out], first layer first."""
-        self._prepare, self._activation, self._compute_loss = prepare, ACTIVATIONS[activation], LOSSES[loss]
+        """Starts at zero weights; `shapes` alternates weight [out, in] and bias [out], first layer first.
+
+        Raises:
+            ConfigError: there is no such loss, or it is a function, which needs torch.
+        """
+        self._prepare, self._activation, self._loss = prepare, ACTIVATIONS[activation], make_loss(loss)
+        if isinstance(self._loss, FunctionLoss):
+            raise ConfigError("a function as loss needs a model of torch; one in NumPy takes a loss by name")
         self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
@@ -165,7 +187,8 @@ class NumpyLearner:
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
             inputs, sums = self._forward(batch.inputs)
-            loss, delta = self._compute_loss(sums[-1], to_classes(batch.targets, sums[-1].shape[1]))
+            targets = select_targets(self._loss, batch, inputs[0], sums[-1].shape)
+            loss, delta = self._loss.compute_mean(sums[-1], targets, batch.weights)
             self._backward(inputs, sums, delta)
         return loss
 
@@ -173,11 +196,12 @@ class NumpyLearner:
         with np.errstate(over="ignore", invalid="ignore"):
             return evaluate_in_batches(data, EVALUATION_BATCH_SIZE, self._evaluate_batch)
 
-    def _evaluate_batch(self, inputs: Array, labels: Array) -> tuple[float, int]:
-        logits = self._forward(inputs)[1][-1]
-        classes = to_classes(labels, logits.shape[1])
-        loss = len(classes) * self._compute_loss(logits, classes)[0]
-        return loss, int((logits.argmax(axis=1) == classes).sum())
+    def _evaluate_batch(self, batch: Dataset) -> tuple[float, float]:
+        inputs, sums = self._forward(batch.inputs)
+        outputs = sums[-1]
+        targets = select_targets(self._loss, batch, inputs[0], outputs.shape)
+        loss = len(batch) * self._loss.compute_mean(outputs, targets, batch.weights)[0]
+        return loss, self._loss.count_right(outputs, batch.targets)
 
     def _forward(self, inputs: Array) -> tuple[list[Array], list[Array]]:
         """Returns the input of every layer, and the sums that it makes of it; the last sums are the logits."""
@@ -215,59 +239,12 @@ def find_target(name: str, tensor: Tensor, into: Mapping[str, Any]) -> tuple[Any
     return into[name], dense
 
 
-def to_classes(labels: Array, num_classes: int) -> Array:
-    """Returns labels as int64, for softmax cross-entropy.
-
-    Raises:
-        TaskError: one is not a whole number from 0 to `num_classes` - 1, such as a value to be predicted.
-    """
-    with np.errstate(invalid="ignore"):
-        classes = labels.astype(np.int64, copy=False)
-    is_whole = labels.dtype.kind in "iu" or np.array_equal(classes, labels)
-    # As unsigned numbers those below 0 are the largest.
-    if is_whole and (not classes.size or int(classes.view(np.uint64).max()) < num_classes):
-        return classes
-    wrong = labels[(classes != labels) | (classes < 0) | (classes >= num_classes)]
-    raise TaskError(
-        f"a label is {wrong.flat[0]}; the loss is softmax cross-entropy, so labels must be the whole numbers from 0 "
-        f"to {num_classes - 1} (the model has {num_classes} outputs); another loss needs a learner of your own"
-    )
-
-
 def evaluate_in_batches(
-    data: Dataset, batch_size: int, evaluate_batch: Callable[[Array, Array], tuple[float, int]]
+    data: Dataset, batch_size: int, evaluate_batch: Callable[[Dataset], tuple[float, float]]
 ) -> tuple[float, float]:
-    """Returns mean loss and accuracy; `evaluate_batch` returns the summed loss and the number of right classes."""
-    loss, correct = 0.0, 0
+    """Returns mean loss and accuracy; `evaluate_batch` returns the summed loss and the number of right examples."""
+    loss, correct = 0.0, 0.0
     for start in range(0, len(data), batch_size):
-        rows = slice(start, start + batch_size)
-        batch_loss, batch_correct = evaluate_batch(data.inputs[rows], data.targets[rows])
+        batch_loss, batch_correct = evaluate_batch(data.take(slice(start, start + batch_size)))
         loss, correct = loss + batch_loss, correct + batch_correct
     return loss / max(1, len(data)), correct / max(1, len(data))
-
-
-def _compute_cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
-    """Returns the mean cross-entropy and its gradient with respect to the logits."""
-    rows = np.arange(len(labels))
-    shifted = logits - logits.max(axis=1, keepdims=True)
-    delta: Array = np.exp(shifted)
-    total = delta.sum(axis=1, keepdims=True)
-    loss = float(np.mean(np.log(total[:, 0]) - shifted[rows, labels]))
-    delta /= total
-    delta[rows, labels] -= 1.0
-    delta /= len(labels)
-    return loss, delta
-
-
-def _compute_squared_error(logits: Array, labels: Array) -> tuple[float, Array]:
-    """Returns the mean squared distance to 1 for the class and 0 for the others, and its gradient."""
-    delta = logits.copy()
-    delta[np.arange(len(labels)), labels] -= 1.0
-    loss = float(np.mean(np.square(delta)))
-    delta *= 2.0 / delta.size
-    return loss, delta
-
-
-LOSSES: Mapping[str, ComputeLoss] = MappingProxyType(
-    {"cross-entropy": _compute_cross_entropy, "mse": _compute_squared_error}
-)

@@ -1,4 +1,4 @@
-"""Training with torch: any module with cross-entropy behind the `Learner` calls. Imports torch when first used.
+"""Training with torch: any module with any loss behind the `Learner` calls. Imports torch when first used.
 
 A module may come from a task, or from `module:factory` in a run file, such as `torchvision.models:resnet18`, where
 the operator allowed that module. Its object is called only if it is a class of modules, or a function annotated to
@@ -28,7 +28,10 @@ from edgefl.tasks.export.onnx_graph import (
     get_node_builder,
     register_node_builder,
 )
-from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target, to_classes
+from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target, to_features
+from edgefl.tasks.learners.torch_losses import TorchLoss
+from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
 from edgefl.tasks.registry import import_extra, import_torch, load_object, validate_accelerator
 
 if TYPE_CHECKING:
@@ -47,27 +50,43 @@ MAX_EVALUATION_VALUES = 2_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchModel:
-    """A module with tensors known without torch.
+    """A torch module as a model.
 
-    `tensors` has the order of the module's parameters followed by its buffers; `first_weights` samples them.
+    `build` makes the module. `tensors` are known without torch where they are given, in the order of the module's
+    parameters followed by its buffers, and `first_weights` samples them; without it the first weights are the
+    module's own, the same for the same seed and release of torch. `loss` is as of `make_loss`; a task's own goes
+    before it.
     """
 
     needs_torch: ClassVar[bool] = True
 
-    tensors: ModelSpec
     build: Callable[[], torch.nn.Module]
-    first_weights: Callable[[ModelSpec, int], dict[str, Array]]
-    prepare: Callable[[Array], Array]
+    prepare: Callable[[Array], Array] = to_features
+    tensors: ModelSpec | None = None
+    first_weights: Callable[[ModelSpec, int], dict[str, Array]] | None = None
+    loss: LossLike = "cross-entropy"
 
     def shapes(self) -> ModelSpec:
-        return self.tensors
+        return module_shapes(self._build(0)) if self.tensors is None else self.tensors
 
     def init(self, seed: int) -> dict[str, Array]:
-        return self.first_weights(self.tensors, seed)
+        if self.first_weights is not None:
+            return self.first_weights(self.shapes(), seed)
+        module = self._build(seed)
+        first = TorchLearner(module).read()
+        return {spec.name: first[spec.name] for spec in module_shapes(module)}
 
-    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> TorchLearner:
+    def learner(
+        self, *, accelerator: str = "cpu", threads: int | None = None, loss: LossLike | None = None
+    ) -> TorchLearner:
         import_torch()
-        return TorchLearner(self.build(), prepare=self.prepare, accelerator=accelerator, threads=threads)
+        return TorchLearner(
+            self.build(), prepare=self.prepare, accelerator=accelerator, threads=threads, loss=loss or self.loss
+        )
+
+    def _build(self, seed: int) -> torch.nn.Module:
+        with _fork_torch_rng(import_torch(), seed):
+            return self.build()
 
 
 class TorchLearner:
@@ -81,18 +100,21 @@ class TorchLearner:
         accelerator: str = "cpu",
         threads: int | None = None,
         evaluation_batch_size: int = EVALUATION_BATCH_SIZE,
+        loss: LossLike = "cross-entropy",
     ) -> None:
         """Moves the module to the accelerator.
 
         Args:
-            module: maps a float32 batch to logits [n, classes].
+            module: maps a float32 batch to outputs [n, ...], such as logits [n, classes].
             prepare: turns a batch of a shard's raw inputs into the module's input; None leaves it unchanged.
             accelerator: cpu, cuda or cuda:N.
             threads: torch threads of this whole process; None leaves torch's choice.
             evaluation_batch_size: maximum number of examples per evaluated batch.
+            loss: a name, a `Loss`, or a function of (outputs, targets) that returns one number for each example.
 
         Raises:
             TaskError: torch or the accelerator is missing.
+            ConfigError: there is no such loss.
         """
         self._torch = import_torch()
         if threads is not None:
@@ -100,6 +122,8 @@ class TorchLearner:
         self._device = _select_device(accelerator)
         self._module = module.to(self._device)
         self._prepare = prepare or (lambda inputs: inputs)
+        self._loss = make_loss(loss)
+        self._torch_loss = TorchLoss(self._loss, self._device)
         self._evaluation_batch_size = min(evaluation_batch_size, EVALUATION_BATCH_SIZE)
         self._normalisations = [layer for layer in module.modules() if _is_batch_normalisation(layer)]
         named_parameters = list(module.named_parameters())
@@ -137,8 +161,13 @@ class TorchLearner:
         """The function from raw inputs to the module's input."""
         return self._prepare
 
+    @property
+    def loss(self) -> Loss:
+        """What it trains to make small."""
+        return self._loss
+
     def logits(self, inputs: Array) -> Array:
-        """Returns the model's logits of raw inputs, [n, classes]."""
+        """Returns the model's outputs for raw inputs, [n, ...]."""
         self._module.eval()
         with self._torch.no_grad():
             return np.array(self._logits(inputs).cpu().numpy())
@@ -157,9 +186,9 @@ class TorchLearner:
 
     def gradient(self, batch: Dataset) -> float:
         self._start_gradient(len(batch))
-        logits = self._logits(batch.inputs)
-        loss = self._torch.nn.functional.cross_entropy(logits, self._to_classes(batch.targets, logits))
-        loss.backward()
+        outputs, targets = self._forward(batch)
+        loss = self._torch_loss.compute_mean(outputs, targets, batch.weights)
+        loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.item())
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
@@ -176,21 +205,23 @@ class TorchLearner:
         for gradient in self._gradients.values():
             gradient.zero_()
 
-    def _evaluate_batch(self, inputs: Array, labels: Array) -> tuple[float, int]:
-        logits = self._logits(inputs)
-        classes = self._to_classes(labels, logits)
-        loss = float(self._torch.nn.functional.cross_entropy(logits, classes, reduction="sum").item())
-        return loss, int((logits.argmax(dim=1) == classes).sum().item())
+    def _evaluate_batch(self, batch: Dataset) -> tuple[float, float]:
+        outputs, targets = self._forward(batch)
+        loss = float(self._torch_loss.compute_sum(outputs, targets, batch.weights).item())
+        return loss, self._loss.count_right(outputs.cpu().numpy(), batch.targets)
+
+    def _forward(self, batch: Dataset) -> tuple[torch.Tensor, Array]:
+        """Returns the module's outputs, and the targets for them: checked here, since a GPU would end the process."""
+        features = self._compute_features(batch.inputs)
+        outputs: torch.Tensor = self._module(self._torch.from_numpy(features).to(self._device))
+        return outputs, select_targets(self._loss, batch, features, tuple(outputs.shape))
 
     def _logits(self, inputs: Array) -> torch.Tensor:
-        prepared = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)
-        logits: torch.Tensor = self._module(self._torch.from_numpy(prepared).to(self._device))
+        logits: torch.Tensor = self._module(self._torch.from_numpy(self._compute_features(inputs)).to(self._device))
         return logits
 
-    def _to_classes(self, labels: Array, logits: torch.Tensor) -> torch.Tensor:
-        # A label beyond the outputs would end the process on a GPU.
-        classes: torch.Tensor = self._torch.from_numpy(to_classes(labels, logits.shape[1])).to(self._device)
-        return classes
+    def _compute_features(self, inputs: Array) -> Array:
+        return np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)
 
 
 def module_shapes(module: torch.nn.Module) -> ModelSpec:
@@ -250,10 +281,13 @@ class TorchFactoryModel:
         first = learner.read()
         return {spec.name: first[spec.name] for spec in self.shapes()}
 
-    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> TorchLearner:
+    def learner(
+        self, *, accelerator: str = "cpu", threads: int | None = None, loss: LossLike | None = None
+    ) -> TorchLearner:
         return TorchLearner(
             self.build(seed=0),
             prepare=self.prepare,
+            loss=loss or "cross-entropy",
             accelerator=accelerator,
             threads=threads,
             evaluation_batch_size=max(8, MAX_EVALUATION_VALUES // int(np.prod(self.input_shape))),

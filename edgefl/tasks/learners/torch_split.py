@@ -18,8 +18,9 @@ import numpy as np
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, Learner
 from edgefl.tasks.export.onnx_graph import get_first_line
-from edgefl.tasks.learners.numpy_learner import to_classes
 from edgefl.tasks.learners.torch_learner import TorchLearner, list_saved_buffers
+from edgefl.tasks.losses.class_losses import CrossEntropy
+from edgefl.tasks.losses.loss import to_classes
 from edgefl.tasks.registry import import_torch
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ class FrontLearner(TorchLearner):
     exchange: Exchange = staticmethod(_refuse_exchange)
 
     def gradient(self, batch: Dataset) -> float:
+        if batch.weights is not None:
+            raise TaskError("a split network takes no weights of examples")
         self._start_gradient(len(batch))
         activations = self._logits(batch.inputs)
         loss, gradient = self.exchange(activations.detach().cpu().numpy(), batch.targets)
@@ -145,6 +148,10 @@ def _check_learner(learner: Learner, after: str) -> TorchLearner:
         raise ConfigError(
             f"split.after = {after!r} needs a network of torch, this task's model trains with "
             f"{type(learner).__name__}; choose another model in [task]"
+        )
+    if learner.loss != CrossEntropy():
+        raise ConfigError(
+            f"split.after = {after!r}: a split network trains with cross-entropy, got {learner.loss.name}"
         )
     return learner
 

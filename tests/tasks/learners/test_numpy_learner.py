@@ -3,7 +3,8 @@ import pytest
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Dataset, SparseTensor
-from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, LOSSES, DenseModel
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
+from edgefl.tasks.losses.registry import CLASS_LOSSES
 
 
 def small_model(*sizes, **kinds):
@@ -22,7 +23,7 @@ def some_data(n=12, features=5, classes=3, seed=0):
     return Dataset(inputs=rng.standard_normal((n, features)), targets=rng.integers(0, classes, n))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", CLASS_LOSSES)
 @pytest.mark.parametrize(
     ("sizes", "activation"), [((5, 3), "relu"), ((5, 7, 3), "relu"), *(((5, 7, 4, 3), name) for name in ACTIVATIONS)]
 )
@@ -44,7 +45,7 @@ def test_the_gradient_is_the_slope_of_the_loss(sizes, activation, loss):
         assert float((gradients[name] * direction).sum()) == pytest.approx(slope, abs=2e-3)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", CLASS_LOSSES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_logits_loss_and_gradient_are_those_of_torch(activation, loss):
     torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
