@@ -486,7 +486,7 @@ class EvaluateResult:
     """One evaluation; `source` is coordinator, device or evaluator, and all three enter the history.
 
     `subject` is that of the `EvaluateInstruction`. `sums` are those of the metrics that the task declares, encoded by
-    `MetricSet`, and `metrics` their values.
+    `MetricSet`, and `metrics` their values. `accuracy` is None where targets are no classes.
     """
 
     assignment_id: str
@@ -496,7 +496,7 @@ class EvaluateResult:
     source: str
     num_examples: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     bytes_up: int = 0
     bytes_down: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -866,7 +866,7 @@ class Learner(Protocol):
         """Fills `gradients` with the mean gradient over the batch and returns the mean loss."""
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
-        """Returns mean loss and accuracy."""
+        """Returns mean loss and accuracy, which is NaN where targets are no classes."""
 
 
 class Task(Protocol):

@@ -240,7 +240,9 @@ def _compute_mean(results: Sequence[EvaluateResult]) -> tuple[float | None, floa
     selection = _select_best_source(results)
     if not (num_examples := sum(result.num_examples for result in selection)):
         return None, None
-    accuracy = sum(result.accuracy * result.num_examples for result in selection) / num_examples
+    known = [(result.accuracy, result.num_examples) for result in selection if result.accuracy is not None]
+    num_known = sum(count for _, count in known)
+    accuracy = sum(accuracy * count for accuracy, count in known) / num_known if num_known else None
     return accuracy, sum(result.loss * result.num_examples for result in selection) / num_examples
 
 
@@ -262,7 +264,8 @@ def compute_trusted_scores(
         if source == "coordinator" and selection:
             return _compute_mean(selection)
         if len({result.device_id for result in selection}) >= MIN_EVALUATORS:
-            accuracy = statistics.median(result.accuracy for result in selection)
+            known = [result.accuracy for result in selection if result.accuracy is not None]
+            accuracy = statistics.median(known) if len(known) == len(selection) else None
             return accuracy, statistics.median(result.loss for result in selection)
     return None, None
 

@@ -47,6 +47,8 @@ def format_run_outcome(run_id: str, status: str, reason: str, metrics: Mapping[s
     accuracies = format_accuracy(metrics)
     if accuracies is None and metrics.get("accuracy") is not None:
         accuracies = f"accuracy {metrics['accuracy']:.4f}"
+    elif accuracies is None and metrics.get("loss") is not None:
+        accuracies = f"loss {metrics['loss']:.4f}"
     return f"run {run_id} {status}: {reason}" + (f"; {accuracies}" if accuracies else "")
 
 

@@ -103,11 +103,15 @@ class InMemoryJournal:
     def _record_evaluation(self, event: EvaluateResult) -> None:
         scores = self._evaluations.setdefault(event.version, [])
         scores.append(event)
-        accuracy = _compute_mean([(score.accuracy, score.num_examples) for score in scores])
+        accuracy = _compute_mean(
+            [(score.accuracy, score.num_examples) for score in scores if score.accuracy is not None]
+        )
         self._update_row(event.version, {"accuracy": accuracy})
         log.info("version %d: accuracy %s on %d devices", event.version, accuracy, len(scores))
 
     def _record_device_evaluation(self, event: EvaluateResult) -> None:
+        if event.accuracy is None:
+            return
         accuracies = self._device_accuracies.setdefault(event.version, [])
         accuracies.append(event.accuracy)
         mean, worst = sum(accuracies) / len(accuracies), min(accuracies)

@@ -371,8 +371,9 @@ def _parse_metrics(metrics: Json, turnaround_s: float, bytes_up: int, bytes_down
 def _parse_evaluation(
     instruction: EvaluateInstruction, metrics: Json, bytes_up: int, bytes_down: int
 ) -> EvaluateResult:
-    loss, accuracy, num_examples = float(metrics["loss"]), float(metrics["accuracy"]), int(metrics["num_examples"])
-    if not (math.isfinite(loss) and math.isfinite(accuracy) and num_examples > 0):
+    loss, num_examples = float(metrics["loss"]), int(metrics["num_examples"])
+    accuracy = None if metrics["accuracy"] is None else float(metrics["accuracy"])
+    if not (math.isfinite(loss) and math.isfinite(accuracy or 0.0) and num_examples > 0):
         raise ValueError(f"loss = {loss!r}, accuracy = {accuracy!r} on {num_examples} examples")
     return instruction.make_result(
         source="device",

@@ -86,6 +86,13 @@ def test_devices_own_splits_count_only_where_there_is_no_evaluator():
     assert compute_mean_accuracy([]) is None
 
 
+def test_an_evaluation_of_values_has_a_trusted_loss_and_no_accuracy():
+    results = [result(f"d{number}", "", None) for number in range(3)]
+    assert compute_mean_accuracy(results) is None
+    assert compute_trusted_scores(results) == (None, 1.0)
+    assert compute_mean_accuracy([*results, result("x", "", 0.9)]) == 0.9
+
+
 def test_the_coordinators_own_evaluation_is_trusted_and_else_the_median_of_three_or_more():
     def trusted(*pairs):
         return compute_trusted_scores(

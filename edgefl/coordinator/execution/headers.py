@@ -218,8 +218,8 @@ def parse_evaluate_result(
     Raises:
         KeyError, TypeError, ValueError: a figure is missing or makes no sense, or the sums do not fit the metrics.
     """
-    accuracy = _parse_number(figures["accuracy"])
-    if accuracy > 1:
+    accuracy = None if figures["accuracy"] is None else _parse_number(figures["accuracy"])
+    if accuracy is not None and accuracy > 1:
         raise ValueError(f"accuracy must lie in 0 to 1, got {accuracy!r}")
     return instruction.make_result(
         source=source,

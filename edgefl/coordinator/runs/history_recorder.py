@@ -337,10 +337,10 @@ class HistoryRecorder(RunSubscriber):
     def _create_evaluation_row(self, result: EvaluateResult) -> EvaluationRow:
         log.log(
             logging.DEBUG if result.subject else logging.INFO,
-            "version %d%s: accuracy %.4f, loss %.4f on %d examples of %s",
+            "version %d%s: accuracy %s, loss %.4f on %d examples of %s",
             result.version,
             f" of {result.subject}" if result.subject else "",
-            result.accuracy,
+            "-" if result.accuracy is None else f"{result.accuracy:.4f}",
             result.loss,
             result.num_examples,
             result.device_id,

@@ -106,7 +106,7 @@ class EvaluationMetrics:
 
     num_examples: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     sums: bytes = b""
     values: Mapping[str, float] = field(default_factory=dict)
 

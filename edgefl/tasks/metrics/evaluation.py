@@ -11,6 +11,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.extensions import format_name
 from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, MetricSet, Sums, compute_sums, make_metric_set
+from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -20,17 +21,18 @@ MAX_OUTPUTS = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Loss and accuracy of a model, and the encoded sums of its task's metrics."""
+    """Loss and accuracy of a model, None where targets are no classes, and the encoded sums of its task's metrics."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     sums: bytes = b""
 
 
 def make_task_metrics(task: Task) -> MetricSet:
     """Returns the metrics of a task's attribute `metrics`, names with `min` or `max`; none where it has no such.
 
-    The model has as many outputs as the task has `labels`, else `num_outputs`, else one.
+    The model has as many outputs as the task says (`num_outputs`), else as it has `labels`, else as `DenseModel` has,
+    else one.
 
     Raises:
         ConfigError: a metric is unknown, has another direction or none, or is of other outputs than the model's.
@@ -51,7 +53,8 @@ def make_task_metrics(task: Task) -> MetricSet:
                 f"task {task.name}: metric {format_name(str(name))} must have the direction "
                 f"{metrics[name].direction!r}, got {direction!r:.40}"
             )
-    num_outputs = getattr(task, "num_outputs", None) or len(labels) or 1
+    of_model = getattr(getattr(task, "model", None), "num_outputs", None)
+    num_outputs = getattr(task, "num_outputs", None) or len(labels) or of_model or 1
     if not isinstance(num_outputs, int) or not 1 <= num_outputs <= MAX_OUTPUTS:
         raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
     return make_metric_set(metrics, num_outputs, has_classes=bool(labels))
@@ -65,10 +68,10 @@ def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:
         TaskError: the learner has no outputs to measure, or they do not fit the metrics.
     """
     loss, accuracy = learner.evaluate(data)
-    if not (np.isfinite(loss) and np.isfinite(accuracy)):
+    if not np.isfinite(loss):
         raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
     sums = metrics.encode(measure(learner, data, metrics)) if metrics else b""
-    return Evaluation(loss=float(loss), accuracy=float(accuracy), sums=sums)
+    return Evaluation(loss=float(loss), accuracy=finite_or_none(float(accuracy)), sums=sums)
 
 
 def measure(learner: Any, data: Dataset, metrics: MetricSet) -> Mapping[str, Sums]:
