@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, nan
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgefl.core.errors import ConfigError, TaskError
+
+log = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 Sums = Mapping[str, Array]
@@ -161,10 +164,17 @@ class MetricSet:
             total: Sums = totals[0][name]
             for more in totals[1:]:
                 total = add_sums(total, more[name])
-            value = float(metric.combine(total))
-            if isfinite(value):
+            if isfinite(value := _combine(name, metric, total)):
                 values[name] = value
         return values
+
+
+def _combine(name: str, metric: Metric, sums: Sums) -> float:
+    try:
+        return float(metric.combine(sums))
+    except Exception as error:  # noqa: BLE001 another author's metric meets sums that only a liar has; runs go on
+        log.warning("metric %s has no value: %s: %s", name, type(error).__name__, error)
+        return nan
 
 
 NO_METRICS = MetricSet(MappingProxyType({}))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.metrics import MAX_SUM, MetricSet, compute_sums, make_metric_set
+from edgefl.core.metrics import MAX_SUM, Metric, MetricSet, compute_sums, make_metric_set
 from edgefl.tasks.metrics.registry import make_metric
 
 
@@ -61,6 +61,23 @@ def test_whole_numbers_that_would_overflow_when_added_are_refused(wrong):
     assert metrics.combine([body] * 3) == {"rmse": 1.0}
     with pytest.raises(ValueError, match="sums of metric rmse"):
         metrics.decode(np.int64(wrong).tobytes() + body[8:])
+
+
+class InverseMean(Metric):
+    direction = "min"
+
+    def partial(self, outputs, targets, weights=None):
+        return {"total": np.asarray(float(np.sum(targets)))}
+
+    def combine(self, sums):
+        return 1.0 / float(sums["total"])
+
+
+def test_a_metric_that_fails_on_what_a_device_sent_is_left_out(caplog):
+    metrics = MetricSet({"inverse": InverseMean()}, (("inverse", "total", "<f8", ()),))
+    assert metrics.combine([np.float64(4.0).tobytes()]) == {"inverse": 0.25}
+    assert metrics.combine([np.float64(0.0).tobytes()]) == {}
+    assert "metric inverse has no value: ZeroDivisionError" in caplog.text
 
 
 def test_a_model_with_other_outputs_than_the_task_says_is_told_so():
