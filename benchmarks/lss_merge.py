@@ -7,7 +7,8 @@ is what a coordinator needs. Three ways to it, in CPU seconds of one core, best 
 
 - `decode`: each body is decoded and added, with its weight, as the coordinator does;
 - `add`: the additions alone, so what a sum without dense tensors in between could save at most;
-- `merge`: all workers have the labels of one reference, so that tables of bucket means are added, and one is decoded.
+- `merge`: all workers have the labels of one reference, so that tables of bucket means are added, and one is decoded;
+  each body's checksum and labels are compared first.
 
 LSS clusters the values of each update, so that two workers have other labels, and no table can be added to another.
 The errors (Euclidean, of the sum) say what it costs to share them: labels of each update's own, of the last round's
@@ -28,7 +29,8 @@ import numpy as np
 from harness import options
 
 from edgefl.compression.codec import decode_body, make_codec
-from edgefl.compression.entropy.levels import count_labels
+from edgefl.compression.entropy.levels import count_labels, read_labels, write_labels
+from edgefl.compression.registry import STAGES
 from edgefl.compression.sparsification.bucket_means import compute_sketch, count_members, estimate_values
 from edgefl.compression.sparsification.lss import (
     DEFAULT_FRACTION,
@@ -36,6 +38,7 @@ from edgefl.compression.sparsification.lss import (
     compute_bucket_weights,
     train_clusters,
 )
+from edgefl.compression.wire import PayloadReader, encode_varint, read_frame, write_frame
 from edgefl.core.errors import EdgeflError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TrainConfig, derive_rng
 from edgefl.strategies.aggregation import add_weighted
@@ -45,6 +48,7 @@ from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 
 BITS, SEED = 2, 7
+LSS, _ = STAGES["lss"]
 MAX_DIFFERENCE = 1e-6
 
 
@@ -63,12 +67,11 @@ class Labelling:
         members = count_labels(labels, clusters.num_labels)
         return cls(labels=labels, sizes=assign_buckets(int(DEFAULT_FRACTION * flat.size), weights, members))
 
-    def make_tables(self, flat: Array) -> dict[int, Array]:
-        used = [label for label in range(1, len(self.sizes)) if self.sizes[label]]
-        return dict(zip(used, compute_sketch(flat, self.labels, self.sizes), strict=True))
-
-    def estimate(self, tables: Mapping[int, Array]) -> Array:
-        return estimate_values(self.labels, count_members(self.labels), tables)
+    def encode(self, flat: Array, shapes: ModelSpec) -> bytes:
+        """Returns an update's body with these labels."""
+        tables = compute_sketch(flat, self.labels, self.sizes)
+        parts = [part for means in tables for part in (encode_varint(means.size), means)]
+        return write_frame([LSS], len(shapes), [*write_labels(self.labels), *parts])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,26 +140,26 @@ def measure(shapes: ModelSpec, last: Array, updates: Sequence[Array], repeats: i
     weights = [1.0 + worker % 3 for worker in range(len(updates))]
     bodies = [codec.encode(split(flat, shapes), np.random.default_rng(SEED)) for flat in updates]
     decoded = [decode_body(body, shapes) for body in bodies]
-    shared, first = Labelling.train(last), Labelling.train(updates[0])
-    tables = [shared.make_tables(flat) for flat in updates]
+    shared, first = (
+        [one.encode(flat, shapes) for flat in updates] for one in map(Labelling.train, (last, updates[0]))
+    )
 
-    def merge() -> Array:
-        return shared.estimate(add_tables(tables, weights))
+    def merge(bodies: Sequence[bytes]) -> Array:
+        return merge_bodies(bodies, weights, last.size)
 
-    each = sum_weighted([shared.estimate(table) for table in tables], weights)
+    each = sum_weighted([flatten(decode_body(body, shapes), shapes) for body in shared], weights)
     total = sum_weighted(updates, weights)
     own = sum_weighted([flatten(one, shapes) for one in decoded], weights)
-    first_tables = [first.make_tables(flat) for flat in updates]
     return Result(
         num_values=last.size,
         workers=len(updates),
         decode_s=time_best(lambda: add_all((decode_body(body, shapes) for body in bodies), weights), repeats),
         add_s=time_best(lambda: add_all(decoded, weights), repeats),
-        merge_s=time_best(merge, repeats),
-        difference=compute_error(merge(), each),
+        merge_s=time_best(lambda: merge(shared), repeats),
+        difference=compute_error(merge(shared), each),
         own_error=compute_error(own, total),
-        last_round_error=compute_error(merge(), total),
-        first_worker_error=compute_error(first.estimate(add_tables(first_tables, weights)), total),
+        last_round_error=compute_error(merge(shared), total),
+        first_worker_error=compute_error(merge(first), total),
     )
 
 
@@ -169,13 +172,30 @@ def add_all(decoded: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -
     return total
 
 
-def add_tables(tables: Sequence[Mapping[int, Array]], weights: Sequence[float]) -> dict[int, Array]:
-    """Returns the weighted sum of bucket means of the same labels."""
+def merge_bodies(bodies: Sequence[bytes], weights: Sequence[float], num_values: int) -> Array:
+    """Returns the weighted sum of updates with the same labels, of which only the last is decoded."""
+    first = read_frame(bodies[0]).payload
+    counts = count_members(labels := read_labels(PayloadReader(first), num_values, 2**BITS))
+    start = measure_labels(first)
+    known = bytes(first[:start])
+    used = (np.flatnonzero(counts.sum(axis=0)[1:]) + 1).tolist()
     total: dict[int, Array] = {}
-    for table, weight in zip(tables, weights, strict=True):
-        for label, means in table.items():
-            total[label] = total[label] + weight * means if label in total else weight * means.astype(np.float64)
-    return total
+    for body, weight in zip(bodies, weights, strict=True):
+        payload = read_frame(body).payload
+        if bytes(payload[:start]) != known:
+            raise ValueError("labels differ")
+        reader = PayloadReader(payload[start:])
+        for label in used:
+            means = weight * reader.read_array(np.dtype("<f4"), reader.read_varint(num_values)).astype(np.float64)
+            total[label] = total[label] + means if label in total else means
+    return estimate_values(labels, counts, total)
+
+
+def measure_labels(payload: memoryview) -> int:
+    """Returns the length of a sketch's labels: the highest one, the length of a frame, and the frame."""
+    reader = PayloadReader(payload)
+    highest, length = (reader.read_varint(len(payload)) for _ in range(2))
+    return encode_varint(highest).size + encode_varint(length).size + length
 
 
 def sum_weighted(flats: Sequence[Array], weights: Sequence[float]) -> Array:
