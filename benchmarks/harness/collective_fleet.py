@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.core.config import RunConfig, parse_run
-from edgefl.core.errors import EdgeflError
+from edgefl.core.errors import ConfigError, EdgeflError
 from edgefl.core.types import Array
 from edgefl.simulation.local_fleet import (
     COORDINATOR,
@@ -41,7 +41,7 @@ from chaos.wire import Proxy  # noqa: E402
 
 __all__ = ["CollectiveFleet", "collective_fleet", "why_not"]
 
-POLL_S = 0.05
+POLL_S, REPORTS_WITHIN_S = 0.05, 60.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +82,21 @@ class CollectiveFleet:
                 **tables,
             }
         )
+
+    def submit(self, config: RunConfig) -> str:
+        """Queues a run and returns its id, as soon as the coordinator knows what all devices say of themselves.
+
+        Raises:
+            ConfigError: it is refused all the same.
+        """
+        until_s = time.monotonic() + REPORTS_WITHIN_S
+        while True:
+            try:
+                return self.fleet.submit(config)
+            except ConfigError:
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(POLL_S)
 
     def list_closed(self, run_id: str) -> list[dict[str, Any]]:
         """Returns the rows of closed rounds, from the store's file: asking the coordinator would use its wire."""

@@ -38,7 +38,7 @@ def disturb(num_devices: int, megabytes: float, mbit_per_s: float, num_kills: in
             "train_s": TRAIN_S,
         }
         fleet.limit(mbit_per_s)
-        run_id = fleet.fleet.submit(fleet.make_run("ring", reductions=REDUCTIONS, rounds=rounds, task=task))
+        run_id = fleet.submit(fleet.make_run("ring", reductions=REDUCTIONS, rounds=rounds, task=task))
         killed = _kill_all(fleet, run_id, num_kills, seed)
         if killed < num_kills:
             return [f"the run was over after {killed} kills"]

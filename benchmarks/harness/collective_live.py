@@ -82,7 +82,7 @@ def _measure(
     task = {"trainings": trainings, "size_bytes": int(megabytes * 1e6)}
     config = fleet.make_run(collective, reductions=per_round, rounds=trainings // per_round, task=task)
     fleet.limit(mbit_per_s)
-    run_id = fleet.fleet.submit(config)
+    run_id = fleet.submit(config)
     counts = []
     for number in (first, last):
         fleet.wait(run_id, lambda n=number: len(fleet.list_closed(run_id)) >= n, TIMEOUT_S, f"round {number}")
