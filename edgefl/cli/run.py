@@ -44,6 +44,7 @@ PLAN_COLUMNS = (
 )  # fmt: skip
 _GOAL_FORMATS = {
     "rounds": "{} rounds", "updates": "{} updates", "seconds": "{} s", "bytes": "{} bytes", "accuracy": "accuracy {}",
+    "until": "{}",
 }  # fmt: skip
 _OPTIONAL_PLAN_COLUMNS = ("codec", "measured_in", "reason")
 

@@ -44,9 +44,10 @@ _SETTING = re.compile(r"(?<![\w.'\"/-])[A-Za-z_][\w-]*(?:\.[\w-]+)*(?=:| must| i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSection:
-    """`[run]`: what is trained, and when it ends: whichever of the six stop rules is reached first.
+    """`[run]`: what is trained, and when it ends: whichever of the seven stop rules is reached first.
 
-    A run without a stop rule (`rounds`, `epochs`, `updates`, `seconds`, `bytes`, `accuracy`) ends after 10 rounds.
+    A run without a stop rule (`rounds`, `epochs`, `updates`, `seconds`, `bytes`, `accuracy`, `until`) ends after 10
+    rounds.
 
     Attributes:
         task: a built-in task such as `digits`, one of an installed package, or `module:Class` of an allowed module.
@@ -57,6 +58,8 @@ class RunSection:
         seconds: stop rule: seconds since the first assignment.
         bytes: stop rule: bytes that crossed the network in both directions.
         accuracy: stop rule: the mean accuracy of the last `accuracy_window` evaluated versions, a fraction.
+        until: stop rule: a metric that the task declares and what it must reach, such as `rmse <= 14.5`; likewise a
+            mean.
         accuracy_window: how many evaluations that mean is over.
         trust_single_evaluation: whether one or two devices that evaluate may stop the run, say which model is best
             and pass a deployment; else that takes the coordinator's own test data, or the median of three devices.
@@ -83,6 +86,7 @@ class RunSection:
     seconds: float | None = field(default=None, metadata={"above": 0})
     bytes: int | None = field(default=None, metadata={"at_least": 1})
     accuracy: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    until: str | None = None
     accuracy_window: int = field(default=1, metadata={"at_least": 1, "at_most": 100})
     trust_single_evaluation: bool = False
     seed: int = field(default=7, metadata={"at_least": 0, "at_most": MAX_SEED})
@@ -99,7 +103,7 @@ class RunSection:
     on_divergence: DivergenceAction = "warn"
 
     def __post_init__(self) -> None:
-        rules = (self.rounds, self.epochs, self.updates, self.seconds, self.bytes, self.accuracy)
+        rules = (self.rounds, self.epochs, self.updates, self.seconds, self.bytes, self.accuracy, self.until)
         if all(rule is None for rule in rules):
             object.__setattr__(self, "rounds", DEFAULT_ROUNDS)
 

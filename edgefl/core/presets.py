@@ -17,7 +17,7 @@ from edgefl.core.errors import ConfigError
 Tables = Mapping[str, Mapping[str, Any]]
 PresetName = Literal["paper", "atomo", "parallel-sgd"]
 
-_BUDGETS = ("rounds", "epochs", "updates", "seconds", "bytes", "accuracy")
+_BUDGETS = ("rounds", "epochs", "updates", "seconds", "bytes", "accuracy", "until")
 _DECENTRALISED: Tables = {
     "run": {"task": "fashion-mnist", "rounds": 88, "local_test_fraction": 0.0},
     "task": {"model": "logistic"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -20,7 +21,8 @@ from edgefl.compression.registry import format_with_layers
 from edgefl.compression.split_bodies import BatchCodec
 from edgefl.core.config import RunConfig, SplitSection, StrategySection
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError, TaskError
-from edgefl.core.metrics import NO_METRICS, MetricSet
+from edgefl.core.extensions import format_name
+from edgefl.core.metrics import NO_METRICS, Metric, MetricSet
 from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options, make_schema
 from edgefl.core.types import (
@@ -39,7 +41,7 @@ from edgefl.core.types import (
 )
 from edgefl.engine.collective_checks import check_collective, check_weighted_mean
 from edgefl.engine.divergence import DivergenceRule, make_advice
-from edgefl.engine.progress import EpochSize, RoundCounter, StoppingCriteria
+from edgefl.engine.progress import EpochSize, MetricGoal, RoundCounter, StoppingCriteria
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.job_strategy import RESULT, JobStrategy
@@ -143,7 +145,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     task = make_run_task(config)
     if isinstance(task, Job):
         raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")
-    shapes = tuple(spec for spec in task.shapes() if spec.shared)
+    shapes, metrics = tuple(spec for spec in task.shapes() if spec.shared), make_task_metrics(task)
     with _naming("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
         # Members of a collective have the next model already: what changed since is nothing.
@@ -176,7 +178,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
         policy=_make_policy(config, shapes, codecs, strategy),
-        goal=_make_goal(strategy, config),
+        goal=_make_goal(strategy, config, metrics),
         evaluate=EvaluationSchedule(
             every=config.run.evaluate_every,
             evaluate_on=config.run.evaluate_on,
@@ -190,7 +192,7 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         encode_changes=encode_changes if sends_changes else None,
         decode=lambda body: decode_body(body, shapes),
         divergence=_make_divergence_rule(task, config, strategy),
-        metrics=make_task_metrics(task),
+        metrics=metrics,
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
         split=split,
@@ -198,7 +200,15 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     )
 
 
-def _make_goal(strategy: Strategy[Any], config: RunConfig) -> StoppingCriteria:
+def _make_goal(strategy: Strategy[Any], config: RunConfig, metrics: MetricSet) -> StoppingCriteria:
+    until = None if config.run.until is None else parse_metric_goal(config.run.until, metrics.metrics)
+    accuracy = config.run.accuracy
+    if until is not None and until.name == "accuracy" and "accuracy" not in metrics.metrics:
+        if accuracy is not None:
+            raise ConfigError(
+                f"run.until = {config.run.until!r} and run.accuracy = {accuracy:g} are one rule; give one"
+            )
+        accuracy, until = until.limit, None
     return StoppingCriteria(
         rounds=config.run.rounds,
         epochs=config.run.epochs,
@@ -210,10 +220,37 @@ def _make_goal(strategy: Strategy[Any], config: RunConfig) -> StoppingCriteria:
         updates=config.run.updates,
         seconds=config.run.seconds,
         bytes=config.run.bytes,
-        accuracy=config.run.accuracy,
+        accuracy=accuracy,
+        until=until,
         accuracy_window=config.run.accuracy_window,
         trust_single_evaluation=config.run.trust_single_evaluation,
     )
+
+
+def parse_metric_goal(text: str, metrics: Mapping[str, Metric]) -> MetricGoal:
+    """Returns the goal that `run.until` states, of a metric that the task declares or of the accuracy.
+
+    Raises:
+        ConfigError: it is no comparison, of an unknown metric, or against the metric's direction.
+    """
+    found = re.fullmatch(r"\s*([^\s<>=]{1,200})\s*(<=|>=)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]{1,3})?)\s*", text)
+    try:
+        name, sign, limit = ("", "", math.nan) if found is None else (found[1], found[2], float(found[3]))
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise ConfigError(
+            f"run.until must be a metric, <= or >=, and a number, such as 'rmse <= 14.5', got {text!r:.100}"
+        )
+    if name != "accuracy" and name not in metrics:
+        known = ", ".join(dict.fromkeys([*metrics, "accuracy"]))
+        raise ConfigError(f"run.until: the task declares no metric {format_name(name)}, only {known}")
+    is_max = name not in metrics or metrics[name].direction == "max"
+    if (sign == ">=") != is_max:
+        raise ConfigError(f"run.until: {name} gets better as it {'rises' if is_max else 'falls'}, got {sign}")
+    if name == "accuracy" and not 0 < limit <= 1:
+        raise ConfigError(f"run.until: an accuracy must lie above 0 and at most at 1, got {limit:g}")
+    return MetricGoal(name=name, limit=limit, is_max=is_max)
 
 
 def _make_header(config: RunConfig, run_id: str, strategy: Strategy[Any], split: SplitModel | None) -> Json:

@@ -78,11 +78,27 @@ class EpochSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricGoal:
+    """What a metric of the task must reach: at least `limit` where more is better, at most where less is."""
+
+    name: str
+    limit: float
+    is_max: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {'>=' if self.is_max else '<='} {self.limit:g}"
+
+    def is_met(self, value: float) -> bool:
+        return value >= self.limit if self.is_max else value <= self.limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoppingCriteria:
     """Stopping criteria, the first reached ends the run; None is off. `seconds` count from the first dispatch.
 
-    `accuracy` is compared with the mean of the last `accuracy_window` trusted accuracies. With
-    `trust_single_evaluation` every accuracy is. `epochs` are passes over the data of all devices, counted by `epoch`.
+    `accuracy` is compared with the mean of the last `accuracy_window` trusted accuracies, and `until` with that of
+    its metric. With `trust_single_evaluation` every evaluation is trusted. `epochs` are passes over the data of all
+    devices, counted by `epoch`.
     """
 
     rounds: int | None = None
@@ -91,6 +107,7 @@ class StoppingCriteria:
     seconds: float | None = None
     bytes: int | None = None
     accuracy: float | None = None
+    until: MetricGoal | None = None
     epoch: EpochSize = EpochSize()
     accuracy_window: int = 1
     trust_single_evaluation: bool = False
@@ -161,12 +178,14 @@ class EvaluationTracker(_PendingEvaluations):
     """Tracks evaluations; `accuracy` is that of the newest version whose evaluations all returned or failed.
 
     It is the mean over the test examples of the evaluators; of the devices' own splits where there is no evaluator.
-    `recent` are the trusted ones, newest last. Models of single devices are excluded; see `DeviceEvaluationTracker`.
+    `recent` are the trusted ones, newest last, and `recent_metrics` those of each metric of the task. Models of
+    single devices are excluded; see `DeviceEvaluationTracker`.
     """
 
     accuracy: float | None = None
     trusts_single: bool = False
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ACCURACY_WINDOW))
+    recent_metrics: dict[str, list[float]] = field(default_factory=dict)
     version: int = -1
     requested_version: int = -1
 
@@ -187,6 +206,8 @@ class EvaluationTracker(_PendingEvaluations):
             self.version, self.accuracy = version, accuracy
             if trusted is not None:
                 self.recent.append(trusted)
+            for name, value in compute_trusted_metrics(results, trusts_single=self.trusts_single).items():
+                self.recent_metrics[name] = [*self.recent_metrics.get(name, ()), value][-MAX_ACCURACY_WINDOW:]
         sums = tuple(result.sums for result in _select_best_source(results) if result.sums)
         return VersionAccuracy(
             version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss, sums=sums
@@ -194,12 +215,19 @@ class EvaluationTracker(_PendingEvaluations):
 
     def compute_mean(self, count: int) -> float | None:
         """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""
-        last = list(self.recent)[-count:]
-        return sum(last) / count if len(last) == count else None
+        return _compute_last_mean(self.recent, count)
 
-    def is_accuracy_reached(self, goal: StoppingCriteria) -> bool:
+    def is_quality_reached(self, goal: StoppingCriteria) -> bool:
+        """Returns whether the model is as good as the run asks, by accuracy or by a metric."""
         mean = self.compute_mean(goal.accuracy_window)
-        return goal.accuracy is not None and mean is not None and mean >= goal.accuracy
+        is_accurate = goal.accuracy is not None and mean is not None and mean >= goal.accuracy
+        return is_accurate or self.is_metric_reached(goal)
+
+    def is_metric_reached(self, goal: StoppingCriteria) -> bool:
+        if goal.until is None:
+            return False
+        mean = _compute_last_mean(self.recent_metrics.get(goal.until.name, ()), goal.accuracy_window)
+        return mean is not None and goal.until.is_met(mean)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +256,11 @@ class DeviceEvaluationTracker(_PendingEvaluations):
         accuracies = [_compute_accuracy(self.results[version]) for version in sorted(self.results)]
         self.outstanding, self.results, self.num_outstanding = {}, {}, {}
         return [accuracy for accuracy in accuracies if accuracy is not None]
+
+
+def _compute_last_mean(values: Collection[float], count: int) -> float | None:
+    last = list(values)[-count:]
+    return sum(last) / count if len(last) == count else None
 
 
 def compute_mean_accuracy(results: Sequence[EvaluateResult]) -> float | None:
@@ -268,6 +301,22 @@ def compute_trusted_scores(
             accuracy = statistics.median(known) if len(known) == len(selection) else None
             return accuracy, statistics.median(result.loss for result in selection)
     return None, None
+
+
+def compute_trusted_metrics(results: Sequence[EvaluateResult], *, trusts_single: bool = False) -> Mapping[str, float]:
+    """Returns the task's metrics of a model that no single dishonest device decides, by name.
+
+    They are the coordinator's own, else the median of `MIN_EVALUATORS` or more evaluators, else of as many devices;
+    with `trusts_single` of any number. Sums of all of them together are exact, and any one of them could spoil these.
+    """
+    for source in ("coordinator", "evaluator", "device"):
+        selection = [result for result in results if result.source == source and result.num_examples]
+        enough = 1 if trusts_single or source == "coordinator" else MIN_EVALUATORS
+        if selection and len({result.device_id for result in selection}) >= enough:
+            names = dict.fromkeys(name for result in selection for name in result.metrics)
+            values = {name: [r.metrics[name] for r in selection if name in r.metrics] for name in names}
+            return {name: statistics.median(known) for name, known in values.items() if len(known) >= enough}
+    return {}
 
 
 def _compute_accuracy(results: Sequence[EvaluateResult]) -> DeviceAccuracy | None:
@@ -387,6 +436,8 @@ class ProgressTracker:
         for name, value, limit in facts:
             if value is not None and limit is not None and value >= limit:
                 return f"{name} reached {limit:g}"
+        if goal.until is not None and self.scores.is_metric_reached(goal):
+            return f"{goal.until.name} reached {goal.until.limit:g}"
         return self.stop_reason
 
     def find_not_finite(self, view: FleetView, rule: DivergenceRule) -> Divergence | None:

@@ -392,8 +392,8 @@ def _close_rounds(
     if loop_state.drain is not None or (reason := progress.find_stop_reason(goal, view)) is None:
         return evaluations
     until_s = view.now_s + DRAIN_TIMEOUT_S
-    # A model that reached its accuracy stays as it is; otherwise updates that finish early still count.
-    is_good = progress.scores.is_accuracy_reached(goal)
+    # A model that is as good as asked stays as it is; otherwise updates that finish early still count.
+    is_good = progress.scores.is_quality_reached(goal)
     loop_state.drain = DrainPhase(reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
     if is_good:
         return evaluations

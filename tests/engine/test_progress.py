@@ -1,12 +1,18 @@
 """Accuracies of the devices' own models, worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from edgefl.core.types import EvaluateInstruction, EvaluateResult, InstructionFailed, UpdateStatus
 from edgefl.engine.progress import (
     DeviceAccuracy,
     DeviceEvaluationTracker,
+    EvaluationTracker,
+    MetricGoal,
+    StoppingCriteria,
     compute_mean_accuracy,
+    compute_trusted_metrics,
     compute_trusted_scores,
 )
 
@@ -105,3 +111,39 @@ def test_the_coordinators_own_evaluation_is_trusted_and_else_the_median_of_three
     assert trusted(("device", 0.2), ("device", 0.3), ("device", 1.0), ("evaluator", 1.0)) == 0.3
     twice = [result("rogue", "", 1.0, version=1)] * 3
     assert compute_trusted_scores(twice) == (None, None)
+
+
+def measured(device, value, *, version=1, source="device"):
+    return replace(
+        result(device, "", 0.5, version=version, source=source), metrics={} if value is None else {"rmse": value}
+    )
+
+
+def test_a_metric_is_trusted_from_the_coordinator_or_as_the_median_of_three():
+    boards = [measured("a", 1.0), measured("b", 2.0), measured("c", 1e9)]
+    assert compute_trusted_metrics(boards) == {"rmse": 2.0}
+    assert compute_trusted_metrics(boards[:2]) == {}
+    assert compute_trusted_metrics([boards[0]] * 3) == {}
+    assert compute_trusted_metrics(boards[:1], trusts_single=True) == {"rmse": 1.0}
+    assert compute_trusted_metrics([*boards, measured("coordinator", 3.0, source="coordinator")]) == {"rmse": 3.0}
+    assert compute_trusted_metrics([*boards[:2], measured("c", None)]) == {}, "two have a value"
+
+
+@pytest.mark.parametrize(
+    ("goal", "reached_at"),
+    [
+        (MetricGoal(name="rmse", limit=2.0, is_max=False), 3),
+        (MetricGoal(name="rmse", limit=4.0, is_max=True), 1),
+        (MetricGoal(name="rmse", limit=0.5, is_max=False), None),
+        (MetricGoal(name="mae", limit=9.0, is_max=False), None),
+    ],
+)
+def test_a_goal_of_a_metric_is_met_from_the_side_that_its_direction_says(goal, reached_at):
+    tracker, criteria, found = EvaluationTracker(), StoppingCriteria(until=goal), []
+    for version, value in ((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)):
+        tracker.record_dispatch([order("x", "", version)])
+        tracker.record_event(measured("x", value, version=version, source="coordinator"))
+        found.append(tracker.is_quality_reached(criteria))
+    assert (found.index(True) + 1 if True in found else None) == reached_at
+    mean = StoppingCriteria(until=MetricGoal(name="rmse", limit=2.0, is_max=False), accuracy_window=3)
+    assert tracker.is_metric_reached(mean), "the mean of 3, 2 and 1"

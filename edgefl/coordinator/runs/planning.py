@@ -370,7 +370,8 @@ def count_round_iterations(strategy: Any, num_devices: int, updates_per_round: i
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:
-    return {name: getattr(goal, name) for name in ("rounds", "epochs", "updates", "seconds", "bytes", "accuracy")}
+    values = {name: getattr(goal, name) for name in ("rounds", "epochs", "updates", "seconds", "bytes", "accuracy")}
+    return {**values, "until": None if goal.until is None else str(goal.until)}
 
 
 def _list_shortages(needed: int, min_updates: int | None, num_devices: int) -> list[str]:
@@ -382,9 +383,8 @@ def _list_shortages(needed: int, min_updates: int | None, num_devices: int) -> l
 def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: int) -> list[str]:
     """Returns what may keep the run from its end."""
     goal, section = run.goal, run.config.run
-    is_only_rule = goal.accuracy is not None and all(
-        value is None for name, value in _get_goal_values(goal).items() if name != "accuracy"
-    )
+    rules = {name for name, value in _get_goal_values(goal).items() if value is not None}
+    is_only_rule = bool(rules) and rules <= {"accuracy", "until"}
     if not is_only_rule or section.trust_single_evaluation:
         return []
     names = set(evaluators)
@@ -396,8 +396,9 @@ def _list_warnings(run: RunComponents, evaluators: Sequence[str], num_devices: i
         return []
     return [
         (
-            "accuracy is the only stop rule, and nobody evaluates whose word ends a run: start the coordinator with"
-            f" --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set run.trust_single_evaluation"
+            f"{' or '.join(sorted(rules))} is the only stop rule, and nobody evaluates whose word ends a run: start "
+            f"the coordinator with --test-shard, have {MIN_EVALUATORS} evaluators, add run.rounds, or set "
+            "run.trust_single_evaluation"
         )
     ]
 

@@ -10,9 +10,11 @@ from sklearn import metrics as sklearn_metrics
 import edgefl
 from edgefl.compression.codec import make_codec
 from edgefl.coordinator.execution.headers import parse_evaluate_result
+from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Dataset, EvaluateInstruction, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.engine.build import build_run
 from edgefl.tasks.datasets.shards import split_train_test
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.registry import make_task
@@ -88,6 +90,54 @@ def test_metrics_over_boards_are_those_of_their_pooled_test_data(lines, tmp_path
     mean = np.average([row["metrics"]["rmse"] for row in rows], weights=[row["num_examples"] for row in rows])
     assert abs(mean - expected["rmse"]) > 0.01, "the mean of the boards' values is something else"
     assert json.loads(json.dumps(rows[0]["metrics"])) == rows[0]["metrics"]
+
+
+@pytest.mark.parametrize("until", ["rmse <= 2", "r2 >= 0.1"])
+def test_a_run_ends_when_a_metric_is_reached_in_its_direction(lines, tmp_path, until):
+    run = {"task": "lines:Lines", "evaluate_on": "devices", "local_test_fraction": 0.3, "rounds": 30}
+    tables = {"run": {**run, "until": until}, "strategy": {"name": "fedavg", "learning_rate": 0.01}}
+    result = edgefl.simulate(tables, devices=lines[:4], root=tmp_path / "root", allow_modules=["lines"])
+    name, sign, limit = until.split()
+    assert result.reason == f"{name} reached {limit}"
+    by_round = {}
+    for row in result.evaluations:
+        by_round.setdefault(row["round"], []).append(row["metrics"][name])
+    medians = [np.median(by_round[number]) for number in sorted(by_round)]
+    assert [value <= float(limit) if sign == "<=" else value >= float(limit) for value in medians] == [
+        *[False] * (len(medians) - 1), True,
+    ]  # fmt: skip
+    assert len(medians) > 1
+
+
+@pytest.mark.parametrize(
+    ("until", "said"),
+    [
+        ("rmse", "run.until must be a metric, <= or >=, and a number, such as 'rmse <= 14.5', got 'rmse'"),
+        ("rmse <= 1.2.3", "run.until must be a metric"),
+        ("rmse < 3", "run.until must be a metric"),
+        ("rmse <= inf", "run.until must be a metric"),
+        ("rmse >= 3", "run.until: rmse gets better as it falls, got >="),
+        ("r2 <= 0.5", "run.until: r2 gets better as it rises, got <="),
+        ("f1 >= 0.5", "run.until: the task declares no metric 'f1', only rmse, r2, accuracy"),
+        ("accuracy >= 1.5", "run.until: an accuracy must lie above 0 and at most at 1, got 1.5"),
+    ],
+)
+def test_a_goal_that_cannot_be_meant_is_one_line_before_the_first_round(lines, until, said):
+    with pytest.raises(ConfigError) as refused:
+        build_run(parse_run({"run": {"task": "lines:Lines", "until": until}}), "r")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_accuracy_may_be_given_in_both_forms_and_once(lines):
+    goals = [
+        build_run(parse_run({"run": {"task": "digits", **rule}}), "r").goal
+        for rule in ({"until": "accuracy >= 0.9"}, {"accuracy": 0.9})
+    ]
+    assert goals[0] == goals[1]
+    assert goals[0].rounds is None
+    with pytest.raises(ConfigError, match=r"run\.accuracy = 0\.9 are one rule; give one"):
+        build_run(parse_run({"run": {"task": "digits", "until": "accuracy >= 0.8", "accuracy": 0.9}}), "r")
 
 
 def test_a_board_answers_an_evaluation_with_sums_that_the_coordinator_reads(lines, tmp_path):

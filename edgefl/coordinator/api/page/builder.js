@@ -30,7 +30,7 @@ const LABELS = {
 // What a group shows at once; its tables' other settings lie under "More".
 const GROUPS = [
   { title: "Task", isOpen: true, first: ["run.task", "run.name", "task.*"], more: ["run.seed", "run.init", "run.local_test_fraction", "run.evaluate_on", "run.evaluate_every"] },
-  { title: "When it ends", isOpen: true, first: ["run.rounds", "run.accuracy", "run.seconds"], more: ["run.epochs", "run.updates", "run.bytes", "run.accuracy_window", "run.trust_single_evaluation", "run.on_divergence"] },
+  { title: "When it ends", isOpen: true, first: ["run.rounds", "run.accuracy", "run.seconds"], more: ["run.epochs", "run.updates", "run.bytes", "run.until", "run.accuracy_window", "run.trust_single_evaluation", "run.on_divergence"] },
   { title: "Strategy", isOpen: true, first: ["strategy.name", "strategy.*"], more: [...LOCAL.map((name) => `strategy.${name}`), "server.*"] },
   { title: "Devices", isOpen: true, first: ["devices.groups", "devices.names", "devices.min"], more: ["devices.*", "run.*"] },
   { title: "Compression", first: ["compression.up", "compression.down"], more: ["compression.*"] },
@@ -292,7 +292,7 @@ class Builder {
     const taking = plan.rows.filter((row) => row.takes_part).length;
     setText(this.said, plan.obstacle ? "It would wait." : `It can be started: ${taking} ${taking === 1 ? "device takes" : "devices take"} part.`);
     const { names = [], groups = [] } = config.devices ?? {};
-    const rules = Object.entries(plan.goal ?? {}).map(([name, value]) => (name === "accuracy" ? `accuracy ${value}` : name === "bytes" ? bytes(value) : `${count(value)} ${name}`));
+    const rules = Object.entries(plan.goal ?? {}).map(([name, value]) => (name === "until" ? value : name === "accuracy" ? `accuracy ${value}` : name === "bytes" ? bytes(value) : `${count(value)} ${name}`));
     replace(this.advice, plan.obstacle ? h("p", { class: "notice" }, `It would wait: ${plan.obstacle}.`) : [],
       plan.warnings.map((text) => h("p", { class: "notice" }, text)),
       facts([["Devices asked first", count(plan.num_devices)], ["Meant", names.length ? plain(names) : groups.length ? `groups ${plain(groups)}` : "all with a shard"], ["Evaluated by", plan.evaluators.length ? plan.evaluators.join(", ") : "the devices"], ["A round computes", seconds(plan.seconds)],
