@@ -279,7 +279,7 @@ class ModelsSection:
 
     Attributes:
         keep_last: of the evaluated ones, so many of the newest.
-        keep_best: and the best by accuracy.
+        keep_best: and the best by accuracy, or by the first metric that the task declares.
         keep_every: and one of every so many rounds; 0 for none.
         auto_deploy: whether the last one goes to the devices when the run has finished.
         canary: how many devices get it first.

@@ -78,17 +78,17 @@ def add_sums(first: Sums, second: Sums) -> dict[str, Array]:
 
 
 def compute_sums(
-    metrics: Mapping[str, Metric], batches: Iterable[tuple[Array, Array]]
+    metrics: Mapping[str, Metric], batches: Iterable[tuple[Array, Array, Array | None]]
 ) -> dict[str, dict[str, Array]]:
-    """Returns each metric's sums over batches of outputs and targets; `metrics` are by name.
+    """Returns each metric's sums over batches of outputs, targets and weights; `metrics` are by name.
 
     Raises:
         TaskError: a batch does not fit a metric, or sums are no int64 or float64 arrays of one layout.
     """
     totals: dict[str, dict[str, Array]] = {}
-    for outputs, targets in batches:
+    for outputs, targets, weights in batches:
         for name, metric in metrics.items():
-            sums = metric.partial(outputs, targets)
+            sums = metric.partial(outputs, targets, weights)
             _check_types(name, sums)
             totals[name] = add_sums(totals[name], sums) if name in totals else sums
     return totals
@@ -152,6 +152,14 @@ class MetricSet:
             sums[name][key], start = array, start + array.nbytes
         return sums
 
+    def compute_quality(self, values: Mapping[str, float]) -> float | None:
+        """Returns the first metric, negative where less is better; None where it has no value."""
+        for name, metric in self.metrics.items():
+            if name not in values:
+                return None
+            return values[name] if metric.direction == "max" else -values[name]
+        return None
+
     def combine(self, bodies: Sequence[bytes]) -> dict[str, float]:
         """Returns the metrics, by name, of all examples that these sums are of; those without a value are left out.
 
@@ -189,7 +197,7 @@ def make_metric_set(metrics: Mapping[str, Metric], num_outputs: int, *, has_clas
     outputs = np.zeros((0, num_outputs), np.float32)
     targets = np.zeros(0, np.int64) if has_classes else np.zeros((0, num_outputs), np.float32)
     try:
-        layout = _list_layout(compute_sums(metrics, [(outputs, targets)]))
+        layout = _list_layout(compute_sums(metrics, [(outputs, targets, None)]))
     except Exception as error:  # another author's metric may raise anything
         raise ConfigError(f"a metric must return sums of no example: {type(error).__name__}: {error}") from error
     made = MetricSet(metrics, layout)

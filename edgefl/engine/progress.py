@@ -132,7 +132,8 @@ class VersionAccuracy:
 
     `is_newest` of the versions with an accuracy. `trusted` is the accuracy that may stop a run and make a model the
     best: the coordinator's, or the median of `MIN_EVALUATORS` or more devices; None where there are fewer. `loss` is
-    likewise. `sums` are those of the task's metrics on the data that `accuracy` is of.
+    likewise. `sums` are those of the task's metrics on the data that `accuracy` is of, `trusted_metrics` their values
+    as `trusted` is.
     """
 
     version: int
@@ -141,6 +142,7 @@ class VersionAccuracy:
     trusted: float | None = None
     loss: float | None = field(default=None, compare=False)
     sums: tuple[bytes, ...] = field(default=(), compare=False)
+    trusted_metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(slots=True)
@@ -187,6 +189,7 @@ class EvaluationTracker(_PendingEvaluations):
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ACCURACY_WINDOW))
     recent_metrics: dict[str, list[float]] = field(default_factory=dict)
     version: int = -1
+    measured_version: int = -1
     requested_version: int = -1
 
     def record_dispatch(self, instructions: Sequence[Instruction]) -> None:
@@ -202,16 +205,20 @@ class EvaluationTracker(_PendingEvaluations):
         accuracy = compute_mean_accuracy(results)
         is_newest = accuracy is not None and version > self.version
         trusted, loss = compute_trusted_scores(results, trusts_single=self.trusts_single)
+        trusted_metrics = compute_trusted_metrics(results, trusts_single=self.trusts_single)
         if accuracy is not None and is_newest:
             self.version, self.accuracy = version, accuracy
             if trusted is not None:
                 self.recent.append(trusted)
-            for name, value in compute_trusted_metrics(results, trusts_single=self.trusts_single).items():
+        if trusted_metrics and version > self.measured_version:
+            self.measured_version = version
+            for name, value in trusted_metrics.items():
                 self.recent_metrics[name] = [*self.recent_metrics.get(name, ()), value][-MAX_ACCURACY_WINDOW:]
         sums = tuple(result.sums for result in _select_best_source(results) if result.sums)
         return VersionAccuracy(
-            version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss, sums=sums
-        )
+            version=version, accuracy=accuracy, is_newest=is_newest, trusted=trusted, loss=loss, sums=sums,
+            trusted_metrics=trusted_metrics,
+        )  # fmt: skip
 
     def compute_mean(self, count: int) -> float | None:
         """Returns the mean accuracy of the last `count` evaluated versions, None before there are so many."""

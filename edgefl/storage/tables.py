@@ -352,6 +352,7 @@ class SavedModelTable(Base):
     sha256: Mapped[str]
     bytes_file: Mapped[int]
     accuracy: Mapped[float | None]
+    quality: Mapped[float | None]
     at: Mapped[float]
 
 

@@ -18,6 +18,7 @@ class Diabetes(Task):
 
     name = "diabetes:Diabetes"
     loss = "huber"
+    metrics = {"rmse": "min", "r2": "max"}  # noqa: RUF012 read only
     input_shape = (10,)
     defaults = {"learning_rate": 0.05, "batch_size": 16, "epochs": 2.0}  # noqa: RUF012 read only
     model = DenseModel(sizes=(10, 1), prepare=lambda rows: (20.0 * rows).astype(np.float32))

@@ -15,7 +15,7 @@ def make_set(*names, num_outputs=3, has_classes=True):
 def body_of(metrics, seed, count=20):
     rng = np.random.default_rng(seed)
     examples = rng.normal(size=(count, 3)), rng.integers(0, 3, count)
-    return metrics.encode(compute_sums(metrics.metrics, [examples])), examples
+    return metrics.encode(compute_sums(metrics.metrics, [(*examples, None)])), examples
 
 
 def test_bodies_of_boards_are_combined_to_the_metrics_of_all_their_examples():
@@ -30,7 +30,7 @@ def test_bodies_of_boards_are_combined_to_the_metrics_of_all_their_examples():
 
 def test_a_metric_without_a_value_is_left_out_and_no_metrics_need_no_bytes():
     metrics = make_set("f1:2", "accuracy")
-    sums = compute_sums(metrics.metrics, [(np.eye(3)[[0, 1]], np.array([0, 1]))])
+    sums = compute_sums(metrics.metrics, [(np.eye(3)[[0, 1]], np.array([0, 1]), None)])
     assert metrics.combine([metrics.encode(sums)]) == {"accuracy": 1.0}
     assert MetricSet().combine([b"", b""]) == {}
     assert (MetricSet().num_bytes, bool(MetricSet()), bool(metrics)) == (0, False, True)
@@ -57,7 +57,7 @@ def test_sums_that_no_device_can_have_are_refused(wrong):
 @pytest.mark.parametrize("wrong", [-(2**63), 2**62])
 def test_whole_numbers_that_would_overflow_when_added_are_refused(wrong):
     metrics = make_set("rmse", num_outputs=1, has_classes=False)
-    body = metrics.encode(compute_sums(metrics.metrics, [(np.zeros((2, 1)), np.ones((2, 1)))]))
+    body = metrics.encode(compute_sums(metrics.metrics, [(np.zeros((2, 1)), np.ones((2, 1)), None)]))
     assert metrics.combine([body] * 3) == {"rmse": 1.0}
     with pytest.raises(ValueError, match="sums of metric rmse"):
         metrics.decode(np.int64(wrong).tobytes() + body[8:])

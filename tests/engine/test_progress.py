@@ -114,9 +114,8 @@ def test_the_coordinators_own_evaluation_is_trusted_and_else_the_median_of_three
 
 
 def measured(device, value, *, version=1, source="device"):
-    return replace(
-        result(device, "", 0.5, version=version, source=source), metrics={} if value is None else {"rmse": value}
-    )
+    metrics = {} if value is None else {"rmse": value}
+    return replace(result(device, "", None, version=version, source=source), metrics=metrics)
 
 
 def test_a_metric_is_trusted_from_the_coordinator_or_as_the_median_of_three():

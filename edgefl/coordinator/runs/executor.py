@@ -113,7 +113,9 @@ class RunExecutor:
             unused_updates=start.unused_updates,
             can_repeat=start.incarnations.current > 0 and not start.is_exact,
         )
-        saver = EvaluatedModelSaver(self.model_retention, components.strategy.model, lambda: self.wal.last_record)
+        saver = EvaluatedModelSaver(
+            self.model_retention, components.strategy.model, lambda: self.wal.last_record, components.metrics
+        )
         self._log = RunLog(self._fleet, [self._recorder, saver])
 
     def run(self) -> tuple[Any, str]:

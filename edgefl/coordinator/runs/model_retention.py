@@ -18,6 +18,7 @@ import numpy as np
 
 from edgefl.core.config import ModelsSection
 from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Array, Decision, EvaluateInstruction, Tensors
 from edgefl.engine.progress import DeviceAccuracy, VersionAccuracy
 from edgefl.engine.round_loop import RunSubscriber
@@ -113,15 +114,18 @@ class ModelRetention:
             self._start_writer()
             self._lock.notify_all()
 
-    def record_accuracy(self, version: int, accuracy: float | None) -> None:
-        """Records the trusted accuracy of a version; None when too few evaluations succeeded."""
+    def record_accuracy(self, version: int, accuracy: float | None, quality: float | None = None) -> None:
+        """Records the trusted accuracy and quality of a version; None when too few evaluations succeeded."""
         with self._lock:
             self._unscored.pop(version, None)
-            if accuracy is not None and version in self._pending:
+            is_scored = accuracy is not None or quality is not None
+            if is_scored and version in self._pending:
                 pending = self._pending[version]
-                self._pending[version] = replace(pending, row=replace(pending.row, accuracy=accuracy))
-            elif accuracy is not None and version in self._saved_rows:
-                self._saved_rows[version] = replace(self._saved_rows[version], accuracy=accuracy)
+                self._pending[version] = replace(
+                    pending, row=replace(pending.row, accuracy=accuracy, quality=quality)
+                )
+            elif is_scored and version in self._saved_rows:
+                self._saved_rows[version] = replace(self._saved_rows[version], accuracy=accuracy, quality=quality)
                 self._changed_versions.add(version)
             self._remove_unretained()
             self._lock.notify_all()
@@ -262,11 +266,13 @@ class ModelRetention:
 def select_retained(rows: Sequence[SavedModelRow], rule: ModelsSection, unscored: Collection[int] = ()) -> set[int]:
     """Returns the retained versions: the last ones, the best, one every `keep_every` rounds, and `unscored`.
 
-    The best has the highest accuracy, the newest of equals. An `unscored` version may yet be the best.
+    The best has the highest quality, or accuracy where none has that, the newest of equals. An `unscored` version may
+    yet be the best.
     """
     versions = sorted(row.version for row in rows)
     retained = {*versions[-rule.keep_last :], *(version for version in versions if version in unscored)}
-    scored = [(row.accuracy, row.version) for row in rows if row.accuracy is not None]
+    by_accuracy = [(row.accuracy, row.version) for row in rows if row.accuracy is not None]
+    scored = [(row.quality, row.version) for row in rows if row.quality is not None] or by_accuracy
     if rule.keep_best and scored:
         retained.add(max(scored)[1])
     if rule.keep_every:
@@ -306,11 +312,17 @@ class EvaluatedModelSaver(RunSubscriber):
         retention: gets the global model of every evaluated version, and its accuracy.
         get_model: a strategy's state -> its model.
         last_record: () -> number of the journal's last record.
+        metrics: of the task; the first says which model is the best.
     """
 
     def __init__(
-        self, retention: ModelRetention, get_model: Callable[[Any], Tensors], last_record: Callable[[], int]
+        self,
+        retention: ModelRetention,
+        get_model: Callable[[Any], Tensors],
+        last_record: Callable[[], int],
+        metrics: MetricSet = NO_METRICS,
     ) -> None:
+        self._metrics = metrics
         self._retention, self._get_model, self._last_record = retention, get_model, last_record
         self._version, self._added_version = -1, -1
         self._state: object = None
@@ -330,4 +342,5 @@ class EvaluatedModelSaver(RunSubscriber):
 
     def on_score(self, score: VersionAccuracy | DeviceAccuracy) -> None:
         if isinstance(score, VersionAccuracy):
-            self._retention.record_accuracy(score.version, score.trusted)
+            quality = self._metrics.compute_quality(score.trusted_metrics)
+            self._retention.record_accuracy(score.version, score.trusted, quality)

@@ -207,7 +207,10 @@ class EvaluationRow(EvaluateResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedModelRow:
-    """A saved state of a run in the history."""
+    """A saved state of a run in the history.
+
+    `quality` is the first metric that the task declares, negative where less is better; None where it declares none.
+    """
 
     version: int
     round: int
@@ -216,3 +219,4 @@ class SavedModelRow:
     bytes_file: int
     at: float
     accuracy: float | None = None
+    quality: float | None = None

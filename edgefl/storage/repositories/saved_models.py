@@ -21,14 +21,15 @@ DEFAULT_TEST_FRACTION = 0.1
 """Of a run whose file does not set it."""
 _PREFIX = re.compile(rf"[0-9a-f]{{{MIN_HASH_PREFIX_CHARS},64}}\Z")
 _ROUND = re.compile(r"\d{1,18}\Z")
-_COLUMNS = ("run_id", "version", "round", "last_record", "sha256", "bytes_file", "accuracy", "at")
+_COLUMNS = ("run_id", "version", "round", "last_record", "sha256", "bytes_file", "accuracy", "quality", "at")
 
 
 def list_models(store: Store, run: str | None = None) -> list[Json]:
     """Returns the saved models of one run or of all, oldest run first, in the order of their versions.
 
     Each row has the columns of `checkpoints`, of its run the `name`, the `task` with its `task_options` and the
-    `test_fraction`, and whether it is the run's `latest` and its `best` by accuracy. Results of jobs are left out.
+    `test_fraction`, and whether it is the run's `latest` and its `best`: by `quality` where one of the run has it,
+    else by accuracy. Results of jobs are left out.
 
     Raises:
         NotFoundError: there is no such run.
@@ -47,7 +48,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
     rows = [row for row in store.database.read_dicts(query) if "job" not in row["config"]]
     latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
-    best = {row["run_id"]: row["last_record"] for row in sorted(_select_scored(rows), key=_accuracy_key)}
+    best = {row["run_id"]: row["last_record"] for row in _sort_by_score(rows)}
     return [
         {
             **_add_settings(row),
@@ -143,12 +144,12 @@ def _add_settings(row: Json) -> Json:
     return {**row, "task_options": dict(config.get("task", {})), "test_fraction": fraction}
 
 
-def _select_scored(rows: Sequence[Json]) -> list[Json]:
-    return [row for row in rows if row["accuracy"] is not None]
-
-
-def _accuracy_key(row: Json) -> tuple[float, int]:
-    return row["accuracy"], row["version"]
+def _sort_by_score(rows: Sequence[Json]) -> list[Json]:
+    """Returns the rows with a score, the best of each run last; of equals the newest."""
+    has_quality = {row["run_id"] for row in rows if row["quality"] is not None}
+    scores = [(row["quality" if row["run_id"] in has_quality else "accuracy"], row) for row in rows]
+    scored = [(score, row) for score, row in scores if score is not None]
+    return [row for _, row in sorted(scored, key=lambda pair: (pair[0], pair[1]["version"]))]
 
 
 def _select_model_of_run(rows: Sequence[Json], run: str | None, which: str) -> Json:

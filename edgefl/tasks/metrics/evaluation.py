@@ -79,11 +79,13 @@ def measure(learner: Any, data: Dataset, metrics: MetricSet) -> Mapping[str, Sum
     if not callable(getattr(learner, "logits", None)):
         raise TaskError(f"{type(learner).__name__} has no function logits(inputs), which metrics need")
 
-    def predict(rows: slice) -> tuple[Array, Array]:
+    def predict(rows: slice) -> tuple[Array, Array, Array | None]:
         with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
             outputs = learner.logits(data.inputs[rows])
         targets = data.targets[rows]
-        return outputs, targets[:, None] if targets.ndim == 1 < outputs.ndim and outputs.shape[1] == 1 else targets
+        if targets.ndim == 1 < outputs.ndim and outputs.shape[1] == 1:
+            targets = targets[:, None]
+        return outputs, targets, None if data.weights is None else data.weights[rows]
 
     starts = range(0, len(data), BATCH_SIZE)
     return compute_sums(metrics.metrics, (predict(slice(start, start + BATCH_SIZE)) for start in starts))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from edgefl.coordinator.runs.model_retention import (
 )
 from edgefl.core.config import ModelsSection
 from edgefl.core.errors import StoreError, StoreFullError
+from edgefl.core.metrics import MetricSet
 from edgefl.core.types import (
     Decision,
     EvaluateInstruction,
@@ -37,13 +39,14 @@ from edgefl.core.types import (
     TrainInstruction,
     UpdateStatus,
 )
-from edgefl.engine.progress import ProgressTracker
+from edgefl.engine.progress import ProgressTracker, VersionAccuracy
 from edgefl.engine.round_loop import RunLog
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.saved_models import list_models as rows_of
 from edgefl.storage.repositories.saved_models import save_model_rows
 from edgefl.storage.store import Store
+from edgefl.tasks.metrics.registry import make_metric
 
 
 @pytest.fixture
@@ -408,8 +411,8 @@ class Noted:
     def add(self, version: int, number: int, last_record: int, model: Any) -> None:
         self.told.append(("take", version, number, last_record, model))
 
-    def record_accuracy(self, version: int, accuracy: float | None) -> None:
-        self.told.append(("score", version, accuracy))
+    def record_accuracy(self, version: int, accuracy: float | None, quality: float | None) -> None:
+        self.told.append(("score", version, accuracy) if quality is None else ("score", version, accuracy, quality))
 
 
 @pytest.fixture
@@ -518,3 +521,32 @@ def test_models_of_single_devices_other_orders_and_older_versions_are_not_taken(
     journal.record_decision(Decision(instructions=(order,)))
     journal.record_events([answer(3, "stranger", 0.5)])
     assert not [entry for entry in noted.told if entry[0] in {"take", "score"}]
+
+
+def test_the_best_is_chosen_by_quality_where_a_version_has_it() -> None:
+    by_accuracy = rows((1, 0.9), (2, 0.5), (3, 0.6), (4, 0.7))
+    by_quality = [
+        replace(row, quality=quality) for row, quality in zip(by_accuracy, (-3.0, -1.0, -2.0, None), strict=True)
+    ]
+    rule = ModelsSection(keep_last=1)
+    assert select_retained(by_accuracy, rule) == {1, 4}
+    assert select_retained(by_quality, rule) == {2, 4}
+
+
+def test_of_a_regression_the_best_stays_by_its_quality_alone(store: Store, keep: Any) -> None:
+    keeper = keep(keep_last=1)
+    for version, quality in enumerate((-3.0, -1.0, -2.0, -4.0), start=1):
+        keeper.add(version, version, 10 * version, model(version))
+        keeper.record_accuracy(version, None, quality)
+    keeper.finish(4, 4, 45, model(4))
+    kept = rows_of(store, "r")
+    assert [(row["version"], row["quality"], row["best"]) for row in kept] == [(2, -1.0, True), (4, -4.0, False)]
+
+
+def test_a_model_is_recorded_with_the_first_metric_of_its_task_negative_where_less_is_better(noted: Noted) -> None:
+    keeper: Any = noted
+    metrics = MetricSet({"rmse": make_metric("rmse"), "r2": make_metric("r2")})
+    saver = EvaluatedModelSaver(keeper, lambda state: state, lambda: 42, metrics)
+    saver.on_score(VersionAccuracy(version=3, accuracy=0.5, is_newest=True, trusted_metrics={"rmse": 2.5, "r2": 0.9}))
+    saver.on_score(VersionAccuracy(version=4, accuracy=0.5, is_newest=True, trusted=0.5, trusted_metrics={"r2": 0.9}))
+    assert noted.told == [("score", 3, None, -2.5), ("score", 4, 0.5)]

@@ -11,10 +11,10 @@ def sha(number):
     return f"{number:04x}" + "a" * 60
 
 
-def row(version, *, accuracy=None, number=None, sha256=None):
+def row(version, *, accuracy=None, number=None, sha256=None, quality=None):
     return SavedModelRow(
         version=version, round=version if number is None else number, last_record=10 * version,
-        sha256=sha256 or sha(version), bytes_file=100, at=1000.0 + version, accuracy=accuracy,
+        sha256=sha256 or sha(version), bytes_file=100, at=1000.0 + version, accuracy=accuracy, quality=quality,
     )  # fmt: skip
 
 
@@ -107,3 +107,10 @@ def test_what_a_row_or_a_run_file_names_is_named(two_runs):
         save_model_rows(two_runs, run, [], [10, 20, 30, 90])
     with pytest.raises(NotFoundError, match="there is no kept model yet"):
         find_model(two_runs, "latest")
+
+
+def test_the_best_of_a_run_goes_by_quality_where_one_of_its_models_has_it(two_runs):
+    save_model_rows(two_runs, "run-3", [row(1, accuracy=0.9), row(2, quality=-2.5), row(3, quality=-1.5)], [])
+    save_model_rows(two_runs, "run-3", [row(4, quality=-3.0)], [])
+    best = {r["run_id"]: r["version"] for r in list_models(two_runs) if r["best"]}
+    assert best == {"run-1": 2, "run-3": 3}

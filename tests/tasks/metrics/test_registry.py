@@ -120,7 +120,7 @@ def test_a_package_and_an_allowed_module_bring_metrics_of_their_own(installed):
     assert "bias" in list_metric_names()
     for name in ("bias", "halves:Bias"):
         metric = make_metric(name)
-        sums = compute_sums({name: metric}, [(np.ones(3), np.zeros(3)), (np.zeros(1), np.zeros(1))])
+        sums = compute_sums({name: metric}, [(np.ones(3), np.zeros(3), None), (np.zeros(1), np.zeros(1), None)])
         assert metric.combine(sums[name]) == 0.75
         assert metric.direction == "min"
     with pytest.raises(ConfigError, match="direction must be 'min' or 'max', got 'up'"):
@@ -128,7 +128,7 @@ def test_a_package_and_an_allowed_module_bring_metrics_of_their_own(installed):
     with pytest.raises(ConfigError, match=r"must be a class of halves that inherits from edgefl\.Metric"):
         make_metric("halves:Plain")
     with pytest.raises(TaskError, match="sum of its sums must be an array of int64 or float64, got float32"):
-        compute_sums({"small": make_metric("halves:Small")}, [(np.ones(3), np.zeros(3))])
+        compute_sums({"small": make_metric("halves:Small")}, [(np.ones(3), np.zeros(3), None)])
 
 
 def test_sums_of_models_with_other_outputs_are_not_added():
