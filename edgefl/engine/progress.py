@@ -304,8 +304,7 @@ def compute_trusted_scores(
         if source == "coordinator" and selection:
             return _compute_mean(selection)
         if len({result.device_id for result in selection}) >= MIN_EVALUATORS:
-            known = [result.accuracy for result in selection if result.accuracy is not None]
-            accuracy = statistics.median(known) if len(known) == len(selection) else None
+            accuracy = _compute_median([result.accuracy for result in selection])
             return accuracy, statistics.median(result.loss for result in selection)
     return None, None
 
@@ -324,6 +323,14 @@ def compute_trusted_metrics(results: Sequence[EvaluateResult], *, trusts_single:
             values = {name: [r.metrics[name] for r in selection if name in r.metrics] for name in names}
             return {name: statistics.median(known) for name, known in values.items() if len(known) >= enough}
     return {}
+
+
+def _compute_median(accuracies: Sequence[float | None]) -> float | None:
+    """Returns the median; None where most have none, and a single one that conceals its own counts as low."""
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if 2 * len(known) <= len(accuracies):
+        return None
+    return statistics.median([*known, *[0.0] * (len(accuracies) - len(known))])
 
 
 def _compute_accuracy(results: Sequence[EvaluateResult]) -> DeviceAccuracy | None:

@@ -109,6 +109,8 @@ def test_the_coordinators_own_evaluation_is_trusted_and_else_the_median_of_three
     assert trusted(("evaluator", 0.4), ("evaluator", 0.5), ("evaluator", 1.0)) == 0.5
     assert trusted(("evaluator", 1.0), ("evaluator", 1.0), ("coordinator", 0.3)) == 0.3
     assert trusted(("device", 0.2), ("device", 0.3), ("device", 1.0), ("evaluator", 1.0)) == 0.3
+    assert trusted(("evaluator", 0.4), ("evaluator", 0.5), ("evaluator", None)) == 0.4, "silence is no veto"
+    assert trusted(("evaluator", 0.4), ("evaluator", None), ("evaluator", None)) is None
     twice = [result("rogue", "", 1.0, version=1)] * 3
     assert compute_trusted_scores(twice) == (None, None)
 
