@@ -27,7 +27,7 @@ from edgefl.strategies.peer_algorithms.collectives import AllReduce, Chunk, Sche
 log = logging.getLogger(__name__)
 
 LOST_S, FIRST_S = 10.0, 120.0
-"""How long a member may be out of reach, and how long until it is first reached: it may still load its model."""
+"""How long a member may be out of reach, and how long until it is first reached and begins: it may load its model."""
 FINISH_S = 120.0
 """How long a member that is to finish early waits for the others."""
 STALL_S = 3600.0
@@ -68,6 +68,7 @@ class CollectiveLink:
         self._greetings: dict[str, ChunkMessage] = {}
         self._ungreeted: set[str] = set()
         self._reached_s: dict[str, float] = {}
+        self._opened_s = 0.0
         self._broken_by = ""
         self._aborts: deque[tuple[str, bytes]] = deque(maxlen=MAX_ABORTS)
 
@@ -88,7 +89,7 @@ class CollectiveLink:
             self._members, self._peers, self._broken_by, self._sessions = config.members, frozenset(peers), "", {}
             self._max_queued_bytes = MAX_QUEUED_VECTORS * vector_bytes + MIN_QUEUE_BYTES
             # Those of the last group had to be reached a moment ago.
-            now_s = self._clock()
+            self._opened_s = now_s = self._clock()
             self._reached_s = {name: now_s if name in self._reached_s else now_s + FIRST_S - LOST_S for name in peers}
             early = [item for item in self._received if item[1].group == self._group]
             aborts = [sender for sender, group in self._aborts if group == self._group]
@@ -272,9 +273,12 @@ class CollectiveLink:
         connected = frozenset[str]() if self._transport is None else self._transport.list_connected_peers()
         for name in connected & self._peers:
             self._reached_s[name] = max(now_s, self._reached_s.get(name, now_s))
-        for name in (self._members[partner] for partner in partners):
+        names = [self._members[partner] for partner in partners]
+        for name in names:
             if now_s - self._reached_s.get(name, now_s) > LOST_S:
                 raise CollectiveBrokenError(f"{name} is not reached")
+        if now_s - self._opened_s > FIRST_S and (late := [name for name in names if name not in self._sessions]):
+            raise CollectiveBrokenError(f"{late[0]} has not begun")
 
 
 def _list_peers(schedule: Schedule, members: tuple[str, ...], device_id: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import CollectiveConfig, GossipConfig
-from edgefl.device.peers.collective_link import CollectiveBrokenError, CollectiveLink
+from edgefl.device.peers.collective_link import FIRST_S, CollectiveBrokenError, CollectiveLink
 from edgefl.device.peers.collective_messages import HEADER, ChunkMessage, decode_message, encode_message
 from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
 
@@ -163,6 +163,19 @@ def test_a_member_that_restarts_after_it_took_a_chunk_and_before_it_sent_one_lea
     results = in_threads({"a": restart, "b": lambda: reduce("b"), "c": lambda: reduce("c")})
     assert {type(result) for result in results.values()} == {CollectiveBrokenError}
     assert "a has restarted" in map(str, results.values())
+
+
+def test_a_member_that_is_reached_and_never_begins_breaks_the_group() -> None:
+    network = Network()
+    for name in "bc":
+        CollectiveLink(name, network.make(name)).open(
+            "run", config("h"), make_schedule("ring", 3, 9), vector_bytes=36
+        )
+    clock = itertools.count(0, 5)
+    link = CollectiveLink("a", network.make("a"), lambda: float(next(clock)))
+    with pytest.raises(CollectiveBrokenError, match=r"[bc] has not begun"):
+        run(link, "a", np.ones(9, np.float32))
+    assert FIRST_S < next(clock) < FIRST_S + 60, "a member may still load its model"
 
 
 def test_no_chunk_is_sent_to_a_member_that_has_not_begun() -> None:
