@@ -59,7 +59,11 @@ FORMAT_VERSION = 1
     help="Where the history is kept [default: ~/.local/share/edgefl/simulations].",
 )
 @click.option("--bookkeeping-only", is_flag=True, help="Train nothing: times, bytes and schedules alone.")
-@click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    help="Folder of the data set, or the path that a task of your own reads; digits needs none.",
+)
 @click.option(
     "--shards",
     multiple=True,
@@ -358,9 +362,11 @@ def data() -> None:
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
-    help="Folder of the data set; otherwise the folder of the task's name in $EDGEFL_DATA.",
+    help="Folder of the data set, or the path that a task of your own reads; otherwise the folder of the task's name "
+    "in $EDGEFL_DATA.",
 )
 @click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts the same shards.")
+@allow_module_option
 @click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def shard(  # noqa: PLR0913 one per option
     *, task: str, scheme: str, devices: int, out: Path, data: Path | None, seed: int, format_: str
@@ -407,4 +413,4 @@ def _print_cards(cards: list[tuple[Path, ShardMetadata]]) -> None:
         for path, card in cards
     ]
     columns = select_known_columns(rows, ("shard", "people", "examples", *names.values()), ("people",))
-    print_rows(rows, columns, title=f"{first.task}: examples per class")
+    print_rows(rows, columns, title=f"{first.task}: examples{' per class' if names else ''}")

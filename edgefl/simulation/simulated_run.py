@@ -223,6 +223,7 @@ def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) ->
         data=None if section.data is None else Path(section.data),
         seed=run.seed,
         test_fraction=run.local_test_fraction,
+        options=config.task,
     )
 
 

@@ -78,7 +78,8 @@ def cards(folder: Path) -> Reader:
         path.with_suffix(".json").write_bytes(data)
         check_shard(task, str(path))
 
-    return Reader(feed=feed, seeds=(Seed(content=json.dumps(card).encode(), form=Form.JSON),))
+    cards = (card, {**card, "is_dataset": True})
+    return Reader(feed=feed, seeds=tuple(Seed(content=json.dumps(each).encode(), form=Form.JSON) for each in cards))
 
 
 def idx_files(folder: Path) -> Reader:

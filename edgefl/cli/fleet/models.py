@@ -174,9 +174,9 @@ def evaluate(  # noqa: PLR0913 one per option
 
 def _load_examples(path: Path, part: str | None, task: Task, row: Json) -> Dataset:
     """Returns the examples of a shard; raises `DataError` where its test part is empty."""
-    from edgefl.tasks.datasets.shards import split_train_test  # noqa: PLC0415 fast start
+    from edgefl.tasks.datasets.shards import load_task_data, split_train_test  # noqa: PLC0415 fast start
 
-    data = task.read(str(path))
+    data = load_task_data(task, path)
     if (part or ("all" if _is_test_shard(path) else "test")) == "test":
         data = split_train_test(data, row["test_fraction"])[1]
         if not len(data):

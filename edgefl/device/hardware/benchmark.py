@@ -25,6 +25,7 @@ from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Dataset, Json, Learner, Task, TrainConfig, derive_rng
 from edgefl.device.hardware.requirements import make_measurable_task
 from edgefl.system.processes import serve_call
+from edgefl.tasks.datasets.shards import load_task_data
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import is_torch_task
 
@@ -271,7 +272,7 @@ def _make_learner(name: str, accelerator: str, threads: int | None) -> tuple[Tas
 
 
 def _read_shard(task: Task, shard: str) -> Dataset:
-    data = task.read(shard)
+    data = load_task_data(task, shard)
     if not len(data):
         raise DataError(f"the shard {shard} of task {task.name} holds no examples to measure with")
     return data

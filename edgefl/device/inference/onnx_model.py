@@ -23,7 +23,7 @@ from edgefl.core.types import Array, Dataset, Json, Role
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
-from edgefl.tasks.datasets.shards import split_train_test
+from edgefl.tasks.datasets.shards import load_task_data, split_train_test
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -252,7 +252,7 @@ def parse_npy(content: bytes, source: str) -> Array:
 def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if not model.task:
         raise UsageError(f"{path} is a shard, and {model.path} does not say of which task it is; give a .npy file")
-    data = make_task(model.task, model.options).read(str(path))
+    data = load_task_data(make_task(model.task, model.options), path)
     return prepare_features(model, data.inputs), data.targets
 
 

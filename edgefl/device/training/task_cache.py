@@ -15,9 +15,8 @@ from pathlib import Path
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
-from edgefl.tasks.datasets.shards import get_metadata_path, read_metadata, split_train_test
+from edgefl.tasks.datasets.shards import get_metadata_path, load_task_data, read_metadata, split_train_test
 from edgefl.tasks.learners.torch_split import cut_front
-from edgefl.tasks.losses.registry import check_data
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.registry import make_task
 
@@ -88,7 +87,7 @@ class TaskCache:
         path = self.get_shard_path(cached_task.name)
         fingerprint = (path, _compute_fingerprint(Path(path)))
         if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
-            cached_task.data, cached_task.blocks = _read_data(cached_task.task, path), _read_block_ranges(path)
+            cached_task.data, cached_task.blocks = load_task_data(cached_task.task, path), _read_block_ranges(path)
             cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
         return cached_task.data
 
@@ -134,7 +133,7 @@ class TaskCache:
             if name in without:
                 continue
             with _tolerate_errors(name, path, self._shard_errors):
-                counts[name] = len(_read_data(make_task(name), path))
+                counts[name] = len(load_task_data(make_task(name), path))
         return counts
 
     def get_shard_errors(self) -> dict[str, str]:
@@ -159,12 +158,6 @@ class TaskCache:
         if path is None:
             raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
         return path
-
-
-def _read_data(task: Task, path: str) -> Dataset:
-    data = task.read(path)
-    check_data(task, data)
-    return data
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.errors import ConfigError, DataError, EdgeflError
-from edgefl.core.types import Array, Dataset, Task, derive_rng
-from edgefl.tasks.datasets.central import load_central_data
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
+from edgefl.tasks.datasets.central import load_central_data, read_own_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
 from edgefl.tasks.datasets.shards import (
     compute_root_fraction,
@@ -22,9 +21,6 @@ from edgefl.tasks.datasets.shards import (
     read_metadata,
     split_train_test,
 )
-from edgefl.tasks.losses.registry import check_data
-
-log = logging.getLogger(__name__)
 
 _ROW_FIELDS = ("rows", "train", "test")
 
@@ -51,20 +47,27 @@ class FleetData:
     test: Dataset | None = None
 
 
-def partition_in_memory(
-    task: str, scheme: str, num_devices: int, *, data: Path | None, seed: int, test_fraction: float
+def partition_in_memory(  # noqa: PLR0913 the last four by name
+    task: str,
+    scheme: str,
+    num_devices: int,
+    *,
+    data: Path | None,
+    seed: int,
+    test_fraction: float,
+    options: Mapping[str, Scalar] | None = None,
 ) -> FleetData:
-    """Returns the very shards that `create_shards` writes into files.
+    """Returns the very shards that `create_shards` writes into files; `options` are those of the task.
 
     Raises:
         ConfigError: the scheme is unknown or cannot serve that many devices.
         DataError: the data set is missing or damaged.
         TaskError: the task has no central data set.
     """
-    parsed, central = parse_scheme(scheme), load_central_data(task, data)
+    parsed, central = parse_scheme(scheme), load_central_data(task, data, options)
     rng = derive_rng(seed, "shards", task, scheme)
     partition = partition_rows(
-        parsed, labels=central.train.targets, num_devices=num_devices, rng=rng, groups=central.groups
+        parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups
     )
     blocks = partition.blocks or ({},) * num_devices
     return FleetData(
@@ -98,7 +101,7 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     """
     if not paths:
         raise ConfigError("a fleet needs at least one shard")
-    parts = [_read_shard(task, Path(path)) for path in paths]
+    parts = [read_own_data(task, Path(path)) for path in paths]
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError("the shards hold inputs of different shapes")
     pool = Dataset.concatenate(parts)
@@ -106,21 +109,6 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
     blocks = [_read_card_blocks(Path(path)) for path in paths]
     return FleetData(pool=pool, shards=_split_shards(pool, rows, blocks, test_fraction))
-
-
-def _read_shard(task: Task, path: Path) -> Dataset:
-    try:
-        data = task.read(str(path))
-        check_data(task, data)
-    except EdgeflError:
-        raise
-    except Exception as error:  # what a task of one's own raises at data that it does not know
-        log.debug("task %s cannot read %s", task.name, path, exc_info=True)
-        raise DataError(
-            f"task {task.name} cannot read shard {path}: {type(error).__name__}: {error} (-vv shows where); each "
-            "path is one device's data"
-        ) from error
-    return data
 
 
 def _read_card_blocks(path: Path) -> Mapping[int, tuple[int, int]]:

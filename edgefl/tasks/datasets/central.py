@@ -2,49 +2,65 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.errors import DataError, MissingPackageError, TaskError, format_install_command
-from edgefl.core.types import Array, Dataset, derive_rng
+from edgefl.core.errors import DataError, EdgeflError, MissingPackageError, TaskError, format_install_command
+from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
-from edgefl.tasks.datasets.partitioning import Partitioning, parse_scheme, partition_rows
-from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
+from edgefl.tasks.datasets.partitioning import Partitioning, compute_strata, parse_scheme, partition_rows
+from edgefl.tasks.datasets.shards import ShardMetadata, is_of_classes, load_task_data, split_train_test, write_shard
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import BUILT_IN, make_task
+
+log = logging.getLogger(__name__)
 
 DATA_ENV_VARIABLE = "EDGEFL_DATA"
-DIGITS_TEST_FRACTION = 0.2
+DIGITS_TEST_FRACTION = OWN_TEST_FRACTION = 0.2
 
 TEST_NAME = "test.npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CentralData:
-    """A central data set: training data, the coordinator's test data, and the origin of each row."""
+    """A central data set: training data, the coordinator's test data, and the origin of each row.
+
+    Schemes go by `strata` where targets are no classes.
+    """
 
     train: Dataset
     test: Dataset
     source: str
     groups: Array | None = None
+    strata: Array | None = None
+
+    @property
+    def classes(self) -> Array:
+        """[n] whole numbers that schemes go by."""
+        return self.train.targets if self.strata is None else self.strata
 
 
-def load_central_data(task: str, folder: Path | None = None) -> CentralData:
-    """Returns the data set of a built-in task.
+def load_central_data(
+    task: str, folder: Path | None = None, options: Mapping[str, Scalar] | None = None
+) -> CentralData:
+    """Returns the data set of a built-in task, or what a task of one's own reads.
 
     Args:
         task: its name.
-        folder: of the files; None means the folder of the task's name in `$EDGEFL_DATA`.
+        folder: of the files; None means the folder of the task's name in `$EDGEFL_DATA`. A task of one's own needs
+            it: the path that its `read` takes.
+        options: of the task.
 
     Raises:
         DataError: the files are not there or not the right ones.
-        TaskError: the task has no central data set.
+        TaskError: there is no such task, or it has no central data set and no folder is given.
     """
     readers: dict[str, Callable[[], CentralData]] = {
         "digits": _load_digits,
@@ -54,12 +70,39 @@ def load_central_data(task: str, folder: Path | None = None) -> CentralData:
         "motionsense": lambda: _load_motionsense(find_data_folder(task, folder)),
         "noop": _make_noop,
     }
-    if task not in readers:
+    if task in readers:
+        return readers[task]()
+    if folder is None:
         raise TaskError(
-            f"task {task!r} has no data set to cut; cut one of {', '.join(readers)}, or bring shards: "
-            "edgefl simulate FILE --shards DIR, with one file or folder per device in DIR"
+            f"task {task!r} has no data set to cut; cut one of {', '.join(readers)}, name the path that your task "
+            "reads (--data PATH), or bring shards: edgefl simulate FILE --shards DIR, with one file or folder per "
+            "device in DIR"
         )
-    return readers[task]()
+    return _split_own_data(make_task(task, options), folder)
+
+
+def read_own_data(task: Task, path: Path) -> Dataset:
+    """Returns a task's data at a path, whatever its own reader raises.
+
+    Raises:
+        DataError: it cannot be read, or is none for the task's loss.
+    """
+    try:
+        return load_task_data(task, path)
+    except EdgeflError:
+        raise
+    except Exception as error:  # what a task of one's own raises at data that it does not know
+        log.debug("task %s cannot read %s", task.name, path, exc_info=True)
+        raise DataError(
+            f"task {task.name} cannot read shard {path}: {type(error).__name__}: {error} (-vv shows where); each "
+            "path is one device's data"
+        ) from error
+
+
+def _split_own_data(task: Task, path: Path) -> CentralData:
+    train, test = split_train_test(read_own_data(task, path), OWN_TEST_FRACTION, salt="central")
+    strata = None if is_of_classes(task, train) else compute_strata(train.targets)
+    return CentralData(train=train, test=test, source=path.name, groups=train.groups, strata=strata)
 
 
 def find_data_folder(task: str, folder: Path | None) -> Path:
@@ -121,11 +164,11 @@ def create_shards(
     """Writes `device-01.npz` and so on and `test.npz`, each with its card, and returns the devices' paths.
 
     Args:
-        task_name: a built-in task.
+        task_name: a built-in task, or one of one's own.
         scheme: one of `partitioning.SCHEMES`, as typed.
         num_devices: number of shards.
         out: folder to write into, created if missing.
-        data: folder of the central data set; None means `$EDGEFL_DATA`/task.
+        data: as `folder` of `load_central_data`.
         seed: equal seeds give equal shards.
 
     Raises:
@@ -135,7 +178,8 @@ def create_shards(
     """
     central, sharding = plan_shards(task_name, scheme, num_devices, data, seed)
     labels = tuple(getattr(make_task(task_name, {}), "labels", ()))
-    card = ShardMetadata(task=task_name, scheme=scheme, source=central.source, labels=labels)
+    is_own = task_name not in BUILT_IN
+    card = ShardMetadata(task=task_name, scheme=scheme, source=central.source, labels=labels, is_dataset=is_own)
     write_shard(out / TEST_NAME, central.test, replace(card, scheme="test"))
     return [_write_device_shard(out, device, sharding, central, card) for device in range(num_devices)]
 
@@ -148,7 +192,7 @@ def plan_shards(
     central = load_central_data(task_name, data)
     rng = derive_rng(seed, "shards", task_name, scheme)
     return central, partition_rows(
-        parsed, labels=central.train.targets, num_devices=num_devices, rng=rng, groups=central.groups
+        parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups
     )
 
 

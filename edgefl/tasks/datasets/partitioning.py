@@ -20,6 +20,8 @@ SCHEMES = (
 )  # fmt: skip
 ECL_CLASS_ORDER = (7, 8, 2, 6, 4, 5, 1, 3, 0, 9)
 """Order of the ten classes in the split of ECL-ISVR."""
+NUM_STRATA = 10
+"""Parts of equal number into which values are cut where a scheme goes by classes."""
 MIN_EXAMPLES = 10
 MAX_DIRICHLET_DRAWS = 200
 MAX_BLOCKS = 10_000
@@ -112,6 +114,18 @@ def partition_rows(
     rows = partitions[scheme.name]()
     _require_non_empty(rows, scheme)
     return Partitioning(rows=tuple(rows))
+
+
+def compute_strata(targets: Array) -> Array:
+    """Returns [n] numbers of parts that stand for classes: about equally many examples each, by size of the target.
+
+    Args:
+        targets: [n, ...] values; of several values of an example their mean counts.
+    """
+    sizes = targets.reshape(len(targets), -1).astype(np.float64).mean(axis=1)
+    edges = np.quantile(sizes, np.arange(1, NUM_STRATA) / NUM_STRATA)
+    strata: Array = np.searchsorted(edges, sizes, side="right")
+    return strata
 
 
 def partition_by_group(groups: Array | None, num_devices: int) -> list[Array]:

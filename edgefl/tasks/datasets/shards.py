@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,9 @@ class ShardMetadata:
     """Metadata of a shard: its task, its origin and scheme, and the checksum of the `.npz`.
 
     `groups` names the people in a natural shard. `blocks` maps a block of a redundant shard to its rows
-    [start, stop); the same block has the same rows in the same order on every device that holds it.
+    [start, stop); the same block has the same rows in the same order on every device that holds it. With `is_dataset`
+    the file was cut from the data of a task of one's own: it holds what that task's `read` returned, and is taken
+    without it.
     """
 
     task: str
@@ -53,6 +55,7 @@ class ShardMetadata:
     groups: tuple[str, ...] = ()
     blocks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     sha256: str = ""
+    is_dataset: bool = False
 
 
 def get_metadata_path(shard: Path) -> Path:
@@ -82,6 +85,7 @@ def read_metadata(shard: Path) -> ShardMetadata:
             groups=tuple(_require_text(group) for group in value.get("groups", [])),
             blocks={int(block): (int(start), int(stop)) for block, (start, stop) in value.get("blocks", {}).items()},
             sha256=_require_text(value["sha256"]),
+            is_dataset=value.get("is_dataset", False) is True,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
@@ -189,8 +193,12 @@ def list_shard_files(folder: Path) -> list[Path]:
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
     """Writes `.npz` and card, each whole or not at all; returns the card with its counts and checksum."""
     with write_atomically(path) as file:
-        np.savez(file, inputs=data.inputs, labels=data.targets)
-    counts = count_labels(data.targets)
+        if data.weights is None:
+            np.savez(file, inputs=data.inputs, labels=data.targets)
+        else:
+            np.savez(file, inputs=data.inputs, labels=data.targets, weights=data.weights)
+    is_counted = bool(metadata.labels) or not metadata.is_dataset
+    counts = count_labels(data.targets) if is_counted else {}
     written = replace(metadata, counts=counts, num_examples=len(data), sha256=compute_file_sha256(path))
     with write_atomically(get_metadata_path(path)) as file:
         file.write(json.dumps({"v": METADATA_VERSION, **asdict(written)}, indent=1).encode() + b"\n")
@@ -202,17 +210,45 @@ def count_labels(labels: Array) -> dict[int, int]:
     return {int(label): int(count) for label, count in zip(classes, counts, strict=True)}
 
 
+def load_task_data(task: Task, path: str | Path) -> Dataset:
+    """Returns a task's data at a path: by its own `read`, or of a shard that was cut from what that returned.
+
+    Raises:
+        DataError: the shard is damaged or of another task, or its data is none for the task's loss.
+    """
+    shard = Path(path)
+    is_cut = shard.is_file() and get_metadata_path(shard).is_file() and read_metadata(shard).is_dataset
+    data = _read_cut_file(shard, task.name) if is_cut else task.read(str(path))
+    check_data(task, data)
+    return data
+
+
+def _read_cut_file(path: Path, task: str) -> Dataset:
+    _check_card(path, task)
+    arrays = _load_arrays(path, None)
+    if missing := [name for name in _ARRAYS if name not in arrays]:
+        raise DataError(f"shard {path} has no array {missing[0]!r}; cut it again")
+    if wrong := [name for name, array in arrays.items() if array.ndim == 0 or array.dtype.kind not in "fiub"]:
+        raise DataError(f"{wrong[0]} of shard {path} must be numbers [n, ...], got {arrays[wrong[0]].dtype}")
+    return Dataset(inputs=arrays["inputs"], targets=arrays["labels"], weights=arrays.get("weights"))
+
+
+def is_of_classes(task: Task, data: Dataset) -> bool:
+    """Returns whether targets are classes: [n] whole numbers that the task names, or its loss takes for classes."""
+    is_whole = data.targets.ndim == 1 and data.targets.dtype.kind in "iu"
+    return is_whole and (bool(getattr(task, "labels", ())) or isinstance(find_loss(task), CrossEntropy))
+
+
 def check_shard(task: Task, path: str) -> ShardReport:
     """Returns the data that the task reads from `path`.
 
     Raises:
         DataError: the shard cannot be used.
     """
-    data = task.read(path)
-    check_data(task, data)
+    data = load_task_data(task, path)
     labels = tuple(getattr(task, "labels", ()))
-    is_of_classes = data.targets.ndim == 1 and (bool(labels) or isinstance(find_loss(task), CrossEntropy))
-    counts = count_labels(data.targets) if is_of_classes else {}
+    has_classes = is_of_classes(task, data) or (bool(labels) and data.targets.ndim == 1)
+    counts = count_labels(data.targets) if has_classes else {}
     missing = tuple(label for label in range(len(labels)) if label not in counts)
     return ShardReport(
         task=task.name,
@@ -222,33 +258,41 @@ def check_shard(task: Task, path: str) -> ShardReport:
         missing_labels=missing,
         labels=labels,
         target_range=None
-        if is_of_classes or not data.targets.size
+        if has_classes or not data.targets.size
         else (float(data.targets.min()), float(data.targets.max())),
     )
 
 
 def _read_file(path: Path, task: str, input_shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
     if get_metadata_path(path).exists():
-        card = read_metadata(path)
-        if card.task != task:
-            raise DataError(f"shard {path} is of task {card.task}, this is task {task}")
-        if (checksum := compute_file_sha256(path)) != card.sha256:
-            raise DataError(
-                f"shard {path} is damaged: its SHA-256 is {checksum[:12]}…, "
-                f"its card says {card.sha256[:12]}…; copy it again"
-            )
+        _check_card(path, task)
     data = _load_file(path)
     _check_dataset(data, path, input_shape)
     _check_values(data, path, num_classes)
     return data
 
 
-def _load_file(path: Path) -> Dataset:
+def _check_card(path: Path, task: str) -> None:
+    card = read_metadata(path)
+    if card.task != task:
+        raise DataError(f"shard {path} is of task {card.task}, this is task {task}")
+    if (checksum := compute_file_sha256(path)) != card.sha256:
+        raise DataError(
+            f"shard {path} is damaged: its SHA-256 is {checksum[:12]}…, "
+            f"its card says {card.sha256[:12]}…; copy it again"
+        )
+
+
+def _load_arrays(path: Path, names: Collection[str] | None) -> dict[str, Array]:
     try:
         with path.open("rb") as file:
-            arrays = read_npz(file, _ARRAYS)
+            return read_npz(file, names)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
+
+
+def _load_file(path: Path) -> Dataset:
+    arrays = _load_arrays(path, _ARRAYS)
     return Dataset(inputs=arrays["inputs"], targets=arrays["labels"])
 
 
