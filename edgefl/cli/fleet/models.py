@@ -22,6 +22,7 @@ from edgefl.cli.output import (
 )
 from edgefl.cli.sources import Source, allow_module_option, find_coordinator_shard, load_model, source_options
 from edgefl.core.errors import DataError, NotFoundError, UsageError
+from edgefl.core.protocol import finite_or_none
 
 if TYPE_CHECKING:
     from edgefl.core.metrics import Metric
@@ -267,7 +268,7 @@ def _evaluate_models(
         learner, examples, metrics = loaded[key]
         learner.load(load_model(source, row))
         loss, accuracy = learner.evaluate(examples)
-        figures = {"loss": loss, "accuracy": accuracy, "num_examples": len(examples)}
+        figures = {"loss": loss, "accuracy": finite_or_none(accuracy), "num_examples": len(examples)}
         values = _compute_metrics(learner, examples, metrics)
         scored.append({**row, "recorded_accuracy": row["accuracy"], **values, **figures})
     return scored
