@@ -70,12 +70,12 @@ def infer(  # noqa: PLR0913 the options of one command
         threads=threads,
     )
     predictions = [{"row": number, **prediction} for number, prediction in enumerate(rows)]
-    columns = PREDICTION_COLUMNS
+    columns = ("row", "values") if "values" in next(iter(rows), {}) else PREDICTION_COLUMNS
     if labels is not None:
         predictions = [{**row, "label": label} for row, label in zip(predictions, labels, strict=True)]
-        columns = (*PREDICTION_COLUMNS, "label")
+        columns = (*columns, "label")
     print_rows(predictions, columns, fmt, kind="predictions")
-    if labels is not None and predictions:
+    if labels is not None and predictions and "index" in columns:
         right = float(np.mean([row["index"] == row["label"] for row in predictions]))
         click.echo(f"accuracy {right:.4f} on {len(predictions)} labelled rows", err=True)
 

@@ -187,6 +187,8 @@ def _find_shortfall(rollout: RolloutRecord, canaries: RolloutDeviceRecords) -> s
     reports = [row for row in canaries if isinstance(row, DeploymentDeviceRecord)]
     accuracies = [row.accuracy for row in reports if row.accuracy is not None]
     former = [row.former_accuracy for row in reports if row.former_accuracy is not None]
+    if not accuracies and not rollout.min_accuracy:
+        return None  # targets are no classes: each canary has compared losses
     if len(accuracies) < MIN_JUDGES:
         return f"{len(accuracies)} of {len(reports)} canaries reported an accuracy, {MIN_JUDGES} are needed"
     median = statistics.median(accuracies)

@@ -295,7 +295,7 @@ class DeployedModels:
             signed=offer.signed,
         )
         self._state = self._store.activate(self._state, deployed, report)
-        log.info("runs model %s of deployment %s, accuracy %.4f", deployed.model[:12], rollout_id, scores.accuracy)
+        log.info("runs model %s of deployment %s, %s", deployed.model[:12], rollout_id, format_score(scores))
         return report
 
     def roll_back(self, rollout_id: str) -> RolloutReport:
@@ -354,10 +354,28 @@ class DeployedModels:
 
 def rejection_reason(result: ModelCheckResult, offer: ModelOffer) -> str | None:
     """Returns why a model must not replace the former one, or None."""
-    result_text = f"accuracy {result.accuracy:.4f} on {result.num_examples} examples of its own"
-    if result.accuracy < offer.min_accuracy:
-        return f"{result_text}, at least {offer.min_accuracy:g} is asked for"
-    former_accuracy = result.former_accuracy
-    if former_accuracy is not None and result.accuracy < former_accuracy - offer.tolerance:
-        return f"{result_text}, the model before has {former_accuracy:.4f} there (tolerance {offer.tolerance:g})"
-    return None
+    result_text = f"{format_score(result)} of its own"
+    if result.accuracy is None:
+        if offer.min_accuracy > 0:
+            return (
+                f"{result_text}, an accuracy of {offer.min_accuracy:g} is asked for, and its targets are no classes"
+            )
+        loss, former = result.loss, result.former_loss
+        is_worse = loss is not None and former is not None and loss > former * (1 + offer.tolerance)
+    else:
+        if result.accuracy < offer.min_accuracy:
+            return f"{result_text}, at least {offer.min_accuracy:g} is asked for"
+        former = result.former_accuracy
+        is_worse = former is not None and result.accuracy < former - offer.tolerance
+    return (
+        f"{result_text}, the model before has {former:.4f} there (tolerance {offer.tolerance:g})"
+        if is_worse
+        else None
+    )
+
+
+def format_score(result: ModelCheckResult) -> str:
+    """Returns how good a checked model is, in words."""
+    scores = {"accuracy": result.accuracy, "loss": result.loss}
+    known = [f"{name} {value:.4f}" for name, value in scores.items() if value is not None]
+    return f"{known[0] if known else 'no score'} on {result.num_examples} examples"

@@ -10,7 +10,7 @@ import contextlib
 import csv
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
 from edgefl.tasks.datasets.shards import load_task_data, split_train_test
+from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.registry import FunctionLoss, find_loss, has_classes
+from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -46,6 +49,7 @@ class OnnxModel:
         model: SHA-256 of the tensors that it was made from; empty when unknown.
         task, options: of its training; empty when unknown.
         classes: names in order; empty when unknown.
+        has_classes: whether the largest output is the answer; else all outputs are, as values.
         preprocess: preparation of inputs by the task's own code; empty where the graph contains all of it.
         input_shape: of one row; None for a variable dimension.
     """
@@ -65,6 +69,7 @@ class OnnxModel:
         self.options: Json = _parse_metadata(path, metadata, "edgefl.task_options", dict)
         self.preprocess: Json = _parse_metadata(path, metadata, "edgefl.preprocess", dict)
         self.classes: tuple[str, ...] = tuple(map(str, _parse_metadata(path, metadata, "edgefl.classes", list)))
+        self.has_classes = metadata.get("edgefl.outputs") != "values"
         inputs, outputs = self._session.get_inputs(), [output.name for output in self._session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             raise DataError(f"{path} must take one float32 input, it takes {[(i.name, i.type) for i in inputs]}")
@@ -88,21 +93,33 @@ class OnnxModel:
         return np.concatenate(parts) if parts else np.zeros((0, max(1, len(self.classes))), np.float32)
 
     def predict(self, rows: Array) -> list[Json]:
-        """Returns the most probable `class` of every row, its `index` and its `probability`; raises as `logits`."""
+        """Returns the most probable `class` of every row, its `index` and its `probability`, or its `values`.
+
+        Raises:
+            DataError: as `logits`.
+        """
+        if not self.has_classes:
+            return [{"values": [float(value) for value in row]} for row in self.logits(rows)]
         return [self._make_prediction(row) for row in softmax(self.logits(rows))]
 
     def accuracy(self, data: Dataset) -> float:
         """Returns the accuracy in 0-1 on the examples; raises as `logits`."""
-        correct = sum(
-            int(
-                (
-                    self._run(self._validate_rows(data.inputs[batch_slice])).argmax(axis=1)
-                    == data.targets[batch_slice]
-                ).sum()
-            )
-            for batch_slice in _make_batch_slices(data.inputs)
+        return self._compute_mean(data, lambda outputs, targets: float((outputs.argmax(axis=1) == targets).sum()))
+
+    def loss(self, data: Dataset, loss: Loss) -> float:
+        """Returns the mean loss on the examples; raises as `logits`, and `TaskError` where targets do not fit."""
+
+        def add_up(outputs: Array, targets: Array) -> float:
+            return len(outputs) * loss.compute_mean(outputs, loss.convert_targets(targets, outputs.shape))[0]
+
+        return self._compute_mean(data, add_up)
+
+    def _compute_mean(self, data: Dataset, add_up: Callable[[Array, Array], float]) -> float:
+        total = sum(
+            add_up(self._run(self._validate_rows(data.inputs[rows])), data.targets[rows])
+            for rows in _make_batch_slices(data.inputs)
         )
-        return correct / max(1, len(data))
+        return total / max(1, len(data))
 
     def _run(self, rows: Array) -> Array:
         try:
@@ -314,11 +331,13 @@ class ModelCheckRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCheckResult:
-    """Accuracy of the new and the former model (None if unknown), and the number of examples."""
+    """Accuracy of the new and the former model, or their loss where targets are no classes; None if unknown."""
 
-    accuracy: float
-    former_accuracy: float | None
     num_examples: int
+    accuracy: float | None = None
+    former_accuracy: float | None = None
+    loss: float | None = None
+    former_loss: float | None = None
 
 
 def check_in_subprocess(request: ModelCheckRequest, *, timeout_s: float = CHECK_TIMEOUT_S) -> ModelCheckResult:
@@ -349,21 +368,24 @@ def check_model(request: ModelCheckRequest) -> ModelCheckResult:
     Raises:
         EdgeflError: the new model or the data cannot be used.
     """
-    data = select_check_data(make_task(request.task, request.options).read(request.shard), request)
+    task = make_task(request.task, request.options)
+    data = select_check_data(task.read(request.shard), request)
     model = OnnxModel(Path(request.path))
     if model.task not in {"", request.task}:
         raise DataError(f"the model is of task {model.task}, not of {request.task}")
-    accuracy = _compute_accuracy(model, data)
+    loss = None if has_classes(task) else find_loss(task)
+    score = _compute_score(model, data, loss)
     del model
-    return ModelCheckResult(
-        accuracy=accuracy, former_accuracy=_compute_previous_accuracy(request, data), num_examples=len(data)
-    )
+    former = _compute_former_score(request, data, loss)
+    if loss is None:
+        return ModelCheckResult(accuracy=score, former_accuracy=former, num_examples=len(data))
+    return ModelCheckResult(loss=score, former_loss=former, num_examples=len(data))
 
 
 def predict_file(
     path: Path, source: Path, *, state_dir: Path, policy: str = "auto", threads: int = 1
-) -> tuple[list[Json], list[int] | None]:
-    """Returns the predictions of a model for the rows of a file, and their labels where it has them.
+) -> tuple[list[Json], list[Any] | None]:
+    """Returns the predictions of a model for the rows of a file, and their labels or values where it has them.
 
     A shard is read and prepared by its task's code. Both that and the graph run in a confined process.
 
@@ -400,7 +422,7 @@ def predict_file(
 def _predict(path: str, source: str, threads: int) -> Json:
     model = OnnxModel(Path(path), threads=threads)
     inputs, labels = read_inputs(Path(source), model)
-    return {"rows": model.predict(inputs), "labels": None if labels is None else [int(label) for label in labels]}
+    return {"rows": model.predict(inputs), "labels": None if labels is None else np.asarray(labels).tolist()}
 
 
 def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
@@ -410,18 +432,26 @@ def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
     return next(part for part in (split_train_test(data, request.test_fraction)[1], data) if len(part))
 
 
-def _compute_previous_accuracy(request: ModelCheckRequest, data: Dataset) -> float | None:
+def _compute_former_score(request: ModelCheckRequest, data: Dataset, loss: Loss | None) -> float | None:
     if request.former_path is None:
         return None
     try:
-        return _compute_accuracy(OnnxModel(Path(request.former_path)), data)
+        return _compute_score(OnnxModel(Path(request.former_path)), data, loss)
     except EdgeflError as error:
         log.warning("the model before cannot be judged: %s", error)
         return None
 
 
-def _compute_accuracy(model: OnnxModel, data: Dataset) -> float:
-    return model.accuracy(Dataset(inputs=prepare_features(model, data.inputs), targets=data.targets))
+def _compute_score(model: OnnxModel, data: Dataset, loss: Loss | None) -> float | None:
+    """Returns the accuracy, or with a `loss` that one; None of a function, which only torch computes."""
+    features = prepare_features(model, data.inputs)
+    if loss is None:
+        return model.accuracy(Dataset(inputs=features, targets=data.targets))
+    if isinstance(loss, FunctionLoss):
+        model.logits(features)
+        return None
+    targets = features.astype(np.float32) if isinstance(loss, Reconstruction) else data.targets
+    return model.loss(Dataset(inputs=features, targets=targets), loss)
 
 
 if __name__ == "__main__":

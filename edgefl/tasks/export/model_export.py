@@ -32,6 +32,7 @@ from edgefl.tasks.export.onnx_graph import (
     import_onnx,
     suppress_export_logs,
 )
+from edgefl.tasks.losses.registry import has_classes
 from edgefl.tasks.registry import import_extra, import_torch
 
 TOLERANCE = 2e-5
@@ -304,6 +305,7 @@ def _make_metadata(task: Task, options: Mapping[str, Scalar] | None, sha256: str
         "edgefl.model": sha256,
         "edgefl.preprocess": json.dumps(preprocess) if preprocess else "",
         "edgefl.classes": json.dumps(labels) if labels else "",
+        **({} if has_classes(task) else {"edgefl.outputs": "values"}),
     }
 
 

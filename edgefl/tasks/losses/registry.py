@@ -113,6 +113,16 @@ def find_loss(task: Task) -> Loss | None:
     return None if loss is None else make_loss(loss)
 
 
+def has_classes(task: Task) -> bool:
+    """Returns whether a task's model answers with one class for an example, and not with values or several labels."""
+    loss = find_loss(task)
+    return (
+        loss is None
+        or isinstance(loss, CrossEntropy)
+        or (isinstance(loss, SquaredError) and bool(getattr(task, "labels", ())))
+    )
+
+
 def select_targets(loss: Loss, batch: Dataset, features: Array, shape: tuple[int, ...]) -> Array:
     """Returns the targets of a batch for outputs of a shape; of a reconstruction these are the features."""
     return loss.convert_targets(features if isinstance(loss, Reconstruction) else batch.targets, shape)

@@ -177,6 +177,7 @@ def judged(*accuracies: float | None, former: float | None = 0.9) -> list[Deploy
         ((0.91, 0.9, 0.89), "rolling", None),
         ((0.2, 0.3, 1.0), "failed", "the canaries' median accuracy is 0.300, with the model before 0.900"),
         ((None, None, 1.0), "failed", "1 of 3 canaries reported an accuracy, 3 are needed"),
+        ((None, None, None), "rolling", None),
     ],
 )
 def test_a_model_is_passed_on_by_the_median_of_its_canaries(

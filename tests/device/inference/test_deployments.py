@@ -379,6 +379,21 @@ def test_a_model_may_be_a_little_worse_than_the_one_before_and_no_more(accuracy,
     assert (rejection_reason(scores, offer(**limits)) is not None) == is_refused
 
 
+@pytest.mark.parametrize(
+    ("loss", "former", "limits", "is_refused"),
+    [
+        (1.019, 1.0, {}, False),
+        (1.021, 1.0, {}, True),
+        (1.021, None, {}, False),
+        (None, None, {}, False),
+        (0.1, 1.0, {"min_accuracy": 0.5}, True),
+    ],
+)
+def test_a_model_without_classes_may_have_a_little_more_loss_than_the_one_before(loss, former, limits, is_refused):
+    scores = ModelCheckResult(loss=loss, former_loss=former, num_examples=9)
+    assert (rejection_reason(scores, offer(**limits)) is not None) == is_refused
+
+
 def deployed(name):
     return DeployedModel(deployment=f"d-{name}", sha256=name * 64, model=name * 8, task="digits", accuracy=0.5)
 

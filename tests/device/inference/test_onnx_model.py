@@ -18,6 +18,7 @@ from edgefl.core.errors import DataError, EdgeflError, UsageError
 from edgefl.core.types import Dataset
 from edgefl.device.inference.onnx_model import (
     ModelCheckRequest,
+    ModelCheckResult,
     OnnxModel,
     check_in_subprocess,
     check_model,
@@ -27,6 +28,7 @@ from edgefl.device.inference.onnx_model import (
 )
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.datasets.shards import split_train_test
+from edgefl.tasks.export.model_export import export_onnx
 from edgefl.tasks.registry import make_task
 
 
@@ -247,6 +249,45 @@ def test_both_models_are_judged_on_the_test_part_in_a_child(question, data, is_c
 def test_an_evaluator_judges_on_all_of_its_data_and_a_trainer_without_test_rows_too(question, data):
     assert len(select_check_data(data, replace(question, role="evaluator"))) == len(data)
     assert len(select_check_data(data, replace(question, test_fraction=0.0))) == len(data)
+
+
+VALUES_TASK = """
+import numpy as np
+from edgefl.core.types import Dataset, Task
+from edgefl.tasks.learners.numpy_learner import DenseModel
+
+class Yields(Task):
+    name = "yields_on_board:Yields"
+    loss = "huber"
+    input_shape = (3,)
+    model = DenseModel(sizes=(3, 1))
+
+    def read(self, path):
+        rows = np.load(path)
+        return Dataset(inputs=rows[:, :3], targets=rows[:, 3])
+"""
+
+
+def test_a_model_of_values_answers_with_them_and_is_judged_by_its_loss(tmp_path, monkeypatch):
+    (tmp_path / "yields_on_board.py").write_text(VALUES_TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("EDGEFL_ALLOW_MODULES", "yields_on_board")
+    inputs = np.random.default_rng(1).normal(size=(50, 3)).astype(np.float32)
+    np.save(tmp_path / "rows.npy", np.column_stack([inputs, inputs.sum(axis=1)]))
+    task = make_task("yields_on_board:Yields")
+    good = {"fc1.weight": np.ones((1, 3), np.float32), "fc1.bias": np.zeros(1, np.float32)}
+    export_onnx(task, good, tmp_path / "good.onnx")
+    export_onnx(task, {**good, "fc1.bias": np.full(1, 0.5, np.float32)}, tmp_path / "worse.onnx")
+    assert OnnxModel(tmp_path / "good.onnx").predict(inputs[:1]) == [
+        {"values": [pytest.approx(inputs[0].sum(), abs=1e-5)]}
+    ]
+    question = ModelCheckRequest(
+        path=str(tmp_path / "worse.onnx"), former_path=str(tmp_path / "good.onnx"), task=task.name, options={},
+        shard=str(tmp_path / "rows.npy"), role="evaluator", test_fraction=0.2,
+    )  # fmt: skip
+    assert check_model(question) == ModelCheckResult(
+        num_examples=50, loss=pytest.approx(0.125, abs=1e-5), former_loss=pytest.approx(0.0, abs=1e-9)
+    )
 
 
 def test_a_model_before_that_is_gone_or_damaged_has_no_accuracy(question, tmp_path):
