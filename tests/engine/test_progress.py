@@ -148,3 +148,11 @@ def test_a_goal_of_a_metric_is_met_from_the_side_that_its_direction_says(goal, r
     assert (found.index(True) + 1 if True in found else None) == reached_at
     mean = StoppingCriteria(until=MetricGoal(name="rmse", limit=2.0, is_max=False), accuracy_window=3)
     assert tracker.is_metric_reached(mean), "the mean of 3, 2 and 1"
+
+
+def test_an_older_version_that_is_measured_late_does_not_count():
+    tracker = EvaluationTracker()
+    tracker.record_dispatch([order("x", "", 1), order("x", "", 2)])
+    for version, value in ((2, 3.0), (1, 1.0)):
+        tracker.record_event(measured("x", value, version=version, source="coordinator"))
+    assert tracker.recent_metrics == {"rmse": [3.0]}

@@ -363,6 +363,8 @@ def test_what_is_known_of_a_round_is_added_and_the_newest_round_with_nodes_is_fo
     found = store.get_newest_device_model_round(run_id)
     assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
     assert found["facts"] == {"disagreement": 0.5, "bound": None}
+    store.set_round_metrics(run_id, 1, {"facts": {"rmse": 2.5}})  # of an evaluation that came after the round
+    assert store.get_newest_device_model_round(run_id)["facts"] == {"disagreement": 0.5, "bound": None, "rmse": 2.5}
 
 
 def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):

@@ -138,6 +138,11 @@ def test_the_calibration_error_is_the_mean_gap_of_confidence_and_accuracy_in_15_
     assert over_boards("calibration-error", logits, targets) == pytest.approx(gaps / len(targets), abs=EXACT)
 
 
+def test_a_confidence_at_the_edge_of_two_bins_belongs_to_the_lower():
+    logits = np.array([[0.0, 800.0], [0.0, np.log(19.0)]])  # a confidence of 1, which is wrong, and one of 0.95
+    assert over("calibration-error", logits, np.array([0, 1])) == pytest.approx(0.475)
+
+
 def bounds_of_areas(positives, negatives):
     """How far the area under the ROC curve may be off, and between what the average precision lies."""
     roc = 0.5 * (positives @ negatives) / (positives.sum() * negatives.sum())
