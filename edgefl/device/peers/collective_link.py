@@ -27,7 +27,9 @@ from edgefl.strategies.peer_algorithms.collectives import AllReduce, Chunk, Sche
 log = logging.getLogger(__name__)
 
 LOST_S, FIRST_S = 10.0, 120.0
-"""How long a member may be out of reach, and how long until it is first reached and begins: it may load its model."""
+"""How long a member may be out of reach, and how long until it is first reached: it may still load its model."""
+SLOWEST_BYTES_PER_S = 125_000
+"""The coordinator may send its model to all members, one after another, at this rate (1 Mbit/s): then all begin."""
 FINISH_S = 120.0
 """How long a member that is to finish early waits for the others."""
 STALL_S = 3600.0
@@ -68,7 +70,7 @@ class CollectiveLink:
         self._greetings: dict[str, ChunkMessage] = {}
         self._ungreeted: set[str] = set()
         self._reached_s: dict[str, float] = {}
-        self._opened_s = 0.0
+        self._begin_until_s = 0.0
         self._broken_by = ""
         self._aborts: deque[tuple[str, bytes]] = deque(maxlen=MAX_ABORTS)
 
@@ -89,7 +91,9 @@ class CollectiveLink:
             self._members, self._peers, self._broken_by, self._sessions = config.members, frozenset(peers), "", {}
             self._max_queued_bytes = MAX_QUEUED_VECTORS * vector_bytes + MIN_QUEUE_BYTES
             # Those of the last group had to be reached a moment ago.
-            self._opened_s = now_s = self._clock()
+            now_s = self._clock()
+            models_bytes = len(config.members) * vector_bytes // 2  # the bound of a vector is that of doubles
+            self._begin_until_s = now_s + FIRST_S + models_bytes / SLOWEST_BYTES_PER_S
             self._reached_s = {name: now_s if name in self._reached_s else now_s + FIRST_S - LOST_S for name in peers}
             early = [item for item in self._received if item[1].group == self._group]
             aborts = [sender for sender, group in self._aborts if group == self._group]
@@ -277,7 +281,7 @@ class CollectiveLink:
         for name in names:
             if now_s - self._reached_s.get(name, now_s) > LOST_S:
                 raise CollectiveBrokenError(f"{name} is not reached")
-        if now_s - self._opened_s > FIRST_S and (late := [name for name in names if name not in self._sessions]):
+        if now_s > self._begin_until_s and (late := [name for name in names if name not in self._sessions]):
             raise CollectiveBrokenError(f"{late[0]} has not begun")
 
 

@@ -165,7 +165,8 @@ def test_a_member_that_restarts_after_it_took_a_chunk_and_before_it_sent_one_lea
     assert "a has restarted" in map(str, results.values())
 
 
-def test_a_member_that_is_reached_and_never_begins_breaks_the_group() -> None:
+@pytest.mark.parametrize(("num_entries", "limit_s"), [(9, FIRST_S), (2_500_000, 2 * FIRST_S)])
+def test_a_member_that_is_reached_and_never_begins_breaks_the_group(num_entries: int, limit_s: float) -> None:
     network = Network()
     for name in "bc":
         CollectiveLink(name, network.make(name)).open(
@@ -174,8 +175,8 @@ def test_a_member_that_is_reached_and_never_begins_breaks_the_group() -> None:
     clock = itertools.count(0, 5)
     link = CollectiveLink("a", network.make("a"), lambda: float(next(clock)))
     with pytest.raises(CollectiveBrokenError, match=r"[bc] has not begun"):
-        run(link, "a", np.ones(9, np.float32))
-    assert FIRST_S < next(clock) < FIRST_S + 60, "a member may still load its model"
+        run(link, "a", np.ones(num_entries, np.float32))
+    assert limit_s < next(clock) < limit_s + 60, "a member may still fetch its model, after all others"
 
 
 def test_no_chunk_is_sent_to_a_member_that_has_not_begun() -> None:
