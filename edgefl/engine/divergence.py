@@ -5,7 +5,8 @@ round, at most `MAX_ROUND_LOSSES` of them, and of the last few rounds. A round c
 losses, so that no device decides alone, and with a trusted evaluation of its model. An update that is not finite
 counts as the largest loss.
 
-The measure is the loss of a model that has learned nothing: log C for a task of C classes, else the first one seen.
+The measure is the loss of a model that has learned nothing: log C for a task of C classes, else the first one seen,
+by which losses rise and swing, but never stand still.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from edgefl.core.config import DivergenceAction
 from edgefl.core.types import Array, Tensors
 
-MAX_LOSS = 1e9
+MAX_LOSS = 1e30
 """Larger losses, and those of models that are not finite, count as this."""
 MAX_ROUND_LOSSES = 1024
 WINDOW = 8
@@ -137,11 +138,11 @@ class LossSeries:
             return None
         whose = "that of the first round" if untrained_loss is None else "that of a model that has learned nothing"
         untrained = self.first if untrained_loss is None else untrained_loss
-        return (
-            self._find_rise(untrained, whose)
-            or self._find_swing(untrained)
-            or (self._find_lasting(untrained) if is_halved else self._find_stall(untrained, whose))
-        )
+        found = self._find_rise(untrained, whose) or self._find_swing(untrained)
+        if found or is_halved:
+            return found or self._find_lasting(untrained)
+        # A small regression has learned all there is in its first round, whose loss tells nothing then.
+        return None if untrained_loss is None else self._find_stall(untrained, whose)
 
     def _find_rise(self, untrained: float, whose: str) -> str | None:
         last = list(self.recent)[-LAST_ABOVE:]

@@ -1,6 +1,7 @@
 """Divergence of a run: what is said of losses that rise, swing or stand still, and what is done."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,6 +67,13 @@ def test_what_is_wrong_is_said_in_words_with_what_would_help(words, case):
 
 def test_few_steps_are_no_standstill():
     assert play([2.31] * 20, iterations=9) == []
+
+
+def test_a_regression_that_has_learned_all_in_its_first_round_is_no_standstill():
+    detector, rule = DivergenceDetector(), replace(RULE, untrained_loss=None)
+    for loss in [0.28] * 20:
+        detector.add_update(loss, 100)
+        assert detector.close_round(1, rule) is None
 
 
 @pytest.mark.parametrize("iterations", [9, 100])
