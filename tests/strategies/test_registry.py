@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from edgefl.core.errors import ConfigError, StrategyError
+from edgefl.core.settings import format_setting
 from edgefl.strategies.registry import (
     BUILT_IN_STRATEGIES,
     find_strategy,
@@ -99,7 +100,9 @@ def test_an_unknown_option_is_answered_with_the_known_ones():
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(option, value, wanted):
-    with pytest.raises(ConfigError, match=re.escape(f"strategy.{option} must be {wanted}, got {value!r}")):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"strategy.{option} must be {wanted}, got {format_setting(value)}")
+    ):
         make_strategy("fedavg", {option: value}, RoundRules())
 
 

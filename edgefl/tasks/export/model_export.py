@@ -183,7 +183,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
 
     Args:
         task: of the model.
-        model: tensors by name; local tensors (`shared=False`) may be missing.
+        model: tensors by name, local ones (`shared=False`) included.
         path: of the new file; it appears only after the checks.
         quantise: weights become int8, and activations while it runs.
         samples: inputs of the task's `read`, to check the file with; with labels they also give the accuracy.
@@ -261,10 +261,14 @@ def _load_learner(task: Task, model: Tensors) -> OnnxExportable:
             f"the learner of task {task.name} cannot be exported: a {type(learner).__name__} has no prepare, logits "
             "and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
         )
-    missing = [spec.name for spec in task.shapes() if spec.shared and spec.name not in model]
+    missing = [spec for spec in task.shapes() if spec.name not in model]
+    if any(spec.shared for spec in missing):
+        name = next(spec.name for spec in missing if spec.shared)
+        raise TaskError(f"the model lacks tensor {name!r} of task {task.name}; it is of another task or options")
     if missing:
         raise TaskError(
-            f"the model lacks tensor {missing[0]!r} of task {task.name}; it is of another task or options"
+            f"tensor {missing[0].name!r} of task {task.name} stays on each device, so the model here is not whole; "
+            "export it as safetensors, and add a device's own"
         )
     learner.load(model)
     return cast("OnnxExportable", learner)

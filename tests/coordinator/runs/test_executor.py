@@ -25,6 +25,7 @@ from edgefl.coordinator.runs.model_retention import ModelRetention
 from edgefl.coordinator.runs.recovery import RunStart, can_auto_finish, restore_exactly, restore_from_checkpoint
 from edgefl.core.config import ModelsSection, RunConfig, parse_run
 from edgefl.core.errors import StrategyError
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import (
     Event,
     FinishEarlyInstruction,
@@ -121,6 +122,7 @@ class Made:
     rounds: RoundCounter = field(default_factory=RoundCounter)
     policy: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
     divergence: DivergenceRule = field(default_factory=DivergenceRule)
+    metrics: MetricSet = NO_METRICS
     config: RunConfig = field(default_factory=lambda: parse_run({"run": {"task": TASK}}))
 
 

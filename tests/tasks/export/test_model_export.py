@@ -5,7 +5,7 @@ import json
 import logging
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,16 @@ def test_a_task_of_one_s_own_is_exported_and_the_file_says_what_it_takes(prepare
     assert report.preprocess == preprocess
 
 
+class OwnHead(OwnTask):
+    def __post_init__(self):
+        super().__post_init__()
+        shapes = self.shapes()
+        self.shapes = lambda: tuple(replace(spec, shared=not spec.name.startswith("fc2")) for spec in shapes)
+
+
+SHARED = {spec.name: np.zeros(spec.shape, np.float32) for spec in OwnHead(as_it_is).shapes() if spec.shared}
+
+
 class Bare:
     name = "own:Bare"
     shapes = staticmethod(lambda: ())
@@ -232,6 +242,7 @@ WITHOUT_BIAS = {name: tensor for name, tensor in DIGITS.init(7).items() if name 
         (OwnTask(wrongly_drawn), None, {"samples": ROWS}, "does not compute what the task computes.*20 inputs"),
         (DIGITS, NANS, {}, "differ by up to nan"),
         (DIGITS, WITHOUT_BIAS, {}, "lacks tensor 'fc2.bias'"),
+        (OwnHead(as_it_is), SHARED, {"samples": ROWS}, "'fc2.weight' of task own:Task stays on each device"),
         (DIGITS, {**DIGITS.init(7), "fc1.bias": np.zeros(3, np.float32)}, {}, "tensor fc1.bias has shape"),
         (DIGITS, {**DIGITS.init(7), "more": np.zeros(3, np.float32)}, {}, "no tensor 'more'"),
         (OwnTask(squares), None, {}, "input_shape"),
