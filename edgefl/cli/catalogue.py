@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import keyword
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +15,8 @@ import click
 from edgefl.cli.experiments import THREAD_VARIABLES
 from edgefl.cli.output import FullHelpGroup, format_option, print_rows
 from edgefl.cli.sources import FOLDER_TYPE
-from edgefl.core.errors import DataError, EdgeflError, UsageError
+from edgefl.cli.starters.files import check_module_name, make_class_name, render_template, write_files
+from edgefl.core.errors import EdgeflError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 STRATEGY_COLUMNS = ("name", "kind", "summary", "settings")
 FLOWER_NAME = "flwr:NAME"
-NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]*\Z")
 TEMPLATES = {"{}.py": "strategy.py.txt", "test_{}.py": "test_strategy.py.txt"}
 CODEC_COLUMNS = ("name", "kind", "argument", "biased", "contraction", "summary")
 BENCH_COLUMNS = (
@@ -75,23 +73,22 @@ def list_strategies(*, fmt: str) -> None:
 )
 def new(*, name: str, out: Path) -> None:
     """Write NAME.py, a working strategy to change, and its test."""
-    from importlib.resources import files  # noqa: PLC0415 fast start
-
-    _check_name(name)
-    values = {"NAME": name, "TITLE": name.replace("_", " ").capitalize(), "CLASS": _make_class_name(name)}
-    texts = {}
-    for pattern, template in TEMPLATES.items():
-        text = files("edgefl.strategies").joinpath("template", template).read_text(encoding="utf-8")
-        texts[out / pattern.format(name)] = re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+    check_module_name(name, "strategy")
+    class_name = make_class_name(name)
+    values = {"NAME": name, "TITLE": name.replace("_", " ").capitalize(), "CLASS": class_name}
+    texts = {
+        out / pattern.format(name): render_template("edgefl.strategies", f"template/{template}", values)
+        for pattern, template in TEMPLATES.items()
+    }
     for path in texts:
         if path.exists():
             raise UsageError(f"{path} exists; choose another name, or another folder with --out")
-    for path, text in texts.items():
-        _write_file(path, text)
+    write_files(texts)
+    for path in texts:
         click.echo(path)
     click.echo(
         f"Try it with `pytest {out / f'test_{name}.py'}`, "
-        f'then in a run file: name = "{name}:{_make_class_name(name)}", '
+        f'then in a run file: name = "{name}:{class_name}", '
         f"and edgefl simulate FILE --allow-module {name}"
     )
 
@@ -169,32 +166,6 @@ def _format_own_settings(settings: Json, shared: Json) -> str:
 
 def _format_value(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _make_class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in name.split("_"))
-
-
-def _check_name(name: str) -> None:
-    """Rejects a name that is invalid for a module of the user's own.
-
-    Raises:
-        UsageError: with the reason.
-    """
-    if not NAME_PATTERN.match(name) or keyword.iskeyword(name) or name.endswith("_"):
-        raise UsageError(
-            f"a strategy's name is a module's: small letters, digits and _, as trimmed_mean; got {name!r}"
-        )
-    if name in sys.stdlib_module_names or name in {"edgefl", "numpy", "torch", "flwr"}:
-        raise UsageError(f"there is a module {name!r} that everybody imports; choose another name")
-
-
-def _write_file(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from None
 
 
 @click.group("codecs", cls=FullHelpGroup)
