@@ -216,11 +216,16 @@ def load_task_data(task: Task, path: str | Path) -> Dataset:
     Raises:
         DataError: the shard is damaged or of another task, or its data is none for the task's loss.
     """
-    shard = Path(path)
-    is_cut = shard.is_file() and get_metadata_path(shard).is_file() and read_metadata(shard).is_dataset
-    data = _read_cut_file(shard, task.name) if is_cut else task.read(str(path))
+    data = _read_cut_file(Path(path), task.name) if _is_cut(Path(path)) else task.read(str(path))
     check_data(task, data)
     return data
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        return path.is_file() and get_metadata_path(path).is_file() and read_metadata(path).is_dataset
+    except DataError:  # a file of the user's own beside a shard that the task reads itself
+        return False
 
 
 def _read_cut_file(path: Path, task: str) -> Dataset:

@@ -56,6 +56,11 @@ def test_shards_of_own_data_are_read_back_without_the_tasks_reader(orchard, tmp_
     assert check_shard(task, str(paths[0])).target_range == (parts[0].targets.min(), parts[0].targets.max())
 
 
+def test_a_file_of_the_users_own_beside_the_data_is_no_card(orchard):
+    orchard.with_suffix(".json").write_text("{}")
+    assert len(load_task_data(make_task(NAME), orchard)) == 400
+
+
 def test_schemes_by_class_go_by_tenths_of_the_target(orchard, tmp_path):
     paths = create_shards(NAME, "by-class", 10, tmp_path / "shards", orchard)
     targets = [load_task_data(make_task(NAME), path).targets for path in paths]
