@@ -299,14 +299,24 @@ def compute_trusted_scores(
     """
     if trusts_single:
         return _compute_mean(results)
+    selection, num_needed = _select_trusted(results, MIN_EVALUATORS)
+    if num_needed == 1 or not selection:
+        return _compute_mean(selection)
+    accuracy = _compute_median([result.accuracy for result in selection])
+    return accuracy, statistics.median(result.loss for result in selection)
+
+
+def _select_trusted(results: Sequence[EvaluateResult], min_devices: int) -> tuple[Sequence[EvaluateResult], int]:
+    """Returns the coordinator's results, else those of `min_devices` or more evaluators, else of as many devices.
+
+    The second value is how many of them make a figure.
+    """
     for source in ("coordinator", "evaluator", "device"):
         selection = [result for result in results if result.source == source and result.num_examples]
-        if source == "coordinator" and selection:
-            return _compute_mean(selection)
-        if len({result.device_id for result in selection}) >= MIN_EVALUATORS:
-            accuracy = _compute_median([result.accuracy for result in selection])
-            return accuracy, statistics.median(result.loss for result in selection)
-    return None, None
+        num_needed = 1 if source == "coordinator" else min_devices
+        if len({result.device_id for result in selection}) >= num_needed:
+            return selection, num_needed
+    return (), min_devices
 
 
 def compute_trusted_metrics(results: Sequence[EvaluateResult], *, trusts_single: bool = False) -> Mapping[str, float]:
@@ -315,14 +325,10 @@ def compute_trusted_metrics(results: Sequence[EvaluateResult], *, trusts_single:
     They are the coordinator's own, else the median of `MIN_EVALUATORS` or more evaluators, else of as many devices;
     with `trusts_single` of any number. Sums of all of them together are exact, and any one of them could spoil these.
     """
-    for source in ("coordinator", "evaluator", "device"):
-        selection = [result for result in results if result.source == source and result.num_examples]
-        enough = 1 if trusts_single or source == "coordinator" else MIN_EVALUATORS
-        if selection and len({result.device_id for result in selection}) >= enough:
-            names = dict.fromkeys(name for result in selection for name in result.metrics)
-            values = {name: [r.metrics[name] for r in selection if name in r.metrics] for name in names}
-            return {name: statistics.median(known) for name, known in values.items() if len(known) >= enough}
-    return {}
+    selection, num_needed = _select_trusted(results, 1 if trusts_single else MIN_EVALUATORS)
+    names = dict.fromkeys(name for result in selection for name in result.metrics)
+    values = {name: [r.metrics[name] for r in selection if name in r.metrics] for name in names}
+    return {name: statistics.median(known) for name, known in values.items() if len(known) >= num_needed}
 
 
 def _compute_median(accuracies: Sequence[float | None]) -> float | None:

@@ -8,9 +8,8 @@ import numpy as np
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
+from edgefl.tasks.losses.class_losses import IGNORED_CLASS
 
-IGNORED = -100
-"""Target of a position that does not count, such as padding; torch's `ignore_index`."""
 MIN_CLASSES = 2
 _MAX_CLASS = 2**53
 
@@ -84,7 +83,7 @@ def read_class_scores(outputs: Array, targets: Array, weights: Array | None) -> 
     row_weights = _repeat_weights(weights, len(outputs), len(logits))
     if logits.shape[1] < MIN_CLASSES:
         logits = np.concatenate([np.zeros_like(logits), logits], axis=1)
-    is_counted = np.ones(len(rows), bool) if is_multi_label else rows != IGNORED
+    is_counted = np.ones(len(rows), bool) if is_multi_label else rows != IGNORED_CLASS
     is_valid = ~np.isnan(logits).any(axis=1)
     chosen = is_counted & is_valid
     limit = MIN_CLASSES if is_multi_label else logits.shape[1]
