@@ -230,6 +230,23 @@ def test_two_backups_at_a_time_are_one_too_many(directory: CoordinatorDirectory,
         create_backup(directory, tmp_path / "b.tar.gz", store=directory.database)
 
 
+def test_a_run_that_changes_while_it_is_linked_is_linked_again(
+    directory: CoordinatorDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal, link_tree = directory.runs / "busy" / "journal", backups._link_tree
+    journal.mkdir(mode=0o700, parents=True)
+    (journal / "1").write_text("x")
+
+    def link_and_write(source: Path, destination: Path) -> None:
+        link_tree(source, destination)
+        if source == journal.parent:
+            (journal / "2").write_text("x")
+
+    monkeypatch.setattr(backups, "_link_tree", link_and_write)
+    backups._link_runs(directory.runs, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy" / "busy" / "journal").iterdir()) == ["1", "2"]
+
+
 def test_store_journal_and_checkpoints_fit_each_other_while_a_run_writes_and_prunes_all(
     directory: CoordinatorDirectory, tmp_path: Path
 ) -> None:
