@@ -91,7 +91,8 @@ def test_with_fltrust_half_of_the_boards_may_be_rogue_and_the_coordinator_killed
         assert run["accuracy"] > 0.8
         own = [row for row in tools.used(fleet, run_id) if row["device_id"] == EVALUATOR_NAME]
         assert sorted(row["applied_version"] for row in own) == list(range(40)), "one root update a round, none twice"
-        scores = fleet.list_history("evaluations", run=run_id)
+        # Until the restarted coordinator's own evaluator is back, the boards evaluate on their own splits.
+        scores = [row for row in fleet.list_history("evaluations", run=run_id) if row["device_id"] == EVALUATOR_NAME]
         counted = {row["num_examples"] for row in scores} | {own[0]["num_examples"]}
         assert len(counted) == 2
         assert sum(counted) == len(make_task("digits").read(str(tools.test_shard))), (
