@@ -35,13 +35,12 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.divergence import MAX_HALVINGS, Divergence, DivergenceDetector, DivergenceRule
+from edgefl.engine.evaluations import DeviceAccuracy, VersionAccuracy
 from edgefl.engine.progress import (
-    DeviceAccuracy,
     PriorProgress,
     ProgressTracker,
     RoundCounter,
     StoppingCriteria,
-    VersionAccuracy,
 )
 
 DRAIN_TIMEOUT_S = 60.0
@@ -393,7 +392,7 @@ def _close_rounds(
         return evaluations
     until_s = view.now_s + DRAIN_TIMEOUT_S
     # A model that is as good as asked stays as it is; otherwise updates that finish early still count.
-    is_good = progress.scores.is_quality_reached(goal)
+    is_good = goal.is_quality_reached(progress.scores)
     loop_state.drain = DrainPhase(reason=reason, drain_until_s=until_s, scored_until_s=until_s, keeps_model=is_good)
     if is_good:
         return evaluations

@@ -32,16 +32,15 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
+from edgefl.engine.evaluations import EvaluationTracker, VersionAccuracy
 from edgefl.engine.progress import (
     MAX_CONSECUTIVE_FAILURES,
     DeviceWork,
     EpochSize,
-    EvaluationTracker,
     PriorProgress,
     ProgressTracker,
     RoundCounter,
     StoppingCriteria,
-    VersionAccuracy,
 )
 from edgefl.engine.round_loop import DRAIN_TIMEOUT_S, AcceptAllPolicy, RunLog, RunSubscriber, run_rounds
 from edgefl.strategies.participation import EvaluationSchedule

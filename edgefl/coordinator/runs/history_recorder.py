@@ -25,7 +25,8 @@ from edgefl.core.types import (
     UpdateStatus,
 )
 from edgefl.engine.divergence import Divergence
-from edgefl.engine.progress import MIN_EVALUATORS, DeviceAccuracy, RoundCounter, VersionAccuracy
+from edgefl.engine.evaluations import MIN_EVALUATORS, DeviceAccuracy, VersionAccuracy
+from edgefl.engine.progress import RoundCounter
 from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RoundMetrics, UpdateRow
 

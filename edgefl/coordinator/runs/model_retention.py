@@ -20,7 +20,7 @@ from edgefl.core.config import ModelsSection
 from edgefl.core.errors import EdgeflError, StoreError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Array, Decision, EvaluateInstruction, Tensors
-from edgefl.engine.progress import DeviceAccuracy, VersionAccuracy
+from edgefl.engine.evaluations import DeviceAccuracy, VersionAccuracy
 from edgefl.engine.round_loop import RunSubscriber
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import SavedModelRow

@@ -36,8 +36,9 @@ from edgefl.core.types import (
     TrainConfig,
     TrainInstruction,
 )
+from edgefl.engine.evaluations import MIN_EVALUATORS
 from edgefl.engine.fleet_state import FleetState
-from edgefl.engine.progress import MIN_EVALUATORS, StoppingCriteria
+from edgefl.engine.progress import StoppingCriteria
 from edgefl.storage.queries.history import get_seconds_per_iteration
 from edgefl.storage.store import Store
 from edgefl.strategies.synchronous.collective_rounds import find_address

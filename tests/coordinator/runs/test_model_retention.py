@@ -39,7 +39,8 @@ from edgefl.core.types import (
     TrainInstruction,
     UpdateStatus,
 )
-from edgefl.engine.progress import ProgressTracker, VersionAccuracy
+from edgefl.engine.evaluations import VersionAccuracy
+from edgefl.engine.progress import ProgressTracker
 from edgefl.engine.round_loop import RunLog
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.repositories.records import SavedModelRow

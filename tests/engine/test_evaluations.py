@@ -1,20 +1,19 @@
-"""Accuracies of the devices' own models, worked out by hand."""
+"""What evaluations amount to, worked out by hand."""
 
 from dataclasses import replace
 
 import pytest
 
 from edgefl.core.types import EvaluateInstruction, EvaluateResult, InstructionFailed, UpdateStatus
-from edgefl.engine.progress import (
+from edgefl.engine.evaluations import (
     DeviceAccuracy,
     DeviceEvaluationTracker,
     EvaluationTracker,
-    MetricGoal,
-    StoppingCriteria,
     compute_mean_accuracy,
     compute_trusted_metrics,
     compute_trusted_scores,
 )
+from edgefl.engine.progress import MetricGoal, StoppingCriteria
 
 
 def order(device, subject, version=1):
@@ -144,10 +143,10 @@ def test_a_goal_of_a_metric_is_met_from_the_side_that_its_direction_says(goal, r
     for version, value in ((1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)):
         tracker.record_dispatch([order("x", "", version)])
         tracker.record_event(measured("x", value, version=version, source="coordinator"))
-        found.append(tracker.is_quality_reached(criteria))
+        found.append(criteria.is_quality_reached(tracker))
     assert (found.index(True) + 1 if True in found else None) == reached_at
     mean = StoppingCriteria(until=MetricGoal(name="rmse", limit=2.0, is_max=False), accuracy_window=3)
-    assert tracker.is_metric_reached(mean), "the mean of 3, 2 and 1"
+    assert mean.is_metric_reached(tracker), "the mean of 3, 2 and 1"
 
 
 def test_an_older_version_that_is_measured_late_does_not_count():
