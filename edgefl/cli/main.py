@@ -46,6 +46,7 @@ COMMANDS = {
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
     "task": ("edgefl.cli.starters.task:command", "Begin a task of your own"),
+    "stats": ("edgefl.cli.stats:command", "Ask the boards for figures of their data, without any example"),
     "user": ("edgefl.cli.fleet.users:remote_command", "Name people who may use a coordinator, from afar"),
     "top": ("edgefl.cli.fleet.devices:top", "Watch boards, run and events in this terminal"),
     "strategies": ("edgefl.cli.catalogue:strategies", "List the strategies, begin one of your own"),
@@ -62,7 +63,7 @@ THEMES = {
     "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "top", "user"),
     "On a board": ("device", "field-report"),
     "Train": ("run", "simulate", "task", "strategies", "codecs", "data"),
-    "Results": ("history", "model", "export"),
+    "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
 EXAMPLES = {
@@ -156,6 +157,7 @@ EXAMPLES = {
     "signing sign": "signing sign edgefl_fleet-0.3.0-py3-any.whl --kind release --version 0.3.0 --out new.bundle",
     "signing signers": "signing signers new.pem --threshold 1",
     "simulate": "simulate run.toml --devices 100 --profile pi-4:60 --profile pi-zero-2w:40",
+    "stats": "stats digits --columns 0-9 --min-group 10",
     "strategies list": "strategies list",
     "strategies new": "strategies new trimmed",
     "task new": "task new harvest --kind tabular",

@@ -114,7 +114,7 @@ def submit(  # noqa: PLR0913 the options of one command
     if watches:
         _watch_run(run["run_id"], url)
     if waits:
-        _wait_for_run(run["run_id"], url)
+        wait_for_run(run["run_id"], url)
 
 
 def _post_file(file: Path, path: str, body: Json, url: str | None) -> Json:
@@ -193,7 +193,7 @@ def resume(*, run: str, url: str | None) -> None:
 @click.option("--out", type=FILE_TYPE, help="A file for it [default: standard output].")
 @url_option
 def result(*, run: str, out: Path | None, url: str | None) -> None:
-    """Download the result of RUN (default: the newest), which is a job that has finished."""
+    """Download the result of RUN (default: the newest), which is a job or an analysis that has finished."""
     from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
 
     path = f"{make_path('runs', run)}/result"
@@ -216,7 +216,7 @@ def schema() -> None:
     echo(json.dumps(make_run_schema(), indent=2))
 
 
-def _wait_for_run(run_id: str, url: str | None) -> None:
+def wait_for_run(run_id: str, url: str | None) -> None:
     """Waits until a run has finished; tolerates short absences of the coordinator.
 
     Raises:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from edgefl.core.analyses import get_num_rounds
 from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
@@ -401,6 +402,8 @@ class RunConfig:
             raise ConfigError(
                 f"run.min_updates must be at most devices.count = {self.devices.count}, got {self.run.min_updates}"
             )
+        if (num_rounds := get_num_rounds(self.strategy.name)) is not None:
+            object.__setattr__(self, "run", replace(self.run, rounds=num_rounds))
 
     def to_json(self) -> Json:
         """Returns the run file as JSON values, every default written out; settings that are None are left out."""

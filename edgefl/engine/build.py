@@ -19,7 +19,15 @@ from edgefl.compression.delta import encode_delta, parse_downlink_codec
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
 from edgefl.compression.split_bodies import BatchCodec
-from edgefl.core.config import RunConfig, SplitSection, StrategySection
+from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY
+from edgefl.core.config import (
+    AggregationSection,
+    CompressionSection,
+    RunConfig,
+    ServerSection,
+    SplitSection,
+    StrategySection,
+)
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError, TaskError
 from edgefl.core.extensions import format_name
 from edgefl.core.metrics import NO_METRICS, Metric, MetricSet
@@ -54,6 +62,7 @@ from edgefl.strategies.registry import (
     make_strategy,
 )
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
+from edgefl.strategies.synchronous.analysis_rounds import make_analysis_strategy
 from edgefl.strategies.synchronous.collective_rounds import make_rules
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
@@ -63,11 +72,16 @@ from edgefl.strategies.update_guard import (
     UpdateGuard,
 )
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
+from edgefl.tasks.analyses.analysis import Analysis
+from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.job import CheckedJob, Job, make_job
 from edgefl.tasks.local_algorithms.rest_training import check_split_algorithm
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.network_cut import NetworkCut, describe_cut
 from edgefl.tasks.registry import BUILT_IN, is_torch_task, list_task_names, list_task_options, make_task
+
+ANALYSIS_CODEC = "dense|zstd"
+"""Of sums: exact, and most of their bytes are zeros."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +124,7 @@ class RunComponents:
         usual_epochs: of a round of `fedavg` on this task.
         is_built_in: devices train it in the agent itself, not confined.
         split: where the network is cut; None where the boards train all of it.
+        analysis: of which updates are the sums; None of a training.
     """
 
     config: RunConfig
@@ -132,6 +147,14 @@ class RunComponents:
     usual_epochs: float = 1.0
     is_built_in: bool = True
     split: SplitModel | None = None
+    analysis: Analysis | None = None
+
+    @property
+    def update_shapes(self) -> ModelSpec:
+        """Tensors of one device's update."""
+        if self.analysis is not None:
+            return self.analysis.sums_spec
+        return self.shapes if self.split is None else self.split.front
 
 
 def build_run(config: RunConfig, run_id: str) -> RunComponents:
@@ -145,6 +168,8 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
     task = make_run_task(config)
     if isinstance(task, Job):
         raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")
+    if config.strategy.name in ANALYSES:
+        return _build_analysis(config, run_id, task)
     shapes, metrics = tuple(spec for spec in task.shapes() if spec.shared), make_task_metrics(task)
     with _naming("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
@@ -333,6 +358,80 @@ def _build_job(config: RunConfig, run_id: str) -> RunComponents:
         needs_torch=is_torch_task(job),
         encode_input=checked_job.make_input,
     )
+
+
+def _build_analysis(config: RunConfig, run_id: str, task: Task) -> RunComponents:
+    """Returns the objects of an analysis: its updates are sums, of which each next model is solved."""
+    _check_analysis_sections(config)
+    name, options = config.strategy.name, dict(config.strategy.options)
+    analysis = make_analysis(task, name, options)
+    metrics = make_task_metrics(task) if analysis.has_task_model else NO_METRICS
+    request_codec, seed = make_codec("dense", analysis.request_spec), config.run.seed
+    test_fraction = 0.0 if analysis.is_of_whole_shard else config.run.local_test_fraction
+
+    def encode(model: Tensors, version: int) -> bytes:
+        return request_codec.encode(analysis.make_request(model), derive_rng(seed, version, "downlink"))
+
+    return RunComponents(
+        config=config,
+        model=analysis.make_model(),
+        strategy=make_analysis_strategy(_make_round_rules(config, (), ANALYSIS_CODEC), analysis.solve),
+        rounds=RoundCounter(versions_per_round=1),
+        policy=RunParticipationPolicy(
+            selection=_make_selection(config),
+            guard=UpdateGuard(
+                shapes=analysis.sums_spec,
+                refusals_before_quarantine=config.guard.refusals_before_quarantine,
+                find_fault=analysis.find_fault,
+            ),
+        ),
+        goal=StoppingCriteria(rounds=config.run.rounds, seconds=config.run.seconds, bytes=config.run.bytes),
+        evaluate=EvaluationSchedule(
+            every=config.run.evaluate_every,
+            evaluate_on=config.run.evaluate_on if analysis.has_task_model else "none",
+        ),
+        header={
+            "v": INSTRUCTION_VERSION,
+            "run": run_id,
+            "task": config.run.task,
+            "options": dict(config.task),
+            "seed": seed,
+            "test_fraction": test_fraction,
+            ANALYSIS_KEY: {"name": name, "options": options},
+        },
+        layout=model_fingerprint(analysis.request_spec),
+        shapes=analysis.request_spec,
+        encode=encode,
+        encode_changes=None,
+        decode=lambda body: decode_body(body, analysis.sums_spec),
+        divergence=DivergenceRule(),
+        metrics=metrics,
+        needs_torch=analysis.has_task_model and is_torch_task(task),
+        is_built_in=config.run.task in BUILT_IN,
+        analysis=analysis,
+    )
+
+
+def _check_analysis_sections(config: RunConfig) -> None:
+    """Checks that a run file says nothing that only a training can follow.
+
+    Raises:
+        ConfigError: it does.
+    """
+    faults, name = Faults(), config.strategy.name
+    usual = {
+        "compression": (config.compression, CompressionSection()),
+        "server": (config.server, ServerSection()),
+        "aggregation": (config.aggregation, AggregationSection()),
+        "split": (config.split, SplitSection()),
+        "run.init": (config.run.init, None),
+    }
+    faults.messages += [
+        f"{section} means nothing for the analysis {name}, whose updates are exact sums; leave it out"
+        for section, (found, default) in usual.items()
+        if found != default
+    ]
+    faults.check()
 
 
 def make_run_task(config: RunConfig) -> Task:

@@ -64,7 +64,7 @@ class RunResult:
         rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
         model: the last model, a safetensors file; None where nothing was trained.
         root: the folder with the database, and of a live run the logs and the shards.
-        result: file with the result of a job; None of a training.
+        result: file with the result of a job, or of an analysis that trains nothing; None of a training.
     """
 
     run_id: str

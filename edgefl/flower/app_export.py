@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from edgefl import DISTRIBUTION, __version__
+from edgefl.core.analyses import ANALYSES
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
 from edgefl.core.extensions import check_allowed
@@ -52,6 +53,10 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
         raise UsageError(f"{out} exists and is not an empty folder; choose another one with --out")
     if config.job.name:
         raise ConfigError("job: a Flower app trains a model; a job needs a fleet of edgefl")
+    if config.strategy.name in ANALYSES:
+        raise ConfigError(
+            f"strategy.name = {config.strategy.name!r} asks boards for sums; it needs a fleet of edgefl"
+        )
     if config.strategy.name == "esync" and config.strategy.options.get("mode") == "live":
         raise ConfigError(
             "strategy.mode = 'live' needs devices that can be recalled, which stock Flower nodes cannot be; "

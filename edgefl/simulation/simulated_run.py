@@ -19,6 +19,7 @@ from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.planning import check_memory_for, explain_work
 from edgefl.core import extensions
+from edgefl.core.analyses import ANALYSES_WITH_RESULT
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.config import (
     CompressionSection,
@@ -33,7 +34,7 @@ from edgefl.core.config import (
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
-from edgefl.engine.build import build_run, make_run_task
+from edgefl.engine.build import RunComponents, build_run, make_run_task
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
@@ -59,13 +60,17 @@ from edgefl.simulation.profiles import (
     list_profile_names,
     load_catalogue,
 )
+from edgefl.storage.checkpoints import open_tensor_bytes
 from edgefl.storage.queries.history import read_history
+from edgefl.storage.repositories.records import RunRecord
 from edgefl.storage.store import Store
+from edgefl.strategies.job_strategy import RESULT
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.registry import get_settings
 from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
-from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory
+from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, write_atomic
+from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.registry import import_torch, make_task
 
 log = logging.getLogger(__name__)
@@ -241,6 +246,10 @@ class _Simulation:
             import_torch()  # here it trains; so the cut is found without a process of its own
         self._components = build_run(config, "simulated")
         split = self._components.split
+        if self._components.analysis is not None and data is None:
+            raise ConfigError(
+                f"strategy.name = {config.strategy.name!r} trains nothing, and has no bookkeeping alone"
+            )
         if split is not None and data is None:
             raise ConfigError("split.after needs training: without it nothing says how large activations become")
         num_root = self._components.strategy.root_examples
@@ -269,7 +278,7 @@ class _Simulation:
         if data is None:
             self._backend: TrainingBackend = NoOpBackend(self._devices, shapes, config.run.seed)
         else:
-            self._backend = make_backend(config, data, names, shapes, time.perf_counter)
+            self._backend = make_backend(config, data, names, self._components, time.perf_counter)
 
     def run(self, store: Store, folder: Path, on_change: OnChange | None) -> str:
         """Runs to the end; returns the run id."""
@@ -360,7 +369,18 @@ def _build_result(store: Store, run_id: str, root: Path) -> RunResult:
         evaluations=read_history(store, "evaluations", run=run_id),
         model=root / "models" / f"{saved[0].sha256}.safetensors" if saved else None,
         root=root,
+        result=_write_result(record, saved[0].sha256, root) if saved else None,
     )
+
+
+def _write_result(record: RunRecord, sha256: str, root: Path) -> Path | None:
+    """Writes the result of an analysis that trains nothing; returns its file, None for a training."""
+    if record.strategy not in ANALYSES_WITH_RESULT:
+        return None
+    opened, size = open_tensor_bytes(root / "models" / f"{sha256}.safetensors", RESULT)
+    with opened:
+        write_atomic(path := root / f"{record.run_id}.json", opened.read(size))
+    return path
 
 
 def make_device_names(num_devices: int) -> list[str]:
@@ -484,10 +504,15 @@ def make_settings(config: RunConfig) -> SimulationSettings:
 
 
 def make_backend(
-    config: RunConfig, data: FleetData, names: Sequence[str], model_spec: ModelSpec, clock: Callable[[], float]
+    config: RunConfig, data: FleetData, names: Sequence[str], components: RunComponents, clock: Callable[[], float]
 ) -> TrainingBackend:
     """Returns the training backend: one process or several, as configured or measured."""
-    task_spec = TaskSpec(task=config.run.task, options=config.task, seed=config.run.seed, split=config.split)
+    request = parse_analysis(components.header)
+    # Of a network that is cut a simulated update has both sides.
+    model_spec = components.shapes if components.analysis is None else components.update_shapes
+    task_spec = TaskSpec(
+        task=config.run.task, options=config.task, seed=config.run.seed, split=config.split, analysis=request
+    )
     indices = {name: index for index, name in enumerate(names)}
     trainer = SimulatedTrainer(task_spec, data, indices)
     in_process = InProcessBackend(trainer, model_spec)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from edgefl.core.analyses import ANALYSES
 from edgefl.core.errors import StrategyError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import check_options, list_options
@@ -68,12 +69,12 @@ KIND = ExtensionKind(
 
 
 def list_strategy_names() -> list[str]:
-    """Returns every strategy name for a run file, sorted."""
-    return sorted(BUILT_IN_STRATEGIES) + list_entry_points(KIND)
+    """Returns every strategy name for a run file: built in, then analyses, then those of packages, each sorted."""
+    return [*sorted(BUILT_IN_STRATEGIES), *sorted(ANALYSES), *list_entry_points(KIND)]
 
 
 def find_strategy(name: str) -> type[Any]:
-    """Returns the class of a strategy name; nothing of it was called.
+    """Returns the class of a strategy name, of an analysis that of its settings; nothing of it was called.
 
     Raises:
         StrategyError: no such strategy, its module is not allowed, or it cannot be imported.
@@ -82,6 +83,8 @@ def find_strategy(name: str) -> type[Any]:
         module_name, _, class_name = BUILT_IN_STRATEGIES[name].partition(":")
         built_in: type[Any] = getattr(importlib.import_module(module_name), class_name)
         return built_in
+    if name in ANALYSES:
+        return ANALYSES[name]
     return find_extension(KIND, name, list_strategy_names())
 
 

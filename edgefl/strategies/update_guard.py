@@ -33,7 +33,7 @@ Really Backdoor Federated Learning?, 2019; the median and its absolute deviation
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -203,6 +203,7 @@ class UpdateGuard:
         compares_responses: a device's update follows from the model that it got and its data alone.
         refusals_before_quarantine: number of them, until nothing speaks against its updates any more.
         hold_updates: number of first updates that are judged together, None for all that were asked for.
+        find_fault: tensors of these shapes -> why no device can have them, None where one can.
     """
 
     has_full_models: bool = False
@@ -214,6 +215,7 @@ class UpdateGuard:
     compares_responses: bool = True
     refusals_before_quarantine: int = 3
     hold_updates: int | None = None
+    find_fault: Callable[[Tensors], str | None] = lambda _: None
     state: GuardState = field(default_factory=GuardState)
     _clipped: list[ClippedUpdate] = field(default_factory=list, init=False)
     _should_release: bool = field(default=False, init=False)
@@ -230,7 +232,11 @@ class UpdateGuard:
         """Returns why an update is refused, or None; depends on earlier versions alone."""
         if (self.has_full_models or self.has_collective) and not update.tensors:
             return None
-        reason = self._find_mismatch(update.tensors) or self._find_norm_violation(update)
+        reason = (
+            self._find_mismatch(update.tensors)
+            or self._find_norm_violation(update)
+            or self.find_fault(update.tensors)
+        )
         device_id = update.device_id
         is_judged = self.state.trust.get(device_id, _NO_TRUST).is_judged
         if reason is None and not is_judged:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from edgefl.compression.registry import STAGES
+from edgefl.core.analyses import ANALYSES
 from edgefl.strategies.peer_algorithms.gossip_node import ALGORITHMS
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES, get_settings, make_strategy
 from edgefl.strategies.strategy_config import RoundRules
@@ -36,9 +37,10 @@ def new(run, tmp_path):
 
 def test_every_strategy_is_listed_with_its_kind_its_settings_and_what_it_is(listed, run):
     rows = listed()
-    assert list(rows) == [*sorted(BUILT_IN_STRATEGIES), "flwr:NAME"]
+    assert list(rows) == [*sorted(BUILT_IN_STRATEGIES), *sorted(ANALYSES), "flwr:NAME"]
     for name, row in rows.items():
         kind = "decentralised" if name in ALGORITHMS else "asynchronous" if name in ASYNCHRONOUS else "synchronous"
+        kind = "analysis" if name in ANALYSES else kind
         assert row["kind"] == kind, name
         assert row["summary"], name
     for name in BUILT_IN_STRATEGIES:

@@ -15,6 +15,7 @@ from edgefl.cli.fleet.models import COLUMNS as MODEL_COLUMNS
 from edgefl.cli.run import COLUMNS
 from edgefl.coordinator import pki
 from edgefl.core.errors import NetworkError, NotFoundError, StoreError, WrongCaError
+from edgefl.core.types import Dataset
 from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 from edgefl.system.atomic_files import compute_sha256
 from edgefl.tasks.registry import make_task
@@ -134,6 +135,26 @@ def test_a_device_is_drained_and_resumed(edgefl, fleet):
         fleet._wait_until(lambda presence=presence: fleet.get_presence()["device-01"] == presence, presence)
         (row,) = edgefl("devices", "show", "device-01", "--format", "json").rows
         assert row["drained"] is (word == "drain")
+
+
+def test_statistics_of_a_fleet_are_those_of_all_its_examples_and_no_model(edgefl, fleet):
+    asked = edgefl("stats", "digits", "--columns", "10-12", "--boards", 2, "--min-group", 1, "--format", "json")
+    assert asked.code == 0, asked.err
+    result = json.loads(asked.out)
+    task = make_task("digits")
+    parts = {spec.name: task.read(spec.shards["digits"]) for spec in fleet.devices}
+    pooled = Dataset.concatenate([*parts.values()])
+    values = pooled.inputs.reshape(len(pooled), -1)[:, 10:13].astype(float)
+    for number, column in enumerate(result["columns"]):
+        assert column["mean"] == pytest.approx(values[:, number].mean(), rel=1e-12)
+        assert column["std"] == pytest.approx(values[:, number].std(), rel=1e-12)
+        assert (column["min"], column["max"]) == (values[:, number].min(), values[:, number].max())
+    assert {board["device_id"]: board["rows"] for board in result["boards"]} == {
+        name: len(part) for name, part in parts.items()
+    }
+    run_id = asked.err.split()[1]
+    assert edgefl("model", "list", "--run", run_id, "--format", "json").rows == []
+    assert json.loads(edgefl("run", "result", run_id).out)["rows"] == len(pooled)
 
 
 @pytest.mark.parametrize(

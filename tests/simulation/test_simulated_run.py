@@ -4,6 +4,7 @@ import json
 import re
 
 import apart_strategy
+import numpy as np
 import pytest
 from sqlalchemy import text
 
@@ -438,3 +439,35 @@ def test_a_run_that_diverges_ends_where_the_run_file_says_so(simulate, tmp_path)
     assert done.reason.startswith("stopped, since in round ")
     assert done.reason.split("since in ")[1] in events_of(tmp_path / "run", "run-diverging")[0]
     assert len(done.rounds) < 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_statistics_are_simulated_as_they_are_asked_for_live(simulate, workers):
+    analysed = {
+        "strategy": {"name": "statistics", "columns": "10", "min_group": 1},
+        "simulation": {"workers": workers},
+    }
+    result = simulate(devices=3, **analysed)
+    found = json.loads(result.result.read_text())
+    data = load_central_data("digits").train
+    values = data.inputs.reshape(len(data), -1)[:, 10].astype(float)
+    assert [row["num_updates"] for row in result.rounds] == [3, 3]
+    assert (found["rows"], found["columns"][0]["count"]) == (len(data), len(data))
+    assert found["columns"][0]["mean"] == pytest.approx(values.mean(), rel=1e-12)
+    assert found["columns"][0]["std"] == pytest.approx(values.std(), rel=1e-12)
+    assert abs(found["columns"][0]["quantiles"]["0.5"] - np.median(values)) <= 16 / 256
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"compression": {"up": "dense|int8"}}, "compression means nothing for the analysis statistics"),
+        ({"aggregation": {"collective": "ring"}}, "aggregation means nothing"),
+        ({"server": {"optimizer": "adam"}}, "server means nothing"),
+        ({"strategy": {"name": "statistics", "learning_rate": 0.1}}, "statistics has no such setting"),
+        ({"bookkeeping_only": True}, "trains nothing, and has no bookkeeping alone"),
+    ],
+)
+def test_what_an_analysis_cannot_follow_is_refused(simulate, sections, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(**{"strategy": {"name": "statistics"}, **sections})

@@ -257,9 +257,7 @@ class _PayloadSizes:
             return len(node.edges) * self._compute_encoded_bytes(
                 node.codec or "dense", select_peer_tensors(self._run.shapes)
             )
-        return self._compute_encoded_bytes(
-            spec, self._run.shapes if self._run.split is None else self._run.split.front
-        )
+        return self._compute_encoded_bytes(spec, self._run.update_shapes)
 
     def _compute_encoded_bytes(self, spec: str, shapes: ModelSpec) -> int:
         if spec not in self._up_bytes:
@@ -344,6 +342,7 @@ def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
         rounds is None
         or plan is None
         or per_round is None
+        or run.analysis is not None
         or not sum(examples)
         or not {"iterations", "seconds"}.isdisjoint(options)
     ):

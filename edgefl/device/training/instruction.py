@@ -19,7 +19,8 @@ from edgefl.core.types import Json, Scalar, TrainConfig
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
 from edgefl.device.training.split_exchange import SplitPlan
-from edgefl.device.training.task_cache import TaskCache
+from edgefl.device.training.task_cache import AnalysisRequest, TaskCache
+from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.job import Job
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class ParsedInstruction:
         is_durable: its state is stored on disk at once.
         messages: index of the neighbours' messages in the body.
         split: where the network is cut; None where this board trains all of it.
+        analysis: what is to be summed; None of a training.
         header: as received, stored for a reboot.
     """
 
@@ -70,6 +72,7 @@ class ParsedInstruction:
     is_durable: bool
     messages: list[Json]
     split: SplitPlan | None
+    analysis: AnalysisRequest | None
     header: Json
 
 
@@ -78,6 +81,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
 
     Raises:
         NetworkError: it has another version.
+        TaskError: it is of an analysis that is malformed.
         KeyError, TypeError, ValueError: an entry is missing or malformed.
     """
     check_instruction_version(header)
@@ -107,6 +111,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         is_durable=header.get("residuals") == "durable",
         messages=header.get("messages", []),
         split=SplitPlan.parse(header.get("split")),
+        analysis=parse_analysis(header),
         header=header,
     )
 
@@ -224,7 +229,7 @@ class ReadinessHandler:
         check_requirements(name, options, self._root)
         _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
         _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
-        cached_task = self._task_cache.get(name, options, after=_get_cut(header))
+        cached_task = self._task_cache.get(name, options, after=_get_cut(header), analysis=parse_analysis(header))
         fingerprint = model_fingerprint(cached_task.model_spec)
         if fingerprint != header["layout"]:
             raise TaskError(
@@ -236,7 +241,10 @@ class ReadinessHandler:
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None
         cached_task = self._task_cache.get(
-            str(header["task"]), dict(header.get("options", {})), after=_get_cut(header)
+            str(header["task"]),
+            dict(header.get("options", {})),
+            after=_get_cut(header),
+            analysis=parse_analysis(header),
         )
         if isinstance(cached_task.task, Job):  # it has no model, and its shard holds no examples
             return

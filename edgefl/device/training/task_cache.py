@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgefl.core.errors import DataError, EdgeflError, TaskError
-from edgefl.core.metrics import MetricSet
+from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
+from edgefl.tasks.analyses.analysis import Analysis
+from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.datasets.shards import get_metadata_path, load_task_data, read_metadata, split_train_test
 from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.metrics.evaluation import make_task_metrics
+from edgefl.tasks.noop import NoopLearner
 from edgefl.tasks.registry import make_task
 
 log = logging.getLogger(__name__)
@@ -26,11 +29,13 @@ MAX_TASKS = 2
 MAX_LISTED_BLOCKS = 10
 
 BlockRanges = Mapping[int, tuple[int, int]]
+AnalysisRequest = tuple[str, Mapping[str, Scalar]]
+"""Name and options of an analysis."""
 
 
 @dataclass(slots=True)
 class CachedTask:
-    """Task ready to train; `shard_fingerprint` identifies the shard version of `data` and `blocks`."""
+    """Task ready to train or to analyse; `shard_fingerprint` identifies the shard version of `data` and `blocks`."""
 
     name: str
     task: Task
@@ -41,6 +46,7 @@ class CachedTask:
     data: Dataset | None = None
     blocks: BlockRanges = field(default_factory=dict)
     splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
+    analysis: Analysis | None = None
 
 
 class TaskCache:
@@ -57,8 +63,21 @@ class TaskCache:
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
 
-    def get(self, name: str, options: Mapping[str, Scalar], *, after: str | None = None) -> CachedTask:
-        """Returns a task with these options; with `after` only the layers up to that module, and their tensors.
+    def get(
+        self,
+        name: str,
+        options: Mapping[str, Scalar],
+        *,
+        after: str | None = None,
+        analysis: AnalysisRequest | None = None,
+    ) -> CachedTask:
+        """Returns a task with these options.
+
+        Args:
+            name: of the task.
+            options: of the task.
+            after: a module: only the layers up to it, and their tensors.
+            analysis: what is to be summed over its examples; the tensors are then those of the request.
 
         Raises:
             EdgeflError: the board has no shard for it, or it cannot be created.
@@ -66,21 +85,30 @@ class TaskCache:
         # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
         self.get_shard_path(name)
         key = f"{name} {sorted(options.items())} {after or ''}"
+        if analysis is not None:
+            key += f" {analysis[0]} {sorted(analysis[1].items())}"
         if key not in self._cached:
             task = make_task(name, options)
-            learner = task.learner(accelerator=self._accelerator, threads=self._threads)
-            model_spec = task.shapes()
-            if after is not None:
-                learner = cut_front(learner, after, threads=self._threads)
-                names = learner.read()
-                model_spec = tuple(spec for spec in model_spec if spec.name in names)
-            self._cached[key] = CachedTask(
-                name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
+            self._cached[key] = (
+                self._create_trainable(name, task, after)
+                if analysis is None
+                else _create_analysed(name, task, analysis)
             )
         self._cached.move_to_end(key)
         while len(self._cached) > MAX_TASKS:
             self._cached.popitem(last=False)
         return self._cached[key]
+
+    def _create_trainable(self, name: str, task: Task, after: str | None) -> CachedTask:
+        learner = task.learner(accelerator=self._accelerator, threads=self._threads)
+        model_spec = task.shapes()
+        if after is not None:
+            learner = cut_front(learner, after, threads=self._threads)
+            names = learner.read()
+            model_spec = tuple(spec for spec in model_spec if spec.name in names)
+        return CachedTask(
+            name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
+        )
 
     def load_data(self, cached_task: CachedTask) -> Dataset:
         """Returns all data in the task's shard, up to date."""
@@ -158,6 +186,18 @@ class TaskCache:
         if path is None:
             raise TaskError(f"this device has no shard for task {task!r}; edgefl device shard add")
         return path
+
+
+def _create_analysed(name: str, task: Task, request: AnalysisRequest) -> CachedTask:
+    analysis = make_analysis(task, *request)
+    return CachedTask(
+        name=name,
+        task=task,
+        model_spec=analysis.request_spec,
+        learner=NoopLearner(()),  # an analysis needs no network, nor torch
+        metrics=NO_METRICS,
+        analysis=analysis,
+    )
 
 
 @contextlib.contextmanager

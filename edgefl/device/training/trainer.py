@@ -18,6 +18,7 @@ from numpy.random import Generator
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
+from edgefl.core.analyses import ANALYSIS_KEY
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
@@ -201,7 +202,7 @@ class DeviceTrainer:
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns loss and accuracy of the model in `body`, and the sums of the metrics that its task declares."""
-        whole_header = {name: value for name, value in header.items() if name != "split"}
+        whole_header = {name: value for name, value in header.items() if name not in {"split", ANALYSIS_KEY}}
         return self._execute(whole_header, body, self._evaluate)
 
     def count_examples(self) -> dict[str, int]:
@@ -225,7 +226,9 @@ class DeviceTrainer:
             self._current = instruction.run, instruction.assignment_id, 0
             with self._training_lock:
                 after = None if instruction.split is None else instruction.split.section.after
-                cached_task = self._task_cache.get(instruction.task, instruction.options, after=after)
+                cached_task = self._task_cache.get(
+                    instruction.task, instruction.options, after=after, analysis=instruction.analysis
+                )
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)
         except (TrainingAbortedError, ExtensionRefusedError):
@@ -252,6 +255,8 @@ class DeviceTrainer:
             self._health_sampler.start()
             self._health_sampler.sample()
         work = self._run_part if is_part(instruction.header, cached_task.task) else self._train
+        if cached_task.analysis is not None:
+            work = self._measure
         reply, result = work(instruction, cached_task, body)
         health = {
             **(self._health_sampler.stop() if self._health_sampler is not None else {}),
@@ -273,6 +278,21 @@ class DeviceTrainer:
             path=self._task_cache.get_shard_path(instruction.task),
             on_alive=self._on_alive,
         )
+
+    def _measure(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
+        """Returns the sums of an analysis over this board's examples."""
+        if instruction.has_stored_reply:
+            raise FullModelRequiredError("the answer to it is not held here any more")
+        assert cached_task.analysis is not None
+        self._gossip_worker.discard_other_runs(instruction.run)
+        analysis, started_s = cached_task.analysis, time.monotonic()
+        data = self._load_training_data(instruction, cached_task)
+        sums = analysis.measure(self._decode_model(instruction, cached_task, body), data)
+        metrics = {
+            "iterations": 1, "num_examples": len(data), "loss": None, "compute_s": time.monotonic() - started_s
+        }  # fmt: skip
+        encoded = make_codec(instruction.codec_spec, analysis.sums_spec).encode(sums, derive_rng(0))
+        return {"metrics": metrics}, encoded
 
     def _sample_health(self) -> None:
         self._on_alive()

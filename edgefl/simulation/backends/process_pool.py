@@ -90,7 +90,11 @@ def main() -> None:
     folder = Path(sys.argv[1])
     config = json.loads((folder / CONFIG_FILE).read_text())
     task_spec = TaskSpec(
-        task=config["task"], options=config["options"], seed=config["seed"], split=SplitSection(**config["split"])
+        task=config["task"],
+        options=config["options"],
+        seed=config["seed"],
+        split=SplitSection(**config["split"]),
+        analysis=config["analysis"] and tuple(config["analysis"]),
     )
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -285,6 +289,7 @@ class ProcessPoolBackend:
             "options": dict(task_spec.options),
             "seed": task_spec.seed,
             "split": asdict(task_spec.split),
+            "analysis": task_spec.analysis,
             "places": dict(shard_indices),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(config))

@@ -38,6 +38,8 @@ from edgefl.core.types import (
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
 from edgefl.simulation.backends.split_training import SimulatedSplit
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_configured_algorithm
+from edgefl.tasks.analyses.analysis import Analysis
+from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,
@@ -47,6 +49,7 @@ from edgefl.tasks.local_algorithms.local_training import (
 )
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
+from edgefl.tasks.noop import NoopLearner
 from edgefl.tasks.registry import make_task
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024
@@ -139,12 +142,16 @@ class TrainingBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """The task to train, its options, the seed of the run, and where its network is cut, if it is."""
+    """The task to train, its options, the seed of the run, where its network is cut, and what is analysed, if so.
+
+    `analysis` has the name and the options of an analysis, in place of a training.
+    """
 
     task: str
     options: Mapping[str, Scalar]
     seed: int
     split: SplitSection = field(default_factory=SplitSection)
+    analysis: tuple[str, Mapping[str, Scalar]] | None = None
 
 
 @dataclass(slots=True)
@@ -189,8 +196,10 @@ class SimulatedTrainer:
         self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
         self._model_spec = task.shapes()
         self._task, self._metrics = task, make_task_metrics(task)
+        self._analysis = None if task_spec.analysis is None else make_analysis(task, *task_spec.analysis)
         # One thread, so that the same job gives the same bits in any process.
-        self._learner = task.learner(accelerator="cpu", threads=1)
+        has_model = self._analysis is None or self._analysis.has_task_model
+        self._learner = task.learner(accelerator="cpu", threads=1) if has_model else NoopLearner(())
         self._split = (
             None
             if task_spec.split.after is None
@@ -218,6 +227,8 @@ class SimulatedTrainer:
         Raises:
             EdgeflError: the device failed the instruction.
         """
+        if self._analysis is not None:
+            return self._measure(self._analysis, instruction, model)
         if instruction.plan.node is not None:
             return self._train_node(instruction, instruction.plan.node, model, iterations)
         data, plan, spec = self._get_training_data(instruction), instruction.plan, instruction.codec or "dense"
@@ -256,6 +267,14 @@ class SimulatedTrainer:
             num_bytes=len(body),
             exchanged_bytes=(exchange.bytes_up, exchange.bytes_down),
         )
+
+    def _measure(self, analysis: Analysis, instruction: TrainInstruction, model: EncodedModel) -> EncodedUpdate:
+        """Returns the sums of an analysis over a device's examples."""
+        shard = self._get_shard(instruction.device_id)
+        data = self._data.pool.take(shard.rows if analysis.is_of_whole_shard else shard.train)
+        sums = analysis.measure(decode_body(model.body, analysis.request_spec), data)
+        body = make_codec(instruction.codec or "dense", analysis.sums_spec).encode(sums, derive_rng(0))
+        return EncodedUpdate(body=body, num_examples=len(data), loss=None)
 
     def _train_node(
         self, instruction: TrainInstruction, config: GossipConfig, model: EncodedModel, iterations: int

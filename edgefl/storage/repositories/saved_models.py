@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
+from edgefl.core.analyses import ANALYSES_WITH_RESULT
 from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
@@ -29,7 +30,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
 
     Each row has the columns of `checkpoints`, of its run the `name`, the `task` with its `task_options` and the
     `test_fraction`, and whether it is the run's `latest` and its `best`: by `quality` where one of the run has it,
-    else by accuracy. Results of jobs are left out.
+    else by accuracy. Results of jobs and analyses are left out.
 
     Raises:
         NotFoundError: there is no such run.
@@ -39,6 +40,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
             *(SavedModelTable.__table__.columns[name] for name in _COLUMNS),
             RunTable.name,
             RunTable.task,
+            RunTable.strategy,
             RunTable.config,
         )
         .join(RunTable, RunTable.run_id == SavedModelTable.run_id)
@@ -46,7 +48,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
-    rows = [row for row in store.database.read_dicts(query) if "job" not in row["config"]]
+    rows = [row for row in store.database.read_dicts(query) if _is_model(row)]
     latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
     best = {row["run_id"]: row["last_record"] for row in _sort_by_score(rows)}
     return [
@@ -136,6 +138,11 @@ def _find_values(connection: Connection, column: Column[Any], hashes: Collection
 def _is_in_run_config(connection: Connection, sha256: str) -> bool:
     names = cast(RunTable.config, String).contains(sha256, autoescape=True)
     return bool(connection.execute(select(func.count()).select_from(RunTable).where(names)).scalar())
+
+
+def _is_model(row: Json) -> bool:
+    """Returns whether what is saved is a model, no result; the row loses its strategy."""
+    return row.pop("strategy") not in ANALYSES_WITH_RESULT and "job" not in row["config"]
 
 
 def _add_settings(row: Json) -> Json:

@@ -172,6 +172,10 @@ class SynchronousStrategy(Strategy[R]):
             return compute_reduced(current_round, state.model, self.rules.server.buffers, total)
         return current_round.fold.compute_mean(state.model, self.rules.server.buffers)
 
+    def move_model(self, state: R, closing: OpenRound) -> None:
+        """Makes the next version's model from the updates of a round."""
+        apply_step(state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing)))
+
     def can_close(self, current_round: OpenRound) -> bool:
         """Returns whether the updates of a round say how the model moves."""
         return current_round.num_received > 0 and (self.rules.collective is None or has_displacement(current_round))
@@ -228,7 +232,7 @@ class SynchronousStrategy(Strategy[R]):
 
     def aggregate(self, state: R) -> R:
         closing = state.open.pop(0)
-        apply_step(state.model, self.rules.server.step(state.moments, self.compute_displacement(state, closing)))
+        self.move_model(state, closing)
         state.version, state.attempt = state.version + 1, 0
         state.used = tuple(closing.fold.used.values())
         state.silent = {device_id for device_id, slot in closing.assigned.values() if slot not in closing.fold.used}

@@ -43,12 +43,24 @@ def sum_exactly(values: Array) -> Array:
     parts = (low & _LIMB_MASK, (low >> np.uint64(LIMB_BITS)) + (high & _LIMB_MASK), high >> np.uint64(LIMB_BITS))
     for offset, part in enumerate(parts):
         np.add.at(sums, (column, index + offset), part.astype(np.int64) * signs)
-    # Carried on, limbs stay below 2^32, so that 2^31 of these arrays can be added.
+    return carry_on(sums)
+
+
+def carry_on(sums: Array) -> Array:
+    """Carries on in place and returns sums, [..., WIDTH]: limbs are below 2^32, so that 2^31 of them can be added."""
     for limb in range(NUM_LIMBS - 1):
-        carry = sums[:, limb] >> LIMB_BITS
-        sums[:, limb] -= carry << LIMB_BITS
-        sums[:, limb + 1] += carry
+        carry = sums[..., limb] >> LIMB_BITS
+        sums[..., limb] -= carry << LIMB_BITS
+        sums[..., limb + 1] += carry
     return sums
+
+
+def is_carried_on(sums: Array) -> bool:
+    """Returns whether all sums, [..., WIDTH], are of finite values and as `carry_on` leaves them."""
+    lower, top = sums[..., : NUM_LIMBS - 1], sums[..., NUM_LIMBS - 1]
+    is_finite = not sums[..., NUM_LIMBS].any()
+    is_low = bool(((lower >= 0) & (lower < 1 << LIMB_BITS)).all())
+    return is_finite and is_low and bool((np.abs(top >> 1) < 1 << (LIMB_BITS - 1)).all())
 
 
 def sum_products(*factors: Array) -> Array:

@@ -18,7 +18,9 @@ from edgefl.device.hardware.health import HealthSampler, LinkQuality
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
+from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
+from edgefl.tasks.metrics.exact_sums import read_sum
 from edgefl.tasks.registry import make_task
 
 OWN = '''
@@ -600,3 +602,39 @@ def test_a_member_of_a_collective_uploads_in_its_turn_keeps_the_model_and_sends_
     assert "not held here any more" in answer["error"]
     answer, _ = device.train(assignment="r/g", plan={"collective": {**group, "members": ["other"]}})
     assert "this device among them" in answer["error"]
+
+
+ASKED = {
+    "analysis": {"name": "statistics", "options": {"columns": "10"}},
+    "test_fraction": 0.0,
+    "codec": "dense|zstd",
+}
+
+
+def test_an_analysis_is_answered_with_sums_over_the_whole_shard_and_trains_nothing(device, shard):
+    analysis = make_analysis(make_task("digits"), "statistics", {"columns": "10"})
+    request = analysis.make_request(analysis.make_model())
+    body = make_codec("dense", analysis.request_spec).encode(request, derive_rng(0))
+    header, answer = device.train(body=body, **ASKED)
+    assert (header["metrics"]["num_examples"], header["metrics"]["loss"]) == (120, None)
+    sums = decode_body(answer, analysis.sums_spec)
+    assert analysis.find_fault(sums) is None
+    values = make_task("digits").read(str(shard)).inputs.reshape(120, -1)[:, 10].astype(float)
+    assert sums["counts"].tolist() == [[120, 0]]
+    assert float(read_sum(sums["sums"][0, 0])) == values.sum()
+    assert "metrics" in device.train(assignment="r/a-2")[0], "a training beside it goes on as ever"
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ("statistics", "must be a table with a name"),
+        ({"name": "statistics", "options": 3}, "options of an analysis must be a table"),
+        ({"name": "raw-rows", "options": {}}, "analysis 'raw-rows' is not known here"),
+        ({"name": "statistics", "options": {"min_group": 0}}, "min_group must be"),
+        ({"name": "statistics", "options": {"columns": ["1"]}}, "columns must be a text"),
+    ],
+)
+def test_an_analysis_that_is_malformed_is_refused(device, asked, error):
+    header, body = device.train(analysis=asked)
+    assert (error in header["error"], body) == (True, b""), header["error"]

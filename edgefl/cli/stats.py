@@ -1,0 +1,132 @@
+"""`edgefl stats`: figures of the data on the boards, of which no example leaves them."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgefl.cli.output import JSON_VERSION, echo, format_option, print_json, print_rows
+from edgefl.cli.run import wait_for_run
+from edgefl.cli.sources import allow_module_option, make_client, make_path, url_option
+from edgefl.core.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.core.types import Json
+
+COLUMNS = ("name", "count", "missing", "mean", "std", "min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "boards")
+QUANTILES = {"5 %": "0.05", "25 %": "0.25", "50 %": "0.5", "75 %": "0.75", "95 %": "0.95"}
+"""Headings of quantiles, and their names in a result."""
+MAX_SHOWN_ROWS = 50
+
+
+@click.command("stats")
+@click.argument("task")
+@click.option("--columns", default="", help="Names, numbers and ranges such as 0-9, with commas [default: all].")
+@click.option(
+    "--min-group",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Least number of examples that anything a board says of values is about.",
+)
+@click.option("--cells", type=click.IntRange(min=2), default=256, show_default=True, help="Of each histogram.")
+@click.option("--boards", type=click.IntRange(min=1), default=1, show_default=True, help="Least number to wait for.")
+@click.option(
+    "--shard",
+    "shards",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True),
+    help="Ask no fleet, but this file or folder as if it were a board's; may be repeated.",
+)
+@allow_module_option
+@url_option
+@format_option
+def command(  # noqa: PLR0913 the options of one command
+    *,
+    task: str,
+    columns: str,
+    min_group: int,
+    cells: int,
+    boards: int,
+    shards: tuple[Path, ...],
+    url: str | None,
+    fmt: str,
+) -> None:
+    """Print figures of TASK's columns and classes, of each board and in all, without any example.
+
+    Count, missing, mean, deviation, extremes, quantiles and histogram of each column. It is a run of two rounds, for
+    which at least one board needs a shard for TASK.
+    """
+    options: dict[str, Any] = {"columns": columns, "min_group": min_group, "cells": cells}
+    if shards and url is not None:
+        raise UsageError("--shard asks no coordinator, so that --url means nothing; give one of them")
+    result = _measure_shards(task, options, shards) if shards else _ask_boards(task, options, boards, url)
+    _print_result(result, fmt)
+
+
+def _ask_boards(task: str, options: Json, boards: int, url: str | None) -> Json:
+    from edgefl.core.safe_parsing import parse_json  # noqa: PLC0415 fast start
+
+    config = {
+        "run": {"task": task, "name": f"{task}-statistics"},
+        "strategy": {"name": "statistics", **options},
+        "devices": {"min": boards},
+    }
+    client = make_client(url)
+    run_id = client.post("/edgefl/v1/runs", {"config": config, "priority": 0})["run_id"]
+    echo(f"run {run_id}", err=True)
+    wait_for_run(run_id, url)
+    body = io.BytesIO()
+    client.download(f"{make_path('runs', run_id)}/result", body)
+    result: Json = parse_json(body.getvalue())
+    return result
+
+
+def _measure_shards(name: str, options: Json, paths: tuple[Path, ...]) -> Json:
+    """Returns what boards with these shards would say, named by their paths."""
+    from edgefl.core.analyses import BoardSums, get_num_rounds  # noqa: PLC0415 fast start
+    from edgefl.tasks.analyses.column_statistics import read_result  # noqa: PLC0415 likewise
+    from edgefl.tasks.analyses.registry import make_analysis  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
+
+    task = make_task(name)
+    analysis = make_analysis(task, "statistics", options)
+    model, data = analysis.make_model(), {str(path): read_own_data(task, path) for path in paths}
+    for _ in range(get_num_rounds("statistics") or 1):
+        request = analysis.make_request(model)
+        boards = (BoardSums(device_id=path, sums=analysis.measure(request, part)) for path, part in data.items())
+        model = analysis.solve(model, boards)
+    return read_result(model)
+
+
+def _print_result(result: Json, fmt: str) -> None:
+    if fmt == "json":
+        print_json({**result, "v": JSON_VERSION, "kind": "statistics"})
+        return
+    if not result["rows"]:
+        raise DataError(
+            f"no board has {result['min_group']} examples or more of task {result['task']}; nothing is told"
+        )
+    rows = [_format_column(column) for column in result["columns"]]
+    if fmt == "csv":
+        print_rows(rows, COLUMNS, fmt, kind="statistics")
+        return
+    print_rows(rows[:MAX_SHOWN_ROWS], COLUMNS, fmt, title=f"{result['task']}: {result['rows']} examples")
+    if len(rows) > MAX_SHOWN_ROWS:
+        echo(f"{len(rows) - MAX_SHOWN_ROWS} more columns: --format json, or name some with --columns")
+    if "classes" in result:
+        total = {"board": "all", "rows": result["rows"], **result["classes"]}
+        boards = [{"board": one["device_id"], "rows": one["rows"], **one["classes"]} for one in result["boards"]]
+        print_rows([total, *boards[:MAX_SHOWN_ROWS]], tuple(total), fmt, title="classes")
+
+
+def _format_column(column: Json) -> Json:
+    quantiles = column.get("quantiles", {})
+    return {
+        **{name: column.get(name) for name in COLUMNS},
+        **{heading: quantiles.get(name) for heading, name in QUANTILES.items()},
+    }

@@ -1,0 +1,165 @@
+"""Columns of a task's examples, by name or number, and the classes of its targets."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.extensions import format_name
+from edgefl.core.settings import find_similar
+from edgefl.core.types import Array, Dataset, Task
+from edgefl.tasks.losses.registry import has_classes
+
+MAX_COLUMNS = 1024
+MAX_EXAMPLE_NUMBERS = 10_000_000
+_RANGE = re.compile(r"(\d{1,9})\s*-\s*(\d{1,9})")
+TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Columns of examples, and where they are.
+
+    Attributes:
+        names: of the columns.
+        places: of each, its place among the numbers of an example: inputs, then targets where these are values.
+        num_inputs, num_targets: numbers of an example.
+        classes: names of the classes; none where targets are values.
+    """
+
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    num_inputs: int
+    num_targets: int
+    classes: tuple[str, ...]
+
+    def read(self, data: Dataset, column: int) -> Array:
+        """Returns the values of a column, [n] float64, in which what is missing is NaN.
+
+        Raises:
+            DataError: the examples have another shape than the task says.
+        """
+        place = self.places[column]
+        is_input = place < self.num_inputs
+        array = data.inputs if is_input else data.targets
+        expected = self.num_inputs if is_input else self.num_targets
+        flat = array.reshape(len(data), -1) if len(data) else np.zeros((0, expected))
+        if flat.shape[1] != expected:
+            what = "inputs" if is_input else "targets"
+            raise DataError(
+                f"an example must have {expected} {what}, as its task says, the shard has {flat.shape[1]}"
+            )
+        values: Array = flat[:, place if is_input else place - self.num_inputs].astype(np.float64)
+        return values
+
+    def count_classes(self, data: Dataset) -> Array:
+        """Returns the number of examples of each class, [classes] int64.
+
+        Raises:
+            DataError: a target is none of the classes.
+        """
+        if not self.classes or not len(data):
+            return np.zeros(len(self.classes), np.int64)
+        targets = data.targets
+        if targets.dtype.kind not in "iu" or targets.ndim != 1 or targets.min() < 0:
+            raise DataError(f"targets must be numbers of classes, [n] from 0, got {targets.dtype} {targets.shape}")
+        if targets.max() >= len(self.classes):
+            raise DataError(f"targets must be below {len(self.classes)}, the number of classes, got {targets.max()}")
+        return np.bincount(targets, minlength=len(self.classes)).astype(np.int64)
+
+
+def select_columns(task: Task, text: str) -> Columns:
+    """Returns the columns of a task that a text names, all for an empty one.
+
+    Names are those of the task's attribute `columns`, else the inputs' numbers from 0; targets that are values are
+    called `target`, or `target-0` and so on.
+
+    Raises:
+        ConfigError: the task does not say the shape of an example, there is no such column, or they are too many.
+    """
+    num_inputs, classes = count_inputs(task), list_classes(task)
+    num_targets = 0 if classes else count_targets(task)
+    names = (*_name_inputs(task, num_inputs), *_name_targets(num_targets))
+    chosen = _parse_columns(text, names) if text.strip() else range(len(names))
+    if not 0 < len(chosen) <= MAX_COLUMNS:
+        raise ConfigError(
+            f"strategy.columns must be 1 to {MAX_COLUMNS} columns at a time, task {task.name} has {len(chosen)}; "
+            f"name some, such as 0-{MAX_COLUMNS - 1}"
+        )
+    return Columns(
+        names=tuple(names[place] for place in chosen),
+        places=tuple(chosen),
+        num_inputs=num_inputs,
+        num_targets=num_targets,
+        classes=classes,
+    )
+
+
+def count_inputs(task: Task) -> int:
+    """Returns the numbers of an example's inputs.
+
+    Raises:
+        ConfigError: the task does not say it.
+    """
+    shape = getattr(task, "input_shape", None)
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) and size > 0 for size in shape):
+        raise ConfigError(
+            f"task {task.name} must say the shape of one example: input_shape = (8, 8), got {shape!r:.60}"
+        )
+    if math.prod(shape) > MAX_EXAMPLE_NUMBERS:
+        raise ConfigError(f"an example must have at most {MAX_EXAMPLE_NUMBERS} numbers, got input_shape = {shape!r}")
+    return math.prod(shape)
+
+
+def list_classes(task: Task) -> tuple[str, ...]:
+    """Returns the names of a task's classes, their numbers where it has none; nothing where targets are values."""
+    if not has_classes(task):
+        return ()
+    labels = tuple(map(str, getattr(task, "labels", ())))
+    return labels or tuple(map(str, range(count_targets(task))))
+
+
+def count_targets(task: Task) -> int:
+    """Returns the numbers of an example's target, or of classes: the task's `num_outputs`, or its model's."""
+    of_model = getattr(getattr(task, "model", None), "num_outputs", None)
+    found = getattr(task, "num_outputs", None) or of_model or 1
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
+
+
+def _name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:
+    columns = getattr(task, "columns", None)
+    if columns is None:
+        return tuple(map(str, range(num_inputs)))
+    names = tuple(map(str, columns)) if isinstance(columns, Sequence) and not isinstance(columns, str) else ()
+    if len(names) != num_inputs or len(set(names)) < num_inputs:
+        raise ConfigError(
+            f"task {task.name}: columns must be {num_inputs} different names, one for each number of input_shape, "
+            f"got {columns!r:.80}"
+        )
+    return names
+
+
+def _name_targets(num_targets: int) -> tuple[str, ...]:
+    return (TARGET,) if num_targets == 1 else tuple(f"{TARGET}-{number}" for number in range(num_targets))
+
+
+def _parse_columns(text: str, names: Sequence[str]) -> list[int]:
+    places: dict[int, None] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        found = _RANGE.fullmatch(part)
+        if part in names:
+            places[names.index(part)] = None
+        elif part.isascii() and part.isdigit() and int(part) < len(names):
+            places[int(part)] = None
+        elif found is not None and int(found[1]) <= int(found[2]) < len(names):
+            places |= dict.fromkeys(range(int(found[1]), int(found[2]) + 1))
+        else:
+            similar = None if part[:1].isdigit() else find_similar(part, names)
+            hint = f"did you mean {similar}?" if similar else f"there are {len(names)}, {names[0]} to {names[-1]}"
+            raise ConfigError(f"strategy.columns: there is no column {format_name(part)}; {hint}")
+    return list(places)

@@ -1,0 +1,54 @@
+"""`edgefl stats` on shards of this machine; of a fleet see test_live_fleet.py."""
+
+import json
+
+import numpy as np
+import pytest
+
+from edgefl.core.types import Dataset
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
+from edgefl.tasks.registry import make_task
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Two boards' shards of digits, and all of their examples."""
+    rng, parts = np.random.default_rng(3), []
+    for name, size in (("one", 60), ("two", 90)):
+        data = Dataset(inputs=rng.integers(0, 17, (size, 8, 8)).astype(np.uint8), targets=rng.integers(0, 9, size))
+        write_shard(tmp_path / f"{name}.npz", data, ShardMetadata(task="digits", scheme="iid", source="made up"))
+        parts.append(make_task("digits").read(str(tmp_path / f"{name}.npz")))
+    return [tmp_path / "one.npz", tmp_path / "two.npz"], Dataset.concatenate(parts)
+
+
+def test_it_prints_the_figures_of_columns_and_classes(run, shards):
+    paths, pooled = shards
+    words = ("stats", "digits", "--columns", "9-10", "--min-group", 1, "--shard", paths[0], "--shard", paths[1])
+    result = json.loads(run(*words, "--format", "json").out)
+    values = pooled.inputs.reshape(len(pooled), -1)[:, 9].astype(float)
+    assert (result["kind"], result["rows"], len(result["columns"])) == ("statistics", 150, 2)
+    assert result["columns"][0]["mean"] == pytest.approx(values.mean(), rel=1e-12)
+    assert result["classes"] == {str(label): int((pooled.targets == label).sum()) for label in range(10)}
+    assert [board["device_id"] for board in result["boards"]] == [str(path) for path in paths]
+    table = run(*words).out
+    assert "digits: 150 examples" in table
+    assert [line.split()[0] for line in table.splitlines() if line.startswith(("9 ", "10 ", "all "))] == [
+        "9",
+        "10",
+        "all",
+    ]
+    lines = run(*words, "--format", "csv").out.splitlines()
+    assert lines[0] == "name,count,missing,mean,std,min,5 %,25 %,50 %,75 %,95 %,max,boards"
+    assert len(lines) == 3
+
+
+def test_what_cannot_be_asked_is_one_line(run, shards, tmp_path):
+    (path, _), _ = shards
+    for words, code, said in (
+        (("digits", "--shard", path, "--columns", "64"), 3, "there are 64, 0 to 63"),
+        (("digits", "--shard", path, "--min-group", 61), 4, "no board has 61 examples or more of task digits"),
+        (("digits", "--shard", path, "--url", "https://x"), 2, "give one of them"),
+        (("digitz", "--shard", path), 5, "did you mean digits"),
+    ):
+        ended = run("stats", *words)
+        assert (ended.code == code, ended.is_one_line, said in ended.err) == (True, True, True), ended.err
