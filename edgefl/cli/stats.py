@@ -11,7 +11,7 @@ import click
 from edgefl.cli.output import JSON_VERSION, echo, format_option, print_json, print_rows
 from edgefl.cli.run import wait_for_run
 from edgefl.cli.sources import allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import DataError, UsageError
+from edgefl.core.errors import DataError, NetworkError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -81,14 +81,17 @@ def _ask_boards(task: str, options: Json, boards: int, url: str | None) -> Json:
     wait_for_run(run_id, url)
     body = io.BytesIO()
     client.download(f"{make_path('runs', run_id)}/result", body)
-    result: Json = parse_json(body.getvalue())
+    try:
+        result: Json = parse_json(body.getvalue())
+    except ValueError as error:
+        raise NetworkError(f"the coordinator's result of run {run_id} is no JSON: {error}") from None
     return result
 
 
 def _measure_shards(name: str, options: Json, paths: tuple[Path, ...]) -> Json:
     """Returns what boards with these shards would say, named by their paths."""
     from edgefl.core.analyses import BoardSums, get_num_rounds  # noqa: PLC0415 fast start
-    from edgefl.tasks.analyses.column_statistics import read_result  # noqa: PLC0415 likewise
+    from edgefl.tasks.analyses.analysis import read_result  # noqa: PLC0415 likewise
     from edgefl.tasks.analyses.registry import make_analysis  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from numpy.typing import NDArray
 
@@ -41,14 +41,112 @@ class StatisticsSettings:
     cells: int = field(default=256, metadata={"at_least": 2, "at_most": MAX_CELLS})
 
     num_rounds: ClassVar[int] = 2
+    has_result: ClassVar[bool] = True
     kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "figures of each column and class, on each board and in all; trains nothing"
 
 
-ANALYSES: Mapping[str, type[Any]] = MappingProxyType({"statistics": StatisticsSettings})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRegressionSettings:
+    """Settings of `linear-regression`: least squares of a task whose model is one layer.
+
+    Attributes:
+        ridge: penalty on squared weights; 0 for none.
+        min_group: a board with fewer examples says nothing.
+    """
+
+    ridge: float = field(default=0.0, metadata={"at_least": 0})
+    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    num_rounds: ClassVar[int] = 1
+    has_result: ClassVar[bool] = False
+    kind: ClassVar[str] = "analysis"
+    summary: ClassVar[str] = "least squares, with or without a ridge, of a task of values: as on the pooled data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NaiveBayesSettings:
+    """Settings of `naive-bayes`: each class of a task as normal distributions of independent features.
+
+    Attributes:
+        variances: `shared` by all classes, which makes a model of one layer; or of each `class`, a result in JSON.
+        smoothing: part of the largest variance of all features that is added to each.
+        min_group: a class of which a board has fewer examples is not told.
+    """
+
+    variances: Literal["shared", "class"] = "shared"
+    smoothing: float = field(default=1e-9, metadata={"at_least": 0})
+    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    num_rounds: ClassVar[int] = 1
+    kind: ClassVar[str] = "analysis"
+    summary: ClassVar[str] = "Gaussian naive Bayes of a task of classes: as on the pooled data"
+
+    @property
+    def has_result(self) -> bool:
+        """Whether the answer is a text in JSON, and no model."""
+        return self.variances == "class"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PcaSettings:
+    """Settings of `pca`: the directions in which columns vary most.
+
+    Attributes:
+        columns: as of `statistics`.
+        components: how many.
+        min_group: a board with fewer examples says nothing.
+    """
+
+    columns: str = ""
+    components: int = field(default=2, metadata={"at_least": 1, "at_most": 256})
+    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    num_rounds: ClassVar[int] = 1
+    has_result: ClassVar[bool] = True
+    kind: ClassVar[str] = "analysis"
+    summary: ClassVar[str] = "principal components of the columns: as on the pooled data"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KMeansSettings:
+    """Settings of `k-means`: the first round finds where the columns lie, each other one moves the centres.
+
+    Attributes:
+        clusters: how many centres.
+        columns: as of `statistics`.
+        seed: of the first centres.
+        min_group: a cluster of which a board has fewer examples is not told.
+    """
+
+    clusters: int = field(metadata={"at_least": 1, "at_most": 1024})
+    columns: str = ""
+    seed: int = field(default=7, metadata={"at_least": 0})
+    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    num_rounds: ClassVar[int | None] = None
+    has_result: ClassVar[bool] = True
+    kind: ClassVar[str] = "analysis"
+    summary: ClassVar[str] = "clusters of the columns by Lloyd's algorithm, one step a round: as on the pooled data"
+
+
+ANALYSES: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "k-means": KMeansSettings,
+        "linear-regression": LinearRegressionSettings,
+        "naive-bayes": NaiveBayesSettings,
+        "pca": PcaSettings,
+        "statistics": StatisticsSettings,
+    }
+)
 """Settings of each analysis, by name."""
-ANALYSES_WITH_RESULT = frozenset({"statistics"})
-"""Those whose result is a text in JSON; the others' is a model."""
+
+
+def has_result(config: Mapping[str, Any]) -> bool:
+    """Returns whether a run's answer is a text in JSON, and no model, by the tables of its run file."""
+    options = dict(config.get("strategy", {}))
+    settings = ANALYSES.get(options.pop("name", ""))
+    return settings is not None and bool(settings(**options).has_result)
 
 
 def get_num_rounds(strategy: str) -> int | None:

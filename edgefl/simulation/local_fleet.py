@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from edgefl.core import extensions
-from edgefl.core.analyses import ANALYSES_WITH_RESULT
+from edgefl.core.analyses import has_result
 from edgefl.core.config import RunConfig, load_run, parse_run
 from edgefl.core.errors import ConfigError, NetworkError, RunFailedError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
@@ -437,7 +437,7 @@ def _partition_data(
 
 
 def _build_result(fleet: LocalFleet, run: Json) -> RunResult:
-    run_id, is_result = run["run_id"], run["strategy"] in ANALYSES_WITH_RESULT
+    run_id = run["run_id"]
     rounds = fleet.list_history("rounds", run=run_id)
     return RunResult(
         run_id=run_id,
@@ -449,7 +449,7 @@ def _build_result(fleet: LocalFleet, run: Json) -> RunResult:
         evaluations=fleet.list_history("evaluations", run=run_id),
         model=fleet.get_model_path(run["model"]),
         root=fleet.root,
-        result=_download_result(fleet, run_id) if "job" in run["config"] or is_result else None,
+        result=_download_result(fleet, run_id) if "job" in run["config"] or has_result(run["config"]) else None,
     )
 
 

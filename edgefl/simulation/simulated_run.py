@@ -19,7 +19,7 @@ from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.planning import check_memory_for, explain_work
 from edgefl.core import extensions
-from edgefl.core.analyses import ANALYSES_WITH_RESULT
+from edgefl.core.analyses import has_result
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.config import (
     CompressionSection,
@@ -375,7 +375,7 @@ def _build_result(store: Store, run_id: str, root: Path) -> RunResult:
 
 def _write_result(record: RunRecord, sha256: str, root: Path) -> Path | None:
     """Writes the result of an analysis that trains nothing; returns its file, None for a training."""
-    if record.strategy not in ANALYSES_WITH_RESULT:
+    if not has_result(record.config):
         return None
     opened, size = open_tensor_bytes(root / "models" / f"{sha256}.safetensors", RESULT)
     with opened:

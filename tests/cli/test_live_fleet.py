@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from edgefl import simulate
 from edgefl.cli.fleet.models import COLUMNS as MODEL_COLUMNS
 from edgefl.cli.run import COLUMNS
 from edgefl.coordinator import pki
@@ -155,6 +156,20 @@ def test_statistics_of_a_fleet_are_those_of_all_its_examples_and_no_model(edgefl
     run_id = asked.err.split()[1]
     assert edgefl("model", "list", "--run", run_id, "--format", "json").rows == []
     assert json.loads(edgefl("run", "result", run_id).out)["rows"] == len(pooled)
+
+
+def test_a_model_from_sums_is_evaluated_exported_and_the_same_as_simulated(edgefl, fleet, run_file, tmp_path):
+    file = run_file("bayes", '[task]\nmodel = "logistic"\n[strategy]\nname = "naive-bayes"\n[devices]\nmin = 2')
+    assert edgefl("run", "submit", file, "--wait").code == 0
+    run = edgefl("run", "show", "--format", "json").rows[0]
+    assert (run["strategy"], run["rounds"], run["accuracy"] > 0.85) == ("naive-bayes", 1, True)
+    assert edgefl("model", "export", "latest", "--out", tmp_path / "bayes.onnx").code == 0
+    live = load_file(fleet.get_model_path(get_run(fleet, run["run_id"])["model"]))
+    shards = [spec.shards["digits"] for spec in fleet.devices]
+    simulated = load_file(simulate(file, devices=shards, root=tmp_path / "simulated").model)
+    assert {name: tensor.tobytes() for name, tensor in live.items()} == {
+        name: tensor.tobytes() for name, tensor in simulated.items()
+    }
 
 
 @pytest.mark.parametrize(

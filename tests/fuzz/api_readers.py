@@ -485,6 +485,7 @@ def instructions(_folder: Path) -> Reader:
             "method": "gossip", "edges": [{"neighbour": "b", "sign": 1.0, "degree": 1, "weight": 0.5, "period": 1}],
             "learning_rate": 0.1, "period": 1, "codec": "dense", "carrier": "relay"}},
         "used_assignments": ["r/b"], "test_fraction": 0.2,
+        "analysis": {"name": "statistics", "options": {"columns": "0-9", "cells": 64}},
     }  # fmt: skip
 
     def feed(data: bytes) -> None:

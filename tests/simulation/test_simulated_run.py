@@ -471,3 +471,17 @@ def test_statistics_are_simulated_as_they_are_asked_for_live(simulate, workers):
 def test_what_an_analysis_cannot_follow_is_refused(simulate, sections, message):
     with pytest.raises(ConfigError, match=message):
         simulate(**{"strategy": {"name": "statistics"}, **sections})
+
+
+def test_a_model_from_sums_is_evaluated_and_kept_as_any_other(simulate):
+    result = simulate(devices=3, strategy={"name": "naive-bayes"}, run={"rounds": 5})
+    assert (result.status, len(result.rounds), result.result) == ("finished", 1, None)
+    assert result.metrics["accuracy"] > 0.85
+    assert load_model_file(result.model)["fc1.weight"].shape == (10, 64)
+
+
+def test_clusters_take_as_many_rounds_as_the_run_file_says(simulate):
+    result = simulate(devices=3, strategy={"name": "k-means", "clusters": 4, "columns": "0-63"}, run={"rounds": 6})
+    found = json.loads(result.result.read_text())
+    assert len(result.rounds) == 6
+    assert (len(found["centres"]), len(found["columns"]), sum(found["counts"]) > 1000) == (4, 64, True)

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.auth import get_request_source
-from edgefl.core.analyses import ANALYSES_WITH_RESULT
+from edgefl.core.analyses import has_result
 from edgefl.core.config import RunConfig, check_run_name, parse_run, parse_run_text
 from edgefl.core.errors import ConfigError, NotFoundError, UsageError
 from edgefl.core.protocol import PROTOCOL_VERSION
@@ -181,7 +181,7 @@ def encode_run(record: RunRecord) -> Json:
 
 def _send_result(context: ApiContext, record: RunRecord) -> StreamingResponse:
     """Returns the result of a job, or of an analysis, that has finished."""
-    if "job" not in record.config and record.strategy not in ANALYSES_WITH_RESULT:
+    if "job" not in record.config and not has_result(record.config):
         raise UsageError(f"run {record.run_id} is a training: its result is a model, see edgefl model")
     saved = context.store.list_saved_models(record.run_id)
     if record.status is not RunStatus.FINISHED or not saved:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
-from edgefl.core.analyses import ANALYSES_WITH_RESULT
+from edgefl.core.analyses import has_result
 from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
@@ -40,7 +40,6 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
             *(SavedModelTable.__table__.columns[name] for name in _COLUMNS),
             RunTable.name,
             RunTable.task,
-            RunTable.strategy,
             RunTable.config,
         )
         .join(RunTable, RunTable.run_id == SavedModelTable.run_id)
@@ -141,8 +140,8 @@ def _is_in_run_config(connection: Connection, sha256: str) -> bool:
 
 
 def _is_model(row: Json) -> bool:
-    """Returns whether what is saved is a model, no result; the row loses its strategy."""
-    return row.pop("strategy") not in ANALYSES_WITH_RESULT and "job" not in row["config"]
+    """Returns whether what a run saved is a model, no result of a job or an analysis."""
+    return "job" not in row["config"] and not has_result(row["config"])
 
 
 def _add_settings(row: Json) -> Json:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from edgefl.core.analyses import BoardSums
-from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec
+from edgefl.core.types import Array, Dataset, Json, ModelSpec, TensorKind, Tensors, TensorSpec
+
+RESULT = "result"
+"""Name of the only tensor, of bytes, of an answer that is no model, as of a job's result."""
 
 
 class Analysis(ABC):
@@ -47,6 +53,19 @@ class Analysis(ABC):
     @abstractmethod
     def solve(self, model: Tensors, boards: Iterable[BoardSums]) -> dict[str, Array]:
         """Returns the next model, of the boards' sums in the order in which the boards were asked."""
+
+
+def pack_result(result: Json) -> dict[str, Array]:
+    """Returns a result as a model: its text in JSON, in one tensor of bytes; none of an empty one."""
+    text = json.dumps(result, allow_nan=False, separators=(",", ":")).encode() if result else b""
+    return {RESULT: np.frombuffer(text, np.uint8).copy()}
+
+
+def read_result(model: Tensors) -> Json:
+    """Returns the result that a model is; empty before the first round."""
+    text = np.asarray(model[RESULT]).tobytes()
+    found: Json = json.loads(text) if text else {}
+    return found
 
 
 def make_exact_spec(name: str, *shape: int, dtype: str = "int64") -> TensorSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -11,15 +10,13 @@ import numpy as np
 
 from edgefl.core.analyses import BoardSums, StatisticsSettings
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset, Json, Task, Tensors
-from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec
+from edgefl.core.types import Array, Dataset, Task, Tensors
+from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec, pack_result, read_result
 from edgefl.tasks.analyses.columns import select_columns
 from edgefl.tasks.analyses.grouping import compute_extremes, count_cells, hide_small_counts
 from edgefl.tasks.analyses.summaries import describe_column, describe_histogram
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read_sum, sum_exactly, sum_products
 
-RESULT = "result"
-"""Name of the model's only tensor, of bytes, as of a job's."""
 FORMAT_VERSION = 1
 MAX_VALUE = 2.0**149
 """Values from here on count as missing, as those that are not finite do: their squares have no exact sum."""
@@ -62,7 +59,7 @@ class ColumnStatistics(Analysis):
         )
 
     def make_model(self) -> dict[str, Array]:
-        return {RESULT: np.zeros(0, np.uint8)}
+        return pack_result({})
 
     def make_request(self, model: Tensors) -> dict[str, Array]:
         """Returns the range of each column, [columns, 2]; from 0 to 0 where it is not known yet."""
@@ -149,8 +146,7 @@ class ColumnStatistics(Analysis):
                 low, high = map(float, ranges[column])
                 rank_error = int(num_boards[column]) * (self._settings.min_group - 1)
                 found.update(describe_histogram(total["histogram"][column], low, high, rank_error))
-        text = json.dumps(result, allow_nan=False, separators=(",", ":")).encode()
-        return {RESULT: np.frombuffer(text, np.uint8).copy()}
+        return pack_result(result)
 
     def _describe(self, sums: Tensors, extremes: Array) -> dict[str, Any]:
         """Returns the figures of one board, or of all."""
@@ -164,13 +160,6 @@ class ColumnStatistics(Analysis):
             for column, name in enumerate(self.columns.names)
         ]
         return found
-
-
-def read_result(model: Tensors) -> Json:
-    """Returns the result that a model is; empty before the first round."""
-    text = np.asarray(model[RESULT]).tobytes()
-    found: Json = json.loads(text) if text else {}
-    return found
 
 
 def _sum_powers(values: Array) -> Array:

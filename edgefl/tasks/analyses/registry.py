@@ -13,8 +13,20 @@ from edgefl.core.settings import check_options, check_settings, list_options
 from edgefl.core.types import Json, Scalar, Task
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.column_statistics import ColumnStatistics
+from edgefl.tasks.analyses.k_means import KMeans
+from edgefl.tasks.analyses.linear_regression import LinearRegression
+from edgefl.tasks.analyses.naive_bayes import NaiveBayes
+from edgefl.tasks.analyses.principal_components import PrincipalComponents
 
-_CLASSES: Mapping[str, Callable[[Task, Any], Analysis]] = MappingProxyType({"statistics": ColumnStatistics})
+_CLASSES: Mapping[str, Callable[[Task, Any], Analysis]] = MappingProxyType(
+    {
+        "k-means": KMeans,
+        "linear-regression": LinearRegression,
+        "naive-bayes": NaiveBayes,
+        "pca": PrincipalComponents,
+        "statistics": ColumnStatistics,
+    }
+)
 
 
 def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analysis:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from edgefl.core.analyses import BoardSums
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Dataset
-from edgefl.tasks.analyses.column_statistics import RESULT
+from edgefl.tasks.analyses.analysis import RESULT
 from edgefl.tasks.analyses.grouping import count_cells, hide_small_counts
 from edgefl.tasks.analyses.registry import make_analysis, parse_analysis
 from edgefl.tasks.learners.numpy_learner import DenseModel
