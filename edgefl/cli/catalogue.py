@@ -350,7 +350,7 @@ def quickstart(
     What no option says is asked on a terminal; elsewhere the defaults count.
     """
     from edgefl.core.config import parse_run_text  # noqa: PLC0415 fast start
-    from edgefl.tasks.registry import list_task_names  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import CONFIGURED, list_task_names  # noqa: PLC0415 likewise
 
     if out.exists():
         raise UsageError(f"{out} exists already; name a new file with --out")
@@ -361,7 +361,12 @@ def quickstart(
             return default if value is None else value
         return click.prompt(question, default=default, type=kind)
 
-    data = ask(f"What is learned ({', '.join(list_task_names())}, or module:Class of your own)", data, "digits")
+    names = ", ".join(name for name in list_task_names() if name not in CONFIGURED)
+    data = ask(f"What is learned ({names}, or module:Class of your own)", data, "digits")
+    if data in CONFIGURED:
+        raise UsageError(
+            f"{data} needs more than five answers; begin with a file of docs/how-to/train-without-code.md"
+        )
     boards = ask("How many boards train", boards, 3, click.IntRange(1, 100_000))
     goal = ask("When does it end: rounds such as 20, or an accuracy such as 0.95", goal, DEFAULT_GOAL)
     speeds = ask("Are the boards equally fast", speeds, "alike", click.Choice(["alike", "mixed"]))

@@ -362,10 +362,9 @@ def load_shard_report(task: str, path: str) -> ShardReport:
     Raises:
         EdgeflError: there is no such task, or the shard cannot be used for it.
     """
-    from edgefl.tasks.datasets.shards import check_shard  # noqa: PLC0415 likewise
-    from edgefl.tasks.registry import make_task  # noqa: PLC0415 fast start
+    from edgefl.tasks.datasets.shards import inspect_shard  # noqa: PLC0415 fast start
 
-    return check_shard(make_task(task, {}), path)
+    return inspect_shard(task, path, is_detailed=True)
 
 
 def _read_card_task(path: Path) -> str | None:
@@ -387,5 +386,7 @@ def _print_report(report: ShardReport) -> None:
         echo(f"  class {label}{name}: {count}")
     if report.target_range is not None:
         echo(f"  targets: {report.target_range[0]:g} to {report.target_range[1]:g}")
+    for line in report.details:
+        echo(f"  {line}")
     if report.missing_labels:
         click.echo(f"  missing: {', '.join(map(str, report.missing_labels))}")

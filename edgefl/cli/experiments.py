@@ -24,7 +24,7 @@ from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
 if TYPE_CHECKING:
     from edgefl.core.config import RunConfig
-    from edgefl.core.types import Json
+    from edgefl.core.types import Json, Scalar
     from edgefl.tasks.datasets.shards import ShardMetadata
 
 ROUND_COLUMNS = (
@@ -250,8 +250,15 @@ def _use_one_thread() -> None:
         os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
 
 
+run_file_option = click.option(
+    "--run-file",
+    type=click.Path(path_type=Path),
+    help="Run file whose [task] says what is read, such as columns; a task like table needs it.",
+)
+
+
 @click.command("demo")
-@click.option("--task", default="digits", show_default=True, help="A task that can be cut into shards.")
+@click.option("--task", help="A task that can be cut into shards [default: the run file's, else digits].")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
 @click.option("--devices", type=click.IntRange(1, 64), default=4, show_default=True, help="How many processes train.")
 @click.option("--strategy", default="fedavg", show_default=True, help="Who trains, and how updates become a model.")
@@ -274,10 +281,11 @@ def _use_one_thread() -> None:
     show_default=True,
     help="Folder for all of it; an earlier demo there is replaced.",
 )
+@run_file_option
 @allow_module_option
 def demo(  # noqa: PLR0913 one per option
     *,
-    task: str,
+    task: str | None,
     data: Path | None,
     devices: int,
     strategy: str,
@@ -286,6 +294,7 @@ def demo(  # noqa: PLR0913 one per option
     scheme: str | None,
     broker: str,
     out: Path,
+    run_file: Path | None,
 ) -> None:
     """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
     from edgefl.core.config import parse_run  # noqa: PLC0415 fast start
@@ -297,8 +306,10 @@ def demo(  # noqa: PLR0913 one per option
     )
     from edgefl.tasks.datasets.central import plan_shards  # noqa: PLC0415 likewise
 
+    task, options = _read_task(run_file, task)
     config = parse_run(
         {
+            "task": options,
             "run": {"task": task, "name": f"demo-{task}", "rounds": rounds, "seed": seed},
             "strategy": {"name": strategy},
             "devices": {"min": devices},
@@ -306,10 +317,10 @@ def demo(  # noqa: PLR0913 one per option
     )
     check_run(config)
     scheme = scheme or default_scheme(task)
-    plan_shards(task, scheme, devices, data, seed)  # invalid options are reported before an earlier demo is replaced
+    plan_shards(task, scheme, devices, data, seed, options=options)  # errors come before an earlier demo is replaced
     _clear_folder(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
-    specs, test_shards = partition_devices(task, scheme, devices, out / "shards", data, seed)
+    specs, test_shards = partition_devices(task, scheme, devices, out / "shards", data, seed, options=options)
     click.echo(f"starting a coordinator and {devices} devices; their logs are in {out}")
     with LocalFleet(root=out.resolve(), devices=specs, test_shards=test_shards, broker=broker) as fleet:
         run_id = fleet.submit(config)
@@ -324,6 +335,20 @@ def demo(  # noqa: PLR0913 one per option
         click.echo(accuracies[-1])
     click.echo(f"database: {fleet.database}")
     click.echo(f"query it: edgefl history updates --dir {fleet.directory} --run {run_id}")
+
+
+def _read_task(run_file: Path | None, task: str | None) -> tuple[str, Mapping[str, Scalar]]:
+    """Returns a task's name and its options in a run file."""
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+
+    if run_file is None:
+        return task or "digits", {}
+    config = load_run(run_file)
+    if task not in {None, config.run.task}:
+        raise UsageError(
+            f"{run_file} is about the task {config.run.task}, the command about {task}; give one of them"
+        )
+    return config.run.task, config.task
 
 
 def _clear_folder(out: Path) -> None:
@@ -366,16 +391,26 @@ def data() -> None:
     "in $EDGEFL_DATA.",
 )
 @click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts the same shards.")
+@run_file_option
 @allow_module_option
 @click.option("--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True)
 def shard(  # noqa: PLR0913 one per option
-    *, task: str, scheme: str, devices: int, out: Path, data: Path | None, seed: int, format_: str
+    *,
+    task: str,
+    scheme: str,
+    devices: int,
+    out: Path,
+    data: Path | None,
+    seed: int,
+    run_file: Path | None,
+    format_: str,
 ) -> None:
     """Writes device-01.npz and so on and test.npz, each with a card, and prints the examples per class."""
     from edgefl.tasks.datasets.central import TEST_NAME, create_shards  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.shards import read_metadata  # noqa: PLC0415 NumPy only where it is used
 
-    paths = [*create_shards(task, scheme, devices, out, data, seed), out / TEST_NAME]
+    task, options = _read_task(run_file, task)
+    paths = [*create_shards(task, scheme, devices, out, data, seed, options=options), out / TEST_NAME]
     cards = [(path, read_metadata(path)) for path in paths]
     if format_ == "json":
         click.echo(

@@ -382,7 +382,10 @@ class JobSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """One run file. `task` holds the options of the task that `run.task` names, which is the job's name in a job."""
+    """One run file. `task` holds the options of the task that `run.task` names, which is the job's name in a job.
+
+    A list of texts or numbers there is the same as one text with commas.
+    """
 
     run: RunSection
     task: Mapping[str, Scalar] = field(default_factory=dict)
@@ -664,7 +667,27 @@ def parse_run(mapping: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: an unknown key, a wrong type or a value out of range; the text names the key.
     """
-    return from_mapping(RunConfig, _expand_job(expand_preset(mapping)), path="")
+    return from_mapping(RunConfig, _join_lists(_expand_job(expand_preset(mapping))), path="")
+
+
+def _join_lists(tables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the tables with each list of texts or numbers in `[task]` as one text with commas between them.
+
+    Raises:
+        ConfigError: an entry has a comma of its own.
+    """
+    task = tables.get("task") if isinstance(tables, Mapping) else None
+    if not isinstance(task, Mapping):
+        return tables
+    return {**tables, "task": {name: _join_list(f"task.{name}", value) for name, value in task.items()}}
+
+
+def _join_list(name: str, value: object) -> object:
+    if not isinstance(value, list) or not all(type(entry) in {str, int, float} for entry in value):
+        return value
+    if with_comma := [entry for entry in value if "," in str(entry)]:
+        raise ConfigError(f"{name} must hold entries without a comma, got {with_comma[0]!r:.100}")
+    return ",".join(map(str, value))
 
 
 def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:

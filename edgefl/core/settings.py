@@ -30,14 +30,16 @@ MAX_FAULTS = 20
 """Wrong settings that one message names."""
 _BOUNDS = {"above": "exclusiveMinimum", "at_least": "minimum", "below": "exclusiveMaximum", "at_most": "maximum"}
 """Bounds in a field's metadata, and their names in a JSON schema."""
-_TEXTS = tuple[str, ...]
+_TEXTS, _NUMBERS = tuple[str, ...], tuple[float, ...]
 _DESCRIPTIONS: Mapping[Any, str] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "none",
-    _TEXTS: "a list of texts", Any: "a text, a number or true/false", object: "a text, a number or true/false",
+    _TEXTS: "a list of texts", _NUMBERS: "a list of numbers",
+    Any: "a text, a number or true/false", object: "a text, a number or true/false",
 }  # fmt: skip
 _SCHEMAS: Mapping[Any, Mapping[str, Any]] = {
     bool: {"type": "boolean"}, int: {"type": "integer"}, float: {"type": "number"}, str: {"type": "string"},
     _TEXTS: {"type": "array", "items": {"type": "string"}},
+    _NUMBERS: {"type": "array", "items": {"type": "number"}},
 }  # fmt: skip
 _SCALAR_SCHEMA = {"type": ["string", "number", "boolean"]}
 _NAMES: Mapping[str, Any] = {"bool": bool, "int": int, "float": float, "str": str, "None": NoneType}
@@ -319,8 +321,9 @@ def _is_of_kind(value: Any, kind: Any) -> bool:
         return any(isinstance(value, type(choice)) and value == choice for choice in choices)
     if kind is Any or kind is object:
         return isinstance(value, bool | str) or _is_finite(value)
-    if kind == _TEXTS:
-        return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+    if kind in {_TEXTS, _NUMBERS}:
+        is_right = _is_finite if kind == _NUMBERS else lambda entry: isinstance(entry, str)
+        return isinstance(value, list | tuple) and all(map(is_right, value))
     if kind is float:
         return _is_finite(value)
     if kind is int:

@@ -742,6 +742,8 @@ def make_run_schema() -> Json:
         is_default = name == name_schema["default"]
         condition = {"properties": {"name": {"const": name}}, "required": [] if is_default else ["name"]}
         strategy["allOf"].append({"if": condition, "then": options})
+    task_options = schema["properties"]["task"]["additionalProperties"]
+    schema["properties"]["task"]["additionalProperties"] = {"type": [*task_options["type"], "array"]}
     schema["properties"]["run"]["properties"]["task"]["examples"] = list(list_task_names())
     schema["allOf"] = [
         {

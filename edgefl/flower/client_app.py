@@ -137,12 +137,15 @@ def _get_partition(context: Context, config: RunConfig, partition: int) -> Path:
         raise ConfigError(f"partition-id must lie in 0 to num-partitions - 1 = {num_devices - 1}, got {partition}")
     scheme = str(context.run_config.get("scheme") or config.simulation.scheme or "iid")
     data = str(context.run_config.get("data") or config.simulation.data or "")
-    key = derive_seed(config.run.task, scheme, num_devices, config.run.seed, data)
+    key = derive_seed(
+        config.run.task, scheme, num_devices, config.run.seed, data, *map(str, sorted(config.task.items()))
+    )
     folder = _get_state_root() / "shards" / f"{key:032x}"
     if not folder.is_dir():
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=folder.parent))
-        create_shards(config.run.task, scheme, num_devices, temporary, Path(data) if data else None, config.run.seed)
+        source, seed = Path(data) if data else None, config.run.seed
+        create_shards(config.run.task, scheme, num_devices, temporary, source, seed, options=config.task)
         with contextlib.suppress(OSError):  # lost the race to another node, whose shards are the same
             temporary.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)

@@ -26,7 +26,7 @@ from edgefl.core.analyses import has_result
 from edgefl.core.config import RunConfig, load_run, parse_run
 from edgefl.core.errors import ConfigError, NetworkError, RunFailedError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
-from edgefl.core.types import Json
+from edgefl.core.types import Json, Scalar
 from edgefl.engine.build import build_run
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
@@ -374,11 +374,18 @@ def run(
             return _build_result(fleet, fleet.wait_for_run(run_id))
 
 
-def partition_devices(
-    task: str, scheme: str, num_devices: int, out: Path, data: Path | None, seed: int
+def partition_devices(  # noqa: PLR0913 those of `create_shards`
+    task: str,
+    scheme: str,
+    num_devices: int,
+    out: Path,
+    data: Path | None,
+    seed: int,
+    *,
+    options: Mapping[str, Scalar] | None = None,
 ) -> tuple[tuple[LocalDeviceSpec, ...], dict[str, str]]:
     """Cuts a central data set; returns a device for each shard, and the test shards; raises as `create_shards`."""
-    paths = create_shards(task, scheme, num_devices, out, data, seed)
+    paths = create_shards(task, scheme, num_devices, out, data, seed, options=options)
     devices = tuple(LocalDeviceSpec(name=path.stem, shards={task: str(path.resolve())}) for path in paths)
     return devices, {task: str((out / TEST_NAME).resolve())}
 
@@ -430,7 +437,8 @@ def _partition_data(
         devices = folders
     if isinstance(devices, int):
         source = None if data is None else Path(data)
-        return partition_devices(task, scheme or default_scheme(task), devices, out, source, config.run.seed)
+        scheme = scheme or default_scheme(task)
+        return partition_devices(task, scheme, devices, out, source, config.run.seed, options=config.task)
     shards = [str(Path(path).resolve()) for path in devices]
     specs = (LocalDeviceSpec(name=f"device-{n:02}", shards={task: shard}) for n, shard in enumerate(shards, 1))
     return tuple(specs), {}

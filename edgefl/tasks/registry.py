@@ -32,7 +32,10 @@ BUILT_IN: Mapping[str, str] = {
     "mnist": "edgefl.tasks.images:mnist",
     "motionsense": "edgefl.tasks.motionsense:motionsense",
     "noop": "edgefl.tasks.noop:NoopTask",
+    "table": "edgefl.tasks.configured.table:table",
 }
+CONFIGURED = frozenset({"table"})
+"""Built-in tasks that only the options of a run file make."""
 
 _ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
 

@@ -150,7 +150,7 @@ NAN, INF = float("nan"), float("inf")
         ("run", 3, "run must be a table, got 3"),
         ("stratgy", {}, "unknown setting stratgy: did you mean strategy?"),
         ("zzz", {}, "unknown setting zzz: known are aggregation, compression, devices, guard, job, models, run"),
-        ("task", {"a": [1]}, "task.a must be a text, a number or true/false, got [1]"),
+        ("task", {"a": [[1]]}, "task.a must be a text, a number or true/false, got [[1]]"),
         ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),
         ("strategy", {"lr": NAN}, "strategy.lr must be a text, a number or"),
         ("devices", {"groups": "lab"}, "devices.groups must be a list of texts, got 'lab'"),

@@ -203,6 +203,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/array_files.py:_read_decompressed",
         ),
         "shard-cifar": _entry(shard_readers.cifar_batches, "tasks/datasets/cifar.py:_read_binary_batch"),
+        "shard-csv": _entry(
+            shard_readers.tables,
+            "tasks/datasets/csv_files.py:_Table.__enter__",
+            "tasks/datasets/csv_files.py:_Table.read_chunks",
+        ),
         "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(
             shard_readers.gradients,

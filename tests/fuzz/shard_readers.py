@@ -20,7 +20,7 @@ from edgefl.device.inference.onnx_model import read_inputs
 from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx
 from edgefl.tasks.datasets.cifar import read_test_batch
 from edgefl.tasks.datasets.sample_updates import read_sample_update
-from edgefl.tasks.datasets.shards import check_shard
+from edgefl.tasks.datasets.shards import check_shard, inspect_shard
 from edgefl.tasks.motionsense import read_motion_windows
 from edgefl.tasks.registry import make_task
 
@@ -96,6 +96,19 @@ def cifar_batches(folder: Path) -> Reader:
     record = bytes([7]) + bytes(range(256)) * 12
     feed = _of_file(folder, "test_batch.bin", lambda path: read_test_batch(path.parent))
     return Reader(feed=feed, seeds=(Seed(content=record), Seed(content=2 * record)), most_bytes=64 * MIB)
+
+
+def tables(folder: Path) -> Reader:
+    """CSV files of a configured task."""
+    task = make_task("table", {"columns": "a,b", "target": "c", "labels": "x,y", "missing": "drop"})
+
+    def read(path: Path) -> None:
+        inspect_shard("table", str(path), is_detailed=True)
+        task.read(str(path))
+
+    texts = (b"a,b,c\n1,2.5,x\n-3,4e5,y\n", b'"a";b;"c"\r\n1;2,5;1\r\n;3;0\r\n', b"c\ta\tb\nx\t1\t2\ny\t1")
+    seeds = tuple(Seed(content=text, form=Form.TEXT) for text in texts)
+    return Reader(feed=_of_file(folder, "a.csv", read), seeds=seeds, words=(b"nan", b"1_0", b"1e999", b'"', b"\0"))
 
 
 def motion_sets(folder: Path) -> Reader:

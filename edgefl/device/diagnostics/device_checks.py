@@ -51,8 +51,7 @@ from edgefl.system.diagnostics import (
     warning,
 )
 from edgefl.system.https_client import CoordinatorInfo, create_pinned_context, fetch_coordinator_info
-from edgefl.tasks.datasets.shards import check_shard
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.datasets.shards import inspect_shard
 
 TIMEOUT_S = 5.0
 PROBE_SENDER = "edgefl-doctor"
@@ -361,7 +360,7 @@ def _check_shards(state: DeviceStateDir) -> list[Finding]:
     findings = []
     for task, path in shards.items():
         try:
-            report = check_shard(make_task(task, {}), path)
+            report = inspect_shard(task, path)
         except (EdgeflError, OSError) as error:
             findings.append(problem("shards", f"{task}: {error}", _format_shard_add(f"{task} PATH")))
             continue

@@ -21,7 +21,7 @@ from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import Confinement
 from edgefl.tasks.datasets.shards import get_metadata_path
-from edgefl.tasks.registry import is_torch_task, list_backends, list_numpy_models, make_task
+from edgefl.tasks.registry import CONFIGURED, is_torch_task, list_backends, list_numpy_models, make_task
 
 TORCH_BYTES = 300_000_000
 NUMPY_BYTES = 130_000_000
@@ -45,6 +45,8 @@ class TaskTraits:
 
 def read_task_traits(name: str) -> TaskTraits:
     """Returns the traits of TASK or TASK/MODEL; raises as `make_task`."""
+    if name in CONFIGURED:  # its model stands in a run file; the usual one is in NumPy
+        return TaskTraits(needs_torch=False, has_shape=False)
     task = make_measurable_task(name)
     return TaskTraits(needs_torch=is_torch_task(task), has_shape=getattr(task, "input_shape", None) is not None)
 

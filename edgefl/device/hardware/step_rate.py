@@ -33,7 +33,7 @@ from edgefl.device.hardware.requirements import (
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.confinement import make_command, make_environment
 from edgefl.system.processes import exit_with_parent
-from edgefl.tasks.registry import list_numpy_models
+from edgefl.tasks.registry import CONFIGURED, list_numpy_models
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +199,8 @@ def list_measurable_tasks(
     if "numpy" in find_unsupported_backends(facts):
         return []
     for name, shard in sorted(shards.items()):
+        if name in CONFIGURED:  # how long an iteration takes depends on the run file
+            continue
         try:
             needs_torch = read_traits(name).needs_torch
         except EdgeflError:  # the agent reports the error of a shard that it cannot use

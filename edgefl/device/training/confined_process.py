@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO
 
@@ -20,11 +21,11 @@ from edgefl.core.errors import EdgeflError, NetworkError
 from edgefl.core.protocol import MAX_BODY_BYTES
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.hardware.health import create_thermal_pacer
+from edgefl.device.hardware.requirements import read_task_traits
 from edgefl.device.peers.peer_connection import OnPeerMessage
 from edgefl.device.training.process_link import TrainingSetup
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.system.process_messages import read_message, write_message
-from edgefl.tasks.registry import is_torch_task, make_task
 
 ALIVE_INTERVAL_S = 0.25
 IDLE_POLL_S = 30.0
@@ -152,8 +153,7 @@ class TrainingProcess:
     def _describe(self, name: str) -> Json:
         """Returns what an agent must know of a task and its shard without loading either."""
         try:
-            task = make_task(name)
-            facts = {"needs_torch": is_torch_task(task), "has_shape": getattr(task, "input_shape", None) is not None}
+            facts = asdict(read_task_traits(name))
         except EdgeflError as error:
             return {"error": str(error)}
         counts = self._trainer.count_examples()

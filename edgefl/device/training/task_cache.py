@@ -17,7 +17,13 @@ from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
-from edgefl.tasks.datasets.shards import get_metadata_path, load_task_data, read_metadata, split_train_test
+from edgefl.tasks.datasets.shards import (
+    get_metadata_path,
+    inspect_shard,
+    load_task_data,
+    read_metadata,
+    split_train_test,
+)
 from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.noop import NoopLearner
@@ -161,7 +167,7 @@ class TaskCache:
             if name in without:
                 continue
             with _tolerate_errors(name, path, self._shard_errors):
-                counts[name] = len(load_task_data(make_task(name), path))
+                counts[name] = inspect_shard(name, path).num_examples
         return counts
 
     def get_shard_errors(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from edgefl.tasks.datasets.partitioning import Partitioning, compute_strata, par
 from edgefl.tasks.datasets.shards import ShardMetadata, is_of_classes, load_task_data, split_train_test, write_shard
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
-from edgefl.tasks.registry import BUILT_IN, make_task
+from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
 
 log = logging.getLogger(__name__)
 
@@ -158,8 +158,15 @@ def _make_noop() -> CentralData:
     return CentralData(train=make_noop_data(), test=make_noop_data(), source="nothing")
 
 
-def create_shards(
-    task_name: str, scheme: str, num_devices: int, out: Path, data: Path | None = None, seed: int = 7
+def create_shards(  # noqa: PLR0913 the last three have defaults
+    task_name: str,
+    scheme: str,
+    num_devices: int,
+    out: Path,
+    data: Path | None = None,
+    seed: int = 7,
+    *,
+    options: Mapping[str, Scalar] | None = None,
 ) -> list[Path]:
     """Writes `device-01.npz` and so on and `test.npz`, each with its card, and returns the devices' paths.
 
@@ -170,26 +177,39 @@ def create_shards(
         out: folder to write into, created if missing.
         data: as `folder` of `load_central_data`.
         seed: equal seeds give equal shards.
+        options: of the task.
 
     Raises:
         ConfigError: the scheme is unknown or cannot serve that many devices.
         DataError: the data set is missing or damaged, or `out` cannot be written.
         TaskError: the task has no central data set.
     """
-    central, sharding = plan_shards(task_name, scheme, num_devices, data, seed)
-    labels = tuple(getattr(make_task(task_name, {}), "labels", ()))
-    is_own = task_name not in BUILT_IN
-    card = ShardMetadata(task=task_name, scheme=scheme, source=central.source, labels=labels, is_dataset=is_own)
+    central, sharding = plan_shards(task_name, scheme, num_devices, data, seed, options=options)
+    task = make_task(task_name, options)
+    card = ShardMetadata(
+        task=task_name,
+        scheme=scheme,
+        source=central.source,
+        labels=tuple(getattr(task, "labels", ())),
+        is_dataset=task_name not in BUILT_IN or task_name in CONFIGURED,
+        options=getattr(task, "shard_options", {}),
+    )
     write_shard(out / TEST_NAME, central.test, replace(card, scheme="test"))
     return [_write_device_shard(out, device, sharding, central, card) for device in range(num_devices)]
 
 
 def plan_shards(
-    task_name: str, scheme: str, num_devices: int, data: Path | None = None, seed: int = 7
+    task_name: str,
+    scheme: str,
+    num_devices: int,
+    data: Path | None = None,
+    seed: int = 7,
+    *,
+    options: Mapping[str, Scalar] | None = None,
 ) -> tuple[CentralData, Partitioning]:
     """Returns the shards of `create_shards`, and raises its errors of scheme and data; writes nothing."""
     parsed = parse_scheme(scheme)
-    central = load_central_data(task_name, data)
+    central = load_central_data(task_name, data, options)
     rng = derive_rng(seed, "shards", task_name, scheme)
     return central, partition_rows(
         parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups

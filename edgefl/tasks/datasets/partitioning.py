@@ -142,9 +142,9 @@ def partition_by_group(groups: Array | None, num_devices: int) -> list[Array]:
     load = np.zeros(num_devices, np.int64)
     for person in np.argsort(-counts, kind="stable"):
         lightest = int(load.argmin())
-        assigned[lightest].append(int(people[person]))
+        assigned[lightest].append(int(person))
         load[lightest] += counts[person]
-    return [np.flatnonzero(np.isin(groups, assigned_people)) for assigned_people in sorted(assigned, key=min)]
+    return [np.flatnonzero(np.isin(groups, people[indices])) for indices in sorted(assigned, key=min)]
 
 
 def partition_by_class(labels: Array, num_devices: int, rng: Generator) -> list[Array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,10 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
+from edgefl.tasks.datasets.csv_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
+from edgefl.tasks.registry import CONFIGURED, make_task
 
 # A service with a user of its own must be able to read its operator's files.
 SHARD_FILE_MODE = 0o644
@@ -32,6 +34,8 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
 _ARRAYS = ("inputs", "labels")
+_SURVEYS: Mapping[str, Callable[..., Survey]] = {"table": survey_table}
+"""What counts the examples of a configured task's shard without its run file."""
 
 HASH_BYTES = 8
 
@@ -43,7 +47,7 @@ class ShardMetadata:
     `groups` names the people in a natural shard. `blocks` maps a block of a redundant shard to its rows
     [start, stop); the same block has the same rows in the same order on every device that holds it. With `is_dataset`
     the file was cut from the data of a task of one's own: it holds what that task's `read` returned, and is taken
-    without it.
+    without it. `options` are those of a configured task that decided what this was.
     """
 
     task: str
@@ -56,6 +60,7 @@ class ShardMetadata:
     blocks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     sha256: str = ""
     is_dataset: bool = False
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def get_metadata_path(shard: Path) -> Path:
@@ -86,6 +91,7 @@ def read_metadata(shard: Path) -> ShardMetadata:
             blocks={int(block): (int(start), int(stop)) for block, (start, stop) in value.get("blocks", {}).items()},
             sha256=_require_text(value["sha256"]),
             is_dataset=value.get("is_dataset", False) is True,
+            options={name: _require_text(text) for name, text in value.get("options", {}).items()},
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DataError(
@@ -132,7 +138,8 @@ def _require_text(value: object) -> str:
 class ShardReport:
     """Content of a shard: examples per class, and the task's missing classes (if the task names them).
 
-    `target_range` is the least and the largest target where targets are values, which have no counts.
+    `target_range` is the least and the largest target where targets are values, which have no counts. `details` are
+    lines that describe the shard of a configured task without its run file.
     """
 
     task: str
@@ -142,6 +149,7 @@ class ShardReport:
     missing_labels: tuple[int, ...]
     labels: tuple[str, ...] = ()
     target_range: tuple[float, float] | None = None
+    details: tuple[str, ...] = ()
 
 
 def read_shard(
@@ -216,7 +224,7 @@ def load_task_data(task: Task, path: str | Path) -> Dataset:
     Raises:
         DataError: the shard is damaged or of another task, or its data is none for the task's loss.
     """
-    data = _read_cut_file(Path(path), task.name) if _is_cut(Path(path)) else task.read(str(path))
+    data = _read_cut_file(Path(path), task) if _is_cut(Path(path)) else task.read(str(path))
     check_data(task, data)
     return data
 
@@ -228,8 +236,14 @@ def _is_cut(path: Path) -> bool:
         return False
 
 
-def _read_cut_file(path: Path, task: str) -> Dataset:
-    _check_card(path, task)
+def _read_cut_file(path: Path, task: Task) -> Dataset:
+    card = _check_card(path, task.name)
+    for name, text in getattr(task, "shard_options", {}).items():
+        if card.options.get(name) != text:
+            raise DataError(
+                f"shard {path} was cut with {name} = {card.options.get(name, 'none')!r:.200}, the run file has "
+                f"{text!r:.200}; cut it again"
+            )
     arrays = _load_arrays(path, None)
     if missing := [name for name in _ARRAYS if name not in arrays]:
         raise DataError(f"shard {path} has no array {missing[0]!r}; cut it again")
@@ -242,6 +256,25 @@ def is_of_classes(task: Task, data: Dataset) -> bool:
     """Returns whether targets are classes: [n] whole numbers that the task names, or its loss takes for classes."""
     is_whole = data.targets.ndim == 1 and data.targets.dtype.kind in "iu"
     return is_whole and (bool(getattr(task, "labels", ())) or isinstance(find_loss(task), CrossEntropy))
+
+
+def inspect_shard(name: str, path: str, *, is_detailed: bool = False) -> ShardReport:
+    """Returns what a shard holds for the task of that name with its usual options.
+
+    A configured task has none: its examples are counted, and its run file says later which columns and classes count.
+
+    Raises:
+        EdgeflError: there is no such task, or the shard cannot be used.
+    """
+    if name not in CONFIGURED:
+        return check_shard(make_task(name), path)
+    if _is_cut(Path(path)):
+        card = _check_card(Path(path), name)
+        count, details = card.num_examples, tuple(f"{option} = {text}" for option, text in card.options.items())
+    else:
+        survey = _SURVEYS[name](Path(path), name, is_detailed=is_detailed)
+        count, details = survey.num_examples, survey.details
+    return ShardReport(task=name, path=path, num_examples=count, counts={}, missing_labels=(), details=details)
 
 
 def check_shard(task: Task, path: str) -> ShardReport:
@@ -277,7 +310,7 @@ def _read_file(path: Path, task: str, input_shape: tuple[int, ...] | None, num_c
     return data
 
 
-def _check_card(path: Path, task: str) -> None:
+def _check_card(path: Path, task: str) -> ShardMetadata:
     card = read_metadata(path)
     if card.task != task:
         raise DataError(f"shard {path} is of task {card.task}, this is task {task}")
@@ -286,6 +319,7 @@ def _check_card(path: Path, task: str) -> None:
             f"shard {path} is damaged: its SHA-256 is {checksum[:12]}…, "
             f"its card says {card.sha256[:12]}…; copy it again"
         )
+    return card
 
 
 def _load_arrays(path: Path, names: Collection[str] | None) -> dict[str, Array]:

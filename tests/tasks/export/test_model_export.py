@@ -30,12 +30,15 @@ OPTIONS = {
     "cifar-10": [{"model": "mlp"}, {"model": "cnn"}, {"model": "mobilenet-v2", "norm": "batch"}],
     "motionsense": [{"model": model} for model in ("cnn", "mlp", "logistic")],
     "noop": [{"size_bytes": 400}],
+    "table": [
+        {"columns": "a,b,c", "target": "t", "labels": "x,y", "means": "1,2,3", "scales": 4.0, "model": "mlp"},
+    ],
 }
 
 
 def marks(name, model):
     """Networks of torch take seconds each; those of no other operators than `cnn` run with the slow tests."""
-    if name in {"digits", "noop"} or model in DENSE:
+    if name in {"digits", "noop", "table"} or model in DENSE:
         return ()
     return pytest.mark.extended if model in {"cnn", "lenet"} else pytest.mark.slow
 
@@ -54,9 +57,8 @@ def real_like(name, num_examples=30):
     rng = derive_rng(3, name)
     if name == "motionsense":
         return rng.normal(0.0, 1.0, (num_examples, 9, 128)).astype(np.float32)
-    shape, top = {"digits": ((8, 8), 16), "noop": ((1,), 9), "cifar-10": ((3, 32, 32), 255)}.get(
-        name, ((28, 28), 255)
-    )
+    tops = {"digits": ((8, 8), 16), "noop": ((1,), 9), "table": ((3,), 9), "cifar-10": ((3, 32, 32), 255)}
+    shape, top = tops.get(name, ((28, 28), 255))
     pixels = rng.integers(0, top, (num_examples, *shape), endpoint=True).astype(np.uint8)
     pixels[0] = 0
     return pixels

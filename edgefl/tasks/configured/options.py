@@ -1,0 +1,234 @@
+"""Options of configured tasks, checked: lists and numbers of a run file, and what a model is to predict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.safe_text import is_safe_text
+from edgefl.core.types import Array, Dataset, Scalar, Task
+from edgefl.tasks.classification import TrainableModel
+from edgefl.tasks.losses.registry import CLASS_LOSSES, make_loss
+from edgefl.tasks.losses.value_losses import AbsoluteError, Huber, Quantile, Reconstruction, SquaredError
+from edgefl.tasks.metrics.registry import make_metric
+
+Names = str | tuple[str, ...]
+"""An option that is a list of names: in a run file a list, or one text with commas."""
+Numbers = str | int | float | tuple[float, ...]
+"""An option that is a list of numbers, likewise, or one number."""
+
+MAX_COLUMNS, MAX_LABELS, MAX_TARGETS = 4096, 1000, 256
+MAX_NAME_CHARS = 100
+MAX_HIDDEN_LAYERS, MAX_HIDDEN = 4, 4096
+MAX_PARAMETERS = 20_000_000
+VALUE_METRICS, DISTANCES = ("rmse", "r2"), (SquaredError, AbsoluteError, Huber)
+"""Metrics of values where the run file names none and the loss is one of these distances to them."""
+_RANGE = re.compile(r"(.*?)(\d{1,6})\.\.(\d{1,6})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What a model predicts: one of `labels`, or values, or its own input.
+
+    `loss` is None for the usual one of classes, `metrics` are names and directions, None for none.
+    """
+
+    labels: tuple[str, ...]
+    loss: str | None
+    metrics: Mapping[str, str] | None
+    num_outputs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredTask(Task):
+    """A task whose options say all of it.
+
+    Attributes:
+        name: that of the run file, such as `table`.
+        model: in NumPy or torch.
+        input_shape: of one example as `read` gives it.
+        goal: what the model predicts.
+        reader: returns the data at a path.
+        defaults: of the plan.
+        shard_options: those options that decide what `read` returns, for cards of cut shards.
+    """
+
+    name: str
+    model: TrainableModel
+    input_shape: tuple[int, ...]
+    goal: Goal
+    reader: Callable[[Path], Dataset]
+    defaults: Mapping[str, Scalar]
+    shard_options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.goal.labels
+
+    @property
+    def loss(self) -> str | None:
+        return self.goal.loss
+
+    @property
+    def metrics(self) -> Mapping[str, str] | None:
+        return self.goal.metrics
+
+    @property
+    def num_outputs(self) -> int:
+        return self.goal.num_outputs
+
+    def read(self, path: str) -> Dataset:
+        return self.reader(Path(path))
+
+
+def split_names(task: str, option: str, value: Names, *, at_most: int, at_least: int = 1) -> tuple[str, ...]:
+    """Returns the names of a list; `pixel_0..63` stands for 64 of them.
+
+    Raises:
+        ConfigError: too few or too many, a name twice, an empty one, or one that is no line of text.
+    """
+    names: list[str] = []
+    for part in (str(part).strip() for part in (_split(value) if value else ())):
+        names += _expand_range(task, option, part, at_most - len(names))
+        if len(names) > at_most:
+            raise ConfigError(f"task.{option}: task {task} takes at most {at_most} of them")
+        if not part or len(part) > MAX_NAME_CHARS or not is_safe_text(part):
+            raise ConfigError(
+                f"task.{option} must hold names of 1 to {MAX_NAME_CHARS} characters, got {part[:MAX_NAME_CHARS]!a}"
+            )
+    if len(names) < at_least:
+        raise ConfigError(f"task.{option} must name at least {at_least}, got {', '.join(names) or 'none'}")
+    if len(set(names)) < len(names):
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ConfigError(f"task.{option} names {twice!r} twice")
+    return tuple(names)
+
+
+def split_numbers(task: str, option: str, value: Numbers, *, count: int, above: float = -np.inf) -> Array:
+    """Returns [count] float32; one number stands for all.
+
+    Raises:
+        ConfigError: another count, or a number that is not finite or not above `above`.
+    """
+    parts = _split(value)
+    try:
+        numbers = np.array([float(part) for part in parts], np.float32)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"task.{option} must be numbers, got {str(value)[:MAX_NAME_CHARS]!r}") from None
+    if len(numbers) not in {1, count}:
+        raise ConfigError(f"task.{option}: task {task} takes one number, or {count}, got {len(numbers)}")
+    if wrong := [number for number in numbers.tolist() if not (np.isfinite(number) and number > above)]:
+        limit = "" if above == -np.inf else f" and above {above:g}"
+        raise ConfigError(f"task.{option} must be finite{limit}, got {wrong[0]:g}")
+    return np.full(count, numbers[0], np.float32) if len(numbers) == 1 else numbers
+
+
+def split_sizes(option: str, value: Numbers) -> tuple[int, ...]:
+    """Returns the sizes of hidden layers.
+
+    Raises:
+        ConfigError: too many, or a size out of range.
+    """
+    parts = _split(value)
+    texts = [str(part).strip() for part in parts]
+    sizes = [int(text) for text in texts if re.fullmatch(r"[0-9]{1,6}", text)]
+    is_right = len(sizes) == len(texts) <= MAX_HIDDEN_LAYERS and all(1 <= size <= MAX_HIDDEN for size in sizes)
+    if not is_right:
+        raise ConfigError(
+            f"task.{option} must be 1 to {MAX_HIDDEN_LAYERS} whole numbers from 1 to {MAX_HIDDEN}, "
+            f"got {str(value)[:MAX_NAME_CHARS]!r}"
+        )
+    return tuple(sizes)
+
+
+def make_goal(
+    task: str, *, labels: Names, loss: str, metrics: Names, num_values: int = 0, num_inputs: int = 0
+) -> Goal:
+    """Returns what a task predicts.
+
+    Args:
+        task: its name.
+        labels: names of classes; empty for values.
+        loss: by name; empty for cross-entropy of classes and mse of values.
+        metrics: names; empty for `VALUE_METRICS` of values with a distance as loss, else none.
+        num_values: values of an example, where it is no class.
+        num_inputs: numbers of an example's input, which a reconstruction gives back.
+
+    Raises:
+        ConfigError: they do not fit each other, or one does not exist.
+    """
+    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if labels else ()
+    found = make_loss(loss or ("cross-entropy" if classes else "mse"))
+    if classes and found.name not in CLASS_LOSSES:
+        raise ConfigError(f"task.loss must be {' or '.join(CLASS_LOSSES)} where there are labels, got {loss!r}")
+    if not classes and found.name == "cross-entropy":
+        raise ConfigError(f"task.labels must name the classes of task {task}: cross-entropy is a loss of classes")
+    if isinstance(found, Reconstruction):
+        if num_values:
+            raise ConfigError("task.target means nothing with a reconstruction, which has none; leave it out")
+        if metrics:
+            raise ConfigError("task.metrics means nothing with a reconstruction; its loss is what counts")
+        return Goal(labels=(), loss=loss, metrics=None, num_outputs=num_inputs)
+    if not classes and not num_values:
+        raise ConfigError(f"task.target must name the column that task {task} predicts, or loss be reconstruction")
+    num_quantiles = len(found.quantiles) if isinstance(found, Quantile) else 1
+    names = metrics or (VALUE_METRICS if isinstance(found, DISTANCES) and not classes else ())
+    return Goal(
+        labels=classes,
+        loss=None if classes and not loss else loss or "mse",
+        metrics=_find_directions(task, names, classes),
+        num_outputs=len(classes) or num_values * num_quantiles,
+    )
+
+
+def check_size(task: str, model: TrainableModel) -> None:
+    """Checks that a model is one for a board.
+
+    Raises:
+        ConfigError: it has too many parameters.
+    """
+    count = sum(spec.size for spec in model.shapes())
+    if count > MAX_PARAMETERS:
+        raise ConfigError(
+            f"the model of task {task} has {count:,} parameters, at most are {MAX_PARAMETERS:,}; take a smaller "
+            "window, size or hidden"
+        )
+
+
+def format_options(**options: object) -> Mapping[str, str]:
+    """Returns options as a card has them: a list as one text."""
+    return {
+        name: ",".join(map(str, value)) if isinstance(value, tuple) else str(value) for name, value in options.items()
+    }
+
+
+def _split(value: Names | Numbers) -> Sequence[str | float]:
+    if isinstance(value, str):
+        return value.split(",")
+    return (value,) if isinstance(value, int | float) else value
+
+
+def _expand_range(task: str, option: str, name: str, room: int) -> Sequence[str]:
+    match = _RANGE.fullmatch(name)
+    if match is None:
+        return (name,)
+    start, stop = int(match[2]), int(match[3])
+    if stop < start:
+        raise ConfigError(f"task.{option}: {name!r} must count upwards")
+    if stop - start >= room:
+        raise ConfigError(f"task.{option}: {name!r} are {stop - start + 1} more; task {task} takes not so many")
+    width = len(match[2]) if match[2].startswith("0") else 0
+    return [f"{match[1]}{number:0{width}}" for number in range(start, stop + 1)]
+
+
+def _find_directions(task: str, names: Names, labels: tuple[str, ...]) -> Mapping[str, str] | None:
+    if not names:
+        return None
+    chosen = split_names(task, "metrics", names, at_most=16)
+    return MappingProxyType({name: make_metric(name, labels).direction for name in chosen})

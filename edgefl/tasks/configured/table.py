@@ -1,0 +1,239 @@
+"""`table`: rows of CSV files; columns, and a class or values to predict, stand in the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.tasks.classification import validate_choice
+from edgefl.tasks.configured.options import (
+    MAX_COLUMNS,
+    MAX_LABELS,
+    MAX_TARGETS,
+    ConfiguredTask,
+    Names,
+    Numbers,
+    check_size,
+    format_options,
+    make_goal,
+    split_names,
+    split_numbers,
+    split_sizes,
+)
+from edgefl.tasks.datasets.csv_files import TablePart, read_table
+from edgefl.tasks.export.onnx_graph import OnnxGraph, register_node_builder
+from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, Prepare
+
+NAME = "table"
+LINEAR_MODELS = ("linear", "logistic")
+MODELS = ("mlp", *LINEAR_MODELS)
+"""Models in NumPy; the last two are names of one."""
+DEFAULT_HIDDEN = 32
+CLASS_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}
+VALUE_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.03, "batch_size": 16, "epochs": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetColumns:
+    """Columns of what is predicted, and of whom or what a row comes from.
+
+    Values become (value - mean) / scale. A class is the label in its column, or where no label is a number, the
+    label's number from 0.
+    """
+
+    columns: tuple[str, ...]
+    labels: tuple[str, ...]
+    group: str
+    mean: float
+    scale: float
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        return () if self.labels else self.columns
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (*(self.columns if self.labels else ()), *((self.group,) if self.group else ()))
+
+    def read_targets(self, part: TablePart, values: Array) -> Array:
+        """Returns [n] or [n, columns] targets of a file's rows; `values` are those of `numbers`."""
+        if self.labels:
+            return read_labels(part.texts[0], self.labels, f"{part.path}: column {self.columns[0]!r}")
+        targets: Array = (values - np.float32(self.mean)) / np.float32(self.scale)
+        if not self.columns:
+            return np.zeros(len(values), np.float32)
+        return targets[:, 0] if len(self.columns) == 1 else targets
+
+    def read_groups(self, part: TablePart) -> Array | None:
+        """Returns [n] groups of a file's rows, None where no column says it."""
+        return np.array(part.texts[-1], dtype=object).astype(str) if self.group else None
+
+
+def table(  # noqa: PLR0913 one keyword for each option of a run file
+    *,
+    columns: Names,
+    target: Names = "",
+    labels: Names = "",
+    loss: str = "",
+    metrics: Names = "",
+    model: str = "mlp",
+    hidden: Numbers = DEFAULT_HIDDEN,
+    activation: str = "relu",
+    means: Numbers = 0.0,
+    scales: Numbers = 1.0,
+    target_mean: float = 0.0,
+    target_scale: float = 1.0,
+    group: str = "",
+    missing: Literal["refuse", "drop"] = "refuse",
+) -> ConfiguredTask:
+    """Returns the task.
+
+    Args:
+        columns: that are the model's inputs; `pixel_0..63` stands for 64 of them.
+        target: column of the class, or columns of the values.
+        labels: names of the classes; none for values.
+        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target.
+        metrics: by name; rmse and r2 of values.
+        model: mlp, or linear, which is called logistic as well.
+        hidden: sizes of the hidden layers of mlp.
+        activation: between layers: relu, tanh, sigmoid or gelu.
+        means: an input is (value - mean) / scale; a number for each column, or one for all.
+        scales: above 0, likewise.
+        target_mean: a target is (value - target_mean) / target_scale.
+        target_scale: above 0.
+        group: column of whom a row comes from, for natural shards.
+        missing: whether a row with an empty cell is an error or left out.
+    """
+    names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
+    targets = make_target_columns(NAME, target, labels, group, target_mean, target_scale, inputs=names)
+    goal = make_goal(
+        NAME,
+        labels=targets.labels,
+        loss=loss,
+        metrics=metrics,
+        num_inputs=len(names),
+        num_values=len(targets.numbers),
+    )
+    prepare = make_standardisation(
+        split_numbers(NAME, "means", means, count=len(names)),
+        split_numbers(NAME, "scales", scales, count=len(names), above=0.0),
+    )
+    dense = make_dense_model(NAME, model, hidden, activation, sizes=(len(names), goal.num_outputs), prepare=prepare)
+    return ConfiguredTask(
+        name=NAME,
+        model=dense,
+        input_shape=(len(names),),
+        goal=goal,
+        reader=lambda path: _read_rows(path, names, targets, drops_missing=missing == "drop"),
+        defaults=CLASS_DEFAULTS if goal.labels else VALUE_DEFAULTS,
+        shard_options=format_options(columns=names, **format_targets(targets)),
+    )
+
+
+def make_target_columns(  # noqa: PLR0913 one for each option
+    task: str, target: Names, labels: Names, group: str, mean: float, scale: float, *, inputs: tuple[str, ...]
+) -> TargetColumns:
+    """Returns the columns of targets, checked.
+
+    Raises:
+        ConfigError: a class has not one column, a target is an input, or mean and scale make no sense.
+    """
+    columns = split_names(task, "target", target, at_most=MAX_TARGETS) if target else ()
+    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if labels else ()
+    if classes and len(columns) != 1:
+        raise ConfigError(f"task.target must name the one column of the labels, got {', '.join(columns) or 'none'}")
+    if both := [name for name in (*columns, group) if name in inputs]:
+        raise ConfigError(f"task.columns must not name {both[0]!r}, which is the target or the group")
+    if group:
+        split_names(task, "group", (group,), at_most=1)
+    if classes and (mean, scale) != (0.0, 1.0):
+        raise ConfigError("task.target_mean and target_scale mean nothing with labels; leave them out")
+    mean = float(split_numbers(task, "target_mean", mean, count=1)[0])
+    scale = float(split_numbers(task, "target_scale", scale, count=1, above=0.0)[0])
+    return TargetColumns(columns=columns, labels=classes, group=group, mean=mean, scale=scale)
+
+
+def format_targets(targets: TargetColumns) -> dict[str, object]:
+    """Returns the options of targets for the card of a cut shard."""
+    return {
+        "target": targets.columns,
+        "labels": targets.labels,
+        "target_mean": targets.mean,
+        "target_scale": targets.scale,
+    }
+
+
+def make_dense_model(
+    task: str, model: str, hidden: Numbers, activation: str, *, sizes: tuple[int, int], prepare: Prepare
+) -> DenseModel:
+    """Returns a model in NumPy; `sizes` are its numbers of inputs and outputs.
+
+    Raises:
+        ConfigError: there is no such model, or it is too large.
+    """
+    is_linear = validate_choice(task, "model", model, MODELS) in LINEAR_MODELS
+    if is_linear and hidden != DEFAULT_HIDDEN:
+        raise ConfigError(f"task.hidden is for the model mlp, got {model!r}")
+    dense = DenseModel(
+        sizes=(sizes[0], *(() if is_linear else split_sizes("hidden", hidden)), sizes[1]),
+        prepare=prepare,
+        activation=validate_choice(task, "activation", activation, tuple(ACTIVATIONS)),
+    )
+    check_size(task, dense)
+    return dense
+
+
+def make_standardisation(means: Array, scales: Array) -> Prepare:
+    """Returns a `prepare` to (value - mean) / scale; both broadcast over an example."""
+
+    def draw(graph: OnnxGraph, value: str) -> str:
+        centred = graph.add("Sub", value, graph.add_constant(means))
+        return graph.add("Div", centred, graph.add_constant(scales))
+
+    @register_node_builder(draw)
+    def standardise(inputs: Array) -> Array:
+        return (inputs.astype(np.float32) - means) / scales
+
+    return standardise
+
+
+def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str) -> Array:
+    """Returns [n] int64 numbers of the labels in cells.
+
+    Raises:
+        DataError: a cell is none of them.
+    """
+    numbers = {label: index for index, label in enumerate(labels)}
+    by_number = numbers if any(map(_to_whole_number, labels)) else {str(index): index for index in range(len(labels))}
+    classes = np.empty(len(cells), np.int64)
+    for row, cell in enumerate(cells):
+        found = numbers.get(cell, by_number.get(_to_whole_number(cell)))
+        if found is None:
+            raise DataError(f"{whose} must hold one of {', '.join(labels[:12])}, got {cell[:80]!a} in row {row + 1}")
+        classes[row] = found
+    return classes
+
+
+def _to_whole_number(cell: str) -> str:
+    """Returns `1` for `1`, `1.0` and `1.00`; empty for what is no whole number."""
+    try:
+        value = float(cell)
+    except ValueError:
+        return ""
+    return str(int(value)) if abs(value) < MAX_COLUMNS and value.is_integer() else ""
+
+
+def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, drops_missing: bool) -> Dataset:
+    parts = read_table(path, NAME, (*columns, *targets.numbers), targets.texts, drops_missing=drops_missing)
+    groups = [found for part in parts if (found := targets.read_groups(part)) is not None]
+    return Dataset(
+        inputs=np.concatenate([part.numbers[:, : len(columns)] for part in parts]),
+        targets=np.concatenate([targets.read_targets(part, part.numbers[:, len(columns) :]) for part in parts]),
+        groups=np.concatenate(groups) if groups else None,
+    )

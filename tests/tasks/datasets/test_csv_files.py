@@ -1,0 +1,108 @@
+"""CSV files as shards: chosen columns, within bounds, also while they are being written."""
+
+import numpy as np
+import pytest
+
+from edgefl.core.errors import DataError
+from edgefl.tasks.datasets import csv_files
+from edgefl.tasks.datasets.csv_files import read_table, survey_table
+
+
+def read(path, numbers, texts=(), **options):
+    parts = read_table(path, "table", numbers, texts, **options)
+    return np.concatenate([part.numbers for part in parts]).tolist(), [part.texts for part in parts]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,b,c\n1,2.5,x\n3,-4e1,y\n",
+        "a;b;c\n1;2,5;x\n3;-40;y\n",
+        "a\tb\tc\n1\t2.5\tx\n3\t-40\ty\n",
+        '\ufeff"a", b ,c\r\n"1", 2.5 ,x\r\n\r\n3,-40,y\r\n',
+    ],
+    ids=["commas", "semicolons", "tabs", "quotes"],
+)
+def test_numbers_and_texts_are_found_by_name_whatever_is_between_cells(tmp_path, text):
+    path = tmp_path / "a.csv"
+    path.write_text(text, encoding="utf-8")
+    assert read(path, ["b", "a"], ["c"]) == ([[2.5, 1.0], [-40.0, 3.0]], [(("x", "y"),)])
+
+
+def test_a_folder_is_its_csv_files_by_name(tmp_path):
+    for name, value in {"b.csv": 2, "a.csv": 1, ".c.csv": 3, "d.txt": 4}.items():
+        (tmp_path / name).write_text(f"a\n{value}\n")
+    assert read(tmp_path, ["a"])[0] == [[1.0], [2.0]]
+
+
+def test_rows_beyond_one_chunk_keep_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(csv_files, "CHUNK_ROWS", 3)
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n" + "".join(f"{row},t{row}\n" for row in range(8)))
+    numbers, texts = read(path, ["a"], ["b"])
+    assert numbers == [[float(row)] for row in range(8)]
+    assert texts == [(tuple(f"t{row}" for row in range(8)),)]
+    assert survey_table(path, "table").num_examples == 8
+
+
+def test_a_last_line_that_is_still_being_written_waits(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n1,2\n3")
+    assert read(path, ["a"])[0] == [[1.0]]
+    path.write_text("a,b\n1,2\n3,4")
+    assert read(path, ["a"])[0] == [[1.0], [3.0]]
+
+
+@pytest.mark.parametrize("gap", ["", " ", "NaN", "NA", "null"])
+def test_a_missing_number_is_refused_or_its_row_left_out(tmp_path, gap):
+    path = tmp_path / "a.csv"
+    path.write_text(f"a,b\n1,2\n3,{gap}\n5,6\n")
+    with pytest.raises(DataError, match=r'row 2: b is missing or no finite number; missing = "drop"'):
+        read(path, ["a", "b"])
+    assert read(path, ["a", "b"], drops_missing=True)[0] == [[1.0, 2.0], [5.0, 6.0]]
+    assert read(path, ["a"])[0] == [[1.0], [3.0], [5.0]], "a column that nobody asked for may have gaps"
+
+
+def test_a_missing_text_is_one_too(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,b\n1,x\n3,\n")
+    with pytest.raises(DataError, match="row 2: b is missing"):
+        read(path, ["a"], ["b"])
+    assert read(path, ["a"], ["b"], drops_missing=True) == ([[1.0]], [(("x",),)])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no column 'a'; its first line names none"),
+        (b"b,c\n1,2\n", "no column 'a'; its first line names b, c"),
+        (b"a,a\n1,2\n", "2 columns 'a'"),
+        (b"a\n", "holds no rows"),
+        (b"a,b\n1\n2,3\n", "row 1: 1 cells, the first line has 2"),
+        (b"a,b\n1,2,3\n", "row 1: 3 cells, the first line has 2"),
+        (b"a\nwarm\n", "column 'a' must hold numbers, got 'warm'"),
+        (b"a\n1e99\n", "a number is missing or no finite number"),
+        (b"a\ninf\n", "a number is missing or no finite number"),
+        (b"a\n\xff\n", "cannot be read as CSV"),
+        (b"a\n" + b"1" * 1_000_001, "a line of more than 1000000 characters"),
+    ],
+)
+def test_what_is_no_table_is_one_clear_line(tmp_path, content, message):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        read(path, ["a"])
+    assert "\n" not in str(error.value)
+
+
+def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "a.csv"
+    path.write_text("a\n1\n2\n3\n")
+    with pytest.raises(DataError, match=r"must be a CSV file or a folder of \.csv files; there is none"):
+        read(tmp_path / "b.csv", ["a"])
+    monkeypatch.setattr(csv_files, "MAX_CELLS", 2)
+    with pytest.raises(DataError, match="more than 2 numbers"):
+        read(path, ["a"])
+    monkeypatch.setattr(csv_files, "MAX_FILE_BYTES", 5)
+    with pytest.raises(DataError, match="has 8 bytes, at most 5 are read"):
+        read(path, ["a"])
