@@ -111,7 +111,7 @@ def _print_next(name: str, folder: Path) -> None:
     steps = (
         (f"cd {shlex.quote(str(folder))}", ""),
         ("python make_data.py", "three boards' data, made up; then put your own in its place"),
-        (f"pytest test_{name}.py", "trains the task, and looks whether it has learned"),
+        (f"pytest test_{name}.py", "trains the task, and looks whether it has learned (pip install pytest)"),
         (f"PYTHONPATH=. edgefl simulate run.toml --data data --devices 3 --allow-module {name}", ""),
     )
     width = max(len(line) for line, meaning in steps if meaning)
