@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from edgefl.tasks.datasets.shards import ShardMetadata
 
 ROUND_COLUMNS = (
-    "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "bytes_up",
-    "bytes_down", "seconds", "ended_s",
+    "round", "num_updates", "accuracy", "node_accuracy", "worst_node_accuracy", "disagreement", "loss", "metrics",
+    "bytes_up", "bytes_down", "seconds", "ended_s",
 )  # fmt: skip
+OPTIONAL_COLUMNS = DEVICE_MODEL_COLUMNS | {"accuracy", "metrics"}
+"""Columns of rounds that a table has only where known: values have no accuracy, and few tasks declare metrics."""
 PROFILE_COLUMNS = (
     "name", "model", "speed", "up_bytes_per_s", "down_bytes_per_s", "latency_s", "memory_bytes", "source",
 )  # fmt: skip
@@ -134,7 +136,7 @@ def simulate(  # noqa: PLR0913 one per option
     if fmt == "table" and len(rows) > MAX_SHOWN_ROUNDS:
         click.echo(f"only the newest {MAX_SHOWN_ROUNDS} of {len(rows)} rounds are shown", err=True)
         rows = rows[-MAX_SHOWN_ROUNDS:]
-    columns = select_known_columns(rows, ROUND_COLUMNS, DEVICE_MODEL_COLUMNS)
+    columns = select_known_columns(rows, ROUND_COLUMNS, OPTIONAL_COLUMNS if fmt == "table" else DEVICE_MODEL_COLUMNS)
     print_rows(rows, columns, fmt, title=f"run {result.run_id} ({result.reason})", kind="rounds")
     if fmt == "table":
         if words := format_accuracy(result.metrics):
@@ -330,7 +332,7 @@ def demo(  # noqa: PLR0913 one per option
     for row in rows:
         row["seconds"] = row["closed_at"] - row["started_at"] if row["closed_at"] else None
         row.update(select_device_metrics(row))
-    print_rows(rows, select_known_columns(rows, ROUND_COLUMNS[:-1], DEVICE_MODEL_COLUMNS), title=f"run {run_id}")
+    print_rows(rows, select_known_columns(rows, ROUND_COLUMNS[:-1], OPTIONAL_COLUMNS), title=f"run {run_id}")
     if accuracies := [words for row in rows if (words := format_accuracy(row))]:
         click.echo(accuracies[-1])
     click.echo(f"database: {fleet.database}")

@@ -64,7 +64,7 @@ _TABLE_COLUMNS = {
              "send_s", "max_temperature_c", "throttled", "signal_dbm", "link_bits_per_s"),
     **{kind: COLUMNS[kind] for kind in sorted(AGGREGATE_KINDS)},
     "rounds": ("run_id", "round", "version", "closed_at", "num_devices", "num_updates", "train_loss", "loss",
-               "accuracy", "source", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
+               "accuracy", "source", "metrics", "node_accuracy", "worst_node_accuracy", "disagreement", "bytes_up",
                "bytes_down"),
     "updates": ("run_id", "round", "device_id", "outcome", "staleness", "iterations", "num_examples", "loss",
                 "compute_s", "paced_s", "send_s", "wait_s", "bytes_up", "bytes_down"),

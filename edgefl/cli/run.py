@@ -24,7 +24,7 @@ from edgefl.cli.output import (
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
 from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
-from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy
+from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy, format_quality
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json
@@ -147,7 +147,12 @@ def list_(*, url: str | None, fmt: str) -> None:
 def show(*, run: str, url: str | None, fmt: str) -> None:
     """Show a run and its settings; RUN is an id, the beginning of one, a name, or `latest`, which is the default."""
     run_row = make_client(url).get(make_path("runs", run))
-    columns = (*COLUMNS, "priority", "resumes", *(name for name in DEVICE_METRIC_KEYS if name in run_row))
+    columns = (
+        *COLUMNS,
+        "priority",
+        "resumes",
+        *(name for name in ("metrics", *DEVICE_METRIC_KEYS) if run_row.get(name) is not None),
+    )
     if fmt != "table":
         print_rows([run_row], (*columns, "config"), fmt, kind="runs")
         return
@@ -315,9 +320,10 @@ def _format_line(run: Json, goal: int | None) -> str:
         parts = run["config"]["job"]["parts"]
         of_text = "" if parts == "boards" else f" of {parts}"
         return f"{run['name']} {run['status']}: {run['parts_done']}{of_text} parts done{_format_reason(run)}"
-    accuracy = "" if run["accuracy"] is None else f", accuracy {run['accuracy']:.4f}"
+    quality = format_quality({"accuracy": run["accuracy"], **(run.get("metrics") or {})})
     goal_text = f" of {goal}" if goal else ""
-    return f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}{accuracy}{_format_reason(run)}"
+    progress = f"{run['name']} {run['status']}: round {run['rounds']}{goal_text}"
+    return (f"{progress}, {quality}" if quality else progress) + _format_reason(run)
 
 
 def _format_reason(run: Json) -> str:

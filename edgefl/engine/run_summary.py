@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_RUN_METRICS = ("accuracy", "loss", "bytes_up", "bytes_down", "seconds")
 DEVICE_METRIC_KEYS = ("node_accuracy", "worst_node_accuracy", "disagreement")
 
 
@@ -19,10 +20,12 @@ def select_device_metrics(row: Mapping[str, Any]) -> dict[str, float]:
 def compute_run_metrics(rounds: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, float | None]:
     """Returns the metrics of a run by the rows of its rounds, oldest first, and its duration.
 
-    The accuracies are those of the last closed round: one in progress when the goal was reached stays open.
+    The accuracies, and what the task declares as metrics, are those of the last closed round: one in progress when
+    the goal was reached stays open.
     """
     last: Mapping[str, Any] = next((row for row in reversed(rounds) if row["closed_at"] is not None), {})
     return {
+        **(last.get("metrics") or {}),
         "accuracy": last.get("accuracy"),
         "loss": last.get("loss"),
         "bytes_up": sum(row["bytes_up"] for row in rounds),
@@ -42,14 +45,18 @@ def format_accuracy(metrics: Mapping[str, Any]) -> str | None:
     return f"accuracy of the average model {average}, of the nodes {mean:.4f} (worst {worst:.4f})"
 
 
+def format_quality(metrics: Mapping[str, Any]) -> str:
+    """Returns the accuracy, or else the loss, and the metrics that the task declares; empty where none is known."""
+    name = "loss" if metrics.get("accuracy") is None else "accuracy"
+    declared = [name for name in metrics if name not in _RUN_METRICS and name not in DEVICE_METRIC_KEYS]
+    known = [one for one in (name, *declared) if metrics.get(one) is not None]
+    return ", ".join(f"{one} {metrics[one]:.4f}" for one in known)
+
+
 def format_run_outcome(run_id: str, status: str, reason: str, metrics: Mapping[str, Any]) -> str:
     """Returns one line: a run's outcome and the quality of its model."""
-    accuracies = format_accuracy(metrics)
-    if accuracies is None and metrics.get("accuracy") is not None:
-        accuracies = f"accuracy {metrics['accuracy']:.4f}"
-    elif accuracies is None and metrics.get("loss") is not None:
-        accuracies = f"loss {metrics['loss']:.4f}"
-    return f"run {run_id} {status}: {reason}" + (f"; {accuracies}" if accuracies else "")
+    quality = format_accuracy(metrics) or format_quality(metrics)
+    return f"run {run_id} {status}: {reason}" + (f"; {quality}" if quality else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +65,10 @@ class RunResult:
 
     Attributes:
         run_id, status, reason: as in `edgefl run show`.
-        metrics: `accuracy` and `loss` of the last version (None when it was not evaluated), `bytes_up`, `bytes_down`,
-            `seconds` from the start of the run to its end, in a simulation virtual ones; where devices have models of
-            their own, `node_accuracy`, `worst_node_accuracy` and `disagreement` where known.
+        metrics: `accuracy` and `loss` of the last version (None when it was not evaluated), those that the task
+            declares by their names, `bytes_up`, `bytes_down`, `seconds` from the start of the run to its end, in a
+            simulation virtual ones; where devices have models of their own, `node_accuracy`, `worst_node_accuracy`
+            and `disagreement` where known.
         rounds, updates, evaluations: rows of the history, oldest first, in the columns of `edgefl history`.
         model: the last model, a safetensors file; None where nothing was trained.
         root: the folder with the database, and of a live run the logs and the shards.

@@ -134,8 +134,8 @@ class RoundTable(Base):
     """One round; `version` is the model's after it, `loss` the mean training loss by examples.
 
     Where devices have models of their own, `node_accuracy` is the mean over them, each counting alike. `facts` are
-    figures of the strategy. `waited_for` is the device that a synchronous round waited for, and `waited_s` for how
-    long; see `find_straggler`.
+    figures of the strategy, `metrics` those of the task. `waited_for` is the device that a synchronous round waited
+    for, and `waited_s` for how long; see `find_straggler`.
     """
 
     __tablename__ = "rounds"
@@ -162,6 +162,7 @@ class RoundTable(Base):
     node_accuracy: Mapped[float | None]
     worst_node_accuracy: Mapped[float | None]
     facts: Mapped[dict[str, Any] | None]
+    metrics: Mapped[dict[str, Any] | None]
     seconds: Mapped[float | None]
     waited_for: Mapped[str | None]
     waited_s: Mapped[float | None]

@@ -18,7 +18,14 @@ def test_the_average_the_nodes_and_the_worst_are_said_together():
 
 @pytest.mark.parametrize(
     ("metrics", "line"),
-    [({"accuracy": 0.5}, "run r stopped: enough; accuracy 0.5000"), ({"accuracy": None}, "run r stopped: enough")],
+    [
+        ({"accuracy": 0.5, "loss": 1.5}, "run r stopped: enough; accuracy 0.5000"),
+        ({"accuracy": None}, "run r stopped: enough"),
+        (
+            {"rmse": 46.08, "r2": None, "accuracy": None, "loss": 0.25, "bytes_up": 7, "seconds": 2.0},
+            "run r stopped: enough; loss 0.2500, rmse 46.0800",
+        ),
+    ],
 )
 def test_a_run_without_nodes_says_nothing_of_them(metrics, line):
     assert format_accuracy(metrics) is None

@@ -12,11 +12,12 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import event, text
+from sqlalchemy import create_engine, event, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 from synced_wal import SyncedWal
@@ -24,6 +25,7 @@ from synced_wal import SyncedWal
 import edgefl.storage.database as database_module
 from edgefl.core.errors import StoreBusyError, StoreError, StoreFullError, StoreTooNewError
 from edgefl.storage.database import FIRST_REVISION, SCHEMA_REVISION, Database
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 from edgefl.storage.tables import Base
 
@@ -34,6 +36,13 @@ def one_line(error):
     return text
 
 
+def make_alembic_config():
+    config = Config()
+    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
 def test_migrations_make_exactly_the_tables_of_the_models(tmp_path):
     database = Database.open(tmp_path / "edgefl.db")
     with database.read() as connection:
@@ -42,11 +51,33 @@ def test_migrations_make_exactly_the_tables_of_the_models(tmp_path):
 
 
 def test_the_program_knows_its_newest_migration():
-    config = Config()
-    config.set_main_option("script_location", str(Path(database_module.__file__).parent / "migrations"))
-    config.set_main_option("path_separator", "os")
-    scripts = ScriptDirectory.from_config(config)
+    scripts = ScriptDirectory.from_config(make_alembic_config())
     assert (scripts.get_bases(), scripts.get_current_head()) == ([FIRST_REVISION], SCHEMA_REVISION)
+
+
+def test_a_store_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path):
+    path = tmp_path / "edgefl.db"
+    config = make_alembic_config()
+    with create_engine(f"sqlite:///{path}").begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, FIRST_REVISION)
+        names = {"run_id": "r", "round": 1, "started_at": 1.0, "bytes_up": 7, "facts": '{"disagreement": 0.5}'}
+        columns = {column["name"]: column for column in inspect(connection).get_columns("rounds")}
+        needed = {n: 0 for n, column in columns.items() if not column["nullable"] and n not in {*names, "id"}}
+        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")
+        row = {**needed, **names}
+        marks = ", ".join(f":{name}" for name in row)
+        connection.execute(text(f"INSERT INTO rounds ({', '.join(row)}) VALUES ({marks})"), row)
+    with pytest.raises(StoreError, match=f"is of revision {FIRST_REVISION}, this program reads {SCHEMA_REVISION}"):
+        Store.open(path, read_only=True)
+    with Store.open(path) as store:
+        assert [(row["bytes_up"], row["facts"], row["metrics"]) for row in read_history(store, "rounds")] == [
+            (7, {"disagreement": 0.5}, None)
+        ]
+        store.set_round_metrics("r", 1, {"metrics": {"rmse": 2.5}})
+        assert store.get_newest_measured_round("r")["metrics"] == {"rmse": 2.5}
+        with store.database.read() as connection:
+            assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 
 
 def test_tables_are_possible_in_postgresql():

@@ -352,19 +352,20 @@ def test_durable_writes_are_synced_and_the_others_need_not_be(tmp_path):
     assert seen == {"devices": 2, "heartbeats": 1}
 
 
-def test_what_is_known_of_a_round_is_added_and_the_newest_round_with_nodes_is_found(store, run_id):
+def test_what_is_known_of_a_round_is_added_and_the_newest_measured_round_is_found(store, run_id):
     for number in (1, 2):
         store.record_round(run_id, number, ["a"])
-    assert store.get_newest_device_model_round(run_id) == store.get_newest_device_model_round("another") == {}
+    assert store.get_newest_measured_round(run_id) == store.get_newest_measured_round("another") == {}
     store.set_round_metrics(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
     store.set_round_metrics(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
     store.set_round_metrics(run_id, 0, {"node_accuracy": 0.125})
     store.update_round_sums(run_id)
-    found = store.get_newest_device_model_round(run_id)
+    found = store.get_newest_measured_round(run_id)
     assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
     assert found["facts"] == {"disagreement": 0.5, "bound": None}
-    store.set_round_metrics(run_id, 1, {"facts": {"rmse": 2.5}})  # of an evaluation that came after the round
-    assert store.get_newest_device_model_round(run_id)["facts"] == {"disagreement": 0.5, "bound": None, "rmse": 2.5}
+    store.set_round_metrics(run_id, 2, {"metrics": {"rmse": 2.5, "r2": math.nan}})
+    newest = store.get_newest_measured_round(run_id)
+    assert (newest["round"], newest["metrics"], newest["facts"]) == (2, {"rmse": 2.5, "r2": None}, None)
 
 
 def test_rounds_closed_at_once_are_as_if_closed_one_by_one(store):

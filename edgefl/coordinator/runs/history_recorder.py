@@ -246,7 +246,7 @@ class HistoryRecorder(RunSubscriber):
             self._history.add_round_metrics(score.round, metrics)
             return
         if values := self._metrics.combine(score.sums):
-            self._history.add_round_metrics(self._rounds.get_round(score.version), {"facts": values})
+            self._history.add_round_metrics(self._rounds.get_round(score.version), {"metrics": values})
         if score.accuracy is not None and score.is_newest:
             self._history.update_accuracy(score.accuracy)
         if score.accuracy is not None and score.trusted is None and not self._is_untrusted_recorded:

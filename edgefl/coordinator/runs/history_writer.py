@@ -52,7 +52,7 @@ class HistoryRows:
             opened_rounds[number] = first_at, num_earlier + num_devices
         metrics = dict(self.round_metrics)
         for number, newer_metrics in newer.round_metrics.items():
-            metrics[number] = _merge_metrics(metrics.get(number, RoundMetrics()), newer_metrics)
+            metrics[number] = metrics.get(number, RoundMetrics()) | newer_metrics
         return HistoryRows(
             repeated_ids=[*self.repeated_ids, *newer.repeated_ids],
             dispatches=[*self.dispatches, *newer.dispatches],
@@ -65,13 +65,6 @@ class HistoryRows:
             accuracy=self.accuracy if newer.accuracy is None else newer.accuracy,
             reason=self.reason if newer.reason is None else newer.reason,
         )
-
-
-def _merge_metrics(known: RoundMetrics, newer: RoundMetrics) -> RoundMetrics:
-    merged = known | newer
-    if "facts" in merged:
-        merged["facts"] = {**known.get("facts", {}), **newer.get("facts", {})}
-    return merged
 
 
 def _ignore_rows(_rows: HistoryRows) -> None:
@@ -118,9 +111,10 @@ class HistoryWriter:
         self._staged.closed_rounds[round_number] = version, at
 
     def add_round_metrics(self, round_number: int, metrics: RoundMetrics) -> None:
-        """Adds metrics of a round, beside its sums; earlier ones and earlier facts stay."""
-        known = self._staged.round_metrics.get(round_number, RoundMetrics())
-        self._staged.round_metrics[round_number] = _merge_metrics(known, metrics)
+        """Adds metrics of a round, beside its sums; earlier ones stay."""
+        self._staged.round_metrics[round_number] = (
+            self._staged.round_metrics.get(round_number, RoundMetrics()) | metrics
+        )
 
     def add_evaluation(self, row: EvaluationRow) -> None:
         self._staged.evaluations.append(row)

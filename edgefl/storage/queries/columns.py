@@ -25,7 +25,7 @@ COLUMNS = MappingProxyType(
         "rounds": (
             "run_id", "round", "version", "started_at", "closed_at", "num_devices", "num_updates", "train_loss",
             "loss", "accuracy", "source", "bytes_up", "bytes_down", "node_accuracy", "worst_node_accuracy", "facts",
-            "seconds", "waited_for", "waited_s",
+            "metrics", "seconds", "waited_for", "waited_s",
         ),
         "accuracy": (
             "run_id", "round", "version", "at_s", "bytes_up", "bytes_down", "accuracy", "loss", "train_loss",
@@ -72,7 +72,8 @@ COLUMNS = MappingProxyType(
 rounds: `train_loss` is the devices' loss while training; `loss` and `accuracy` come from the evaluation in `source`:
 the coordinator's if there is one, else the evaluators', else the devices' mean by examples. They are of the global
 model; `node_accuracy` is the mean over the devices' own models where each has one, `facts` are figures of the
-strategy. evaluations: `subject` is the device whose own model it is, empty for the global one.
+strategy, `metrics` those that the task declares. evaluations: `subject` is the device whose own model it is, empty
+for the global one.
 accuracy: a round with its cumulative cost: `at_s` since the run's first round began, and bytes of all rounds up
 to it. slow: the slowest rounds, with the assignment that each waited for.
 heartbeats: rows with `num_heartbeats` above 1 stand for five minutes. devices: sums over the chosen run or all.

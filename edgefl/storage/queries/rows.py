@@ -37,7 +37,7 @@ MAX_INDEXED_RUNS = 20
 
 
 def _make_view(name: str, kind: str) -> TableClause:
-    return table(name, *(column(entry, JSON if entry == "facts" else None) for entry in COLUMNS[kind]))
+    return table(name, *(column(entry, JSON if entry in {"facts", "metrics"} else None) for entry in COLUMNS[kind]))
 
 
 def _build_rounds_query(connection: Connection, criteria: HistoryQuery) -> Select[Any]:

@@ -149,6 +149,7 @@ class RoundMetrics(TypedDict, total=False):
     node_accuracy: float
     worst_node_accuracy: float
     facts: Mapping[str, float]
+    metrics: Mapping[str, float]
     seconds: float
 
 

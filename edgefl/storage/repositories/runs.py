@@ -249,20 +249,22 @@ class RunRepository(Repository):
                 connection.execute(update(RoundTable).where(is_in_run, RoundTable.round == number).values(**values))
 
     def set_round_metrics(self, run_id: str, number: int, metrics: RoundMetrics) -> None:
-        """Sets the metrics of a round beside its sums, facts to those it has; no-op where it was never opened."""
-        is_round = (RoundTable.run_id == run_id) & (RoundTable.round == number)
-        values = to_storable(metrics)
+        """Sets the metrics of a round beside its sums; no-op where the round was never opened."""
+        statement = (
+            update(RoundTable)
+            .where(RoundTable.run_id == run_id, RoundTable.round == number)
+            .values(**to_storable(metrics))
+        )
         with self.database.write() as connection:
-            if "facts" in values:
-                known = connection.execute(select(RoundTable.facts).where(is_round)).scalar()
-                values["facts"] = {**(known or {}), **values["facts"]}
-            connection.execute(update(RoundTable).where(is_round).values(**values))
+            connection.execute(statement)
 
-    def get_newest_device_model_round(self, run_id: str) -> Json:
-        """Returns the newest round with evaluations of devices' own models; empty where there is none."""
+    def get_newest_measured_round(self, run_id: str) -> Json:
+        """Returns the newest round with metrics of the task or of devices' own models; empty where there is none."""
         query = (
             select(RoundTable.__table__)
-            .where(RoundTable.run_id == run_id, RoundTable.node_accuracy.is_not(None))
+            .where(
+                RoundTable.run_id == run_id, RoundTable.node_accuracy.is_not(None) | RoundTable.metrics.is_not(None)
+            )
             .order_by(RoundTable.round.desc())
             .limit(1)
         )

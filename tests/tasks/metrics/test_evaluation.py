@@ -83,7 +83,9 @@ def test_metrics_over_boards_are_those_of_their_pooled_test_data(lines, tmp_path
         "rmse": sklearn_metrics.root_mean_squared_error(pooled[1], predicted),
         "r2": sklearn_metrics.r2_score(pooled[1], predicted),
     }
-    assert result.rounds[-1]["facts"] == pytest.approx(expected, abs=1e-6)  # outputs are of float32
+    assert result.rounds[-1]["metrics"] == pytest.approx(expected, abs=1e-6)  # outputs are of float32
+    assert {name: result.metrics[name] for name in expected} == result.rounds[-1]["metrics"]
+    assert str(result).endswith(f", rmse {result.metrics['rmse']:.4f}, r2 {result.metrics['r2']:.4f}")
     rows = [row for row in result.evaluations if row["round"] == 2]
     assert len(rows) == 10
     assert all(row["metrics"].keys() <= {"rmse", "r2"} for row in rows)

@@ -207,15 +207,15 @@ async function loadDevices(run) {
   return rows.map((row) => ({ ...row, share: all ? row.num_used / all : 0 }));
 }
 
-// Whatever a task or a strategy measures beside accuracy and loss, by name: one chart each. What the round's facts say is
-// of all examples together; what only evaluations have is the mean over them.
+// Whatever a task or a strategy measures beside accuracy and loss, by name: one chart each. A round's metrics are of all
+// examples together; what only evaluations have is the mean over them.
 async function loadMetrics(run) {
   const [scores, rounds] = await Promise.all(["evaluations", "rounds"].map((kind) => get(`history/${kind}`, { run: run.run_id, limit: NUM_MEASURED })));
   const found = new Map();
-  const facts = new Map(rounds.rows.map((row) => [row.round, row.facts ?? {}]));
-  const isPooled = (name, round) => name in (facts.get(round) ?? {});
+  const pooled = new Map(rounds.rows.map((row) => [row.round, { ...row.facts, ...row.metrics }]));
+  const isPooled = (name, round) => name in (pooled.get(round) ?? {});
   const own = scores.rows.filter((row) => !row.subject).map((row) => [row.round, Object.fromEntries(Object.entries(row.metrics ?? {}).filter(([name]) => !isPooled(name, row.round)))]);
-  for (const [round, metrics] of [...facts, ...own]) {
+  for (const [round, metrics] of [...pooled, ...own]) {
     for (const [name, value] of Object.entries(metrics ?? {})) {
       if (typeof value !== "number" || name === "disagreement" || !(found.has(name) || found.size < MAX_METRICS)) continue;
       if (!found.has(name)) found.set(name, new Map());

@@ -224,7 +224,7 @@ def _create_history() -> None:
     _create_table(
         "checkpoints",
         "id:key run_id:text version:int round:int last_record:int sha256:text bytes_file:int accuracy:float?"
-        " quality:float? at:float",
+        " at:float",
         sa.UniqueConstraint("run_id", "last_record", name="uq_checkpoints"),
         references="run_id",
     )
