@@ -51,6 +51,7 @@ from edgefl.device.rollouts import download
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.engine.build import build_run
 from edgefl.strategies.peer_algorithms import collectives
+from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES
 
 PROTOCOL = page("protocol")
 
@@ -163,7 +164,7 @@ def test_the_page_describes_every_key_of_an_instruction_and_no_other():
     of_model = {**KEEP_MODEL, "base_version": 0, **REPLY_ONLY, "messages": [], PREFETCHED_KEY: 0}
     of_model[protocol.IGNORES_REPLY_KEY] = True
     told_order = {**create_instruction_header(RunIncarnations("r1"), order), **of_model}
-    of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY, "split"}
+    of_store = {LINEAGE_KEY, RECORD_KEY, MODEL_HASH_KEY, "split", protocol.ADAPT_KEY}
     sent = {
         **build_run(parse_run({"run": {"task": "digits"}, "strategy": {"name": "fltrust"}}), "r1").header,
         **told_order,
@@ -279,6 +280,7 @@ NUMBERS = {
         f"all others together | {protocol.MAX_RETAINED_PEER_BYTES // 2**20} MiB",
         f"a reply of a device, in pieces | {protocol.MAX_BODY_BYTES // 2**20} MiB",
         f"split network | {protocol.MAX_SPLIT_BYTES // 2**20} MiB",
+        f"base that a device fetches | {MAX_BASE_BYTES // 2**30} GiB",
         f"a request to `/v1/fleet/` | {protocol.MAX_REQUEST_BYTES // 2**20} MiB",
         f"codec body | {wire.MAX_PAYLOAD_BYTES // 2**20} MiB",
         f"{wire.MAX_TENSORS // 1000} {wire.MAX_TENSORS % 1000}",

@@ -20,6 +20,7 @@ COMMANDS = {
         "edgefl.cli.fleet.coordinator:command",
         "Set up and run the coordinator, make join tokens, name its users",
     ),
+    "base": ("edgefl.cli.fleet.bases:command", "Bring pretrained bases to the coordinator, for boards to fetch once"),
     "completion": ("edgefl.cli.catalogue:completion", "Print what makes a shell complete commands and options"),
     "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments"),
     "demo": ("edgefl.cli.experiments:demo", "Run a whole fleet on this machine"),
@@ -62,11 +63,14 @@ THEMES = {
     "Begin": ("quickstart", "demo", "doctor"),
     "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "top", "user"),
     "On a board": ("device", "field-report"),
-    "Train": ("run", "simulate", "task", "strategies", "codecs", "data"),
+    "Train": ("run", "simulate", "task", "strategies", "codecs", "data", "base"),
     "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
 EXAMPLES = {
+    "base add": "base add mobilenet.safetensors --name mobilenet-v2",
+    "base list": "base list",
+    "base remove": "base remove mobilenet-v2",
     "codecs bench": "codecs bench --codec 'topk:0.01|int8'",
     "codecs list": "codecs list",
     "completion": "completion bash >> ~/.bashrc",

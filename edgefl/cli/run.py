@@ -378,6 +378,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     from edgefl.tasks.datasets.partitioning import parse_scheme  # noqa: PLC0415 likewise
 
     config = load_run(file)
+    if config.adapt.is_used:
+        raise ConfigError("adapt: a Flower app sends whole models; leave it out")
     if build_run(config, "check").strategy.root_examples:
         raise ConfigError(f"{config.strategy.name} trains on examples of the coordinator, and a Flower app has none")
     partition_scheme = scheme or config.simulation.scheme or default_scheme(config.run.task)

@@ -77,6 +77,7 @@ class CoordinatorDirectory:
     client_key = ChildPath("coordinator.key")
     database = ChildPath(DATABASE_NAME)
     models = ChildPath("models")
+    bases = ChildPath("bases")
     runs = ChildPath("runs")
     broker = ChildPath("broker")
 

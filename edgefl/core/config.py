@@ -26,9 +26,13 @@ UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
 DivergenceAction = Literal["warn", "halve", "stop"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
+AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_ROUNDS = 10
+DEFAULT_RANK = 8
+BASE_SUFFIX = ".safetensors"
+"""Suffix of the file of a pretrained base."""
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
@@ -312,6 +316,53 @@ class SplitSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptSection:
+    """`[adapt]`: which tensors of the model are trained, and which of those travel; without it, all.
+
+    Patterns are of tensor names, such as `backbone.*`. What is frozen is not trained, and is sent to a device once.
+
+    Attributes:
+        method: freezes all but the last layer (`head`), the biases (`bitfit`) or adapters of low rank (`lora`); none
+            freezes what `frozen` names.
+        frozen: patterns of tensors that stay as they are at first.
+        local: patterns of tensors that each device trains and keeps; they are never sent.
+        shared: patterns of tensors that are trained and sent even where `method` or `frozen` freezes them.
+        base: a pretrained base: its name or SHA-256, as `edgefl base add` printed it, or the path of a safetensors
+            file. It has all frozen tensors; trained ones start as there where they fit. None takes the first model.
+        rank: of an adapter (lora).
+        alpha: what an adapter's product is multiplied with is alpha/rank (lora); None for rank.
+        targets: patterns of the matrices and convolutions that get an adapter (lora); none for all.
+    """
+
+    method: AdaptMethod = "none"
+    frozen: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    base: str | None = None
+    rank: int = field(default=DEFAULT_RANK, metadata={"at_least": 1, "at_most": 1024})
+    alpha: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
+    targets: tuple[str, ...] = ()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is frozen or stays on the devices."""
+        return self.method != "none" or bool(self.frozen or self.local)
+
+    def __post_init__(self) -> None:
+        if self.method != "none" and self.frozen:
+            raise ConfigError(
+                f"adapt.frozen means nothing with adapt.method = {self.method!r}, which freezes all that it does not "
+                "train; leave it out, or name in adapt.shared what is to be trained"
+            )
+        if self.method != "lora" and (self.targets or self.alpha is not None or self.rank != DEFAULT_RANK):
+            raise ConfigError("adapt.rank, alpha and targets are of adapt.method = 'lora'; leave them out")
+        if self.base is not None and not self.is_used:
+            raise ConfigError("adapt.base means nothing where nothing is frozen; to start from a model, set run.init")
+        if self.method == "none" and self.shared and not self.frozen:
+            raise ConfigError("adapt.shared means nothing where nothing is frozen; set adapt.method or adapt.frozen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationSection:
     """`[simulation]`: the virtual fleet of `edgefl simulate`; a live run does not look at it.
 
@@ -398,6 +449,7 @@ class RunConfig:
     models: ModelsSection = field(default_factory=ModelsSection)
     job: JobSection = field(default_factory=JobSection)
     split: SplitSection = field(default_factory=SplitSection)
+    adapt: AdaptSection = field(default_factory=AdaptSection)
     simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
@@ -422,6 +474,7 @@ class RunConfig:
             "models": asdict(self.models),
             "job": {**asdict(replace(self.job, options={})), **self.job.options},
             "split": asdict(self.split),
+            "adapt": adapt_to_json(self.adapt),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
         sections["job"].pop("options")
@@ -439,6 +492,11 @@ class RunConfig:
     def from_json(cls, value: Mapping[str, Any]) -> RunConfig:
         """Returns what `to_json` gave, checked again."""
         return parse_run(value)
+
+
+def adapt_to_json(section: AdaptSection) -> Json:
+    """Returns the section as JSON values."""
+    return {name: [*item] if isinstance(item, tuple) else item for name, item in asdict(section).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -615,6 +673,7 @@ def load_run(path: str | Path) -> RunConfig:
             data=_resolve_path(folder, simulation.data),
             faults=_resolve_path(folder, simulation.faults),
         ),
+        adapt=replace(config.adapt, base=_resolve_base(folder, config.adapt.base)),
     )
 
 
@@ -655,6 +714,11 @@ def _resolve_file_options(folder: Path, options: Mapping[str, Scalar]) -> dict[s
         name: str(folder / value) if isinstance(value, str) and value.endswith(".json") else value
         for name, value in options.items()
     }
+
+
+def _resolve_base(folder: Path, base: str | None) -> str | None:
+    """Returns a base; that of a file is meant from the run file's folder, that of a coordinator is a name."""
+    return _resolve_path(folder, base) if base is not None and base.endswith(BASE_SUFFIX) else base
 
 
 def _resolve_path(folder: Path, path: str | None) -> str | None:
@@ -727,6 +791,8 @@ def parse_run_text(text: str) -> RunConfig:
     except ValueError as error:
         raise ConfigError(f"the run file is not TOML: {error}") from None
     path_settings = {"run.init": config.run.init, "aggregation.hosts": config.aggregation.hosts}
+    if config.adapt.base is not None and config.adapt.base.endswith(BASE_SUFFIX):
+        path_settings["adapt.base"] = config.adapt.base
     path_settings |= {f"strategy.{name}": str(value) for name, value in config.strategy.options.items()}
     for key, path in path_settings.items():
         is_file = path is not None and (not key.startswith("strategy.") or path.endswith(".json"))

@@ -42,6 +42,11 @@ MAX_JOB_LOG_LINES, MAX_JOB_LOG_CHARS = 100, 300
 JOB_LOG = "log"
 REPLY_SALT_BYTES = 16
 """Unique bytes at the start of every chunk of a reply: equal chunks would be one object."""
+ADAPT_KEY = "adapt"
+"""Key in the header of instructions: what of the model is trained, and the base that it is trained on."""
+BASE_TRAFFIC_KEY = "base_bytes"
+"""Key in the header of answers: bytes of the base that the device has fetched meanwhile."""
+BASES_PATH = "/edgefl/v1/bases"
 MAX_BODY_BYTES = 512 * 1024 * 1024
 """Maximum size of a reply's body, in bytes, sent in chunks."""
 MAX_REQUEST_BYTES = 4 * 1024 * 1024

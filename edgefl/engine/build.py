@@ -21,8 +21,10 @@ from edgefl.compression.registry import format_with_layers
 from edgefl.compression.split_bodies import BatchCodec
 from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY
 from edgefl.core.config import (
+    AdaptSection,
     AggregationSection,
     CompressionSection,
+    EvaluateOn,
     RunConfig,
     ServerSection,
     SplitSection,
@@ -31,7 +33,7 @@ from edgefl.core.config import (
 from edgefl.core.errors import CodecError, ConfigError, EdgeflError, TaskError
 from edgefl.core.extensions import format_name
 from edgefl.core.metrics import NO_METRICS, Metric, MetricSet
-from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
+from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options, make_schema
 from edgefl.core.types import (
     Algorithm,
@@ -47,6 +49,7 @@ from edgefl.core.types import (
     TrainConfig,
     derive_rng,
 )
+from edgefl.engine.adapted_model import AdaptedModel, make_adapted_model
 from edgefl.engine.collective_checks import check_collective, check_weighted_mean
 from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, RoundCounter, StoppingCriteria
@@ -123,6 +126,7 @@ class RunComponents:
         needs_torch: devices without torch can neither train nor evaluate the task.
         usual_epochs: of a round of `fedavg` on this task.
         is_built_in: devices train it in the agent itself, not confined.
+        adapted: what of the model travels, where that is not all of it; else None.
         split: where the network is cut; None where the boards train all of it.
         analysis: of which updates are the sums; None of a training.
     """
@@ -148,6 +152,7 @@ class RunComponents:
     is_built_in: bool = True
     split: SplitModel | None = None
     analysis: Analysis | None = None
+    adapted: AdaptedModel | None = None
 
     @property
     def update_shapes(self) -> ModelSpec:
@@ -156,9 +161,13 @@ class RunComponents:
             return self.analysis.sums_spec
         return self.shapes if self.split is None else self.split.front
 
+    def make_whole(self, model: Tensors) -> Tensors:
+        """Returns a model of the run as it is kept: with its frozen tensors, and adapters added to theirs."""
+        return model if self.adapted is None else self.adapted.merge(model)
 
-def build_run(config: RunConfig, run_id: str) -> RunComponents:
-    """Returns the objects of one run.
+
+def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> RunComponents:
+    """Returns the objects of one run; `bases` is the folder of the coordinator's pretrained bases.
 
     Raises:
         EdgeflError: the run file names something missing or unusable; nothing was started.
@@ -170,7 +179,9 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")
     if config.strategy.name in ANALYSES:
         return _build_analysis(config, run_id, task)
-    shapes, metrics = tuple(spec for spec in task.shapes() if spec.shared), make_task_metrics(task)
+    task, first, adapted = _make_first_model(task, config, bases)
+    shapes_on_board, metrics = task.shapes(), make_task_metrics(task)
+    shapes = tuple(spec for spec in shapes_on_board if spec.shared)
     with _naming("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
         # Members of a collective have the next model already: what changed since is nothing.
@@ -199,18 +210,18 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         _check_split_strategy(config, strategy, codecs)
     return RunComponents(
         config=config,
-        model=_load_initial_model(task, shapes, config),
+        model={spec.name: first[spec.name] for spec in shapes},
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=_get_versions_per_round(strategy, config)),
         policy=_make_policy(config, shapes, codecs, strategy),
         goal=_make_goal(strategy, config, metrics),
         evaluate=EvaluationSchedule(
             every=config.run.evaluate_every,
-            evaluate_on=config.run.evaluate_on,
+            evaluate_on=_choose_evaluation(config, shapes_on_board),
             # No board has room for the whole network, or it would not be cut.
             can_use_trainers=split is None,
         ),
-        header=_make_header(config, run_id, strategy, split),
+        header=_make_header(config, run_id, strategy, split, adapted),
         layout=model_fingerprint(task.shapes() if split is None else trained),
         shapes=shapes,
         encode=encode,
@@ -221,8 +232,27 @@ def build_run(config: RunConfig, run_id: str) -> RunComponents:
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
         split=split,
+        adapted=adapted,
         is_built_in=config.run.task in BUILT_IN and getattr(_get_plan(strategy), "algorithm", "sgd") in {*Algorithm},
     )
+
+
+def _choose_evaluation(config: RunConfig, shapes: ModelSpec) -> EvaluateOn:
+    """Returns where models are evaluated: on the devices where a part of the model is only there.
+
+    Raises:
+        ConfigError: the run file asks for an evaluator, whose part of the model would be untrained.
+    """
+    evaluate_on = config.run.evaluate_on
+    local = next((spec.name for spec in shapes if not spec.shared), None)
+    if local is None or evaluate_on in {"devices", "none"}:
+        return evaluate_on
+    if evaluate_on != "auto":
+        raise ConfigError(
+            f"run.evaluate_on must be auto, devices or none where tensors stay on the devices ({local}), which "
+            f"nobody else has trained, got {evaluate_on!r}"
+        )
+    return "devices"
 
 
 def _make_goal(strategy: Strategy[Any], config: RunConfig, metrics: MetricSet) -> StoppingCriteria:
@@ -278,7 +308,13 @@ def parse_metric_goal(text: str, metrics: Mapping[str, Metric]) -> MetricGoal:
     return MetricGoal(name=name, limit=limit, is_max=is_max)
 
 
-def _make_header(config: RunConfig, run_id: str, strategy: Strategy[Any], split: SplitModel | None) -> Json:
+def _make_header(
+    config: RunConfig,
+    run_id: str,
+    strategy: Strategy[Any],
+    split: SplitModel | None,
+    adapted: AdaptedModel | None,
+) -> Json:
     return {
         "v": INSTRUCTION_VERSION,
         "run": run_id,
@@ -289,6 +325,7 @@ def _make_header(config: RunConfig, run_id: str, strategy: Strategy[Any], split:
         "residuals": config.compression.residuals,
         **({"root_examples": strategy.root_examples} if strategy.root_examples else {}),
         **({"split": {**asdict(split.section), "num_outputs": split.cut.num_outputs}} if split is not None else {}),
+        **({ADAPT_KEY: adapted.plan.to_json()} if adapted is not None else {}),
     }
 
 
@@ -424,6 +461,7 @@ def _check_analysis_sections(config: RunConfig) -> None:
         "server": (config.server, ServerSection()),
         "aggregation": (config.aggregation, AggregationSection()),
         "split": (config.split, SplitSection()),
+        "adapt": (config.adapt, AdaptSection()),
         "run.init": (config.run.init, None),
     }
     faults.messages += [
@@ -705,18 +743,31 @@ def _make_selection(config: RunConfig) -> DeviceSelection:
     )
 
 
-def _load_initial_model(task: Task, shapes: ModelSpec, config: RunConfig) -> dict[str, Array]:
+def _make_first_model(
+    task: Task, config: RunConfig, bases: Path | None
+) -> tuple[Task, dict[str, Array], AdaptedModel | None]:
+    """Returns the task that devices train, its first model, and what of the whole model travels if not all of it."""
+    whole = _load_initial_model(task, config)
+    if not config.adapt.is_used:
+        return task, whole, None
+    adapted = make_adapted_model(task, config, whole, bases)
+    return adapted.task, adapted.first, adapted
+
+
+def _load_initial_model(task: Task, config: RunConfig) -> dict[str, Array]:
+    """Returns the first whole model; tensors that stay on the devices may be the task's own, whatever `run.init`."""
     if config.run.init is None:
         model: Mapping[str, Array] = task.init(config.run.seed)
     else:
         from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 a device that assembles needs no store
 
         model = load_model_file(Path(config.run.init))
+    shapes = task.shapes()
     for spec in shapes:
-        if spec.name not in model or model[spec.name].shape != spec.shape:
+        if spec.shared and (spec.name not in model or model[spec.name].shape != spec.shape):
             found = model[spec.name].shape if spec.name in model else "none"
             raise ConfigError(f"run.init: tensor {spec.name!r} must have shape {spec.shape}, got {found}")
-    return {spec.name: model[spec.name].astype(spec.dtype) for spec in shapes}
+    return {spec.name: model[spec.name].astype(spec.dtype) for spec in shapes if spec.name in model}
 
 
 def make_run_schema() -> Json:

@@ -182,6 +182,7 @@ class SimulatedDownlink:
             the whole one is hardly larger; None where whole models are always sent.
         decode: body of a whole model -> model; None where nothing is trained.
         front_bytes: size of the first layers, which are all that a device gets of a network that is cut; else None.
+        base_bytes: of what a device gets once in the run.
     """
 
     def __init__(
@@ -191,9 +192,11 @@ class SimulatedDownlink:
         decode: Callable[[bytes], Tensors] | None = None,
         *,
         front_bytes: int | None = None,
+        base_bytes: int = 0,
     ) -> None:
         self.encode, self._encode_changes, self.decode = encode, encode_changes, decode
-        self._front_bytes = front_bytes
+        self._front_bytes, self._base_bytes = front_bytes, base_bytes
+        self._with_base: set[str] = set()
         self._global_model: EncodedModel | None = None
         self._device_model: EncodedModel | None = None
         self._delta_bytes: dict[int, int | None] = {}
@@ -226,11 +229,19 @@ class SimulatedDownlink:
         base, device.model_version = device.model_version, encoded.version
         delta = None if base is None or self._encode_changes is None else self._compute_delta_bytes(base, provider)
         whole = len(encoded.body) if self._front_bytes is None else self._front_bytes
-        return whole if delta is None else delta
+        return (whole if delta is None else delta) + self._start_base_download(device.device_id)
+
+    def _start_base_download(self, device_id: str) -> int:
+        """Returns the bytes of the base, once for each device: its card keeps it, whatever happens to the device."""
+        if device_id in self._with_base:
+            return 0
+        self._with_base.add(device_id)
+        return self._base_bytes
 
     def count_peer_download_bytes(self, instruction: TrainInstruction, provider: ModelProvider) -> int:
-        """Returns the bytes of a node's peer messages, and of the model where needed."""
+        """Returns the bytes of a node's peer messages, and of model and base where needed."""
         messages = sum(len(message.body) for message in instruction.plan.messages)
+        messages += self._start_base_download(instruction.device_id)
         return messages + (len(self.get_global_model(provider).body) if instruction.sends_model else 0)
 
     def _compute_delta_bytes(self, base_version: int, provider: ModelProvider) -> int | None:

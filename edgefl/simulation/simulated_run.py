@@ -71,7 +71,7 @@ from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.strategies.validated_strategy import ValidatedStrategy
 from edgefl.system.atomic_files import DATABASE_NAME, make_private_directory, write_atomic
 from edgefl.tasks.analyses.registry import parse_analysis
-from edgefl.tasks.registry import import_torch, make_task
+from edgefl.tasks.registry import import_torch
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +256,7 @@ class _Simulation:
         if data is not None and num_root:
             self._data = data = reserve_root(data, num_root)
         names = make_device_names(config.simulation.devices)
-        shapes = tuple(spec for spec in make_task(config.run.task, config.task).shapes() if spec.shared)
+        shapes = self._components.shapes
         faults = load_run_faults(config, names)
         self._devices = make_devices(
             config,
@@ -324,7 +324,7 @@ class _Simulation:
         except BaseException as error:  # an interrupt too: the history says how the run ended
             history.fail(error)
             raise
-        model = None if self._data is None else strategy.model(state)
+        model = None if self._data is None else assembled.make_whole(strategy.model(state))
         version = strategy.version(state)
         history.finish(reason, folder / "models", model, version, assembled.rounds.get_round(version))
         return history.run_id
@@ -338,7 +338,13 @@ class _Simulation:
         if self._data is not None:
             split = assembled.split
             front = None if split is None else len(split.encode_front(assembled.model, 0))
-            return SimulatedDownlink(assembled.encode, assembled.encode_changes, assembled.decode, front_bytes=front)
+            return SimulatedDownlink(
+                assembled.encode,
+                assembled.encode_changes,
+                assembled.decode,
+                front_bytes=front,
+                base_bytes=0 if assembled.adapted is None else assembled.adapted.base_bytes,
+            )
         body = assembled.encode(assembled.model, 0)
         keeps_model = self._config.aggregation.is_collective
         return SimulatedDownlink(lambda _model, _version: body, (lambda *_: b"") if keeps_model else None)
@@ -507,11 +513,16 @@ def make_backend(
     config: RunConfig, data: FleetData, names: Sequence[str], components: RunComponents, clock: Callable[[], float]
 ) -> TrainingBackend:
     """Returns the training backend: one process or several, as configured or measured."""
-    request = parse_analysis(components.header)
     # Of a network that is cut a simulated update has both sides.
     model_spec = components.shapes if components.analysis is None else components.update_shapes
     task_spec = TaskSpec(
-        task=config.run.task, options=config.task, seed=config.run.seed, split=config.split, analysis=request
+        task=config.run.task,
+        options=config.task,
+        seed=config.run.seed,
+        split=config.split,
+        analysis=parse_analysis(components.header),
+        adapt=config.adapt,
+        base={} if components.adapted is None else components.adapted.base,
     )
     indices = {name: index for index, name in enumerate(names)}
     trainer = SimulatedTrainer(task_spec, data, indices)

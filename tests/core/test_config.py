@@ -149,7 +149,7 @@ NAN, INF = float("nan"), float("inf")
         ("run", {"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices'"),
         ("run", 3, "run must be a table, got 3"),
         ("stratgy", {}, "unknown setting stratgy: did you mean strategy?"),
-        ("zzz", {}, "unknown setting zzz: known are aggregation, compression, devices, guard, job, models, run"),
+        ("zzz", {}, "unknown setting zzz: known are adapt, aggregation, compression, devices, guard, job, models"),
         ("task", {"a": [[1]]}, "task.a must be a text, a number or true/false, got [[1]]"),
         ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),
         ("strategy", {"lr": NAN}, "strategy.lr must be a text, a number or"),

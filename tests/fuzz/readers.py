@@ -244,6 +244,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-tensors": _entry(storage_readers.tensors, "storage/state_serialisation.py:_read_arrays"),
         "disk-job-results": _entry(storage_readers.job_results, "storage/checkpoints.py:open_tensor_bytes"),
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
+        "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
         "disk-run-rows": _entry(storage_readers.run_rows, "storage/lineage.py:_parse_run_record"),
         "disk-backup": _entry(
             storage_readers.backups,

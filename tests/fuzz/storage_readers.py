@@ -58,6 +58,7 @@ from edgefl.storage.state_serialisation import (
     encode_state,
     encode_tensors,
 )
+from edgefl.tasks.adaptation.base_file import encode_base, load_base
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
 BODY = make_codec("dense", SHAPES).encode({"w": np.ones(4, np.float32)}, np.random.default_rng(0))
@@ -316,6 +317,23 @@ def _remove(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     folder.rmdir()
+
+
+def bases(folder: Path) -> Reader:
+    """A base: a safetensors file of an operator's or of a coordinator, by its own reader."""
+    path = folder / "base.safetensors"
+    tensors = {"fc.weight": np.ones((2, 3), np.float32), "fc.steps": np.array(3)}
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        load_base(path, ["fc.weight", "more"])
+        load_base(path)
+
+    content = encode_base(tensors)
+    size = int.from_bytes(content[:8], "little")
+    header, rest = content[8 : 8 + size], content[8 + size :]
+    close = lambda found: len(found).to_bytes(8, "little") + found + rest  # noqa: E731 as long as its name
+    return Reader(feed=feed, seeds=(Seed(content=content), Seed(content=header, form=Form.JSON, close=close)))
 
 
 def _safetensors_seeds(content: bytes) -> list[Seed]:

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -230,7 +231,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
             Coordinator(
                 directory,
                 options,
-                build_run,
+                partial(build_run, bases=directory.bases),
                 lambda current: add_allowed_modules(set_store(_save_port(current, port), store), modules),
                 export_for_devices,
             )

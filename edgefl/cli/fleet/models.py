@@ -251,7 +251,9 @@ def _evaluate_models(
     source: Source, rows: list[Json], shard: Path | None, part: str | None, metric_names: Sequence[str]
 ) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
-    loaded: dict[str, tuple[Any, Dataset, dict[str, Metric]]] = {}
+    from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
+
+    loaded: dict[str, tuple[Task, Any, Dataset, dict[str, Metric]]] = {}
     scored = []
     for row in rows:
         key = repr((row["task"], sorted(row["task_options"].items()), row["test_fraction"]))
@@ -264,9 +266,11 @@ def _evaluate_models(
                     "--dir, or give --shard PATH"
                 )
             metrics = _make_metrics(metric_names, task)
-            loaded[key] = task.learner(), _load_examples(path, part, task, row), metrics
-        learner, examples, metrics = loaded[key]
-        learner.load(load_model(source, row))
+            loaded[key] = task, task.learner(), _load_examples(path, part, task, row), metrics
+        task, learner, examples, metrics = loaded[key]
+        tensors = load_model(source, row)
+        check_whole(task, tensors)
+        learner.load(tensors)
         loss, accuracy = learner.evaluate(examples)
         figures = {"loss": loss, "accuracy": finite_or_none(accuracy), "num_examples": len(examples)}
         values = _compute_metrics(learner, examples, metrics)

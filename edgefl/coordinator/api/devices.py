@@ -32,8 +32,9 @@ from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signa
 from edgefl.coordinator.fleet.registry import DEFAULT_STATUS_ROW, DeviceRegistry
 from edgefl.coordinator.rollouts.installations import BundleStore
 from edgefl.coordinator.rollouts.service import RolloutService
-from edgefl.core.errors import NetworkError, UsageError
+from edgefl.core.errors import NetworkError, NotFoundError, UsageError
 from edgefl.core.protocol import BUNDLES_PATH, EVALUATOR_NAME, PROTOCOL_VERSION, CommandKind, JoinToken
+from edgefl.core.safe_parsing import SHA256
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
@@ -48,6 +49,13 @@ def devices_router(context: ApiContext) -> APIRouter:
     router = APIRouter(prefix="/edgefl/v1")
     operator_only, admin_only = [Depends(context.operator)], [Depends(context.admin)]
     _add_read_routes(router, context)
+
+    @router.get("/bases/{sha256}", dependencies=[Depends(context.device)])
+    def fetch_base(sha256: str) -> FileResponse:
+        path = context.directory.bases / f"{sha256}.safetensors"
+        if not SHA256.match(sha256) or not path.is_file():
+            raise NotFoundError(f"no base {sha256[:12]!a} is here")
+        return FileResponse(path, media_type="application/octet-stream")
 
     @router.post("/devices/{device}/drain", dependencies=operator_only)
     def drain_device(device: str) -> Json:

@@ -57,7 +57,7 @@ from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.claims import CLAIM_BOUNDED
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
-from edgefl.core.protocol import IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
+from edgefl.core.protocol import ADAPT_KEY, BASE_TRAFFIC_KEY, IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     DeviceAvailable,
@@ -484,6 +484,7 @@ class LiveFleet:
 
     def _on_reply(self, reply: Reply) -> list[Event]:
         """Turns a reply into an event; drops one without a pending instruction (a repeat, a late one)."""
+        reply = add_base_traffic(reply, self._run.header)
         pending = self._find_pending(reply)
         if pending is None:
             return []
@@ -631,6 +632,14 @@ class LiveFleet:
             received_s=self.clock(),
             messages=messages,
         )
+
+
+def add_base_traffic(reply: Reply, run_header: Json) -> Reply:
+    """Returns a reply with the bytes of the base that the device says it has fetched; no more than that has."""
+    fetched, plan = reply.header.get(BASE_TRAFFIC_KEY), run_header.get(ADAPT_KEY)
+    if plan is None or isinstance(fetched, bool) or not isinstance(fetched, int) or fetched <= 0:
+        return reply
+    return replace(reply, bytes_down=reply.bytes_down + min(fetched, int(plan["base_bytes"])))
 
 
 def _has_full_model(pending: PendingInstruction) -> bool:

@@ -114,7 +114,10 @@ class RunExecutor:
             can_repeat=start.incarnations.current > 0 and not start.is_exact,
         )
         saver = EvaluatedModelSaver(
-            self.model_retention, components.strategy.model, lambda: self.wal.last_record, components.metrics
+            self.model_retention,
+            lambda state: components.make_whole(components.strategy.model(state)),
+            lambda: self.wal.last_record,
+            components.metrics,
         )
         self._log = RunLog(self._fleet, [self._recorder, saver])
 
@@ -178,7 +181,7 @@ class RunExecutor:
         version = strategy.version(state)
         number, model, incarnations = (
             self.components.rounds.get_round(version),
-            strategy.model(state),
+            self.components.make_whole(strategy.model(state)),
             self.start.incarnations,
         )
         self.checkpointer.save_guard(self.components.policy.guard.state)

@@ -7,12 +7,13 @@ one replaces meanwhile is never written. A row is written after its file, and a 
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +27,17 @@ from edgefl.storage.checkpoints import save_model
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.repositories.saved_models import find_orphaned_models, save_model_rows
 from edgefl.storage.store import Store
-from edgefl.system.atomic_files import make_store_error, sync_directory
+from edgefl.system.atomic_files import (
+    compute_sha256,
+    make_private_directory,
+    make_store_error,
+    open_atomic,
+    sync_directory,
+    write_atomic,
+)
+
+if TYPE_CHECKING:
+    from edgefl.engine.build import RunComponents
 
 log = logging.getLogger(__name__)
 
@@ -303,6 +314,21 @@ def _create_row(version: int, round_number: int, last_record: int, at: float) ->
 
 def _list_record_numbers(rows: Sequence[SavedModelRow]) -> set[int]:
     return {row.last_record for row in rows}
+
+
+def save_base(components: RunComponents, folder: Path) -> None:
+    """Writes what devices get once for a run, under its SHA-256; nothing where all of the model travels."""
+    if (adapted := components.adapted) is None:
+        return
+    path = folder / f"{adapted.plan.sha256}.safetensors"
+    if path.is_file() and compute_sha256(path) == adapted.plan.sha256:
+        return
+    make_private_directory(folder)
+    if adapted.path is None:
+        write_atomic(path, adapted.encode_base())
+    else:
+        with open_atomic(path) as file, adapted.path.open("rb") as source:
+            shutil.copyfileobj(source, file)
 
 
 class EvaluatedModelSaver(RunSubscriber):

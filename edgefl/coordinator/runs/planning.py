@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""
+BASE_COPIES_IN_MEMORY = 2
+"""A frozen tensor, and the one that an adapter was added to."""
 MODEL_COPIES_ON_DISK = 2
 """The codec's residual, and moments or local tensors of the device."""
 LITTLE_WORK = 0.5
@@ -176,7 +178,8 @@ def _list_considered(config: RunConfig, registry: DeviceRegistry) -> list[Device
 def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: DeviceRegistry) -> str:
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
-    memory, needed = info.capabilities.get("memory_bytes"), MODEL_COPIES_IN_MEMORY * count_device_bytes(run)
+    memory = info.capabilities.get("memory_bytes")
+    needed = MODEL_COPIES_IN_MEMORY * count_device_bytes(run) + BASE_COPIES_IN_MEMORY * count_base_bytes(run)
     blocker = find_training_blocker(info, needs_torch=run.needs_torch)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
@@ -310,6 +313,7 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "strategy": run.config.strategy.name,
         "goal": goal,
         "model_bytes": count_model_bytes(run.model),
+        "base_bytes": count_base_bytes(run),
         "num_devices": len(participants),
         "require": run.config.devices.require,
         "evaluators": list(evaluators),
@@ -424,14 +428,14 @@ def create_admission_requirements(
     The first model is prefetched only where every device will use it: nodes of a graph may have their own, and
     where a sample is drawn for each round the other devices would fetch it for nothing.
     """
-    devices, model_bytes = run.config.devices, count_device_bytes(run)
+    devices, model_bytes, base_bytes = run.config.devices, count_device_bytes(run), count_base_bytes(run)
     has_nodes = run.strategy.has_nodes
     return AdmissionRequirements(
         require=devices.require,
         ready_s=devices.ready_s,
         model_fingerprint=run.layout,
-        memory_bytes=MODEL_COPIES_IN_MEMORY * model_bytes,
-        disk_bytes=MODEL_COPIES_ON_DISK * model_bytes,
+        memory_bytes=MODEL_COPIES_IN_MEMORY * model_bytes + BASE_COPIES_IN_MEMORY * base_bytes,
+        disk_bytes=MODEL_COPIES_ON_DISK * model_bytes + base_bytes,
         previous_devices=previous_devices,
         is_resumed=is_resumed,
         should_prefetch_model=not has_nodes and devices.count is None and devices.fraction is None,
@@ -442,6 +446,11 @@ def count_device_bytes(run: RunComponents) -> int:
     """Returns the bytes of what a device has of the model in memory: all, or the first layers."""
     names = {spec.name for spec in (run.shapes if run.split is None else run.split.front)}
     return count_model_bytes({name: tensor for name, tensor in run.model.items() if name in names})
+
+
+def count_base_bytes(run: RunComponents) -> int:
+    """Returns the bytes of what a device gets once; 0 where all of the model travels."""
+    return 0 if run.adapted is None else run.adapted.base_bytes
 
 
 def count_model_bytes(model: Tensors) -> int:

@@ -31,7 +31,7 @@ from edgefl.coordinator.runs.executor import (
     replay_to_damage,
 )
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryRows, HistoryWriter
-from edgefl.coordinator.runs.model_retention import ModelRetention
+from edgefl.coordinator.runs.model_retention import ModelRetention, save_base
 from edgefl.coordinator.runs.planning import BuildRun, create_admission_requirements
 from edgefl.coordinator.runs.recovery import (
     MAX_CRASHES,
@@ -502,6 +502,7 @@ class RunScheduler:
         history = HistoryWriter(context.store, run_id, record_rows, context.metrics.on_checkpoint)
         folder = context.directory.runs / run_id / "journal"
         damage = self._repair_journal(run_id)
+        save_base(components, context.directory.bases)
         with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
             save_run_record(context.directory.runs, record)
             if damage is not None and not is_autonomous:  # autonomous devices repeat no ids

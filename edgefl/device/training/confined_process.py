@@ -118,6 +118,7 @@ class TrainingProcess:
             make_transport=self._make_transport,
             thermal_pacer=create_thermal_pacer(lambda: setup.max_temperature_c),
             on_alive=self._report_alive,
+            bases_dir=Path(setup.bases),
         )
 
     def run(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
+from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
 from edgefl.device.hardware.requirements import CONFINED_FOLDER, TaskTraits, make_confinement, read_task_traits
@@ -39,6 +39,7 @@ from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.system.atomic_files import make_private_directory, write_atomic
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks import registry as tasks
+from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.local_algorithms import registry as local_algorithms
 
 log = logging.getLogger(__name__)
@@ -216,7 +217,8 @@ class ConfiningTrainer(DeviceTrainer):
                 log.info("run %s uses what is not built in: it trains confined", run_id)
         if run_id not in self._confined_runs:
             self._confined_runs.append(run_id)
-        return self._run_confined(name, header, body)
+        reply, result = self._run_confined(name, header, body)
+        return self._add_traffic(reply), result
 
     def _run_confined(self, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns the reply of the confined process; its end fails this one instruction."""
@@ -231,6 +233,8 @@ class ConfiningTrainer(DeviceTrainer):
             sampler.start()
         try:
             self._update_node(header)
+            if (adapt := AdaptPlan.parse(header.get(ADAPT_KEY))) is not None:
+                self._bases.fetch(adapt)  # here: the process has no connection
             answer, result = self._call(str(header.get("task")), name, header, body)
             if self._is_aborted and answer.get("is_aborted"):
                 raise TrainingAbortedError
@@ -282,7 +286,9 @@ class ConfiningTrainer(DeviceTrainer):
         self._stop_process()
         if self._get_policy() == "always" and self.confinement_gaps:
             raise TaskError(f"this board cannot confine, and its settings say always: {self.confinement_gaps[0]}")
-        confinement = make_confinement(self._state_dir, self._get_scratch(task).name, [path], self._accelerator)
+        make_private_directory(self._bases.folder)
+        readable = [path, str(self._bases.folder)]
+        confinement = make_confinement(self._state_dir, self._get_scratch(task).name, readable, self._accelerator)
         setup = TrainingSetup(
             device_id=self._device_id,
             role=self._role,
@@ -292,6 +298,7 @@ class ConfiningTrainer(DeviceTrainer):
             scratch=str(self._get_scratch(task)),
             incarnation=self._next_incarnation(),
             max_temperature_c=self._get_temperature_limit_c(),
+            bases=str(self._bases.folder),
         )
         self._process_key = key
         self._process = ConfinedProcess(setup, confinement, on_message=self._on_message, silence_s=self._silence_s)

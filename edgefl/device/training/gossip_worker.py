@@ -152,7 +152,7 @@ class GossipWorker:
             instruction = parse_instruction(self._device_id, header)
             with self._training_lock:
                 if instruction.plan.node is not None:
-                    cached_task = self._tasks.get(instruction.task, instruction.options)
+                    cached_task = self._tasks.get(instruction.task, instruction.options, adapt=instruction.adapt)
                     self._start_session(instruction, cached_task, b"", instruction.plan.node)
         except FullModelRequiredError:
             self._discard_session()
@@ -376,7 +376,7 @@ class GossipWorker:
         return self._state_store.create(instruction.run, plan, cached_task.learner, cached_task.model_spec)
 
     def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
-        return self._tasks.load_split(cached_task, instruction.test_fraction)[0]
+        return self._tasks.load_training(cached_task, instruction.test_fraction)
 
     def _save_state(self, instruction: ParsedInstruction) -> None:
         self._state_store.save(only_when_due=not instruction.is_durable)

@@ -14,12 +14,13 @@ from edgefl import __version__
 from edgefl.compression.codec import decode_body
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
+from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
 from edgefl.core.types import Json, Scalar, TrainConfig
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
 from edgefl.device.training.split_exchange import SplitPlan
 from edgefl.device.training.task_cache import AnalysisRequest, TaskCache
+from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.job import Job
 
@@ -49,6 +50,7 @@ class ParsedInstruction:
         messages: index of the neighbours' messages in the body.
         split: where the network is cut; None where this board trains all of it.
         analysis: what is to be summed; None of a training.
+        adapt: what of the model is trained, and its base; None where all is trained.
         header: as received, stored for a reboot.
     """
 
@@ -73,6 +75,7 @@ class ParsedInstruction:
     messages: list[Json]
     split: SplitPlan | None
     analysis: AnalysisRequest | None
+    adapt: AdaptPlan | None
     header: Json
 
 
@@ -112,6 +115,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         messages=header.get("messages", []),
         split=SplitPlan.parse(header.get("split")),
         analysis=parse_analysis(header),
+        adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
         header=header,
     )
 
@@ -229,7 +233,13 @@ class ReadinessHandler:
         check_requirements(name, options, self._root)
         _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
         _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
-        cached_task = self._task_cache.get(name, options, after=_get_cut(header), analysis=parse_analysis(header))
+        cached_task = self._task_cache.get(
+            name,
+            options,
+            after=_get_cut(header),
+            analysis=parse_analysis(header),
+            adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
+        )
         fingerprint = model_fingerprint(cached_task.model_spec)
         if fingerprint != header["layout"]:
             raise TaskError(
@@ -245,6 +255,7 @@ class ReadinessHandler:
             dict(header.get("options", {})),
             after=_get_cut(header),
             analysis=parse_analysis(header),
+            adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
         )
         if isinstance(cached_task.task, Job):  # it has no model, and its shard holds no examples
             return

@@ -51,6 +51,7 @@ class TrainingSetup:
     scratch: str
     incarnation: int
     max_temperature_c: float | None
+    bases: str
 
 
 def parse_reply(reply: Json) -> Json:

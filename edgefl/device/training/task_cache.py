@@ -15,6 +15,10 @@ from pathlib import Path
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
+from edgefl.device.rollouts.bases import BaseFiles
+from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner, FeatureDataset
+from edgefl.tasks.adaptation.adapted_task import AdaptedTask
+from edgefl.tasks.adaptation.base_file import AdaptPlan, load_base
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.datasets.shards import (
@@ -62,9 +66,18 @@ class TaskCache:
         shards: task -> path, read at every instruction.
         accelerator: cpu or cuda.
         threads: how many cores to use, None for all.
+        bases: files of what is trained on; None where there are none.
     """
 
-    def __init__(self, shards: Callable[[], Mapping[str, str]], *, accelerator: str, threads: int | None) -> None:
+    def __init__(
+        self,
+        shards: Callable[[], Mapping[str, str]],
+        *,
+        accelerator: str,
+        threads: int | None,
+        bases: BaseFiles | None = None,
+    ) -> None:
+        self._bases = bases
         self._shards, self._accelerator, self._threads = shards, accelerator, threads
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
@@ -76,6 +89,7 @@ class TaskCache:
         *,
         after: str | None = None,
         analysis: AnalysisRequest | None = None,
+        adapt: AdaptPlan | None = None,
     ) -> CachedTask:
         """Returns a task with these options.
 
@@ -84,17 +98,20 @@ class TaskCache:
             options: of the task.
             after: a module: only the layers up to it, and their tensors.
             analysis: what is to be summed over its examples; the tensors are then those of the request.
+            adapt: what is trained; its base is fetched unless it is here.
 
         Raises:
             EdgeflError: the board has no shard for it, or it cannot be created.
         """
         # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
         self.get_shard_path(name)
-        key = f"{name} {sorted(options.items())} {after or ''}"
+        key = f"{name} {sorted(options.items())} {after or ''} {adapt or ''}"
         if analysis is not None:
             key += f" {analysis[0]} {sorted(analysis[1].items())}"
         if key not in self._cached:
             task = make_task(name, options)
+            if adapt is not None:
+                task = self._adapt_task(task, adapt)
             self._cached[key] = (
                 self._create_trainable(name, task, after)
                 if analysis is None
@@ -116,6 +133,12 @@ class TaskCache:
             name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
         )
 
+    def _adapt_task(self, task: Task, plan: AdaptPlan) -> Task:
+        if self._bases is None:
+            raise TaskError(f"task {task.name} trains a part of its model, and this process has no bases")
+        names = AdaptedTask(task, plan.section).parts.base_names  # before anything is fetched
+        return AdaptedTask(task, plan.section, load_base(self._bases.fetch(plan), names))
+
     def load_data(self, cached_task: CachedTask) -> Dataset:
         """Returns all data in the task's shard, up to date."""
         path = self.get_shard_path(cached_task.name)
@@ -131,6 +154,21 @@ class TaskCache:
         if test_fraction not in cached_task.splits:
             cached_task.splits[test_fraction] = split_train_test(data, test_fraction)
         return cached_task.splits[test_fraction]
+
+    def load_training(
+        self, cached_task: CachedTask, test_fraction: float, on_batch: Callable[[], None] = lambda: None
+    ) -> Dataset:
+        """Returns a trainer's training data, as features of a frozen base where there is one.
+
+        They stay in memory as long as the base and the shard are the same, so that an epoch of a head does not go
+        through the base. `on_batch` is called while they are computed.
+        """
+        training, test = self.load_split(cached_task, test_fraction)
+        if not isinstance(cached_task.learner, AdaptedLearner) or isinstance(training, FeatureDataset):
+            return training
+        features = cached_task.learner.make_features(training, on_batch)
+        cached_task.splits[test_fraction] = features, test
+        return features
 
     def load_block(self, cached_task: CachedTask, block: int) -> Dataset:
         """Returns the rows of one block of a redundant shard, the same on every device that holds it.

@@ -21,7 +21,7 @@ from edgefl.compression.error_feedback import has_error_feedback, require_statel
 from edgefl.core.analyses import ANALYSIS_KEY
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
+from edgefl.core.protocol import BASE_TRAFFIC_KEY, INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     PEER_BYTES,
@@ -38,6 +38,8 @@ from edgefl.core.types import (
 )
 from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
+from edgefl.device.rollouts.bases import FOLDER as BASES_FOLDER
+from edgefl.device.rollouts.bases import BaseFiles
 from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.training.client_state import ClientState
 from edgefl.device.training.collective_worker import CollectiveWorker
@@ -90,7 +92,9 @@ class DeviceTrainer:
         health_sampler: samples the board during work; None for no samples.
         thermal_pacer: pauses between iterations while the board is too hot; None for no limit.
         on_alive: called at every iteration and while waiting.
-        get_source: returns the coordinator's address and our signature, for split networks; None where there is none.
+        get_source: returns the coordinator's address and our signature, for split networks and bases; None where
+            there is none.
+        bases_dir: of the files of bases; None for one in `state_dir`.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -109,13 +113,17 @@ class DeviceTrainer:
         thermal_pacer: ThermalPacer | None = None,
         on_alive: Callable[[], None] = lambda: None,
         get_source: Callable[[], DownloadSource] | None = None,
+        bases_dir: Path | None = None,
     ) -> None:
         self._get_source = get_source
         self._health_sampler, self._on_alive = health_sampler, on_alive
         self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
-        self._task_cache = TaskCache(shards, accelerator=accelerator, threads=threads)
+        self._bases = BaseFiles(
+            bases_dir or state_dir / BASES_FOLDER, get_source, should_continue=self._should_continue_fetching
+        )
+        self._task_cache = TaskCache(shards, accelerator=accelerator, threads=threads, bases=self._bases)
         self._client_state = ClientState(state_dir)
         self._training_lock = threading.Lock()
         self._gossip_worker = GossipWorker(
@@ -197,13 +205,16 @@ class DeviceTrainer:
         """
         if "phase" in header:
             self._gossip_worker.reopen_run(str(header.get("run")))
-            return self._readiness.run_phase(header, body)
-        return self._execute(header, body, self._train_with_health)
+            reply, result = self._readiness.run_phase(header, body)
+        else:
+            reply, result = self._execute(header, body, self._train_with_health)
+        return self._add_traffic(reply), result
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         """Returns loss and accuracy of the model in `body`, and the sums of the metrics that its task declares."""
         whole_header = {name: value for name, value in header.items() if name not in {"split", ANALYSIS_KEY}}
-        return self._execute(whole_header, body, self._evaluate)
+        reply, result = self._execute(whole_header, body, self._evaluate)
+        return self._add_traffic(reply), result
 
     def count_examples(self) -> dict[str, int]:
         """Returns the example count of each readable shard."""
@@ -217,6 +228,15 @@ class DeviceTrainer:
         """Returns the blocks of each redundant shard, by task; others are omitted."""
         return self._task_cache.list_blocks()
 
+    def _add_traffic(self, reply: Json) -> Json:
+        """Returns a reply with the bytes of a base that was fetched before it."""
+        received = self._bases.pop_received_bytes()
+        return {**reply, BASE_TRAFFIC_KEY: received} if received else reply
+
+    def _should_continue_fetching(self) -> bool:
+        self._on_alive()
+        return not self._is_aborted
+
     def _execute(
         self, header: Json, body: bytes, run: Callable[[ParsedInstruction, CachedTask, bytes], tuple[Json, bytes]]
     ) -> tuple[Json, bytes]:
@@ -227,7 +247,11 @@ class DeviceTrainer:
             with self._training_lock:
                 after = None if instruction.split is None else instruction.split.section.after
                 cached_task = self._task_cache.get(
-                    instruction.task, instruction.options, after=after, analysis=instruction.analysis
+                    instruction.task,
+                    instruction.options,
+                    after=after,
+                    analysis=instruction.analysis,
+                    adapt=instruction.adapt,
                 )
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)
@@ -294,6 +318,11 @@ class DeviceTrainer:
         encoded = make_codec(instruction.codec_spec, analysis.sums_spec).encode(sums, derive_rng(0))
         return {"metrics": metrics}, encoded
 
+    def _check_aborted(self) -> None:
+        self._sample_health()
+        if self._is_aborted:
+            raise TrainingAbortedError
+
     def _sample_health(self) -> None:
         self._on_alive()
         if self._health_sampler is not None:
@@ -344,9 +373,7 @@ class DeviceTrainer:
             raise TaskError("a split network needs the agent's connection; this process has none, as it is confined")
 
         def check_waiting() -> None:
-            self._sample_health()
-            if self._is_aborted:
-                raise TrainingAbortedError
+            self._check_aborted()
             if instruction.assignment_id in self._finish_early_ids:
                 raise TaskError("told to finish while the rest of the network was away")
 
@@ -391,9 +418,7 @@ class DeviceTrainer:
             return result
 
         def should_finish() -> bool:
-            self._sample_health()
-            if self._is_aborted:
-                raise TrainingAbortedError
+            self._check_aborted()
             return instruction.assignment_id in self._finish_early_ids
 
         result = self._collective_worker.run_round(
@@ -422,6 +447,8 @@ class DeviceTrainer:
         return reply, encoded if config.uploader == self._device_id else b""
 
     def _load_training_data(self, instruction: ParsedInstruction, cached_task: CachedTask) -> Dataset:
+        if instruction.block is None and self._role != Role.EVALUATOR:
+            return self._task_cache.load_training(cached_task, instruction.test_fraction, self._check_aborted)
         if instruction.block is None:
             return self._load_split(instruction, cached_task)[0]
         require_stateless_training(instruction.plan, instruction.codec_spec, cached_task.model_spec)

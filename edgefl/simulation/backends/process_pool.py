@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from edgefl.compression.error_feedback import is_stateful_training
-from edgefl.core.config import SplitSection
+from edgefl.core.config import AdaptSection, SplitSection, adapt_to_json
 from edgefl.core.errors import RunFailedError
+from edgefl.core.settings import from_mapping
 from edgefl.core.types import Json, ModelSpec, PeerMessage, TrainConfig, TrainInstruction
 from edgefl.simulation.backends.in_process import InProcessBackend, format_error, make_result
 from edgefl.simulation.backends.partitioned_data import FleetData, load_data, save_data
@@ -39,10 +40,12 @@ from edgefl.simulation.backends.trainer import (
     TrainingResult,
 )
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages, encode_messages
+from edgefl.tasks.adaptation.base_file import encode_base, load_base
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "site.json"
+BASE_FILE = "base.safetensors"
 _LENGTHS = struct.Struct("<II")
 
 _INSTRUCTION_FIELDS = tuple(f.name for f in fields(TrainInstruction) if f.name not in {"plan", "used_assignments"})
@@ -95,6 +98,8 @@ def main() -> None:
         seed=config["seed"],
         split=SplitSection(**config["split"]),
         analysis=config["analysis"] and tuple(config["analysis"]),
+        adapt=from_mapping(AdaptSection, config["adapt"], "adapt"),
+        base=load_base(folder / BASE_FILE),
     )
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -290,9 +295,11 @@ class ProcessPoolBackend:
             "seed": task_spec.seed,
             "split": asdict(task_spec.split),
             "analysis": task_spec.analysis,
+            "adapt": {name: item for name, item in adapt_to_json(task_spec.adapt).items() if item is not None},
             "places": dict(shard_indices),
         }
         (folder / CONFIG_FILE).write_text(json.dumps(config))
+        (folder / BASE_FILE).write_bytes(encode_base(task_spec.base))
         self._workers = [WorkerProcess(folder) for _ in range(num_workers)]
         self._assigned_iterations = dict.fromkeys(self._workers, 0)
         self._pinned_devices: set[str] = set()

@@ -21,7 +21,7 @@ from edgefl.compression.error_feedback import (
     require_stateless_training,
 )
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
-from edgefl.core.config import SplitSection
+from edgefl.core.config import AdaptSection, SplitSection
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import (
     Algorithm,
@@ -38,6 +38,8 @@ from edgefl.core.types import (
 from edgefl.simulation.backends.partitioned_data import FleetData, ShardRows
 from edgefl.simulation.backends.split_training import SimulatedSplit
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode, make_configured_algorithm
+from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner
+from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.local_algorithms.local_training import (
@@ -144,7 +146,8 @@ class TrainingBackend(Protocol):
 class TaskSpec:
     """The task to train, its options, the seed of the run, where its network is cut, and what is analysed, if so.
 
-    `analysis` has the name and the options of an analysis, in place of a training.
+    `analysis` has the name and the options of an analysis, in place of a training. `adapt` says what is trained, and
+    `base` holds what each device gets once for that.
     """
 
     task: str
@@ -152,6 +155,8 @@ class TaskSpec:
     seed: int
     split: SplitSection = field(default_factory=SplitSection)
     analysis: tuple[str, Mapping[str, Scalar]] | None = None
+    adapt: AdaptSection = field(default_factory=AdaptSection)
+    base: Mapping[str, Array] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -193,6 +198,8 @@ class SimulatedTrainer:
 
     def __init__(self, task_spec: TaskSpec, data: FleetData, shard_indices: Mapping[str, int]) -> None:
         task = make_task(task_spec.task, task_spec.options)
+        if task_spec.adapt.is_used:
+            task = AdaptedTask(task, task_spec.adapt, task_spec.base)
         self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
         self._model_spec = task.shapes()
         self._task, self._metrics = task, make_task_metrics(task)
@@ -351,6 +358,8 @@ class SimulatedTrainer:
         """Returns a device's training examples, cached while there is room."""
         if device_id not in self._datasets:
             dataset = self._data.pool.take(rows)
+            if isinstance(self._learner, AdaptedLearner):
+                dataset = self._learner.make_features(dataset)
             self._datasets[device_id] = dataset
             self._dataset_bytes += dataset.inputs.nbytes
             while self._dataset_bytes > MAX_CACHE_BYTES and len(self._datasets) > 1:

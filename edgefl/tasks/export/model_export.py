@@ -261,17 +261,29 @@ def _load_learner(task: Task, model: Tensors) -> OnnxExportable:
             f"the learner of task {task.name} cannot be exported: a {type(learner).__name__} has no prepare, logits "
             "and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
         )
+    check_whole(task, model)
+    learner.load(model)
+    return cast("OnnxExportable", learner)
+
+
+def check_whole(task: Task, model: Tensors) -> None:
+    """Checks that a model has every tensor of its task: an untrained one would stand in for one that is absent.
+
+    Raises:
+        TaskError: it lacks one.
+    """
     missing = [spec for spec in task.shapes() if spec.name not in model]
     if any(spec.shared for spec in missing):
         name = next(spec.name for spec in missing if spec.shared)
-        raise TaskError(f"the model lacks tensor {name!r} of task {task.name}; it is of another task or options")
+        raise TaskError(
+            f"the model lacks tensor {name!r} of task {task.name}: it is of another task or options, or the tensor "
+            "stayed on the devices (adapt.local)"
+        )
     if missing:
         raise TaskError(
             f"tensor {missing[0].name!r} of task {task.name} stays on each device, so the model here is not whole; "
             "export it as safetensors, and add a device's own"
         )
-    learner.load(model)
-    return cast("OnnxExportable", learner)
 
 
 def _build_graph(learner: OnnxExportable, inputs: Array) -> tuple[Json, Any]:

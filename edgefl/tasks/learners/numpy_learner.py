@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -15,6 +15,7 @@ from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, Tensors
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
 from edgefl.tasks.losses.registry import FunctionLoss, LossLike, make_loss, select_targets
+from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import validate_accelerator
 
 Prepare = Callable[[Array], Array]
@@ -148,6 +149,7 @@ class NumpyLearner:
         self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
+        self._first_trained = 0
 
     @property
     def parameters(self) -> Mapping[str, Array]:
@@ -164,6 +166,16 @@ class NumpyLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: value.copy() for name, value in self._parameters.items()}
+
+    def freeze(self, names: Collection[str], *, needed: Collection[str] = ()) -> None:
+        """Gives up the gradients of tensors that are not trained, except of those `needed` for something else."""
+        self._gradients = {
+            name: gradient for name, gradient in self._gradients.items() if name in needed or name not in names
+        }
+        trained = (
+            number for number, layer in enumerate(self._layers) if not self._gradients.keys().isdisjoint(layer)
+        )
+        self._first_trained = next(trained, 0)
 
     @property
     def prepare(self) -> Prepare:
@@ -186,10 +198,25 @@ class NumpyLearner:
 
     def gradient(self, batch: Dataset) -> float:
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
-            inputs, sums = self._forward(batch.inputs)
-            targets = select_targets(self._loss, batch, inputs[0], sums[-1].shape)
-            loss, delta = self._loss.compute_mean(sums[-1], targets, batch.weights)
-            self._backward(inputs, sums, delta)
+            return self._compute_gradient(batch, *self._forward(batch.inputs))
+
+    def compute_features(self, inputs: Array) -> Array | None:
+        """Returns what the first layer that is trained gets, [n, size]; None where that are the inputs themselves."""
+        if not self._first_trained or isinstance(self._loss, Reconstruction):
+            return None
+        return self._forward(inputs)[0][self._first_trained]
+
+    def compute_feature_gradient(self, batch: Dataset) -> float:
+        """Does what `gradient` does, for a batch whose inputs are features."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            inputs, sums = self._run_layers(batch.inputs, self._layers[self._first_trained :])
+            blank: list[Array] = [inputs[0]] * self._first_trained
+            return self._compute_gradient(batch, [*blank, *inputs], [*blank, *sums])
+
+    def _compute_gradient(self, batch: Dataset, inputs: list[Array], sums: list[Array]) -> float:
+        targets = select_targets(self._loss, batch, inputs[0], sums[-1].shape)
+        loss, delta = self._loss.compute_mean(sums[-1], targets, batch.weights)
+        self._backward(inputs, sums, delta)
         return loss
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
@@ -205,10 +232,12 @@ class NumpyLearner:
 
     def _forward(self, inputs: Array) -> tuple[list[Array], list[Array]]:
         """Returns the input of every layer, and the sums that it makes of it; the last sums are the logits."""
-        hidden = self._prepare(inputs).reshape(len(inputs), -1)
+        return self._run_layers(self._prepare(inputs).reshape(len(inputs), -1), self._layers)
+
+    def _run_layers(self, hidden: Array, layers: Sequence[tuple[str, str]]) -> tuple[list[Array], list[Array]]:
         layer_inputs: list[Array] = []
         sums: list[Array] = []
-        for weight, bias in self._layers:
+        for weight, bias in layers:
             layer_inputs.append(hidden if not sums else self._activation.compute(sums[-1]))
             sums.append(layer_inputs[-1] @ self._parameters[weight].T)
             sums[-1] += self._parameters[bias]
@@ -217,9 +246,11 @@ class NumpyLearner:
     def _backward(self, layer_inputs: list[Array], sums: list[Array], delta: Array) -> None:
         for layer in reversed(range(len(self._layers))):
             weight, bias = self._layers[layer]
-            np.matmul(delta.T, layer_inputs[layer], out=self._gradients[weight])
-            np.sum(delta, axis=0, out=self._gradients[bias])
-            if layer:
+            if weight in self._gradients:
+                np.matmul(delta.T, layer_inputs[layer], out=self._gradients[weight])
+            if bias in self._gradients:
+                np.sum(delta, axis=0, out=self._gradients[bias])
+            if layer > self._first_trained:
                 slope = self._activation.derive(sums[layer - 1], layer_inputs[layer])
                 delta = (delta @ self._parameters[weight]) * slope
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -126,6 +126,7 @@ class TorchLearner:
         self._torch_loss = TorchLoss(self._loss, self._device)
         self._evaluation_batch_size = min(evaluation_batch_size, EVALUATION_BATCH_SIZE)
         self._normalisations = [layer for layer in module.modules() if _is_batch_normalisation(layer)]
+        self._still_layers: list[torch.nn.Module] = []
         named_parameters = list(module.named_parameters())
         for _, parameter in named_parameters:
             # Backpropagation adds into an existing gradient, so the returned tensors stay the module's.
@@ -150,6 +151,26 @@ class TorchLearner:
 
     def read(self) -> dict[str, Array]:
         return {name: np.array(tensor.cpu().numpy()) for name, tensor in self._tensors.items()}
+
+    def freeze(self, names: Collection[str], *, needed: Collection[str] = ()) -> None:
+        """Gives up the gradients of tensors that are not trained, except of those `needed` for something else.
+
+        Layers all of whose tensors are frozen, and normalisations over the batch whose running statistics are, work
+        as in an evaluation from now on.
+        """
+        frozen = {*names}
+        for name, parameter in self._module.named_parameters():
+            if name in frozen and name not in needed:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+        self._gradients = {
+            name: gradient for name, gradient in self._gradients.items() if name in needed or name not in frozen
+        }
+        self._still_layers = [
+            layer
+            for name, layer in self._module.named_modules()
+            if _is_still(layer, f"{name}." if name else "", frozen)
+        ]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -185,8 +206,13 @@ class TorchLearner:
             self._torch.manual_seed(seed)
 
     def gradient(self, batch: Dataset) -> float:
-        self._start_gradient(len(batch))
-        outputs, targets = self._forward(batch)
+        return self.compute_gradient(batch, self._module, self._compute_features(batch.inputs))
+
+    def compute_gradient(self, batch: Dataset, part: torch.nn.Module, inputs: Array) -> float:
+        """Does what `gradient` does by a part of the network, such as its end, which gets other inputs."""
+        self.start_training(len(batch))
+        outputs = self.apply(part, inputs)
+        targets = select_targets(self._loss, batch, inputs, tuple(outputs.shape))
         loss = self._torch_loss.compute_mean(outputs, targets, batch.weights)
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.item())
@@ -196,8 +222,16 @@ class TorchLearner:
         with self._torch.no_grad():
             return evaluate_in_batches(data, self._evaluation_batch_size, self._evaluate_batch)
 
-    def _start_gradient(self, num_examples: int) -> None:
+    def apply(self, part: torch.nn.Module, inputs: Array) -> torch.Tensor:
+        """Returns what a part of the network makes of prepared inputs."""
+        outputs: torch.Tensor = part(self._torch.from_numpy(np.ascontiguousarray(inputs)).to(self._device))
+        return outputs
+
+    def start_training(self, num_examples: int) -> None:
+        """Puts the network into the mode of a training step on so many examples, with gradients of 0."""
         self._module.train()
+        for layer in self._still_layers:
+            layer.eval()
         if num_examples == 1:
             # The last batch of an epoch may hold one example, which has no variance of its own.
             for layer in self._normalisations:
@@ -251,6 +285,15 @@ def list_saved_buffers(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]
 def _is_batch_normalisation(layer: torch.nn.Module) -> bool:
     """Returns whether a layer normalises over the batch."""
     return isinstance(layer, import_torch().nn.modules.batchnorm._BatchNorm)  # noqa: SLF001 torch's name for all of them
+
+
+def _is_still(layer: torch.nn.Module, prefix: str, frozen: Collection[str]) -> bool:
+    """Returns whether a layer of a network with frozen tensors has none that change."""
+    names = [f"{prefix}{name}" for name, _ in layer.named_parameters()]
+    buffers = [f"{prefix}{name}" for name, _ in list_saved_buffers(layer)]
+    if _is_batch_normalisation(layer) and buffers:
+        return any(name in frozen for name in buffers)
+    return bool(names) and all(name in frozen for name in (*names, *buffers))
 
 
 def _make_spec(name: str, tensor: torch.Tensor, kind: TensorKind) -> TensorSpec:

@@ -52,7 +52,7 @@ class FrontLearner(TorchLearner):
     def gradient(self, batch: Dataset) -> float:
         if batch.weights is not None:
             raise TaskError("a split network takes no weights of examples")
-        self._start_gradient(len(batch))
+        self.start_training(len(batch))
         activations = self._logits(batch.inputs)
         loss, gradient = self.exchange(activations.detach().cpu().numpy(), batch.targets)
         _propagate(activations, self._torch.from_numpy(np.array(gradient, np.float32)).to(self._device))
@@ -80,7 +80,7 @@ class RestLearner(TorchLearner):
 
     def forward(self, activations: Array) -> Array:
         """Returns the network's outputs [n, classes], and keeps the batch for `backward`."""
-        self._start_gradient(len(activations))
+        self.start_training(len(activations))
         self._inputs = self._torch.from_numpy(np.array(activations, np.float32)).requires_grad_()
         self._outputs = self._module(self._inputs)
         return np.array(self._outputs.detach().numpy())

@@ -1,0 +1,65 @@
+"""`edgefl base`: pretrained bases on the coordinator's machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, format_bytes, format_option, print_rows
+from edgefl.cli.sources import FILE_TYPE, dir_option
+
+if TYPE_CHECKING:
+    from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
+
+COLUMNS = ("name", "sha256", "num_tensors", "num_parameters", "bytes_file")
+
+
+@click.group("base", cls=FullHelpGroup)
+def command() -> None:
+    """Bring pretrained bases to the coordinator, on its machine; boards fetch each once.
+
+    A run file names one: `base` in `[adapt]`.
+    """
+
+
+@command.command()
+@click.argument("file", type=FILE_TYPE)
+@click.option("--name", help="What run files call it: letters, digits and dashes [default: its SHA-256 alone].")
+@dir_option
+def add(*, file: Path, name: str | None, root: Path) -> None:
+    """Copy FILE (safetensors) into the coordinator's directory, named by its SHA-256."""
+    base = _open_catalogue(root).add(file, name)
+    click.echo(
+        f"{base.name or 'base'} is {base.sha256}: {base.num_tensors} tensors, {base.num_parameters} numbers, "
+        f"{format_bytes(base.bytes_file)}"
+    )
+    click.echo(f'next: base = "{base.name or base.sha256[:SHORT_HASH_DIGITS]}" in [adapt] of a run file')
+
+
+@command.command("list")
+@dir_option
+@format_option
+def list_(*, root: Path, fmt: str) -> None:
+    """List the bases that are there; one without a name is what a run has made of its first model."""
+    rows = [asdict(base) for base in _open_catalogue(root).list_bases()]
+    if fmt == "table":
+        rows = [{**row, "sha256": row["sha256"][:SHORT_HASH_DIGITS]} for row in rows]
+    print_rows(rows, COLUMNS, fmt, kind="bases")
+
+
+@command.command()
+@click.argument("base")
+@dir_option
+def remove(*, base: str, root: Path) -> None:
+    """Remove BASE, a name or a SHA-256. Boards keep what they have; a run that needs it cannot go on."""
+    click.echo(f"removed {_open_catalogue(root).remove(base)}")
+
+
+def _open_catalogue(root: Path) -> BaseCatalogue:
+    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
+    from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue  # noqa: PLC0415 likewise
+
+    return BaseCatalogue(load_directory(root).bases)

@@ -1,0 +1,119 @@
+"""Bases of models on the card: fetched once by their SHA-256, kept for later runs, the oldest removed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from edgefl.core.config import BASE_SUFFIX
+from edgefl.core.errors import DataError, NetworkError, TaskError
+from edgefl.core.protocol import BASES_PATH
+from edgefl.core.types import derive_rng
+from edgefl.device.rollouts.download import PART_SUFFIX, DownloadSource, RemoteFile, download_file
+from edgefl.system.atomic_files import compute_sha256
+from edgefl.system.retries import Backoff
+from edgefl.tasks.adaptation.base_file import AdaptPlan
+
+log = logging.getLogger(__name__)
+
+FOLDER = "bases"
+"""In the device's state directory."""
+MAX_BASES = 3
+"""Bases that stay on the card; an older one is fetched again if a run needs it."""
+MAX_TRIES = 8
+INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+
+
+class BaseFiles:
+    """Files of bases in one folder; used by the training thread.
+
+    Args:
+        folder: of the files.
+        get_source: returns the coordinator's address and our signature; None where this process has no connection.
+        should_continue: called while a file arrives and between tries; False ends that with `NetworkError`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        get_source: Callable[[], DownloadSource] | None,
+        *,
+        should_continue: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.folder, self._get_source, self._should_continue = folder, get_source, should_continue
+        self._verified: set[str] = set()
+        self._received_bytes = 0
+
+    def fetch(self, plan: AdaptPlan) -> Path:
+        """Returns the verified file of a base, fetched unless it is here; goes on with one that broke off.
+
+        Raises:
+            NetworkError: the coordinator is away, or this is stopping; what has arrived stays.
+            DataError: the content is not what its name says.
+            StoreFullError: it does not fit on the card.
+            NotFoundError: the coordinator has it no more.
+            TaskError: it is not here, and this process cannot fetch it.
+        """
+        path = self.folder / f"{plan.sha256}{BASE_SUFFIX}"
+        if path.is_file() and (plan.sha256 in self._verified or compute_sha256(path) == plan.sha256):
+            self._verified.add(plan.sha256)
+            return path
+        if self._get_source is None:
+            raise TaskError(f"the base {plan.sha256[:12]} is not on this device, and this process has no connection")
+        self._remove_older(plan.sha256)
+        self._download(plan)
+        self._verified.add(plan.sha256)
+        log.info("base %s is here, %d bytes", plan.sha256[:12], plan.num_bytes)
+        return path
+
+    def pop_received_bytes(self) -> int:
+        """Returns and clears the number of bytes that were fetched."""
+        received, self._received_bytes = self._received_bytes, 0
+        return received
+
+    def _download(self, plan: AdaptPlan) -> None:
+        backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=derive_rng(time.time_ns()))
+        for remaining in reversed(range(MAX_TRIES)):
+            try:
+                self._try_download(plan)
+            except (NetworkError, DataError) as error:
+                if not remaining or not self._should_continue():
+                    raise
+                log.info("base %s: %s; trying again", plan.sha256[:12], error)
+                time.sleep(backoff.next_s())
+            else:
+                return
+
+    def _try_download(self, plan: AdaptPlan) -> None:
+        assert self._get_source is not None
+        remote = RemoteFile(
+            what="the base",
+            path=f"{BASES_PATH}/{plan.sha256}",
+            sha256=plan.sha256,
+            num_bytes=plan.num_bytes,
+            suffix=BASE_SUFFIX,
+        )
+        part = self.folder / f"{plan.sha256}{PART_SUFFIX}"
+        present = part.stat().st_size if part.is_file() else 0
+        try:
+            download_file(self._get_source(), remote, self.folder, self._should_continue)
+        finally:
+            now = part.stat().st_size if part.is_file() else plan.num_bytes
+            self._received_bytes += max(0, now - present)
+
+    def _remove_older(self, sha256: str) -> None:
+        """Removes all but the newest other bases, and what is left of other downloads."""
+        if not self.folder.is_dir():
+            return
+        paths = [path for path in self.folder.iterdir() if path.stem != sha256]
+        whole = sorted((path for path in paths if path.suffix == BASE_SUFFIX), key=_get_mtime_ns, reverse=True)
+        parts = [path for path in paths if path.suffix == PART_SUFFIX]
+        for path in [*whole[MAX_BASES - 1 :], *parts]:
+            path.unlink(missing_ok=True)
+            self._verified.discard(path.stem)
+
+
+def _get_mtime_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns

@@ -1,0 +1,87 @@
+"""The model of a run with `[adapt]`: what of it travels each round, what a device gets once, and the whole of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Array, Task, Tensors
+from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
+from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
+from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptedModel:
+    """A model of which a part is trained.
+
+    Attributes:
+        task: trains that part.
+        first: the tensors that are trained, as they are at first.
+        plan: goes to devices with each instruction.
+        base: what a device gets once, by name.
+        path: of its file, where that is a pretrained base; None for one that is to be made.
+    """
+
+    task: AdaptedTask
+    first: dict[str, Array]
+    plan: AdaptPlan
+    base: Mapping[str, Array] = field(repr=False)
+    path: Path | None = None
+
+    @property
+    def base_bytes(self) -> int:
+        """Size of the file that a device fetches."""
+        return self.plan.num_bytes
+
+    def encode_base(self) -> bytes:
+        """Returns that file."""
+        return encode_base(self.base)
+
+    def merge(self, model: Tensors) -> dict[str, Array]:
+        """Returns the whole model; tensors that stay on the devices are absent."""
+        return self.task.merge(model)
+
+
+def make_adapted_model(task: Task, config: RunConfig, whole: Mapping[str, Array], bases: Path | None) -> AdaptedModel:
+    """Returns the model of a run file with `[adapt]`, which starts from a whole one or from a pretrained base.
+
+    Args:
+        task: with all tensors.
+        config: the run file.
+        whole: the first model without a base.
+        bases: folder of the coordinator's bases; None where there is none.
+
+    Raises:
+        ConfigError: the section does not fit the task or the rest of the run file, or the base has not all of it.
+        NotFoundError: there is no such base.
+        DataError: its file is damaged.
+    """
+    if config.split.after is not None:
+        raise ConfigError("adapt does not go with split.after, whose boards have no whole network; leave one out")
+    parts, path = AdaptedTask(task, config.adapt).parts, None
+    section = replace(config.adapt, base=None)  # what a base is called is the coordinator's affair
+    if config.adapt.base is None:
+        base = {name: whole[name] for name in parts.base_names}
+        content = encode_base(base)
+        plan = AdaptPlan(section, hashlib.sha256(content).hexdigest(), len(content))
+    else:
+        path = _find_file(config, bases)
+        found = load_base(path, [spec.name for spec in task.shapes()])
+        whole = {**whole, **select_fitting(task.shapes(), found)}
+        base = {name: whole[name] for name in parts.base_names if name in found or name not in parts.frozen_names}
+        plan = AdaptPlan(section, compute_digest(path), path.stat().st_size)
+    adapted = AdaptedTask(task, config.adapt, base)
+    first = adapted.start_from(whole, config.run.seed)
+    return AdaptedModel(task=adapted, first=first, plan=plan, base=base, path=path)
+
+
+def _find_file(config: RunConfig, bases: Path | None) -> Path:
+    if config.run.init is not None:
+        raise ConfigError("adapt.base and run.init both say where the model starts; give one of them")
+    assert config.adapt.base is not None
+    return find_base_file(config.adapt.base, bases)

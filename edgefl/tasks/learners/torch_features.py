@@ -1,0 +1,90 @@
+"""Features of a frozen start: a network of torch cut before its first trained layer, if it can be cut there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Array, Dataset
+from edgefl.tasks.learners.torch_learner import TorchLearner
+from edgefl.tasks.learners.torch_split import cut_module
+from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.registry import import_torch
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_PROBED = 3
+"""Examples with which a cut is checked against the whole network."""
+RELATIVE_TOLERANCE, TOLERANCE = 1e-3, 1e-4
+
+
+class TorchFeatures:
+    """A network in two parts: the front has nothing that is trained, the rest is trained on what it gives.
+
+    Args:
+        learner: of the whole network.
+        front, rest: modules that share its tensors.
+    """
+
+    def __init__(self, learner: TorchLearner, front: torch.nn.Module, rest: torch.nn.Module) -> None:
+        self._learner, self._front, self._rest = learner, front, rest
+
+    def compute_features(self, inputs: Array) -> Array:
+        """Returns what the front makes of raw inputs, [n, ...] float32."""
+        self._learner.module.eval()
+        with import_torch().no_grad():
+            return np.array(self._learner.apply(self._front, _prepare(self._learner, inputs)).cpu().numpy())
+
+    def compute_feature_gradient(self, batch: Dataset) -> float:
+        """Does what `gradient` of the whole does, for a batch whose inputs are features."""
+        return self._learner.compute_gradient(batch, self._rest, batch.inputs)
+
+
+def make_features(learner: TorchLearner, trained: Collection[str], inputs: Array) -> TorchFeatures | None:
+    """Returns the network cut before the first of its modules with a trained tensor; None where that cannot be.
+
+    The cut is tried on a few raw inputs: while the network trains, the front is neither random nor does it depend on
+    the other examples of a batch, and the rest makes of its features what the network makes of the inputs.
+
+    Args:
+        learner: of the network, which has been told what is frozen.
+        trained: names of the tensors that are trained.
+        inputs: [n, ...] raw, n at least 1.
+    """
+    if isinstance(learner.loss, Reconstruction):  # its targets are the inputs
+        return None
+    children = [name for name, _ in learner.module.named_children()]
+    has_trained = [any(tensor.startswith(f"{name}.") for tensor in trained) for name in children]
+    first = has_trained.index(True) if True in has_trained else 0
+    probe = _prepare(learner, inputs[:NUM_PROBED])
+    for name in reversed(children[:first]):
+        try:
+            parts = cut_module(learner.module, name)
+            if _is_faithful(learner, *parts, probe):
+                return TorchFeatures(learner, *parts)
+        except (ConfigError, RuntimeError):  # it cannot be cut there, perhaps before
+            continue
+    return None
+
+
+def _is_faithful(learner: TorchLearner, front: torch.nn.Module, rest: torch.nn.Module, probe: Array) -> bool:
+    with import_torch().no_grad():
+        learner.start_training(len(probe))
+        features = learner.apply(front, probe)
+        if not isinstance(features, import_torch().Tensor):
+            return False
+        again, alone = learner.apply(front, probe), learner.apply(front, probe[:1])
+        learner.module.eval()
+        made, whole = rest(features), learner.apply(learner.module, probe)
+    return bool((features == again).all()) and all(
+        np.allclose(one.cpu().numpy(), other.cpu().numpy(), rtol=RELATIVE_TOLERANCE, atol=TOLERANCE)
+        for one, other in ((features[:1], alone), (made, whole))
+    )
+
+
+def _prepare(learner: TorchLearner, inputs: Array) -> Array:
+    return np.ascontiguousarray(learner.prepare(inputs), dtype=np.float32)

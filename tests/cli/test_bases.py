@@ -1,0 +1,32 @@
+"""`edgefl base`: what an operator brings, sees and removes."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from edgefl.coordinator.directory import init_directory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    init_directory(tmp_path / "coordinator", hosts=["127.0.0.1"], fleet="lab", port=8000)
+    return tmp_path / "coordinator"
+
+
+def test_a_file_becomes_a_base_with_a_name_and_goes_again(run, folder, tmp_path):
+    path = tmp_path / "pretrained.safetensors"
+    save_file({"fc.weight": np.ones((2, 3), np.float32)}, path)
+    added = run("base", "add", path, "--name", "fc", "--dir", folder)
+    assert added.code == 0
+    assert 'next: base = "fc" in [adapt]' in added.out
+    (row,) = run("base", "list", "--dir", folder, "--format", "json").rows
+    assert (row["name"], row["num_tensors"], row["num_parameters"]) == ("fc", 1, 6)
+    assert "fc" in run("base", "list", "--dir", folder).out
+    assert run("base", "remove", "fc", "--dir", folder).out == f"removed {row['sha256']}\n"
+    assert run("base", "list", "--dir", folder, "--format", "json").rows == []
+
+
+def test_what_is_no_base_is_one_line(refused, folder, tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"no")
+    refused(("base", "add", path, "--name", "fc", "--dir", folder), 4, "is no safetensors file")

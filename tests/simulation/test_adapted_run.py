@@ -1,0 +1,131 @@
+"""Runs that train a part of their model: bytes, whole models, and the same in virtual time as on boards."""
+
+import numpy as np
+import pytest
+
+import edgefl
+from edgefl.core.config import parse_run
+from edgefl.core.errors import ConfigError
+from edgefl.engine.build import build_run
+from edgefl.simulation.simulated_run import simulate
+from edgefl.storage.checkpoints import load_model_file
+from edgefl.tasks.adaptation.base_file import encode_base
+from edgefl.tasks.registry import make_task
+
+LORA = {"method": "lora", "rank": 2, "shared": ["fc2.bias"]}
+
+
+def tables(adapt, strategy="fedavg", **run):
+    return {
+        "run": {"task": "digits", "rounds": 3, **run},
+        "strategy": {"name": strategy, "learning_rate": 0.1},
+        "adapt": adapt,
+        "devices": {"min": 2},
+        "simulation": {"workers": 0, "scheme": "iid"},
+    }
+
+
+def count_base_bytes(adapt):
+    return build_run(parse_run(tables(adapt)), "r").adapted.base_bytes
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbuff", "asgd", "scaffold", "fedasync"])
+def test_strategies_see_fewer_tensors_and_a_device_gets_the_base_once(tmp_path, strategy):
+    result = simulate(tables(LORA, strategy), devices=2, root=tmp_path)
+    assert result.status == "finished"
+    base = count_base_bytes(LORA)
+    downs = {}
+    for row in result.updates:
+        downs.setdefault(row["device_id"], []).append(row["bytes_down"])
+    small = max(row["bytes_up"] for row in result.updates)
+    assert small < base / 4
+    for sizes in downs.values():
+        assert sizes[0] > base
+        assert max(sizes[1:], default=0) < base / 4
+
+
+def test_the_model_that_is_kept_is_whole_and_is_the_one_that_was_evaluated(tmp_path):
+    result = simulate(tables(LORA), devices=2, root=tmp_path)
+    task, model = make_task("digits", {}), load_model_file(result.model)
+    assert list(model) == [spec.name for spec in task.shapes()]
+    first = task.init(7)
+    assert np.array_equal(model["fc1.bias"], first["fc1.bias"])
+    assert not np.array_equal(model["fc1.weight"], first["fc1.weight"])
+    assert not np.array_equal(model["fc2.bias"], first["fc2.bias"])
+    assert np.linalg.matrix_rank(model["fc1.weight"] - first["fc1.weight"], tol=1e-4) <= LORA["rank"]
+
+
+def test_processes_train_the_same(tmp_path):
+    here = simulate(tables(LORA), devices=2, root=tmp_path / "one")
+    there = tables(LORA)
+    there["simulation"]["workers"] = 2
+    assert simulate(there, devices=2, root=tmp_path / "two").model.read_bytes() == here.model.read_bytes()
+
+
+def test_a_head_that_stays_is_evaluated_where_it_is(tmp_path):
+    adapt = {"frozen": ["fc1.weight"], "local": ["fc2.*"]}
+    result = simulate(tables(adapt, rounds=6), devices=2, root=tmp_path)
+    assert {row["device_id"] for row in result.evaluations} == {"device-01", "device-02"}
+    assert result.metrics["accuracy"] > 0.6
+    assert list(load_model_file(result.model)) == ["fc1.weight", "fc1.bias"]
+    for place in ("coordinator", "evaluator"):
+        with pytest.raises(ConfigError, match=r"tensors stay on the devices \(fc2.weight\)"):
+            build_run(parse_run(tables(adapt, evaluate_on=place)), "r")
+
+
+def test_a_run_starts_from_a_whole_model(tmp_path):
+    first = simulate(tables({}), devices=2, root=tmp_path / "first")
+    again = simulate(tables({"method": "head"}, init=str(first.model)), devices=2, root=tmp_path / "second")
+    before, after = load_model_file(first.model), load_model_file(again.model)
+    assert np.array_equal(before["fc1.weight"], after["fc1.weight"])
+    assert not np.array_equal(before["fc2.weight"], after["fc2.weight"])
+
+
+def test_a_pretrained_base_has_what_is_frozen_and_where_the_rest_starts(tmp_path):
+    task = make_task("digits", {})
+    pretrained = {**task.init(99), "fc2.weight": np.zeros((1000, 64), np.float32)}  # of another task
+    (tmp_path / "base.safetensors").write_bytes(encode_base(pretrained))
+    adapt = {"method": "bitfit", "shared": ["fc2.weight"], "base": str(tmp_path / "base.safetensors")}
+    run = build_run(parse_run(tables(adapt)), "r")
+    assert np.array_equal(run.model["fc1.bias"], pretrained["fc1.bias"])
+    assert np.array_equal(run.model["fc2.weight"], task.init(7)["fc2.weight"]), "it does not fit, so it is drawn"
+    assert run.header["adapt"]["base_bytes"] == (tmp_path / "base.safetensors").stat().st_size
+    assert run.header["adapt"]["method"] == "bitfit"
+    result = simulate(tables(adapt), devices=2, root=tmp_path / "root")
+    assert np.array_equal(load_model_file(result.model)["fc1.weight"], pretrained["fc1.weight"])
+    (tmp_path / "base.safetensors").write_bytes(encode_base({"fc1.bias": pretrained["fc1.bias"]}))
+    with pytest.raises(ConfigError, match=r"the base must have tensor 'fc1.weight' of shape \(64, 64\), got none"):
+        build_run(parse_run(tables(adapt)), "r")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"adapt": {"frozen": ["backbone.*"]}},
+            "adapt.frozen: no tensor of the model matches 'backbone.*'; it has fc1",
+        ),
+        ({"adapt": {"method": "head", "base": "x"}}, "adapt.base = 'x': only a coordinator has bases by name"),
+        ({"adapt": {"base": "x"}}, "adapt.base means nothing where nothing is frozen"),
+        ({"adapt": {"method": "head"}, "split": {"after": "fc1"}}, "adapt does not go with split.after"),
+    ],
+)
+def test_what_does_not_go_is_told_before_the_first_round(changes, told):
+    with pytest.raises(ConfigError, match=told):
+        build_run(parse_run({**tables({}), **changes}), "r")
+
+
+@pytest.mark.parametrize("adapt", [LORA, {"frozen": ["fc1.*"], "local": ["fc2.bias"]}])
+def test_boards_do_the_same_and_fetch_the_base_once(tmp_path, adapt):
+    live = edgefl.run(tables(adapt), devices=2, scheme="iid", root=tmp_path / "live")
+    virtual = simulate(tables(adapt), devices=2, scheme="iid", root=tmp_path / "virtual")
+    assert (live.status, live.reason) == ("finished", "rounds reached 3")
+    assert live.model.read_bytes() == virtual.model.read_bytes()
+    base = count_base_bytes(adapt)
+    for device in ("device-01", "device-02"):
+        downs = [row["bytes_down"] for row in live.updates if row["device_id"] == device]
+        assert len(downs) == 3
+        assert downs[0] > base
+        assert max(downs[1:]) < base
+        (path,) = (tmp_path / "live").rglob(f"{device}/bases/*.safetensors")
+        assert path.stat().st_size == base
