@@ -229,19 +229,19 @@ class SimulatedDownlink:
         base, device.model_version = device.model_version, encoded.version
         delta = None if base is None or self._encode_changes is None else self._compute_delta_bytes(base, provider)
         whole = len(encoded.body) if self._front_bytes is None else self._front_bytes
-        return (whole if delta is None else delta) + self._start_base_download(device.device_id)
+        base = self._start_base_download(device.device_id) if self._base_bytes else 0
+        return (whole if delta is None else delta) + base
 
     def _start_base_download(self, device_id: str) -> int:
         """Returns the bytes of the base, once for each device: its card keeps it, whatever happens to the device."""
-        if device_id in self._with_base:
-            return 0
+        is_there = device_id in self._with_base
         self._with_base.add(device_id)
-        return self._base_bytes
+        return 0 if is_there else self._base_bytes
 
     def count_peer_download_bytes(self, instruction: TrainInstruction, provider: ModelProvider) -> int:
         """Returns the bytes of a node's peer messages, and of model and base where needed."""
         messages = sum(len(message.body) for message in instruction.plan.messages)
-        messages += self._start_base_download(instruction.device_id)
+        messages += self._start_base_download(instruction.device_id) if self._base_bytes else 0
         return messages + (len(self.get_global_model(provider).body) if instruction.sends_model else 0)
 
     def _compute_delta_bytes(self, base_version: int, provider: ModelProvider) -> int | None:
