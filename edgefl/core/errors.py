@@ -199,7 +199,7 @@ EXTRAS = {
     "prometheus_client": "coordinator", "segno": "coordinator", "sqlalchemy": "coordinator",
     "starlette": "coordinator", "textual": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
-    "torch": "train", "torchvision": "torchvision",
+    "PIL": "pictures", "torch": "train", "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

@@ -32,9 +32,11 @@ BUILT_IN: Mapping[str, str] = {
     "mnist": "edgefl.tasks.images:mnist",
     "motionsense": "edgefl.tasks.motionsense:motionsense",
     "noop": "edgefl.tasks.noop:NoopTask",
+    "audio": "edgefl.tasks.configured.audio:audio",
+    "pictures": "edgefl.tasks.configured.pictures:pictures",
     "table": "edgefl.tasks.configured.table:table",
 }
-CONFIGURED = frozenset({"table"})
+CONFIGURED = frozenset({"audio", "pictures", "table"})
 """Built-in tasks that only the options of a run file make."""
 
 _ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
@@ -44,6 +46,8 @@ NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
     "fashion-mnist": ("2nn", "mlp", "mlp-tanh", "logistic"),
     "cifar-10": ("2nn", "mlp", "mlp-tanh", "logistic"),
     "motionsense": ("mlp", "logistic"),
+    "audio": ("mlp", "linear"),
+    "pictures": ("mlp", "linear"),
 }
 """NumPy models (values of `model`) of tasks that usually need torch."""
 

@@ -203,6 +203,12 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/array_files.py:_read_decompressed",
         ),
         "shard-cifar": _entry(shard_readers.cifar_batches, "tasks/datasets/cifar.py:_read_binary_batch"),
+        "shard-picture": _entry(shard_readers.pictures, "tasks/datasets/class_folders.py:read_picture"),
+        "shard-sound": _entry(
+            shard_readers.sounds,
+            "tasks/datasets/class_folders.py:read_sound",
+            "tasks/datasets/class_folders.py:_decode_samples",
+        ),
         "shard-csv": _entry(
             shard_readers.tables,
             "tasks/datasets/csv_files.py:_Table.__enter__",

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import struct
+import wave
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from edgefl.device.inference.onnx_model import read_inputs
 from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx
 from edgefl.tasks.datasets.cifar import read_test_batch
+from edgefl.tasks.datasets.class_folders import read_picture, read_sound
 from edgefl.tasks.datasets.sample_updates import read_sample_update
 from edgefl.tasks.datasets.shards import check_shard, inspect_shard
 from edgefl.tasks.motionsense import read_motion_windows
@@ -109,6 +111,37 @@ def tables(folder: Path) -> Reader:
     texts = (b"a,b,c\n1,2.5,x\n-3,4e5,y\n", b'"a";b;"c"\r\n1;2,5;1\r\n;3;0\r\n', b"c\ta\tb\nx\t1\t2\ny\t1")
     seeds = tuple(Seed(content=text, form=Form.TEXT) for text in texts)
     return Reader(feed=_of_file(folder, "a.csv", read), seeds=seeds, words=(b"nan", b"1_0", b"1e999", b'"', b"\0"))
+
+
+def pictures(folder: Path) -> Reader:
+    """PNG and JPEG files, as a folder of pictures has them."""
+    from PIL import Image  # noqa: PLC0415 beside its use
+
+    def save(mode: str, form: str) -> Seed:
+        out = io.BytesIO()
+        Image.fromarray(np.arange(48, dtype=np.uint8).reshape(4, 4, 3)).convert(mode).save(out, form)
+        return Seed(content=out.getvalue())
+
+    seeds = tuple(
+        save(*each) for each in (("RGB", "PNG"), ("P", "PNG"), ("LA", "PNG"), ("L", "JPEG"), ("RGB", "JPEG"))
+    )
+    feed = _of_file(folder, "a.png", lambda path: read_picture(path, size=8, channels=3))
+    return Reader(feed=feed, seeds=seeds, most_bytes=64 * MIB)
+
+
+def sounds(folder: Path) -> Reader:
+    """WAV files of 8, 16, 24 and 32 bits."""
+
+    def save(width: int, channels: int) -> Seed:
+        out = io.BytesIO()
+        with wave.open(out, "wb") as sound:
+            sound.setparams((channels, width, 8000, 0, "NONE", ""))
+            sound.writeframes(bytes(range(8 * width * channels)))
+        return Seed(content=out.getvalue())
+
+    seeds = tuple(save(width, channels) for width, channels in ((1, 1), (2, 2), (3, 1), (4, 1)))
+    feed = _of_file(folder, "a.wav", lambda path: read_sound(path, sample_rate=8000, num_samples=6))
+    return Reader(feed=feed, seeds=seeds, words=(b"fmt ", b"data", b"LIST", b"\xfe\xff"))
 
 
 def motion_sets(folder: Path) -> Reader:

@@ -147,6 +147,12 @@ def split_sizes(option: str, value: Numbers) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def check_range(option: str, value: float, low: float, high: float) -> None:
+    """Raises a `ConfigError` where a number is out of its range."""
+    if not low <= value <= high:
+        raise ConfigError(f"task.{option} must be from {low:g} to {high:g}, got {value:g}")
+
+
 def make_goal(
     task: str, *, labels: Names, loss: str, metrics: Names, num_values: int = 0, num_inputs: int = 0
 ) -> Goal:
@@ -158,12 +164,13 @@ def make_goal(
         loss: by name; empty for cross-entropy of classes and mse of values.
         metrics: names; empty for `VALUE_METRICS` of values with a distance as loss, else none.
         num_values: values of an example, where it is no class.
-        num_inputs: numbers of an example's input, which a reconstruction gives back.
+        num_inputs: numbers of an example's input, which a reconstruction gives back; 0 where all have classes.
 
     Raises:
         ConfigError: they do not fit each other, or one does not exist.
     """
-    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if labels else ()
+    has_classes = labels or not num_inputs
+    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if has_classes else ()
     found = make_loss(loss or ("cross-entropy" if classes else "mse"))
     if classes and found.name not in CLASS_LOSSES:
         raise ConfigError(f"task.loss must be {' or '.join(CLASS_LOSSES)} where there are labels, got {loss!r}")

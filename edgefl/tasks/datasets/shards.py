@@ -23,6 +23,7 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
+from edgefl.tasks.datasets.class_folders import survey_class_folders, survey_sounds
 from edgefl.tasks.datasets.csv_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
@@ -34,7 +35,11 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
 _ARRAYS = ("inputs", "labels")
-_SURVEYS: Mapping[str, Callable[..., Survey]] = {"table": survey_table}
+_SURVEYS: Mapping[str, Callable[..., Survey]] = {
+    "audio": survey_sounds,
+    "pictures": survey_class_folders,
+    "table": survey_table,
+}
 """What counts the examples of a configured task's shard without its run file."""
 
 HASH_BYTES = 8

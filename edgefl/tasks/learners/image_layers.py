@@ -14,10 +14,22 @@ MAX_GROUPS = 32
 
 
 class ImageFormat(NamedTuple):
-    """Number of channels, and of pixels a side."""
+    """Number of channels, of pixels a side, and of classes; `width` is another width than the side, 0 for none."""
 
     channels: int
     side: int
+    classes: int = NUM_CLASSES
+    width: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        return self.channels, self.side, self.width or self.side
+
+    @property
+    def quarters(self) -> int:
+        """Pixels after two halvings."""
+        return (self.side // 4) * ((self.width or self.side) // 4)
 
 
 Norm = Callable[[int], Layer]
@@ -39,6 +51,6 @@ def make_conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> Layer:
     return ("Conv2d", inputs, outputs, kernel, stride, kernel // 2, 1, 1, False)
 
 
-def make_head(channels: int) -> dict[str, Layer]:
+def make_head(image: ImageFormat, channels: int) -> dict[str, Layer]:
     """Returns the mean of each channel, and a fully connected layer."""
-    return {"mean": ("AdaptiveAvgPool2d", 1), "flat": ("Flatten",), "fc": ("Linear", channels, NUM_CLASSES)}
+    return {"mean": ("AdaptiveAvgPool2d", 1), "flat": ("Flatten",), "fc": ("Linear", channels, image.classes)}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
-from edgefl.tasks.learners.image_layers import NORMS, NUM_CLASSES, ImageFormat, Norm, make_conv, make_head
+from edgefl.tasks.learners.image_layers import NORMS, ImageFormat, Norm, make_conv, make_head
 from edgefl.tasks.learners.networks import IDENTITY, Chain, Layer
 from edgefl.tasks.learners.residual_networks import make_narrow_resnet, make_preactivated_resnet, make_wide_resnet
 
@@ -35,7 +35,7 @@ def make_lenet(image: ImageFormat) -> Chain:
         "relu3": ("ReLU",),
         "fc2": ("Linear", 120, 84),
         "relu4": ("ReLU",),
-        "fc3": ("Linear", 84, NUM_CLASSES),
+        "fc3": ("Linear", 84, image.classes),
     }
 
 
@@ -49,9 +49,9 @@ def make_two_layer_cnn(image: ImageFormat, channels: tuple[int, int], kernel: in
         "relu2": ("ReLU",),
         "pool2": ("MaxPool2d", 2),
         "flat": ("Flatten",),
-        "fc1": ("Linear", channels[1] * (image.side // 4) ** 2, hidden),
+        "fc1": ("Linear", channels[1] * image.quarters, hidden),
         "relu3": ("ReLU",),
-        "fc2": ("Linear", hidden, NUM_CLASSES),
+        "fc2": ("Linear", hidden, image.classes),
     }
 
 
@@ -79,11 +79,11 @@ def make_alexnet_small(image: ImageFormat) -> Chain:
         "pool2": ("MaxPool2d", 3, 2, 1),
         "response2": response,
         "flat": ("Flatten",),
-        "fc1": ("Linear", 64 * (image.side // 4) ** 2, 384),
+        "fc1": ("Linear", 64 * image.quarters, 384),
         "relu3": ("ReLU",),
         "fc2": ("Linear", 384, 192),
         "relu4": ("ReLU",),
-        "fc3": ("Linear", 192, NUM_CLASSES),
+        "fc3": ("Linear", 192, image.classes),
     }
 
 
@@ -105,7 +105,7 @@ def make_vgg(image: ImageFormat, norm: Norm, num_layers: tuple[int, ...]) -> Cha
             }
             inputs, padding = width, 1
         chain[f"pool{stage}"] = ("MaxPool2d", 2)
-    return chain | {"flat": ("Flatten",), "fc": ("Linear", inputs, NUM_CLASSES)}
+    return chain | {"flat": ("Flatten",), "fc": ("Linear", inputs, image.classes)}
 
 
 def make_mobilenet_v1(image: ImageFormat, norm: Norm) -> Chain:
@@ -120,7 +120,7 @@ def make_mobilenet_v1(image: ImageFormat, norm: Norm) -> Chain:
         chain |= _make_conv_layers(f"depthwise{block}", _depthwise_conv(inputs, stride), norm(inputs))
         chain |= _make_conv_layers(f"pointwise{block}", make_conv(inputs, outputs, 1), norm(outputs))
         inputs = outputs
-    return chain | make_head(inputs)
+    return chain | make_head(image, inputs)
 
 
 def make_mobilenet_v2(image: ImageFormat, norm: Norm) -> Chain:
@@ -141,7 +141,7 @@ def make_mobilenet_v2(image: ImageFormat, norm: Norm) -> Chain:
                 chain |= {f"block{block}_{name}": layer for name, layer in body.items()}
             inputs = outputs
     chain |= _make_conv_layers("last", make_conv(inputs, 1280, 1), norm(1280), "ReLU6")
-    return chain | make_head(1280)
+    return chain | make_head(image, 1280)
 
 
 def make_inception_small(image: ImageFormat, norm: Norm) -> Chain:
@@ -164,7 +164,7 @@ def make_inception_small(image: ImageFormat, norm: Norm) -> Chain:
             branches = (make_module(inputs, wide, 3, 2), {"pool": ("MaxPool2d", 3, 2, 1)})
             inputs += wide
         chain[f"block{block}"] = ("Concat", *branches)
-    return chain | make_head(inputs)
+    return chain | make_head(image, inputs)
 
 
 def _depthwise_conv(channels: int, stride: int) -> Layer:

@@ -26,7 +26,7 @@ def make_wide_resnet(image: ImageFormat, norm: Norm, num_blocks: tuple[int, ...]
         shortcut = projection if inputs != outputs else IDENTITY
         chain |= {name: ("Residual", make_body(inputs, width, stride, norm), shortcut), f"{name}_relu": ("ReLU",)}
         inputs = outputs
-    return chain | make_head(inputs)
+    return chain | make_head(image, inputs)
 
 
 def make_preactivated_resnet(
@@ -51,7 +51,7 @@ def make_preactivated_resnet(
             chain |= {f"{name}_norm": before[0], f"{name}_relu": before[1]}
             chain[name] = ("Residual", _number(layers), shortcut)
         inputs = outputs
-    return chain | {"last_norm": norm(inputs), "last_relu": ("ReLU",)} | make_head(inputs)
+    return chain | {"last_norm": norm(inputs), "last_relu": ("ReLU",)} | make_head(image, inputs)
 
 
 def make_narrow_resnet(image: ImageFormat, norm: Norm, num_blocks: int) -> Chain:
@@ -72,7 +72,7 @@ def make_narrow_resnet(image: ImageFormat, norm: Norm, num_blocks: int) -> Chain
             body = _make_basic_body(inputs, width, stride, norm)
             chain |= {name: ("Residual", body, shortcut), f"{name}_relu": ("ReLU",)}
             inputs = width
-    return chain | make_head(inputs)
+    return chain | make_head(image, inputs)
 
 
 def _iterate_blocks(num_blocks: tuple[int, ...]) -> Iterator[tuple[str, int, int]]:

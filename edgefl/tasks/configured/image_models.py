@@ -1,0 +1,46 @@
+"""Models for pictures and spectrograms, [channels, height, width], by name."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from edgefl.core.errors import ConfigError
+from edgefl.tasks.classification import TrainableModel, validate_choice
+from edgefl.tasks.configured.options import Numbers, check_size
+from edgefl.tasks.configured.table import DEFAULT_HIDDEN, MODELS, make_dense_model
+from edgefl.tasks.learners import networks
+from edgefl.tasks.learners.image_layers import ImageFormat
+from edgefl.tasks.learners.image_networks import make_chain
+from edgefl.tasks.learners.numpy_learner import Prepare
+from edgefl.tasks.learners.torch_learner import TORCHVISION, TorchFactoryModel, TorchModel
+
+NETWORKS = ("cnn", "cnn-small", "cnn-large", "resnet18", "resnet32", "mobilenet-v1", "mobilenet-v2")
+"""Networks of torch that take any number of pixels and of classes."""
+
+
+def make_image_model(
+    task: str, model: str, image: ImageFormat, prepare: Prepare, *, hidden: Numbers, activation: str
+) -> TrainableModel:
+    """Returns a model in NumPy (`table.MODELS`), in torch (`NETWORKS`), or of torchvision.
+
+    Raises:
+        ConfigError: there is no such model, an option is for others, or it is too large.
+    """
+    if model.startswith(TORCHVISION):
+        return TorchFactoryModel(target=model, num_classes=image.classes, input_shape=image.shape, prepare=prepare)
+    validate_choice(task, "model", model, (*MODELS, *NETWORKS), extra_choice="torchvision:NAME")
+    if model in MODELS:
+        channels, height, width = image.shape
+        sizes = (channels * height * width, image.classes)
+        return make_dense_model(task, model, hidden, activation, sizes=sizes, prepare=prepare)
+    if hidden != DEFAULT_HIDDEN:
+        raise ConfigError(f"task.hidden is for the model mlp, got {model!r}")
+    chain = make_chain(model, image)
+    network = TorchModel(
+        tensors=networks.list_chain_specs(chain),
+        build=partial(networks.build_chain, chain),
+        first_weights=networks.make_uniform_weights,
+        prepare=prepare,
+    )
+    check_size(task, network)
+    return network

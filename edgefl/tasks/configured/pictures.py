@@ -1,0 +1,78 @@
+"""`pictures`: class folders of PNG and JPEG files; size, colours and classes stand in the run file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Scalar
+from edgefl.tasks.configured.image_models import make_image_model
+from edgefl.tasks.configured.options import (
+    ConfiguredTask,
+    Names,
+    Numbers,
+    check_range,
+    format_options,
+    make_goal,
+    split_numbers,
+)
+from edgefl.tasks.configured.table import DEFAULT_HIDDEN, make_standardisation
+from edgefl.tasks.datasets.class_folders import PICTURE_SUFFIXES, read_class_folders, read_picture
+from edgefl.tasks.learners.image_layers import ImageFormat
+
+NAME = "pictures"
+MIN_SIZE, MAX_SIZE = 8, 512
+DEFAULT_SIZE = 32
+MAX_PIXEL = 255.0
+DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+
+
+def pictures(  # noqa: PLR0913 one keyword for each option of a run file
+    *,
+    labels: Names,
+    size: int = DEFAULT_SIZE,
+    channels: int = 3,
+    model: str = "mlp",
+    hidden: Numbers = DEFAULT_HIDDEN,
+    activation: str = "relu",
+    loss: str = "",
+    metrics: Names = "",
+    means: Numbers = 0.5,
+    scales: Numbers = 0.25,
+) -> ConfiguredTask:
+    """Returns the task.
+
+    Args:
+        labels: names of the classes, which are those of the folders.
+        size: pixels a side to which a picture is stretched.
+        channels: 3 for colours, 1 for grey.
+        model: mlp or linear in NumPy; one of `image_models.NETWORKS` or `torchvision:NAME` in torch.
+        hidden: sizes of the hidden layers of mlp.
+        activation: between layers of mlp: relu, tanh, sigmoid or gelu.
+        loss: cross-entropy or mse.
+        metrics: by name.
+        means: a pixel, 0 to 1, becomes (pixel - mean) / scale; a number for each channel, or one for all.
+        scales: above 0, likewise.
+    """
+    check_range("size", size, MIN_SIZE, MAX_SIZE)
+    if channels not in {1, 3}:
+        raise ConfigError(f"task.channels must be 1 for grey or 3 for colours, got {channels}")
+    goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
+    image = ImageFormat(channels, size, goal.num_outputs)
+    prepare = make_standardisation(
+        np.float32(MAX_PIXEL) * split_numbers(NAME, "means", means, count=channels).reshape(-1, 1, 1),
+        np.float32(MAX_PIXEL) * split_numbers(NAME, "scales", scales, count=channels, above=0.0).reshape(-1, 1, 1),
+    )
+    read = partial(read_picture, size=size, channels=channels)
+    return ConfiguredTask(
+        name=NAME,
+        model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
+        input_shape=image.shape,
+        goal=goal,
+        reader=lambda path: read_class_folders(path, NAME, goal.labels, PICTURE_SUFFIXES, read),
+        defaults=DEFAULTS,
+        shard_options=format_options(labels=goal.labels, size=size, channels=channels),
+    )

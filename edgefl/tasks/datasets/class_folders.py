@@ -1,0 +1,192 @@
+"""Class folders: one folder for each label, with the examples of that class as files; and the readers of such files.
+
+Pictures are PNG and JPEG files, sounds WAV files of whole numbers (PCM).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import wave
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgefl.core.errors import DataError, EdgeflError, format_install_command
+from edgefl.core.safe_text import escape_text
+from edgefl.core.types import Array, Dataset
+from edgefl.tasks.datasets.csv_files import Survey
+from edgefl.tasks.registry import import_extra
+
+PICTURE_SUFFIXES, SOUND_SUFFIXES = (".png", ".jpg", ".jpeg"), (".wav",)
+MAX_EXAMPLES = 1_000_000
+MAX_FOLDERS = 1000
+MAX_VALUES = 1_000_000_000
+"""Pixels or samples of a shard in memory."""
+MAX_FILE_BYTES = 256 * 1024**2
+MAX_PIXELS = 50_000_000
+MAX_SOUND_CHANNELS = 16
+MAX_REASON_CHARS = 200
+_PICTURE_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
+"""Pillow's names of formats with at most 8 bits a channel."""
+
+
+def read_class_folders(
+    path: Path, task: str, labels: Sequence[str], suffixes: Collection[str], read: Callable[[Path], Array]
+) -> Dataset:
+    """Returns the examples of all class folders; `read` returns that of one file, of the same shape for all.
+
+    Raises:
+        DataError: there are none, a folder is of no class, a file is damaged, or they are too many for memory.
+    """
+    files = list(_iterate_files(path, task, suffixes, labels))
+    if not files:
+        raise DataError(
+            f"shard {path} of task {task} must be a folder with a folder for each class ({', '.join(labels[:12])}), "
+            f"with {' or '.join(suffixes)} files in it; there are none"
+        )
+    first = read(files[0][0])
+    if len(files) * first.size > MAX_VALUES:
+        raise DataError(
+            f"shard {path} of task {task} has {len(files)} files of {first.size} values each, at most {MAX_VALUES:,} "
+            "are held; take fewer files, or smaller examples"
+        )
+    inputs = np.empty((len(files), *first.shape), first.dtype)
+    for row, (file, _) in enumerate(files):
+        inputs[row] = first if row == 0 else read(file)
+    return Dataset(inputs=inputs, targets=np.array([labels.index(label) for _, label in files], np.int64))
+
+
+def survey_class_folders(
+    path: Path, task: str, *, is_detailed: bool = False, suffixes: Collection[str] = PICTURE_SUFFIXES
+) -> Survey:
+    """Returns the number of files, in detail by folder; raises `DataError` where there are none."""
+    counts: dict[str, int] = {}
+    for _, label in _iterate_files(path, task, suffixes, None):
+        counts[label] = counts.get(label, 0) + 1
+    if not counts:
+        raise DataError(
+            f"shard {path} of task {task} must be a folder with a folder for each class, with "
+            f"{' or '.join(suffixes)} files in it; there are none"
+        )
+    details = tuple(f"{escape_text(label)}: {count}" for label, count in counts.items()) if is_detailed else ()
+    return Survey(num_examples=sum(counts.values()), details=details)
+
+
+survey_sounds = partial(survey_class_folders, suffixes=SOUND_SUFFIXES)
+
+
+def read_picture(path: Path, *, size: int, channels: int) -> Array:
+    """Returns [channels, size, size] uint8: a PNG or JPEG file, grey or in colour, stretched to a square.
+
+    Raises:
+        DataError: it is no such picture, too large, damaged, or has more than 8 bits a channel.
+        TaskError: Pillow is not installed.
+    """
+    pillow = import_extra("PIL.Image", "pictures are read with Pillow", format_install_command("PIL"))
+    _check_bytes(path)
+    try:
+        with _forbid_bombs(pillow), pillow.open(path, formats=("PNG", "JPEG")) as picture:
+            _check_picture(picture, path)
+            mode = "L" if channels == 1 else "RGB"
+            picture.draft(mode, (size, size))  # a JPEG is decoded at an eighth of its size where that is enough
+            resized = picture.convert(mode).resize((size, size), pillow.Resampling.BILINEAR)
+    except (EdgeflError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 decoders of damaged files raise what they like
+        reason = escape_text(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS]
+        raise DataError(f"picture {path} cannot be read: {reason}") from None
+    pixels = np.asarray(resized, np.uint8)
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def read_sound(path: Path, *, sample_rate: int, num_samples: int) -> Array:
+    """Returns [num_samples] int16: the beginning of a WAV file, the mean of its channels; zeros follow a short one.
+
+    Raises:
+        DataError: it is no WAV file of whole numbers, has another sample rate, or is damaged.
+    """
+    _check_bytes(path)
+    try:
+        with path.open("rb") as file, wave.open(file) as sound:
+            rate, channels, width = sound.getframerate(), sound.getnchannels(), sound.getsampwidth()
+            if rate != sample_rate:
+                raise DataError(
+                    f"sound {path} has {rate} samples a second, the run file says sample_rate = {sample_rate}; "
+                    "convert one of them"
+                )
+            if not 1 <= channels <= MAX_SOUND_CHANNELS:
+                raise DataError(f"sound {path} has {channels} channels, at most {MAX_SOUND_CHANNELS} are read")
+            content = sound.readframes(num_samples)
+    except (OSError, EOFError, wave.Error, ValueError, RuntimeError) as error:
+        raise DataError(f"sound {path} cannot be read as WAV: {type(error).__name__}: {error}") from None
+    samples = _decode_samples(content[: len(content) // (channels * width) * channels * width], width, path)
+    mono = np.zeros(num_samples, np.int16)
+    found = samples.reshape(-1, channels).mean(axis=1)
+    mono[: len(found)] = np.clip(np.rint(found), -(2**15), 2**15 - 1)
+    return mono
+
+
+def _decode_samples(content: bytes, width: int, path: Path) -> Array:
+    """Returns samples as float64 in the range of int16, from 8, 16, 24 or 32 bits each."""
+    if width == 1:
+        return (np.frombuffer(content, np.uint8).astype(np.float64) - 128.0) * 256.0
+    if width == 3:
+        parts = np.frombuffer(content, np.uint8).reshape(-1, 3)
+        return np.ascontiguousarray(parts[:, 1:]).view("<i2")[:, 0] + parts[:, 0] / 256.0
+    if width in {2, 4}:
+        samples: Array = np.frombuffer(content, f"<i{width}").astype(np.float64)
+        return samples if width == 2 else samples / 65536.0
+    raise DataError(f"sound {path} has {8 * width} bits a sample, it must be 8, 16, 24 or 32")
+
+
+def _iterate_files(
+    path: Path, task: str, suffixes: Collection[str], labels: Sequence[str] | None
+) -> Iterator[tuple[Path, str]]:
+    """Yields the files of all class folders and their labels, by name."""
+    try:
+        folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"shard {path} of task {task} must be a folder of class folders: {error.strerror}") from None
+    if len(folders) > MAX_FOLDERS:
+        raise DataError(f"shard {path} of task {task} has {len(folders)} folders, at most are {MAX_FOLDERS}")
+    count = 0
+    for folder in folders:
+        if labels is not None and folder.name not in labels:
+            raise DataError(
+                f"shard {path} of task {task} has a folder {folder.name[:80]!a}, which is none of the labels "
+                f"{', '.join(labels[:12])}"
+            )
+        for file in sorted(folder.iterdir()):
+            if file.suffix.lower() in suffixes and not file.name.startswith(".") and file.is_file():
+                count += 1
+                if count > MAX_EXAMPLES:
+                    raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
+                yield file, folder.name
+
+
+def _check_bytes(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if size > MAX_FILE_BYTES:
+        raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
+
+
+def _check_picture(picture: Any, path: Path) -> None:
+    width, height = picture.size
+    if width * height > MAX_PIXELS:
+        raise DataError(f"picture {path} has {width} x {height} pixels, at most {MAX_PIXELS:,} are read")
+    if picture.mode not in _PICTURE_MODES:
+        raise DataError(f"picture {path} has more than 8 bits a channel ({picture.mode}); save it with 8")
+
+
+@contextlib.contextmanager
+def _forbid_bombs(pillow: Any) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pillow.DecompressionBombWarning)
+        yield
