@@ -353,6 +353,8 @@ def print_plan(plan: Json, fmt: str) -> None:
         f"a round: {devices}, {format_value('bytes_', plan['bytes_up'])} up, "
         f"{format_value('bytes_', plan['bytes_down'])} down, computing {seconds}"
     )
+    if plan.get("base_bytes"):
+        echo(f"a device fetches a base of {format_value('bytes_', plan['base_bytes'])} once, unless it has it")
     for line in plan["assumed"]:
         echo(f"assumed: {line}")
     for line in plan["warnings"]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from edgefl.cli.fleet.models import export_for_devices
-from edgefl.core.errors import EdgeflError, NotFoundError
+from edgefl.cli.fleet.models import _evaluate_models, export_for_devices
+from edgefl.core.errors import EdgeflError, NotFoundError, TaskError
+from edgefl.core.types import Dataset
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.storage.checkpoints import save_model
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 from edgefl.tasks.registry import make_task
 
 
@@ -23,6 +28,22 @@ def test_a_kept_model_becomes_a_file_that_says_what_it_is(tmp_path):
     weights = task.init(7)
     expected = (rows.reshape(5, 64) / 16) @ weights["fc1.weight"].T + weights["fc1.bias"]
     assert np.abs(model.logits(rows) - expected).max() < 1e-4
+
+
+def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untrained_one(tmp_path):
+    task = make_task("digits", {})
+    shared = {name: tensor for name, tensor in task.init(7).items() if not name.startswith("fc2")}
+    sha256, path = save_model(tmp_path / "models", shared)
+    shard = tmp_path / "shard.npz"
+    write_shard(
+        shard,
+        Dataset(inputs=np.zeros((20, 8, 8)), targets=np.arange(20) % 10),
+        ShardMetadata(task="digits"),
+    )
+    row = {"task": "digits", "task_options": {}, "test_fraction": 0.1, "sha256": sha256, "accuracy": None}
+    source = SimpleNamespace(open_model_file=lambda _sha256: nullcontext(path), directory=tmp_path)
+    with pytest.raises(TaskError, match=r"lacks tensor 'fc2.weight' .* stayed on the devices \(adapt.local\)"):
+        _evaluate_models(source, [row], shard, "all", ())
 
 
 @pytest.mark.parametrize(("task", "kind"), [("digits", NotFoundError), ("nothing", EdgeflError)])

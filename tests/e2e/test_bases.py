@@ -1,7 +1,10 @@
 """A pretrained base over real processes: fetched once by each board, gone on with after a kill, never sent again."""
 
+import hashlib
+
 import numpy as np
 import pytest
+from peer_boards import eventually
 
 from edgefl.core.config import parse_run
 from edgefl.simulation.local_fleet import partition_devices
@@ -66,3 +69,29 @@ def test_boards_fetch_a_named_base_once_and_go_on_where_a_kill_ended_it(tools, t
     assert np.array_equal(model["fc1.bias"], pretrained["fc1.bias"])
     assert not np.array_equal(model["fc1.weight"], pretrained["fc1.weight"])
     assert first["accuracy"] == second["accuracy"]
+
+
+def test_an_agent_that_is_killed_while_a_base_comes_goes_on_from_there(tools, tmp_path, base):
+    devices, _ = partition_devices("digits", "iid", NUM_DEVICES, tmp_path / "shards", None, 7)
+    content = base.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    with (
+        tools.fleet(tmp_path / "fleet", devices) as fleet,
+        tools.led_by(fleet, "device-02") as weather,
+    ):
+        fleet.run_command("base", "add", str(base), "--name", "digits-base", "--dir", str(fleet.directory))
+        part = fleet.root / "device-02" / "bases" / f"{sha256}.part"
+        weather.bytes_per_s = 20_000
+        run_id = fleet.submit(parse_run({**RUN, "run": {**RUN["run"], "evaluate_on": "none"}}))
+        eventually(lambda: part.is_file() and part.stat().st_size > len(content) / 4, what="a part of the base")
+        fleet.kill("device-02")
+        present = part.stat().st_size
+        assert len(content) / 4 < present < len(content)
+        weather.bytes_per_s = None
+        fleet.start_device("device-02")
+        assert fleet.wait_for_run(run_id)["status"] == "finished"
+        assert part.with_suffix(".safetensors").read_bytes() == content
+        downs = count_bytes_down(fleet, run_id)
+        # What the killed agent had received it told nobody, and it is not sent again.
+        assert downs["device-02"] < len(content) - present + 100_000
+        assert downs["device-01"] > len(content)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import edgefl
+from edgefl.coordinator.runs.planning import count_model_bytes, create_admission_requirements
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.engine.build import build_run
@@ -71,6 +72,13 @@ def test_a_head_that_stays_is_evaluated_where_it_is(tmp_path):
     for place in ("coordinator", "evaluator"):
         with pytest.raises(ConfigError, match=r"tensors stay on the devices \(fc2.weight\)"):
             build_run(parse_run(tables(adapt, evaluate_on=place)), "r")
+
+
+def test_a_board_needs_room_for_the_base_beside_what_it_trains():
+    run, whole = (build_run(parse_run(tables(adapt)), "r") for adapt in (LORA, {}))
+    needed, before = create_admission_requirements(run), create_admission_requirements(whole)
+    assert needed.disk_bytes == 2 * count_model_bytes(run.model) + run.adapted.base_bytes
+    assert run.adapted.base_bytes < needed.memory_bytes < before.memory_bytes
 
 
 def test_a_run_starts_from_a_whole_model(tmp_path):
