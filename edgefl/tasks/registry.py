@@ -34,9 +34,10 @@ BUILT_IN: Mapping[str, str] = {
     "noop": "edgefl.tasks.noop:NoopTask",
     "audio": "edgefl.tasks.configured.audio:audio",
     "pictures": "edgefl.tasks.configured.pictures:pictures",
+    "series": "edgefl.tasks.configured.series:series",
     "table": "edgefl.tasks.configured.table:table",
 }
-CONFIGURED = frozenset({"audio", "pictures", "table"})
+CONFIGURED = frozenset({"audio", "pictures", "series", "table"})
 """Built-in tasks that only the options of a run file make."""
 
 _ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
@@ -48,6 +49,7 @@ NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
     "motionsense": ("mlp", "logistic"),
     "audio": ("mlp", "linear"),
     "pictures": ("mlp", "linear"),
+    "series": ("mlp", "linear"),
 }
 """NumPy models (values of `model`) of tasks that usually need torch."""
 

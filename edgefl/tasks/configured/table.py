@@ -137,9 +137,17 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
 
 
 def make_target_columns(  # noqa: PLR0913 one for each option
-    task: str, target: Names, labels: Names, group: str, mean: float, scale: float, *, inputs: tuple[str, ...]
+    task: str,
+    target: Names,
+    labels: Names,
+    group: str,
+    mean: float,
+    scale: float,
+    *,
+    inputs: tuple[str, ...],
+    is_forecast: bool = False,
 ) -> TargetColumns:
-    """Returns the columns of targets, checked.
+    """Returns the columns of targets, checked; a forecast's may be inputs, which are those of earlier rows.
 
     Raises:
         ConfigError: a class has not one column, a target is an input, or mean and scale make no sense.
@@ -148,7 +156,7 @@ def make_target_columns(  # noqa: PLR0913 one for each option
     classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if labels else ()
     if classes and len(columns) != 1:
         raise ConfigError(f"task.target must name the one column of the labels, got {', '.join(columns) or 'none'}")
-    if both := [name for name in (*columns, group) if name in inputs]:
+    if both := [name for name in (*(() if is_forecast else columns), group) if name in inputs]:
         raise ConfigError(f"task.columns must not name {both[0]!r}, which is the target or the group")
     if group:
         split_names(task, "group", (group,), at_most=1)

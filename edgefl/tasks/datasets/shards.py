@@ -38,6 +38,7 @@ _ARRAYS = ("inputs", "labels")
 _SURVEYS: Mapping[str, Callable[..., Survey]] = {
     "audio": survey_sounds,
     "pictures": survey_class_folders,
+    "series": survey_table,
     "table": survey_table,
 }
 """What counts the examples of a configured task's shard without its run file."""

@@ -7,7 +7,7 @@ the same seed. Only the builders import torch, when they are called.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,8 @@ Layer = tuple[Any, ...]
 """The class of torch.nn and its arguments (inputs and outputs first), or a block of chains:
 
 `("Residual", body, shortcut)` adds what two chains make of its input, `("Concat", chain, …)` puts their channels one
-after the other, `("Subsample", stride, channels)` keeps each stride-th pixel and appends channels of zeros.
+after the other, `("Subsample", stride, channels)` keeps each stride-th pixel and appends channels of zeros, and
+`("GRU", channels, hidden)` makes of [n, channels, samples] its state after the last sample.
 """
 Chain = Mapping[str, Layer]
 """Layers one after the other, by name."""
@@ -91,7 +92,7 @@ def _sample_uniform(spec: TensorSpec, by_name: dict[str, TensorSpec], rng: Gener
     layer, _, kind = spec.name.rpartition(".")
     if spec.kind == TensorKind.BUFFER:
         return np.full(spec.shape, 1.0 if kind == "running_var" else 0.0, spec.dtype)
-    weight = by_name[f"{layer}.weight"]
+    weight = by_name[f"{layer}.weight_hh_l0" if kind.endswith("_l0") else f"{layer}.weight"]
     if len(weight.shape) == 1:
         return np.full(spec.shape, 1.0 if kind == "weight" else 0.0, np.float32)
     bound = 1.0 / np.sqrt(np.prod(weight.shape[1:]))
@@ -123,6 +124,11 @@ def make_motion_cnn(channels: int, num_classes: int) -> Chain:
     }
 
 
+def make_gru(channels: int, hidden: int, num_outputs: int) -> Chain:
+    """Returns gated recurrent units (Cho et al., EMNLP 2014), of which the last state counts, for such windows."""
+    return {"gru": ("GRU", channels, hidden), "fc1": ("Linear", hidden, num_outputs)}
+
+
 def list_chain_specs(chain: Chain) -> ModelSpec:
     """Returns the tensors of `build_chain`, in its order: parameters, then buffers."""
     tensors = [spec for name, layer in chain.items() for spec in _list_layer_specs(name, layer)]
@@ -139,10 +145,8 @@ def _list_layer_specs(name: str, layer: Layer) -> ModelSpec:
     if kind == "Linear":
         inputs, outputs = arguments
         return linear(name, outputs, inputs)
-    if kind == "GroupNorm":
-        return norm(name, arguments[1])
-    if kind == "BatchNorm2d":
-        return (*norm(name, arguments[0]), *_list_statistics_specs(name, arguments[0]))
+    if kind in _SPECS:
+        return _SPECS[kind](name, *arguments)
     if kind in _PARTS:
         parts = zip(_PARTS[kind], arguments, strict=False)
         return tuple(
@@ -151,6 +155,24 @@ def _list_layer_specs(name: str, layer: Layer) -> ModelSpec:
             for spec in list_chain_specs(chain)
         )
     return ()
+
+
+def _list_group_norm_specs(name: str, _groups: int, channels: int) -> ModelSpec:
+    return norm(name, channels)
+
+
+def _list_batch_norm_specs(name: str, channels: int) -> ModelSpec:
+    return (*norm(name, channels), *_list_statistics_specs(name, channels))
+
+
+def _list_gru_specs(name: str, inputs: int, hidden: int) -> ModelSpec:
+    """Returns the tensors of `torch.nn.GRU`, whose three gates are one above the other."""
+    return (
+        _make_spec(f"{name}.weight_ih_l0", 3 * hidden, inputs),
+        _make_spec(f"{name}.weight_hh_l0", 3 * hidden, hidden),
+        _make_spec(f"{name}.bias_ih_l0", 3 * hidden),
+        _make_spec(f"{name}.bias_hh_l0", 3 * hidden),
+    )
 
 
 def _list_statistics_specs(name: str, channels: int) -> ModelSpec:
@@ -166,6 +188,13 @@ def _list_statistics_specs(name: str, channels: int) -> ModelSpec:
     )
 
 
+_SPECS: Mapping[str, Callable[..., ModelSpec]] = {
+    "BatchNorm2d": _list_batch_norm_specs,
+    "GRU": _list_gru_specs,
+    "GroupNorm": _list_group_norm_specs,
+}
+
+
 def build_chain(chain: Chain) -> torch.nn.Module:
     """Returns the torch module of a chain."""
     from torch import nn  # noqa: PLC0415 see the module's first lines
@@ -176,8 +205,8 @@ def build_chain(chain: Chain) -> torch.nn.Module:
 def _build_layer(kind: str, *arguments: Any) -> torch.nn.Module:
     from torch import nn  # noqa: PLC0415 see the module's first lines
 
-    if kind == "Subsample":
-        return _build_subsampling(*arguments)
+    if kind in _BUILDERS:
+        return _BUILDERS[kind](*arguments)
     if kind not in _PARTS:
         layer: nn.Module = getattr(nn, kind)(*arguments)
         return layer
@@ -208,3 +237,18 @@ def _build_subsampling(stride: int, channels: int) -> torch.nn.Module:
             return nn.functional.pad(x[:, :, ::stride, ::stride], (0, 0, 0, 0, 0, channels))
 
     return Subsample()
+
+
+def _build_gru(channels: int, hidden: int) -> torch.nn.Module:
+    from torch import nn  # noqa: PLC0415 see the module's first lines
+
+    class LastState(nn.GRU):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            states: torch.Tensor = super().forward(x.transpose(1, 2))[0]
+            return states[:, -1]
+
+    return LastState(channels, hidden, batch_first=True)
+
+
+_BUILDERS = {"GRU": _build_gru, "Subsample": _build_subsampling}
+"""What builds the layers that torch has not as they are here."""

@@ -17,7 +17,7 @@ from edgefl.tasks.export.model_export import NUM_RANDOM_INPUTS, export_onnx, exp
 from edgefl.tasks.export.onnx_graph import register_node_builder
 from edgefl.tasks.images import MODELS as IMAGE_MODELS
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, NumpyLearner
-from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
+from edgefl.tasks.registry import BUILT_IN, make_task
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
@@ -32,6 +32,10 @@ OPTIONS = {
     "noop": [{"size_bytes": 400}],
     "audio": [{"labels": "x,y", "sample_rate": 8000, "seconds": 0.2, "mel_bands": 12, "model": "mlp"}],
     "pictures": [{"labels": "x,y", "size": 8, "means": "0.4,0.5,0.6", "scales": 0.3, "model": "mlp"}],
+    "series": [
+        {"columns": "a,b", "window": 8, "target": "t", "labels": "x,y", "means": "1,2", "model": model}
+        for model in ("mlp", "cnn", "gru")
+    ],
     "table": [
         {"columns": "a,b,c", "target": "t", "labels": "x,y", "means": "1,2,3", "scales": 4.0, "model": "mlp"},
     ],
@@ -40,7 +44,7 @@ OPTIONS = {
 
 def marks(name, model):
     """Networks of torch take seconds each; those of no other operators than `cnn` run with the slow tests."""
-    if name in {"digits", "noop", *CONFIGURED} or model in DENSE:
+    if name in {"digits", "noop", "table"} or model in DENSE:
         return ()
     return pytest.mark.extended if model in {"cnn", "lenet"} else pytest.mark.slow
 
@@ -61,7 +65,7 @@ def real_like(name, num_examples=30):
         return rng.normal(0.0, 1.0, (num_examples, 9, 128)).astype(np.float32)
     tops = {
         "audio": ((1600,), 20_000), "cifar-10": ((3, 32, 32), 255), "digits": ((8, 8), 16), "noop": ((1,), 9),
-        "pictures": ((3, 8, 8), 255), "table": ((3,), 9),
+        "pictures": ((3, 8, 8), 255), "series": ((2, 8), 9), "table": ((3,), 9),
     }  # fmt: skip
     shape, top = tops.get(name, ((28, 28), 255))
     pixels = rng.integers(0, top, (num_examples, *shape), endpoint=True).astype(np.uint8 if top < 256 else np.int16)

@@ -1,0 +1,211 @@
+"""`series`: windows of the rows of CSV files, such as of sensors; a run file has columns, window and target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.tasks.classification import TrainableModel, validate_choice
+from edgefl.tasks.configured.options import (
+    MAX_COLUMNS,
+    ConfiguredTask,
+    Goal,
+    Names,
+    Numbers,
+    check_range,
+    check_size,
+    format_options,
+    make_goal,
+    split_names,
+    split_numbers,
+    split_sizes,
+)
+from edgefl.tasks.configured.table import (
+    DEFAULT_HIDDEN,
+    MODELS,
+    TargetColumns,
+    format_targets,
+    make_dense_model,
+    make_standardisation,
+    make_target_columns,
+)
+from edgefl.tasks.datasets.csv_files import MAX_CELLS, TablePart, read_table
+from edgefl.tasks.learners import networks
+from edgefl.tasks.learners.numpy_learner import Prepare
+from edgefl.tasks.learners.torch_learner import TorchModel
+
+NAME = "series"
+NETWORKS = ("cnn", "gru")
+"""Networks of torch; the others are in NumPy."""
+MIN_WINDOW, MAX_WINDOW, MAX_AHEAD = 4, 4096, 100_000
+MAX_WINDOW_CELLS = 1_000_000
+DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """How rows are cut: a window of so many rows begins every `step` rows, and never spans two files or groups.
+
+    Its target is that of the row `ahead` rows after its last one.
+    """
+
+    length: int
+    step: int
+    ahead: int
+
+    def list_starts(self, num_rows: int, groups: Array | None) -> Array:
+        """Returns the first row of each window of a file; a shorter remainder of a group is dropped."""
+        changes = [] if groups is None else (np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()
+        edges = [0, *changes, num_rows]
+        last = self.length + self.ahead - 1
+        spans = [np.arange(start, stop - last, self.step) for start, stop in pairwise(edges)]
+        return np.concatenate(spans)
+
+
+def series(  # noqa: PLR0913 one keyword for each option of a run file
+    *,
+    columns: Names,
+    window: int,
+    step: int = 0,
+    ahead: int = 0,
+    target: Names = "",
+    labels: Names = "",
+    loss: str = "",
+    metrics: Names = "",
+    model: str = "mlp",
+    hidden: Numbers = DEFAULT_HIDDEN,
+    activation: str = "relu",
+    means: Numbers = 0.0,
+    scales: Numbers = 1.0,
+    target_mean: float = 0.0,
+    target_scale: float = 1.0,
+    group: str = "",
+) -> ConfiguredTask:
+    """Returns the task.
+
+    Args:
+        columns: that are the model's inputs, as of `table`.
+        window: rows of an example.
+        step: rows from the beginning of a window to that of the next; 0 for the window's own length.
+        ahead: rows after the last one of a window to that of its target.
+        target: column of the class, or columns of the values.
+        labels: names of the classes; none for values.
+        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target.
+        metrics: by name; rmse and r2 of values.
+        model: mlp or linear in NumPy, cnn or gru in torch.
+        hidden: sizes of the hidden layers of mlp, or that of gru.
+        activation: between layers of mlp: relu, tanh, sigmoid or gelu.
+        means: an input is (value - mean) / scale; a number for each column, or one for all.
+        scales: above 0, likewise.
+        target_mean: a target is (value - target_mean) / target_scale.
+        target_scale: above 0.
+        group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
+    """
+    names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
+    windows = _make_windows(len(names), window, step, ahead)
+    targets = make_target_columns(
+        NAME, target, labels, group, target_mean, target_scale, inputs=names, is_forecast=ahead > 0
+    )
+    goal = make_goal(
+        NAME,
+        labels=targets.labels,
+        loss=loss,
+        metrics=metrics,
+        num_inputs=len(names) * window,
+        num_values=len(targets.numbers),
+    )
+    prepare = make_standardisation(
+        split_numbers(NAME, "means", means, count=len(names))[:, None],
+        split_numbers(NAME, "scales", scales, count=len(names), above=0.0)[:, None],
+    )
+    return ConfiguredTask(
+        name=NAME,
+        model=_make_model(model, (len(names), window), goal, prepare, hidden=hidden, activation=activation),
+        input_shape=(len(names), window),
+        goal=goal,
+        reader=lambda path: _read_windows(path, names, targets, windows),
+        defaults=DEFAULTS,
+        shard_options=format_options(
+            columns=names, window=window, step=windows.step, ahead=ahead, **format_targets(targets)
+        ),
+    )
+
+
+def _make_windows(num_columns: int, window: int, step: int, ahead: int) -> Windows:
+    check_range("window", window, MIN_WINDOW, MAX_WINDOW)
+    check_range("step", step, 0, MAX_WINDOW)
+    check_range("ahead", ahead, 0, MAX_AHEAD)
+    if window * num_columns > MAX_WINDOW_CELLS:
+        raise ConfigError(
+            f"task.window = {window} of {num_columns} columns are {window * num_columns:,} numbers, at most are "
+            f"{MAX_WINDOW_CELLS:,}"
+        )
+    return Windows(length=window, step=step or window, ahead=ahead)
+
+
+def _make_model(
+    model: str, shape: tuple[int, int], goal: Goal, prepare: Prepare, *, hidden: Numbers, activation: str
+) -> TrainableModel:
+    if validate_choice(NAME, "model", model, (*MODELS, *NETWORKS)) in MODELS:
+        sizes = (shape[0] * shape[1], goal.num_outputs)
+        return make_dense_model(NAME, model, hidden, activation, sizes=sizes, prepare=prepare)
+    if (goal.loss or "").startswith("reconstruction"):
+        raise ConfigError(f"a reconstruction needs model = mlp or linear, got {model!r}")
+    if model == "cnn":
+        if hidden != DEFAULT_HIDDEN:
+            raise ConfigError(f"task.hidden is for the models mlp and gru, got {model!r}")
+        chain = networks.make_motion_cnn(shape[0], goal.num_outputs)
+    else:
+        units, *more = split_sizes("hidden", hidden)
+        if more:
+            raise ConfigError(f"task.hidden of the model gru must be one number, got {len(more) + 1}")
+        chain = networks.make_gru(shape[0], units, goal.num_outputs)
+    network = TorchModel(
+        tensors=networks.list_chain_specs(chain),
+        build=partial(networks.build_chain, chain),
+        first_weights=networks.make_uniform_weights,
+        prepare=prepare,
+    )
+    check_size(NAME, network)
+    return network
+
+
+def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
+    parts, num_windows = [], 0
+    for part in read_table(path, NAME, (*columns, *targets.numbers), targets.texts):
+        parts.append(_cut_windows(part, len(columns), targets, windows))
+        num_windows += len(parts[-1])
+        if num_windows * len(columns) * windows.length > MAX_CELLS:
+            raise DataError(
+                f"shard {path} of task {NAME} makes windows of more than {MAX_CELLS:,} numbers; take a larger step"
+            )
+    if not num_windows:
+        raise DataError(
+            f"shard {path} of task {NAME} holds no {windows.length + windows.ahead} rows of one group for a window"
+        )
+    return Dataset.concatenate(parts)
+
+
+def _cut_windows(part: TablePart, num_columns: int, targets: TargetColumns, windows: Windows) -> Dataset:
+    """Returns the windows of a file, [n, columns, length]."""
+    rows, groups = part.numbers[:, :num_columns], targets.read_groups(part)
+    starts = windows.list_starts(len(rows), groups)
+    by_row = targets.read_targets(part, part.numbers[:, num_columns:])
+    if not len(starts):
+        inputs = np.empty((0, num_columns, windows.length), np.float32)
+    elif len(starts) * num_columns * windows.length > MAX_CELLS:
+        raise DataError(f"{part.path} makes windows of more than {MAX_CELLS:,} numbers; take a larger step")
+    else:
+        inputs = np.lib.stride_tricks.sliding_window_view(rows, windows.length, axis=0)[starts]
+    return Dataset(
+        inputs=inputs,
+        targets=by_row[starts + windows.length + windows.ahead - 1],
+        groups=None if groups is None else groups[starts],
+    )
