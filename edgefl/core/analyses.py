@@ -130,8 +130,45 @@ class KMeansSettings:
     summary: ClassVar[str] = "clusters of the columns by Lloyd's algorithm, one step a round: as on the pooled data"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoostedTreesSettings:
+    """Settings of `boosted-trees`: two rounds for bins, then one for each level of each tree.
+
+    Attributes:
+        columns: as of `statistics`, without targets.
+        trees: how many.
+        depth: levels of a tree that may be split.
+        bins: of each column.
+        learning_rate: factor of what a tree adds.
+        l2: penalty on squared values of leaves.
+        min_gain: least gain of a split.
+        min_child_weight: least sum of second derivatives of either side of a split.
+        min_group: nothing that a board says of a node is about fewer examples.
+    """
+
+    columns: str = ""
+    trees: int = field(default=20, metadata={"at_least": 1, "at_most": 1000})
+    depth: int = field(default=3, metadata={"at_least": 1, "at_most": 8})
+    bins: int = field(default=32, metadata={"at_least": 2, "at_most": 1024})
+    learning_rate: float = field(default=0.3, metadata={"above": 0, "at_most": 1})
+    l2: float = field(default=1.0, metadata={"at_least": 0})
+    min_gain: float = field(default=0.0, metadata={"at_least": 0})
+    min_child_weight: float = field(default=1.0, metadata={"at_least": 0})
+    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    has_result: ClassVar[bool] = True
+    kind: ClassVar[str] = "analysis"
+    summary: ClassVar[str] = "gradient-boosted trees of a value or of two classes: as on the pooled data"
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds that all trees take."""
+        return 2 + self.trees * self.depth
+
+
 ANALYSES: Mapping[str, type[Any]] = MappingProxyType(
     {
+        "boosted-trees": BoostedTreesSettings,
         "k-means": KMeansSettings,
         "linear-regression": LinearRegressionSettings,
         "naive-bayes": NaiveBayesSettings,
@@ -149,6 +186,17 @@ def has_result(config: Mapping[str, Any]) -> bool:
     return settings is not None and bool(settings(**options).has_result)
 
 
-def get_num_rounds(strategy: str) -> int | None:
-    """Returns the rounds of an analysis that has a fixed number of them; None for all else."""
-    return getattr(ANALYSES.get(strategy), "num_rounds", None)
+def get_num_rounds(strategy: str, options: Mapping[str, Any] = MappingProxyType({})) -> int | None:
+    """Returns the rounds of an analysis by its settings; None where these do not say it, and for all else.
+
+    Options need not be checked yet.
+    """
+    settings = ANALYSES.get(strategy)
+    fixed = getattr(settings, "num_rounds", None)
+    if settings is None or fixed is None or isinstance(fixed, int):
+        return fixed
+    try:
+        found = settings(**options).num_rounds
+    except TypeError:
+        return None
+    return found if isinstance(found, int) else None

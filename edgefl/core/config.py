@@ -457,7 +457,7 @@ class RunConfig:
             raise ConfigError(
                 f"run.min_updates must be at most devices.count = {self.devices.count}, got {self.run.min_updates}"
             )
-        if (num_rounds := get_num_rounds(self.strategy.name)) is not None:
+        if (num_rounds := get_num_rounds(self.strategy.name, self.strategy.options)) is not None:
             object.__setattr__(self, "run", replace(self.run, rounds=num_rounds))
 
     def to_json(self) -> Json:

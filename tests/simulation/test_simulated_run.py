@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import apart_strategy
 import numpy as np
@@ -32,6 +33,7 @@ at_s = 0.0
 kind = "slow"
 factor = 3
 """
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = {"fedavg", "asgd", "fedbuff", "esync", "redundant", "local", "signsgd", "d2"}
 """One of each kind; all others run with the tests that add up to minutes."""
 
@@ -485,3 +487,24 @@ def test_clusters_take_as_many_rounds_as_the_run_file_says(simulate):
     found = json.loads(result.result.read_text())
     assert len(result.rounds) == 6
     assert (len(found["centres"]), len(found["columns"]), sum(found["counts"]) > 1000) == (4, 64, True)
+
+
+def test_trees_are_simulated_in_the_rounds_that_they_need(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "diabetes")
+    rng = np.random.default_rng(5)
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b", "c"):
+        rows = rng.standard_normal((60, 11))
+        rows[:, -1] = 150 + 50 * (rows[:, 2] > 0) + rows[:, -1]
+        (tmp_path / "data" / name).mkdir()
+        np.savetxt(tmp_path / "data" / name / "patients.csv", rows, delimiter=",")
+    config = {
+        "run": {"task": "diabetes:Diabetes"},
+        "strategy": {"name": "boosted-trees", "trees": 3, "depth": 2, "min_group": 1},
+    }
+    shards = sorted((tmp_path / "data").iterdir())
+    result = edgefl.simulate(config, devices=shards, root=tmp_path / "runs", allow_modules=["diabetes"])
+    found = json.loads(result.result.read_text())
+    assert (len(result.rounds), found["num_trees"]) == (2 + 3 * 2, 3)
+    assert [tree[0] for tree in found["trees"]["columns"]] == [2, 2, 2]
+    assert found["losses"][-1] < found["losses"][0] / 3

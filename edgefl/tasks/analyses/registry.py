@@ -17,9 +17,11 @@ from edgefl.tasks.analyses.k_means import KMeans
 from edgefl.tasks.analyses.linear_regression import LinearRegression
 from edgefl.tasks.analyses.naive_bayes import NaiveBayes
 from edgefl.tasks.analyses.principal_components import PrincipalComponents
+from edgefl.tasks.analyses.trees.boosted_trees import BoostedTrees
 
 _CLASSES: Mapping[str, Callable[[Task, Any], Analysis]] = MappingProxyType(
     {
+        "boosted-trees": BoostedTrees,
         "k-means": KMeans,
         "linear-regression": LinearRegression,
         "naive-bayes": NaiveBayes,

@@ -10,7 +10,7 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LinearRegression, Ridge
 from sklearn.naive_bayes import GaussianNB
 
-from edgefl.core.analyses import BoardSums
+from edgefl.core.analyses import ANALYSES, BoardSums
 from edgefl.core.errors import ConfigError, DataError, RunFailedError
 from edgefl.core.types import Dataset
 from edgefl.tasks.analyses.analysis import RESULT
@@ -219,7 +219,7 @@ def test_what_no_board_can_measure_is_a_fault():
         assert clusters.find_fault(sums), (name, place)
 
 
-@pytest.mark.parametrize("name", ["k-means", "linear-regression", "naive-bayes", "pca", "statistics"])
+@pytest.mark.parametrize("name", sorted(ANALYSES))
 def test_any_tensors_are_found_to_be_no_sums_and_raise_nothing(name):
     rng = np.random.default_rng(12)
     is_bayes = name == "naive-bayes"

@@ -1,0 +1,1 @@
+"""Boosted trees whose splits are chosen from sums over all boards."""

@@ -1,0 +1,81 @@
+"""What a board sums for trees: gradients as whole numbers, by node, column and bin.
+
+Whole numbers add up without rounding, in any order. So trees do not depend on which board has which example.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgefl.core.types import Array
+
+UNIT_BITS = 32
+"""A derivative is a whole multiple of 2^-32 of its unit: the range of the targets, or 1."""
+LIMIT_BITS = 36
+"""Derivatives are cut to 2^36 of these: sums of 100 million examples fit."""
+GRADIENT, HESSIAN, COUNT = 0, 1, 2
+"""Places in a histogram's last axis."""
+
+
+def to_whole(values: Array, exponent: int) -> Array:
+    """Returns values as whole multiples of 2^exponent, cut to `LIMIT_BITS`."""
+    limit = 2.0**LIMIT_BITS
+    return np.clip(np.rint(np.ldexp(values, -exponent)), -limit, limit).astype(np.int64)
+
+
+def sum_level(
+    bins: Array, nodes: Array, derivatives: tuple[Array, Array], shape: tuple[int, int, int], min_group: int
+) -> Array:
+    """Returns sums of first and second derivatives, and counts, by node, column and bin.
+
+    Of a node with fewer than `min_group` examples nothing is told. Of others the examples, in the order of their
+    bins, count in groups of at least so many, each in the bin of its median: no bin is about fewer.
+
+    Args:
+        bins: [n, columns] bins.
+        nodes: [n] place of each example's node in the level; below 0 for one that is in no node of it.
+        derivatives: [n] each, whole numbers.
+        shape: nodes of the level, columns and bins.
+        min_group: at least 1.
+
+    Returns:
+        [nodes, columns, bins, 3] int64.
+    """
+    sums = np.zeros((*shape, 3), np.int64)
+    added = np.stack([*derivatives, np.ones(len(nodes), np.int64)], axis=1)
+    for node in range(shape[0]):
+        rows = np.flatnonzero(nodes == node)
+        if len(rows) < min_group:
+            continue
+        for column in range(shape[1]):
+            own, told = bins[rows, column], rows
+            if min_group > 1:
+                order = np.argsort(own, kind="stable")
+                own, told = _group_bins(own[order], min_group), rows[order]
+            np.add.at(sums[node, column], own, added[told])
+    return sums
+
+
+def _group_bins(ordered: Array, min_group: int) -> Array:
+    """Returns for each of [n] sorted bins that of the median of its group; groups have `min_group`, the last more."""
+    num_groups = len(ordered) // min_group
+    groups = np.minimum(np.arange(len(ordered)) // min_group, num_groups - 1)
+    starts = np.arange(num_groups) * min_group
+    sizes = np.diff([*starts, len(ordered)])
+    medians: Array = ordered[starts + (sizes - 1) // 2]
+    return medians[groups]
+
+
+def find_level_fault(sums: Array, *, is_squared: bool) -> str | None:
+    """Returns why no examples can have such sums, [nodes, columns, bins, 3]; None where some can."""
+    gradients, hessians, counts = (sums[..., place] for place in (GRADIENT, HESSIAN, COUNT))
+    if bool(((counts < 0) | (counts > 1 << (62 - LIMIT_BITS))).any()):
+        return "the histogram of a tree must count 0 examples or more in each bin, and not too many"
+    limit, most = counts << LIMIT_BITS, counts if is_squared else counts << UNIT_BITS
+    least = counts if is_squared else np.zeros_like(counts)
+    if bool(((gradients < -limit) | (gradients > limit) | (hessians < least) | (hessians > most)).any()):
+        return "the histogram of a tree has derivatives of no examples"
+    of_columns = sums.sum(axis=2)
+    if bool((of_columns != of_columns[:, :1]).any()):
+        return "the histograms of a tree's columns are not of the same examples"
+    return None
