@@ -228,6 +228,7 @@ def status(root: Path | None, style: str) -> None:
         "threads": device.threads,
         "max_temperature_c": device.max_temperature_c,
         "confine": device.confine,
+        "min_group": device.min_group,
         "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),
         **_check_reachability(state),

@@ -279,12 +279,21 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
 @state_option
 @temperature_option
 @confine_option
-def set_(*, root: Path | None, max_temperature: str | float | None, confine: str | None) -> None:
+@click.option(
+    "--min-group",
+    type=click.IntRange(1, 1_000_000),
+    help="Least number of examples that statistics and other analyses may be about; 5 at first.",
+)
+def set_(
+    *, root: Path | None, max_temperature: str | float | None, confine: str | None, min_group: int | None
+) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if max_temperature is None and confine is None:
-        raise UsageError("nothing to set; give --max-temperature CELSIUS, or none for no limit, or --confine POLICY")
+    if max_temperature is None and confine is None and min_group is None:
+        raise UsageError(
+            "nothing to set; give --max-temperature CELSIUS, or none for no limit, --confine POLICY, or --min-group N"
+        )
     state = DeviceStateDir.load(root)
     save_temperature_limit(state, max_temperature)
     if max_temperature is not None:
@@ -294,6 +303,9 @@ def set_(*, root: Path | None, max_temperature: str | float | None, confine: str
     if confine is not None:
         state.update(confine=confine)
         click.echo(f"{state.device_id} confines: {confine}; restart its agent")
+    if min_group is not None:
+        state.update(min_group=min_group)
+        click.echo(f"{state.device_id} says nothing about fewer than {min_group} examples")
 
 
 def save_temperature_limit(state: Any, max_temperature: str | float | None) -> None:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 ANALYSIS_KEY = "analysis"
 """Key of an instruction's header: name and settings of the analysis that the instruction is of."""
 MAX_CELLS = 65_536
+DEFAULT_MIN_GROUP = 5
+"""Examples that a board says nothing about fewer of, unless its owner lets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +39,7 @@ class StatisticsSettings:
     """
 
     columns: str = ""
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
     cells: int = field(default=256, metadata={"at_least": 2, "at_most": MAX_CELLS})
 
     num_rounds: ClassVar[int] = 2
@@ -56,7 +58,7 @@ class LinearRegressionSettings:
     """
 
     ridge: float = field(default=0.0, metadata={"at_least": 0})
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
     has_result: ClassVar[bool] = False
@@ -76,7 +78,7 @@ class NaiveBayesSettings:
 
     variances: Literal["shared", "class"] = "shared"
     smoothing: float = field(default=1e-9, metadata={"at_least": 0})
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
     kind: ClassVar[str] = "analysis"
@@ -100,7 +102,7 @@ class PcaSettings:
 
     columns: str = ""
     components: int = field(default=2, metadata={"at_least": 1, "at_most": 256})
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
     has_result: ClassVar[bool] = True
@@ -122,7 +124,7 @@ class KMeansSettings:
     clusters: int = field(metadata={"at_least": 1, "at_most": 1024})
     columns: str = ""
     seed: int = field(default=7, metadata={"at_least": 0})
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int | None] = None
     has_result: ClassVar[bool] = True
@@ -154,7 +156,7 @@ class BoostedTreesSettings:
     l2: float = field(default=1.0, metadata={"at_least": 0})
     min_gain: float = field(default=0.0, metadata={"at_least": 0})
     min_child_weight: float = field(default=1.0, metadata={"at_least": 0})
-    min_group: int = field(default=5, metadata={"at_least": 1, "at_most": 1_000_000})
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     has_result: ClassVar[bool] = True
     kind: ClassVar[str] = "analysis"

@@ -365,6 +365,7 @@ class Agent:
             thermal_pacer=create_thermal_pacer(lambda: state.settings.max_temperature_c),
             on_alive=self.liveness.record_progress,
             get_source=self._get_download_source,
+            get_min_group=lambda: state.settings.min_group,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

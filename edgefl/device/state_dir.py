@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import ClonedError, ConfigError, NotJoinedError, StoreBusyError, StoreError
 from edgefl.core.protocol import PEER_PORT, host_and_port
 from edgefl.core.safe_parsing import parse_json, parse_message
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 ROLES = ("trainer", "evaluator")
 CONFINE_POLICIES = ("auto", "always", "never")
 """What runs in a confined process: what is not built in, all training, nothing."""
+MAX_MIN_GROUP = 1_000_000
 LOCKOUT_FILE = "lockout.json"
 """Marks the directory of an agent that the coordinator has rejected as a clone."""
 
@@ -47,7 +49,8 @@ class DeviceSettings:
 
     `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
     task to a path; `threads` None means all cores; `peer_port` is its listening port for neighbours; above
-    `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`.
+    `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`;
+    an analysis is about no fewer than `min_group` of its examples.
     """
 
     device_id: str
@@ -63,6 +66,7 @@ class DeviceSettings:
     peer_port: int = PEER_PORT
     max_temperature_c: float | None = None
     confine: str = "auto"
+    min_group: int = DEFAULT_MIN_GROUP
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -268,14 +272,22 @@ def _parse_settings(path: Path, value: object) -> DeviceSettings:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 65536:
             raise ConfigError(f"{path} is damaged: {name} must be a number up to 65535, got {number!r:.40}")
-    limit = settings.max_temperature_c
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
-        raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
+    _check_limits(path, settings)
     if settings.confine not in CONFINE_POLICIES:
         raise ConfigError(
             f"{path} is damaged: confine must be one of {', '.join(CONFINE_POLICIES)}, got {settings.confine!r:.40}"
         )
     return replace(settings, addresses=tuple(addresses))
+
+
+def _check_limits(path: Path, settings: DeviceSettings) -> None:
+    """Raises `ConfigError` where a limit of the board's owner is none."""
+    limit = settings.max_temperature_c
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+        raise ConfigError(f"{path} is damaged: max_temperature_c must be a number or null, got {limit!r:.40}")
+    group = settings.min_group
+    if isinstance(group, bool) or not isinstance(group, int) or not 1 <= group <= MAX_MIN_GROUP:
+        raise ConfigError(f"{path} is damaged: min_group must be 1 to {MAX_MIN_GROUP}, got {group!r:.40}")
 
 
 def _is_text_list(value: object) -> bool:

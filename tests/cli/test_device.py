@@ -70,6 +70,17 @@ def test_a_temperature_limit_is_given_at_the_join_changed_and_taken_away(run, jo
     assert limit(joined) is None
 
 
+def test_the_least_group_of_an_analysis_is_the_owner_s_and_five_at_first(run, joined, refused):
+    def find():
+        return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["min_group"]
+
+    assert find() == 5
+    assert "fewer than 20" in run("device", "set", "--min-group", 20, "--state", joined).out
+    assert (find(), limit(joined)) == (20, 75.0)
+    assert run("device", "set", "--min-group", 0, "--state", joined).code == 2
+    refused(["device", "set", "--state", joined], 2, "--min-group N")
+
+
 def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run, joined, refused):
     for value in ("hot", "nan", "29", "200", "-5", ""):
         assert run("device", "set", f"--max-temperature={value}", "--state", joined).code == 2, value

@@ -40,7 +40,7 @@ def running(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lo
 def test_trees_over_a_killed_coordinator_are_those_of_the_simulation(
     running: LocalFleet, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    strategy = {"name": "boosted-trees", "trees": 8, "depth": 2, "min_group": 2}
+    strategy = {"name": "boosted-trees", "trees": 8, "depth": 2}
     config = parse_run({"run": {"task": TASK}, "strategy": strategy, "devices": {"min": 3}})
     run_id = running.submit(config)
     tools.wait_rounds(running, run_id, 6)

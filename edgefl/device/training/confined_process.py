@@ -119,6 +119,7 @@ class TrainingProcess:
             thermal_pacer=create_thermal_pacer(lambda: setup.max_temperature_c),
             on_alive=self._report_alive,
             bases_dir=Path(setup.bases),
+            get_min_group=lambda: setup.min_group,
         )
 
     def run(self) -> None:

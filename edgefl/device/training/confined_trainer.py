@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
+from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
@@ -109,6 +110,7 @@ class ConfiningTrainer(DeviceTrainer):
         super().__init__(**options, incarnation=next_incarnation())
         self._get_policy, self._next_incarnation, self._silence_s = get_policy, next_incarnation, silence_s
         self._get_temperature_limit_c = get_temperature_limit_c
+        self._get_min_group: Callable[[], int] = options.get("get_min_group", lambda: DEFAULT_MIN_GROUP)
         self._shards: Callable[[], Mapping[str, str]] = options["shards"]
         self._accelerator, self._threads = str(options["accelerator"]), options.get("threads")
         self._make_transport: MakePeerTransport | None = options.get("make_transport")
@@ -280,7 +282,7 @@ class ConfiningTrainer(DeviceTrainer):
     def _get_process(self, task: str) -> ConfinedProcess:
         """Returns the process of a task, started unless it runs with the same settings."""
         path = self._task_cache.get_shard_path(task)
-        key = task, path, self._get_temperature_limit_c()
+        key = task, path, self._get_temperature_limit_c(), self._get_min_group()
         if self._process is not None and self._process_key == key:
             return self._process
         self._stop_process()
@@ -299,6 +301,7 @@ class ConfiningTrainer(DeviceTrainer):
             incarnation=self._next_incarnation(),
             max_temperature_c=self._get_temperature_limit_c(),
             bases=str(self._bases.folder),
+            min_group=self._get_min_group(),
         )
         self._process_key = key
         self._process = ConfinedProcess(setup, confinement, on_message=self._on_message, silence_s=self._silence_s)

@@ -52,6 +52,7 @@ class TrainingSetup:
     incarnation: int
     max_temperature_c: float | None
     bases: str
+    min_group: int
 
 
 def parse_reply(reply: Json) -> Json:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
@@ -20,7 +21,7 @@ from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner, FeatureDatas
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.adaptation.base_file import AdaptPlan, load_base
 from edgefl.tasks.analyses.analysis import Analysis
-from edgefl.tasks.analyses.registry import make_analysis
+from edgefl.tasks.analyses.registry import check_min_group, make_analysis
 from edgefl.tasks.datasets.shards import (
     get_metadata_path,
     inspect_shard,
@@ -67,6 +68,7 @@ class TaskCache:
         accelerator: cpu or cuda.
         threads: how many cores to use, None for all.
         bases: files of what is trained on; None where there are none.
+        get_min_group: returns the least number of examples that an analysis may be about.
     """
 
     def __init__(
@@ -76,9 +78,11 @@ class TaskCache:
         accelerator: str,
         threads: int | None,
         bases: BaseFiles | None = None,
+        get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
     ) -> None:
         self._bases = bases
         self._shards, self._accelerator, self._threads = shards, accelerator, threads
+        self._get_min_group = get_min_group
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
 
@@ -107,6 +111,7 @@ class TaskCache:
         self.get_shard_path(name)
         key = f"{name} {sorted(options.items())} {after or ''} {adapt or ''}"
         if analysis is not None:
+            check_min_group(analysis[1], self._get_min_group())
             key += f" {analysis[0]} {sorted(analysis[1].items())}"
         if key not in self._cached:
             task = make_task(name, options)

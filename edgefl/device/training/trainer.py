@@ -18,7 +18,7 @@ from numpy.random import Generator
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
-from edgefl.core.analyses import ANALYSIS_KEY
+from edgefl.core.analyses import ANALYSIS_KEY, DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import BASE_TRAFFIC_KEY, INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
@@ -95,6 +95,7 @@ class DeviceTrainer:
         get_source: returns the coordinator's address and our signature, for split networks and bases; None where
             there is none.
         bases_dir: of the files of bases; None for one in `state_dir`.
+        get_min_group: returns the least number of examples that an analysis may be about.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -114,6 +115,7 @@ class DeviceTrainer:
         on_alive: Callable[[], None] = lambda: None,
         get_source: Callable[[], DownloadSource] | None = None,
         bases_dir: Path | None = None,
+        get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
     ) -> None:
         self._get_source = get_source
         self._health_sampler, self._on_alive = health_sampler, on_alive
@@ -123,7 +125,9 @@ class DeviceTrainer:
         self._bases = BaseFiles(
             bases_dir or state_dir / BASES_FOLDER, get_source, should_continue=self._should_continue_fetching
         )
-        self._task_cache = TaskCache(shards, accelerator=accelerator, threads=threads, bases=self._bases)
+        self._task_cache = TaskCache(
+            shards, accelerator=accelerator, threads=threads, bases=self._bases, get_min_group=get_min_group
+        )
         self._client_state = ClientState(state_dir)
         self._training_lock = threading.Lock()
         self._gossip_worker = GossipWorker(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY
+from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY, DEFAULT_MIN_GROUP
 from edgefl.core.errors import TaskError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_options, check_settings, list_options
@@ -44,6 +44,20 @@ def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analy
     settings = ANALYSES[name](**options)
     check_settings(settings, "strategy")
     return _CLASSES[name](task, settings)
+
+
+def check_min_group(options: Mapping[str, Scalar], least: int) -> None:
+    """Checks that an analysis is about no fewer examples than the owner of this board lets it be.
+
+    Raises:
+        TaskError: it is.
+    """
+    found = options.get("min_group", DEFAULT_MIN_GROUP)
+    if isinstance(found, int) and found < least:
+        raise TaskError(
+            f"strategy.min_group must be at least {least} on this board, got {found}; its owner allows less with "
+            f"edgefl device set --min-group {found}"
+        )
 
 
 def parse_analysis(header: Json) -> tuple[str, dict[str, Scalar]] | None:

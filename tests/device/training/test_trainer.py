@@ -625,6 +625,16 @@ def test_an_analysis_is_answered_with_sums_over_the_whole_shard_and_trains_nothi
     assert "metrics" in device.train(assignment="r/a-2")[0], "a training beside it goes on as ever"
 
 
+def test_a_board_says_nothing_about_fewer_examples_than_its_owner_lets_it(device):
+    asked = {**ASKED, "analysis": {"name": "statistics", "options": {"columns": "10", "min_group": 4}}}
+    header, body = device.train(**asked)
+    assert (body, "min_group must be at least 5 on this board, got 4" in header["error"]) == (b"", True)
+    checked = {"phase": "can", "edgefl": __version__, "layout": "", **asked}
+    assert "at least 5 on this board" in device.train(**checked)[0]["reason"]
+    device.trainer._task_cache._get_min_group = lambda: 4
+    assert "on this board" not in device.train(body=b"", **asked)[0]["error"]
+
+
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
