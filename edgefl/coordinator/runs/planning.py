@@ -260,7 +260,8 @@ class _PayloadSizes:
             return len(node.edges) * self._compute_encoded_bytes(
                 node.codec or "dense", select_peer_tensors(self._run.shapes)
             )
-        return self._compute_encoded_bytes(spec, self._run.update_shapes)
+        # How far sums are compressed depends on the data.
+        return self._compute_encoded_bytes("dense" if self._run.analysis else spec, self._run.update_shapes)
 
     def _compute_encoded_bytes(self, spec: str, shapes: ModelSpec) -> int:
         if spec not in self._up_bytes:

@@ -14,18 +14,14 @@ from edgefl.core.types import Array, Dataset, Task, Tensors
 from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec, pack_result, read_result
 from edgefl.tasks.analyses.columns import select_columns
 from edgefl.tasks.analyses.grouping import compute_extremes, count_cells, hide_small_counts
+from edgefl.tasks.analyses.moments import MAX_ROWS, MAX_VALUE, SLACK
 from edgefl.tasks.analyses.summaries import describe_column, describe_histogram
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read_sum, sum_exactly, sum_products
 
 FORMAT_VERSION = 1
-MAX_VALUE = 2.0**149
-"""Values from here on count as missing, as those that are not finite do: their squares have no exact sum."""
-MAX_ROWS = 10**12
 MAX_NUMBERS = 1 << 22
 """Numbers in the histograms of a board."""
 ROWS_AT_ONCE = 1 << 16
-_SLACK = Fraction(1, 1 << 250)
-"""Of a mean and a mean square: sums are of whole multiples of 2^-256."""
 
 
 class ColumnStatistics(Analysis):
@@ -81,7 +77,8 @@ class ColumnStatistics(Analysis):
             sums["classes"][:] = hide_small_counts(classes, least)
         for column in range(len(self.columns.names)):
             values = self.columns.read(data, column)
-            ordered = np.sort(values[np.abs(values) < MAX_VALUE])  # False for NaN, too
+            # What is not finite, or too large, counts as missing: its square has no exact sum.
+            ordered = np.sort(values[np.abs(values) < MAX_VALUE])
             if 0 < len(ordered) < least:
                 continue
             sums["counts"][column] = len(ordered), len(values) - len(ordered)
@@ -179,5 +176,5 @@ def _fit(count: int, sums: Array, extremes: Array) -> bool:
     if not count:
         return total == squares == 0
     low, high = (Fraction(float(end)) for end in extremes)
-    mean, slack = total / count, _SLACK + max(abs(low), abs(high)) / 10**9
-    return low <= high and low - slack <= mean <= high + slack and squares / count + _SLACK >= mean * mean
+    mean, slack = total / count, SLACK + max(abs(low), abs(high)) / 10**9
+    return low <= high and low - slack <= mean <= high + slack and squares / count + SLACK >= mean * mean

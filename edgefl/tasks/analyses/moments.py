@@ -21,7 +21,8 @@ MAX_GROUP_NUMBERS = 16_384
 ROWS_AT_ONCE = 1024
 SLICE_BITS, NUM_SLICES = 21, 3
 """Products of two slices, added over `ROWS_AT_ONCE` rows, are whole numbers below 2^53: a matrix product is exact."""
-_SLACK = Fraction(1, 1 << 250)
+SLACK = Fraction(1, 1 << 250)
+"""Of sums, which are of whole multiples of 2^-256: what lies below is cut off."""
 _ROUNDING = 1e-9
 
 
@@ -153,7 +154,7 @@ def find_group_fault(sums: Tensors) -> str | None:
 
 def _fit(count: int, total: Fraction, squares: Fraction) -> bool:
     """Returns whether some values have this count, this sum and this sum of squares."""
-    return count * squares + count * count * _SLACK >= total * total if count else total == squares == 0
+    return count * squares + count * count * SLACK >= total * total if count else total == squares == 0
 
 
 def find_product_fault(sums: Array) -> str | None:
@@ -164,7 +165,7 @@ def find_product_fault(sums: Array) -> str | None:
     squares = np.diagonal(values)
     with np.errstate(over="ignore"):
         # By the inequality of Cauchy and Schwarz, but for the rounding of weights and what is cut off.
-        most = (1 + _ROUNDING) * np.outer(squares, squares) + float(_SLACK)
+        most = (1 + _ROUNDING) * np.outer(squares, squares) + float(SLACK)
         is_bounded = bool((squares >= 0).all() and (values * values <= most).all())
     return None if is_bounded else "its sums of products are those of no examples"
 

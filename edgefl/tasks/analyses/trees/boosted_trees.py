@@ -111,7 +111,8 @@ class BoostedTrees(Analysis):
             if stage == 0:
                 sums["extremes"][column] = compute_extremes(ordered, self._settings.min_group)
             elif column < len(ranges):
-                sums["cells"][column] = count_cells(ordered, *ranges[column], NUM_CELLS, self._settings.min_group)
+                low, high = ranges[column]
+                sums["cells"][column] = count_cells(ordered, low, high, NUM_CELLS, self._settings.min_group)
         if stage < NUM_FIRST_ROUNDS:
             return sums
         bins, trees = find_bins(values, np.asarray(request["edges"])), _read_trees(request)
@@ -142,7 +143,10 @@ class BoostedTrees(Analysis):
             return pack_result(self._start(total))
         if not found["edges"]:
             counts, ranges, num_bins = total["cells"], found["ranges"], self._settings.bins
-            edges = [choose_edges(counts[column], *ends, num_bins).tolist() for column, ends in enumerate(ranges)]
+            edges = [
+                choose_edges(counts[column], low, high, num_bins).tolist()
+                for column, (low, high) in enumerate(ranges)
+            ]
             trees = Trees.create(self._settings.trees, self._settings.depth)
             return pack_result({**found, "edges": edges, "trees": _to_lists(trees)})
         return pack_result({**found, **self._grow(found, total)})

@@ -36,7 +36,8 @@ class Penalties:
     def compute_scores(self, gradients: Array, hessians: Array) -> Array:
         """Returns by how much leaves with these sums lower the loss, twice."""
         divisors = hessians + self.l2
-        return np.divide(gradients * gradients, divisors, out=np.zeros_like(gradients), where=divisors > 0)
+        scores: Array = np.divide(gradients * gradients, divisors, out=np.zeros_like(gradients), where=divisors > 0)
+        return scores
 
 
 def choose_edges(counts: Array, low: float, high: float, num_bins: int) -> Array:
@@ -54,8 +55,8 @@ def choose_edges(counts: Array, low: float, high: float, num_bins: int) -> Array
         below = np.cumsum(counts)[used[:-1]]  # values below each border between cells that have some
         borders = (used[:-1] + 1 + used[1:]) / 2
         if len(borders) >= num_bins:
-            wanted = np.arange(1, num_bins) * (int(counts.sum()) / num_bins)
-            borders = borders[np.unique(np.minimum(np.searchsorted(below, wanted), len(borders) - 1))]
+            ranks = np.arange(1, num_bins) * (int(counts.sum()) / num_bins)
+            borders = borders[np.unique(np.minimum(np.searchsorted(below, ranks), len(borders) - 1))]
         edges[: len(borders)] = low + borders * ((high - low) / len(counts))
     return edges
 

@@ -48,11 +48,11 @@ def sum_level(
         if len(rows) < min_group:
             continue
         for column in range(shape[1]):
-            own, told = bins[rows, column], rows
+            own, sent = bins[rows, column], rows
             if min_group > 1:
                 order = np.argsort(own, kind="stable")
-                own, told = _group_bins(own[order], min_group), rows[order]
-            np.add.at(sums[node, column], own, added[told])
+                own, sent = _group_bins(own[order], min_group), rows[order]
+            np.add.at(sums[node, column], own, added[sent])
     return sums
 
 
