@@ -233,6 +233,12 @@ def test_quickstart_for_a_task_of_one_s_own_says_how_its_data_is_simulated(run, 
     assert (ran.code, "run.toml --shards DIR --allow-module greenhouse" in ran.out) == (0, True), ran.out
 
 
+def test_quickstart_sends_who_has_a_table_to_the_page_with_its_run_files(run, tmp_path):
+    ran = run("quickstart", "--data", "table", "--out", tmp_path / "run.toml")
+    assert (ran.code, "docs/how-to/train-without-code.md" in ran.err) == (2, True), ran.err
+    assert not (tmp_path / "run.toml").exists()
+
+
 @pytest.mark.parametrize("goal", ["0", "1.5", "-3", "soon", "nan", "0.0", "99999999"])
 def test_quickstart_refuses_a_goal_that_is_none(run, tmp_path, goal):
     ran = run("quickstart", "--goal", goal, "--out", tmp_path / "run.toml")

@@ -101,6 +101,9 @@ def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path)
     checked = run("device", "shard", "check", "digits", *state)
     assert (checked.code, "missing: 3, 4, 5, 6, 7, 8, 9" in checked.out) == (0, True)
     assert run("device", "shard", "check", "mnist", *state).code == 40
+    (tmp_path / "rows.csv").write_text("a,b\n1,x\n3,y\n")
+    added = run("device", "shard", "add", "table", tmp_path / "rows.csv", *state).out
+    assert added.splitlines()[1:] == ["  a: mean 2, deviation 1", "  b: texts"], added
 
 
 JOINS = {

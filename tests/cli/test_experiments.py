@@ -213,6 +213,36 @@ def test_the_cut_is_told_for_people_and_for_programs_as_the_cards_on_disk_say(ru
             assert row[name] == card[name]
 
 
+TABLE = '[run]\ntask = "table"\n[task]\ncolumns = ["a", "b"]\ntarget = "c"\nlabels = ["x", "y"]\n'
+
+
+@pytest.fixture
+def table_file(tmp_path):
+    path = tmp_path / "table.toml"
+    path.write_text(TABLE)
+    (tmp_path / "rows.csv").write_text("a,b,c\n" + "".join(f"{row},{row % 7},{'xy'[row % 2]}\n" for row in range(60)))
+    return path
+
+
+def test_a_run_file_says_how_the_rows_of_a_table_are_cut(run, table_file, tmp_path):
+    out = tmp_path / "shards"
+    words = ("--run-file", table_file, "--data", tmp_path / "rows.csv", "--scheme", "by-class", "--devices", 2)
+    done = run("data", "shard", "table", *words, "--out", out, "--format", "json")
+    rows = {row["shard"]: row["counts"] for row in json.loads(done.out)["shards"]}
+    assert [[*rows[name]] for name in ("device-01", "device-02")] == [["0"], ["1"]]
+    card = json.loads((out / "device-01.json").read_text())
+    assert (card["options"]["columns"], card["options"]["target"], card["labels"]) == ("a,b", "c", ["x", "y"])
+    assert run("simulate", table_file, "--shards", out, "--dir", tmp_path / "d").code == 0
+
+
+def test_a_table_without_its_run_file_or_with_another_s_is_one_line(refused, table_file, tmp_path):
+    rows = ["--data", tmp_path / "rows.csv", "--out", tmp_path / "shards"]
+    refused(["data", "shard", "table", *rows], 3, "task.columns is missing: table cannot do without")
+    refused(["data", "shard", "digits", "--run-file", table_file, *rows], 2, "is about the task table")
+    refused(["demo", "--task", "digits", "--run-file", table_file, *rows], 2, "the command about digits")
+    refused(["demo", "--task", "table", *rows], 3, "task.columns is missing")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [

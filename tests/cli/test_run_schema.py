@@ -49,6 +49,15 @@ def test_a_wrong_key_and_a_value_out_of_bounds_fail(validator, table, key):
     assert key in errors[0]
 
 
+def test_lists_of_texts_and_of_numbers_are_options_of_a_task_that_takes_them(validator):
+    table = {"columns": ["a", "b"], "target": "c", "means": [1, 2.5], "hidden": 8}
+    assert validator.is_valid({"run": {"task": "table"}, "task": table})
+    assert validator.is_valid({"run": {"task": "table"}, "task": {**table, "columns": "a,b"}})
+    for wrong in ({"means": ["a"]}, {"columns": [1]}, {"loss": ["mse"]}, {"columns": None}):
+        assert not validator.is_valid({"run": {"task": "table"}, "task": {**table, **wrong}}), wrong
+    assert not validator.is_valid({"run": {"task": "table"}, "task": {"target": "c"}}), "without columns"
+
+
 def test_a_file_needs_a_task_and_a_class_of_ones_own_may_have_any_options(validator):
     assert not validator.is_valid({"run": {}})
     assert validator.is_valid({"job": {"name": "mine:Job", "size": 3}, "run": {"seconds": 60}})

@@ -350,3 +350,14 @@ def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
 def test_what_means_nothing_for_a_job_is_refused_by_name(tables, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_run(tables)
+
+
+def test_a_list_of_a_task_s_options_is_the_same_as_one_text_with_commas():
+    task = {"columns": ["a", "b_0..3"], "means": [1, -2.5], "size": 3}
+    config = parse_run({"run": {"task": "table"}, "task": task})
+    assert config.task == {"columns": "a,b_0..3", "means": "1,-2.5", "size": 3}
+    assert RunConfig.from_json(config.to_json()) == config
+    refused(
+        {"run": {"task": "table"}, "task": {"columns": ["a,b"]}}, "task.columns must hold entries without a comma"
+    )
+    refused({"run": {"task": "table"}, "task": {"columns": [True]}}, "task.columns must be a text, a number or true")
