@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import click
 
-from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, NotFoundError, NotJoinedError, UsageError
+from edgefl.core.errors import (
+    ConfigError,
+    DataError,
+    EdgeflError,
+    NetworkError,
+    NotFoundError,
+    NotJoinedError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from edgefl.core.types import Array, Json
@@ -336,12 +344,27 @@ class DirectorySource:
 Source = ApiSource | DirectorySource
 
 
-def load_model(source: Source, row: Json) -> dict[str, Array]:
-    """Returns a model's tensors, checked against its SHA-256."""
+def load_model(source: Source, row: Json, local: Path | None = None) -> dict[str, Array]:
+    """Returns a model's tensors, checked against its SHA-256, with those of a board's file that stayed there.
+
+    Raises:
+        DataError: the board's file cannot be read, or has a tensor that the model has too.
+    """
     from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 fast start
+    from edgefl.tasks.datasets.array_files import read_npz  # noqa: PLC0415 likewise
 
     with source.open_model_file(row["sha256"]) as path:
-        return load_model_file(path)
+        model = load_model_file(path)
+    if local is None:
+        return model
+    try:
+        with local.open("rb") as file:
+            found = read_npz(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--local {local}: cannot be read: {error}") from None
+    if both := sorted(model.keys() & found.keys()):
+        raise DataError(f"--local {local}: has tensor {both[0]!r}, which the model has too; it is of another run")
+    return {**model, **found}
 
 
 def find_coordinator_shard(directory: Path | None, task: str) -> Path | None:

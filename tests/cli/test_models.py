@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from edgefl.cli.fleet.models import _evaluate_models, export_for_devices
-from edgefl.core.errors import EdgeflError, NotFoundError, TaskError
+from edgefl.cli.sources import load_model
+from edgefl.core.errors import DataError, EdgeflError, NotFoundError, TaskError
 from edgefl.core.types import Dataset
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.storage.checkpoints import save_model
@@ -44,6 +45,18 @@ def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untra
     source = SimpleNamespace(open_model_file=lambda _sha256: nullcontext(path), directory=tmp_path)
     with pytest.raises(TaskError, match=r"lacks tensor 'fc2.weight' .* stayed on the devices \(adapt.local\)"):
         _evaluate_models(source, [row], shard, "all", ())
+    local = tmp_path / "pi-07.npz"
+    np.savez(local, **{name: tensor for name, tensor in task.init(7).items() if name.startswith("fc2")})
+    (scored,) = _evaluate_models(source, [row], shard, "all", (), local)
+    learner = task.learner()
+    learner.load(task.init(7))
+    assert scored["loss"] == learner.evaluate(task.read(str(shard)))[0]
+    np.savez(local, **task.init(7))
+    with pytest.raises(DataError, match=r"has tensor 'fc1.bias', which the model has too"):
+        load_model(source, row, local)
+    local.write_bytes(b"no")
+    with pytest.raises(DataError, match=r"--local .*: cannot be read"):
+        load_model(source, row, local)
 
 
 @pytest.mark.parametrize(("task", "kind"), [("digits", NotFoundError), ("nothing", EdgeflError)])

@@ -137,3 +137,5 @@ def test_boards_do_the_same_and_fetch_the_base_once(tmp_path, adapt):
         assert max(downs[1:]) < base
         (path,) = (tmp_path / "live").rglob(f"{device}/bases/*.safetensors")
         assert path.stat().st_size == base
+        own = [list(np.load(file)) for file in (tmp_path / "live").rglob(f"{device}/runs/*.npz")]
+        assert own == [adapt["local"]] if "local" in adapt else own == []

@@ -20,7 +20,14 @@ from edgefl.cli.output import (
     format_value,
     print_rows,
 )
-from edgefl.cli.sources import Source, allow_module_option, find_coordinator_shard, load_model, source_options
+from edgefl.cli.sources import (
+    FILE_TYPE,
+    Source,
+    allow_module_option,
+    find_coordinator_shard,
+    load_model,
+    source_options,
+)
 from edgefl.core.errors import DataError, NotFoundError, UsageError
 from edgefl.core.protocol import finite_or_none
 
@@ -45,6 +52,11 @@ FORMAT_SUFFIXES = {"onnx": (".onnx",), "torch": (".pt", ".pth"), "safetensors": 
 EXPORT_FILE_MODE = 0o644
 
 run_option = click.option("--run", metavar="RUN", help="A run's id or the beginning of it, its name, or `latest`.")
+local_option = click.option(
+    "--local",
+    type=FILE_TYPE,
+    help="Tensors that stayed on a board: the file runs/RUN.npz in its state directory.",
+)
 part_option = click.option(
     "--part",
     type=click.Choice(["test", "all"]),
@@ -103,6 +115,7 @@ def show(*, model: str, run: str | None, source: Source, fmt: str) -> None:
 @click.option("--quantise", is_flag=True, help="Only for onnx: weights of 8 bits; says what it costs in accuracy.")
 @click.option("--shard", type=click.Path(path_type=Path), help="Real data to check an onnx file with.")
 @part_option
+@local_option
 @allow_module_option
 @source_options
 def export(  # noqa: PLR0913 one per option
@@ -114,6 +127,7 @@ def export(  # noqa: PLR0913 one per option
     quantise: bool,
     shard: Path | None,
     part: str | None,
+    local: Path | None,
     source: Source,
 ) -> None:
     """Write MODEL (default: the last one of --run) as a file for other programs.
@@ -129,14 +143,16 @@ def export(  # noqa: PLR0913 one per option
     echo(_format_title(row))
     if kind == "onnx":
         shard = shard or find_coordinator_shard(source.directory, row["task"])
-        _export_onnx(row, load_model(source, row), out, quantise=quantise, shard=shard, part=part)
+        _export_onnx(row, load_model(source, row, local), out, quantise=quantise, shard=shard, part=part)
     elif kind == "torch":
         from edgefl.tasks.export.model_export import export_torch  # noqa: PLC0415 torch is slow to load
 
-        num_bytes = export_torch(load_model(source, row), out)
+        num_bytes = export_torch(load_model(source, row, local), out)
         click.echo(f"{out}: {format_bytes(num_bytes)}, a state dict for torch.load(weights_only=True)")
-    else:
+    elif local is None:
         _export_safetensors(source, row, out)
+    else:
+        _export_merged(load_model(source, row, local), out)
 
 
 @command.command()
@@ -145,6 +161,7 @@ def export(  # noqa: PLR0913 one per option
 @click.option("--shard", type=click.Path(path_type=Path), help="A shard of the models' task, on this machine.")
 @click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
 @part_option
+@local_option
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME", help="Add a metric, such as f1-macro; repeatable."
 )
@@ -158,6 +175,7 @@ def evaluate(  # noqa: PLR0913 one per option
     shard: Path | None,
     place: str | None,
     part: str | None,
+    local: Path | None,
     metrics: tuple[str, ...],
     source: Source,
     fmt: str,
@@ -168,7 +186,7 @@ def evaluate(  # noqa: PLR0913 one per option
     rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
     if not rows:
         raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
-    scored = _evaluate_models(source, rows, shard, part, metrics)
+    scored = _evaluate_models(source, rows, shard, part, metrics, local)
     columns = [*SCORE_COLUMNS, *(name for name in dict.fromkeys(metrics) if name not in SCORE_COLUMNS)]
     print_rows(_shorten_hashes(scored, fmt), columns, fmt, kind="evaluations")
 
@@ -247,8 +265,26 @@ def _export_safetensors(source: Source, row: Json, out: Path) -> None:
     click.echo(f"{out}: {format_bytes(row['bytes_file'])}, safetensors, SHA-256 {row['sha256']}")
 
 
+def _export_merged(model: dict[str, Array], out: Path) -> None:
+    from edgefl.storage.state_serialisation import encode_model  # noqa: PLC0415 likewise
+    from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
+
+    content = encode_model(model)
+    try:
+        with open_atomic(out, mode=EXPORT_FILE_MODE) as file:
+            file.write(content)
+    except OSError as error:
+        raise make_store_error(out, error) from None
+    click.echo(f"{out}: {format_bytes(len(content))}, safetensors, with a board's own tensors")
+
+
 def _evaluate_models(
-    source: Source, rows: list[Json], shard: Path | None, part: str | None, metric_names: Sequence[str]
+    source: Source,
+    rows: list[Json],
+    shard: Path | None,
+    part: str | None,
+    metric_names: Sequence[str],
+    local: Path | None = None,
 ) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
     from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
@@ -268,7 +304,7 @@ def _evaluate_models(
             metrics = _make_metrics(metric_names, task)
             loaded[key] = task, task.learner(), _load_examples(path, part, task, row), metrics
         task, learner, examples, metrics = loaded[key]
-        tensors = load_model(source, row)
+        tensors = load_model(source, row, local)
         check_whole(task, tensors)
         learner.load(tensors)
         loss, accuracy = learner.evaluate(examples)

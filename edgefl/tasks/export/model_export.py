@@ -277,12 +277,12 @@ def check_whole(task: Task, model: Tensors) -> None:
         name = next(spec.name for spec in missing if spec.shared)
         raise TaskError(
             f"the model lacks tensor {name!r} of task {task.name}: it is of another task or options, or the tensor "
-            "stayed on the devices (adapt.local)"
+            "stayed on the devices (adapt.local); a board's own are added by --local"
         )
     if missing:
         raise TaskError(
             f"tensor {missing[0].name!r} of task {task.name} stays on each device, so the model here is not whole; "
-            "export it as safetensors, and add a device's own"
+            "say whose: --local and the file of that board"
         )
 
 
