@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from edgefl.cli.sources import allow_module_option, make_client, make_path, url_
 from edgefl.core.errors import DataError, NetworkError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.core.types import Json
+    from edgefl.core.types import Json, Scalar
 
 COLUMNS = ("name", "count", "missing", "mean", "std", "min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "boards")
 QUANTILES = {"5 %": "0.05", "25 %": "0.25", "50 %": "0.5", "75 %": "0.75", "95 %": "0.95"}
@@ -57,24 +58,39 @@ def command(  # noqa: PLR0913 the options of one command
 ) -> None:
     """Print figures of TASK's columns and classes, of each board and in all, without any example.
 
+    TASK is a task's name, or a run file (TOML) that has its options.
+
     Count, missing, mean, deviation, extremes, quantiles and histogram of each column. It is a run of two rounds, for
     which at least one board needs a shard for TASK.
     """
     options: dict[str, Any] = {"columns": columns, "min_group": min_group, "cells": cells}
     if shards and url is not None:
         raise UsageError("--shard asks no coordinator, so that --url means nothing; give one of them")
-    result = _measure_shards(task, options, shards) if shards else _ask_boards(task, options, boards, url)
+    name, settings = _read_task(task)
+    if shards:
+        result = _measure_shards(name, settings, options, shards)
+    else:
+        strategy = {"name": "statistics", **options}
+        run = {"task": name, "name": f"{name}-statistics"}
+        result = _run_at_coordinator(
+            {"run": run, "task": settings, "strategy": strategy, "devices": {"min": boards}}, url
+        )
     _print_result(result, fmt)
 
 
-def _ask_boards(task: str, options: Json, boards: int, url: str | None) -> Json:
+def _read_task(task: str) -> tuple[str, dict[str, Scalar]]:
+    """Returns name and options of a task, of a run file those of the run's."""
+    from edgefl.core.config import load_run  # noqa: PLC0415 fast start
+
+    if not task.endswith(".toml"):
+        return task, {}
+    config = load_run(Path(task))
+    return config.run.task, dict(config.task)
+
+
+def _run_at_coordinator(config: Json, url: str | None) -> Json:
     from edgefl.core.safe_parsing import parse_json  # noqa: PLC0415 fast start
 
-    config = {
-        "run": {"task": task, "name": f"{task}-statistics"},
-        "strategy": {"name": "statistics", **options},
-        "devices": {"min": boards},
-    }
     client = make_client(url)
     run_id = client.post("/edgefl/v1/runs", {"config": config, "priority": 0})["run_id"]
     echo(f"run {run_id}", err=True)
@@ -88,7 +104,7 @@ def _ask_boards(task: str, options: Json, boards: int, url: str | None) -> Json:
     return result
 
 
-def _measure_shards(name: str, options: Json, paths: tuple[Path, ...]) -> Json:
+def _measure_shards(name: str, settings: Mapping[str, Scalar], options: Json, paths: tuple[Path, ...]) -> Json:
     """Returns what boards with these shards would say, named by their paths."""
     from edgefl.core.analyses import BoardSums, get_num_rounds  # noqa: PLC0415 fast start
     from edgefl.tasks.analyses.analysis import read_result  # noqa: PLC0415 likewise
@@ -96,7 +112,7 @@ def _measure_shards(name: str, options: Json, paths: tuple[Path, ...]) -> Json:
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
-    task = make_task(name)
+    task = make_task(name, settings)
     analysis = make_analysis(task, "statistics", options)
     model, data = analysis.make_model(), {str(path): read_own_data(task, path) for path in paths}
     for _ in range(get_num_rounds("statistics") or 1):

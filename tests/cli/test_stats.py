@@ -52,3 +52,14 @@ def test_what_cannot_be_asked_is_one_line(run, shards, tmp_path):
     ):
         ended = run("stats", *words)
         assert (ended.code == code, ended.is_one_line, said in ended.err) == (True, True, True), ended.err
+
+
+def test_a_run_file_has_the_options_of_its_task_and_the_names_of_its_columns(run, tmp_path):
+    file, table = tmp_path / "run.toml", tmp_path / "house.csv"
+    file.write_text('[run]\ntask = "table"\n[task]\ncolumns = ["heat", "damp"]\ntarget = "open"\n')
+    rows = np.random.default_rng(4).normal(20, 5, (30, 3))
+    table.write_text("heat,damp,open\n" + "".join(",".join(map(repr, row)) + "\n" for row in rows.tolist()))
+    result = json.loads(run("stats", file, "--shard", table, "--format", "json").out)
+    assert [column["name"] for column in result["columns"]] == ["heat", "damp", "target"]
+    found = [(column["mean"], column["std"]) for column in result["columns"]]
+    assert np.array(found)[:2] == pytest.approx(np.stack([rows.mean(axis=0), rows.std(axis=0)], axis=1)[:2])

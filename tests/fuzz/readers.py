@@ -317,7 +317,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "device/training/split_exchange.py:CoordinatorExchange._send": "the coordinator's refusal, over its own TLS",
         "tasks/analyses/analysis.py:pack_result": "encodes",
         "tasks/analyses/analysis.py:read_result": "what `pack_result` made a round before",
-        "cli/stats.py:_ask_boards": "the coordinator's own result, over its own TLS",
+        "cli/stats.py:_run_at_coordinator": "the coordinator's own result, over its own TLS",
         "engine/build.py:_build_job.decode": "any bytes are a result of a part; their number is checked",
         "strategies/job_strategy.py:JobStrategy.aggregate": "any bytes are a result of a job",
         "device/inference/server.py:main": "what the process that became this one wrote a moment before",

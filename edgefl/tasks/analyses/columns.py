@@ -13,7 +13,8 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Task
-from edgefl.tasks.losses.registry import has_classes
+from edgefl.tasks.losses.registry import find_loss, has_classes
+from edgefl.tasks.losses.value_losses import Quantile, Reconstruction
 
 MAX_COLUMNS = 1024
 MAX_EXAMPLE_NUMBERS = 10_000_000
@@ -83,7 +84,7 @@ def select_columns(task: Task, text: str) -> Columns:
         ConfigError: the task does not say the shape of an example, there is no such column, or they are too many.
     """
     num_inputs, classes = count_inputs(task), list_classes(task)
-    num_targets = 0 if classes else count_targets(task)
+    num_targets = 0 if classes else _count_target_values(task)
     names = (*_name_inputs(task, num_inputs), *_name_targets(num_targets))
     chosen = _parse_columns(text, names) if text.strip() else range(len(names))
     if not 0 < len(chosen) <= MAX_COLUMNS:
@@ -129,6 +130,14 @@ def count_targets(task: Task) -> int:
     of_model = getattr(getattr(task, "model", None), "num_outputs", None)
     found = getattr(task, "num_outputs", None) or of_model or 1
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
+
+
+def _count_target_values(task: Task) -> int:
+    """Returns the numbers of a target that is values: of quantiles one for all, of a reconstruction none."""
+    loss, count = find_loss(task), count_targets(task)
+    if isinstance(loss, Reconstruction):
+        return 0
+    return count // len(loss.quantiles) if isinstance(loss, Quantile) else count
 
 
 def _name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:

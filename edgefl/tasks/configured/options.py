@@ -57,6 +57,7 @@ class ConfiguredTask(Task):
         reader: returns the data at a path.
         defaults: of the plan.
         shard_options: those options that decide what `read` returns, for cards of cut shards.
+        columns: names of the inputs, where each has one.
     """
 
     name: str
@@ -66,6 +67,7 @@ class ConfiguredTask(Task):
     reader: Callable[[Path], Dataset]
     defaults: Mapping[str, Scalar]
     shard_options: Mapping[str, str] = field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -133,6 +133,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         reader=lambda path: _read_rows(path, names, targets, drops_missing=missing == "drop"),
         defaults=CLASS_DEFAULTS if goal.labels else VALUE_DEFAULTS,
         shard_options=format_options(columns=names, **format_targets(targets)),
+        columns=names,
     )
 
 

@@ -168,6 +168,10 @@ def test_columns_are_named_by_name_number_and_range():
     assert names("depth, 0") == ("depth", "heat")
     assert names("1-2,salt") == ("salt", "depth")
     assert names("target,0", VALUES) == ("target", "0")
+    own = {"name": "own", "input_shape": (2,), "num_outputs": 2}
+    assert names("", SimpleNamespace(**own, loss="mse")) == ("0", "1", "target-0", "target-1")
+    assert names("", SimpleNamespace(**own, loss="quantile:0.1,0.9")) == ("0", "1", "target")
+    assert names("", SimpleNamespace(**own, loss="reconstruction")) == ("0", "1")
 
 
 @pytest.mark.parametrize(
