@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any
 
 from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY, DEFAULT_MIN_GROUP
 from edgefl.core.errors import TaskError
@@ -12,23 +12,18 @@ from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_options, check_settings, list_options
 from edgefl.core.types import Json, Scalar, Task
 from edgefl.tasks.analyses.analysis import Analysis
-from edgefl.tasks.analyses.column_statistics import ColumnStatistics
-from edgefl.tasks.analyses.k_means import KMeans
-from edgefl.tasks.analyses.linear_regression import LinearRegression
-from edgefl.tasks.analyses.naive_bayes import NaiveBayes
-from edgefl.tasks.analyses.principal_components import PrincipalComponents
-from edgefl.tasks.analyses.trees.boosted_trees import BoostedTrees
 
-_CLASSES: Mapping[str, Callable[[Task, Any], Analysis]] = MappingProxyType(
+_CLASSES = MappingProxyType(
     {
-        "boosted-trees": BoostedTrees,
-        "k-means": KMeans,
-        "linear-regression": LinearRegression,
-        "naive-bayes": NaiveBayes,
-        "pca": PrincipalComponents,
-        "statistics": ColumnStatistics,
+        "boosted-trees": "trees.boosted_trees:BoostedTrees",
+        "k-means": "k_means:KMeans",
+        "linear-regression": "linear_regression:LinearRegression",
+        "naive-bayes": "naive_bayes:NaiveBayes",
+        "pca": "principal_components:PrincipalComponents",
+        "statistics": "column_statistics:ColumnStatistics",
     }
 )
+"""By name; imported only where one is asked for, since boards that only train need none of them."""
 
 
 def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analysis:
@@ -43,7 +38,9 @@ def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analy
     check_options(name, options, list_options(ANALYSES[name]), table="strategy")
     settings = ANALYSES[name](**options)
     check_settings(settings, "strategy")
-    return _CLASSES[name](task, settings)
+    module, _, class_name = _CLASSES[name].partition(":")
+    analysis: Analysis = getattr(import_module(f"edgefl.tasks.analyses.{module}"), class_name)(task, settings)
+    return analysis
 
 
 def check_min_group(options: Mapping[str, Scalar], least: int) -> None:
