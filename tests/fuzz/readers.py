@@ -251,6 +251,9 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-job-results": _entry(storage_readers.job_results, "storage/checkpoints.py:open_tensor_bytes"),
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
         "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
+        "disk-base-names": _entry(
+            storage_readers.base_names, "tasks/adaptation/base_catalogue.py:BaseCatalogue._read_names"
+        ),
         "disk-run-rows": _entry(storage_readers.run_rows, "storage/lineage.py:_parse_run_record"),
         "disk-backup": _entry(
             storage_readers.backups,

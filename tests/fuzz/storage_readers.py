@@ -58,6 +58,7 @@ from edgefl.storage.state_serialisation import (
     encode_state,
     encode_tensors,
 )
+from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 from edgefl.tasks.adaptation.base_file import encode_base, load_base
 
 SHAPES = (TensorSpec(name="w", shape=(4,)),)
@@ -334,6 +335,21 @@ def bases(folder: Path) -> Reader:
     header, rest = content[8 : 8 + size], content[8 + size :]
     close = lambda found: len(found).to_bytes(8, "little") + found + rest  # noqa: E731 as long as its name
     return Reader(feed=feed, seeds=(Seed(content=content), Seed(content=header, form=Form.JSON, close=close)))
+
+
+def base_names(folder: Path) -> Reader:
+    """What a coordinator calls its pretrained bases."""
+    catalogue, names = BaseCatalogue(folder), folder / "names.json"
+    sha256 = "ab" * 32
+    (folder / f"{sha256}.safetensors").write_bytes(encode_base({"w": np.ones(2, np.float32)}))
+
+    def feed(data: bytes) -> None:
+        names.write_bytes(data)
+        catalogue.list_bases()
+        catalogue.find("mobilenet")
+
+    seed = json.dumps({"mobilenet": sha256, "other": "cd" * 32}).encode()
+    return Reader(feed=feed, seeds=(Seed(content=seed, form=Form.JSON),))
 
 
 def _safetensors_seeds(content: bytes) -> list[Seed]:
