@@ -51,7 +51,7 @@ NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
     "pictures": ("mlp", "linear"),
     "series": ("mlp", "linear"),
 }
-"""NumPy models (values of `model`) of tasks that usually need torch."""
+"""NumPy models (values of `model`) of tasks that need torch by default or with another model."""
 
 
 def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: str = "task") -> Task:
@@ -143,7 +143,7 @@ def import_torch() -> Any:
 
 
 def list_numpy_models(task: str) -> tuple[str, ...]:
-    """Returns the NumPy models of a task that needs torch by default."""
+    """Returns the NumPy models of a task that needs torch for others; none where it never does."""
     return NUMPY_MODELS.get(task, ())
 
 

@@ -17,14 +17,16 @@ from edgefl.device.diagnostics import device_checks
 from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.requirements import (
+    TaskTraits,
     check_requirements,
     find_unsupported_backends,
     get_training_facts,
+    read_task_traits,
     select_training_paths,
 )
 from edgefl.device.training.instruction import ReadinessHandler
 from edgefl.device.training.task_cache import TaskCache
-from edgefl.tasks.registry import NUMPY_MODELS, is_torch_task, make_task
+from edgefl.tasks.registry import CONFIGURED, NUMPY_MODELS, is_torch_task, make_task
 
 BLOCKED = Path(__file__).parents[2] / "e2e" / "without_torch"
 OLD_PI = {"userland_bits": 32, "architecture": "armv7l", "memory_bytes": 900_000_000}
@@ -80,10 +82,30 @@ for tasks in (["mnist"], ["mnist", "digits"], ["digits"], []):
     assert done.stdout.splitlines() == ["['numpy'] False True", *["['numpy'] True False"] * 3]
 
 
+CONFIGURED_BY = {
+    "audio": {"labels": "a,b"},
+    "pictures": {"labels": "a,b"},
+    "series": {"columns": "a", "window": 8, "target": "t"},
+}
+
+
 @pytest.mark.parametrize("task", sorted(NUMPY_MODELS))
 def test_the_models_that_are_offered_instead_of_torch_need_none(task):
-    assert is_torch_task(make_task(task))
-    assert not any(is_torch_task(make_task(task, {"model": model})) for model in NUMPY_MODELS[task])
+    options = CONFIGURED_BY.get(task, {})
+    assert is_torch_task(make_task(task, options | ({"model": "cnn"} if options else {})))
+    assert not any(is_torch_task(make_task(task, options | {"model": model})) for model in NUMPY_MODELS[task])
+
+
+@pytest.mark.parametrize("task", sorted(CONFIGURED))
+def test_what_a_run_file_configures_needs_no_torch_before_one_says_so(task):
+    assert read_task_traits(task) == TaskTraits(needs_torch=False, has_shape=False)
+
+
+def test_a_board_without_room_for_torch_is_offered_the_other_models_of_a_configured_task(zero):
+    with pytest.raises(
+        TaskError, match=r"cannot train series with model gru: .*; with model mlp or linear it trains"
+    ):
+        check_requirements("series", CONFIGURED_BY["series"] | {"model": "gru"}, zero)
 
 
 def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_what_would(zero):
