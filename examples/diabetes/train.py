@@ -29,7 +29,7 @@ def main() -> None:
     ratio = together / alone
     print(f"loss {together:.4f} on other patients, {alone:.4f} with all data on one machine, {ratio:.3f} of it")
     missed = abs(learner.logits(test.inputs)[:, 0] - test.targets).mean() * SPREAD
-    print(f"explained of all clinics' own tests: {result.rounds[-1]['facts']['r2']:.2f}")
+    print(f"explained of all clinics' own tests: {result.rounds[-1]['metrics']['r2']:.2f}")
     print(f"a progression of 25 to 346 is missed by {missed:.0f}")
 
 
