@@ -26,6 +26,7 @@ MAX_CELLS = 250_000_000
 """Numbers of a shard in memory: 1 GB as float32."""
 MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS, MAX_SHOWN_CELL = 12, 400, 80
 CHUNK_ROWS = 8192
+PARQUET = ".parquet"
 _DELIMITERS = (",", ";", "\t")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "-"})
 
@@ -97,11 +98,13 @@ def list_table_files(path: Path, task: str) -> list[Path]:
         if path.is_dir():
             files = sorted(file for file in path.glob("*.csv") if not file.name.startswith("."))
         else:
-            files = [path] if path.is_file() else []
+            files = [path] if path.is_file() and path.suffix != PARQUET else []
+        has_parquet = path.suffix == PARQUET or any(path.glob(f"*{PARQUET}"))
     except OSError as error:
         raise DataError(f"shard {path} of task {task} cannot be read: {error.strerror}") from None
     if not files:
-        raise DataError(f"shard {path} of task {task} must be a CSV file or a folder of .csv files; there is none")
+        found = "Parquet, which is not read: write it as CSV" if has_parquet else "there is none"
+        raise DataError(f"shard {path} of task {task} must be a CSV file or a folder of .csv files; {found}")
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
     return files

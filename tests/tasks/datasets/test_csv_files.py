@@ -95,6 +95,14 @@ def test_what_is_no_table_is_one_clear_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
+def test_parquet_is_said_to_be_none_of_these_files(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"PAR1")
+    for place in (path, tmp_path):
+        with pytest.raises(DataError, match="Parquet, which is not read: write it as CSV"):
+            read_table(place, "table", ["a"])
+
+
 def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n2\n3\n")
