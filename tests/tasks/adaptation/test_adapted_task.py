@@ -17,7 +17,7 @@ from edgefl.tasks.learners.torch_learner import TorchModel
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import list_backends, make_task
 
-needs_torch = pytest.mark.skipif("torch" not in list_backends(), reason="torch is not installed")
+needs_torch = pytest.mark.skipif("torch" not in list_backends(), reason="needs torch: pip install '.[train]'")
 RNG = np.random.default_rng(3)
 DATA = Dataset(inputs=RNG.uniform(0, 16, (12, 8, 8)).astype(np.float32), targets=RNG.integers(0, 10, 12))
 IMAGES = Dataset(inputs=RNG.integers(0, 256, (6, 28, 28)).astype(np.uint8), targets=RNG.integers(0, 10, 6))

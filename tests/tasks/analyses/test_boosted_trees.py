@@ -73,7 +73,7 @@ def test_predictions_are_those_of_scikit_learn_on_the_same_bins(task):
 
 @pytest.mark.parametrize("task", [VALUES, CLASSES], ids=["values", "classes"])
 def test_predictions_are_those_of_xgboost_on_the_same_bins(task):
-    xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed; pip install xgboost-cpu")
+    xgboost = pytest.importorskip("xgboost", reason="needs xgboost: pip install xgboost-cpu")
     data = examples(task)
     result = boost(task, cut(data), **OPTIONS)
     base = result["base"] if task is VALUES else 1 / (1 + np.exp(-result["base"]))
