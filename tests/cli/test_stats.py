@@ -46,7 +46,7 @@ def test_what_cannot_be_asked_is_one_line(run, shards, tmp_path):
     (path, _), _ = shards
     for words, code, said in (
         (("digits", "--shard", path, "--columns", "64"), 3, "there are 64, 0 to 63"),
-        (("digits", "--shard", path, "--min-group", 61), 4, "no board has 61 examples or more of task digits"),
+        (("digits", "--shard", path, "--min-group", 80), 4, "no board has 80 examples or more of task digits"),
         (("digits", "--shard", path, "--url", "https://x"), 2, "give one of them"),
         (("digitz", "--shard", path), 5, "did you mean digits"),
     ):

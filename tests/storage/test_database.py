@@ -75,7 +75,7 @@ def test_a_store_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path):
             (7, {"disagreement": 0.5}, None)
         ]
         store.set_round_metrics("r", 1, {"metrics": {"rmse": 2.5}})
-        assert store.get_newest_measured_round("r")["metrics"] == {"rmse": 2.5}
+        assert store.get_newest_measured_round("r", "metrics")["metrics"] == {"rmse": 2.5}
         with store.database.read() as connection:
             assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
 

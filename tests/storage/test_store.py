@@ -355,16 +355,18 @@ def test_durable_writes_are_synced_and_the_others_need_not_be(tmp_path):
 def test_what_is_known_of_a_round_is_added_and_the_newest_measured_round_is_found(store, run_id):
     for number in (1, 2):
         store.record_round(run_id, number, ["a"])
-    assert store.get_newest_measured_round(run_id) == store.get_newest_measured_round("another") == {}
+    assert store.get_newest_measured_round(run_id, "node_accuracy") == {}
+    assert store.get_newest_measured_round("another", "metrics") == {}
     store.set_round_metrics(run_id, 1, {"facts": {"disagreement": 0.5, "bound": float("inf")}})
     store.set_round_metrics(run_id, 1, {"node_accuracy": 0.5, "worst_node_accuracy": 0.25})
     store.set_round_metrics(run_id, 0, {"node_accuracy": 0.125})
     store.update_round_sums(run_id)
-    found = store.get_newest_measured_round(run_id)
+    found = store.get_newest_measured_round(run_id, "node_accuracy")
     assert (found["round"], found["node_accuracy"], found["worst_node_accuracy"]) == (1, 0.5, 0.25)
     assert found["facts"] == {"disagreement": 0.5, "bound": None}
     store.set_round_metrics(run_id, 2, {"metrics": {"rmse": 2.5, "r2": math.nan}})
-    newest = store.get_newest_measured_round(run_id)
+    assert store.get_newest_measured_round(run_id, "node_accuracy")["round"] == 1
+    newest = store.get_newest_measured_round(run_id, "metrics")
     assert (newest["round"], newest["metrics"], newest["facts"]) == (2, {"rmse": 2.5, "r2": None}, None)
 
 

@@ -57,12 +57,11 @@ def runs_router(context: ApiContext) -> APIRouter:  # noqa: C901 one function pe
     def get_run(run: str) -> Json:
         record = store.get_run(find_run_id(store, run))
         saved_models = store.list_saved_models(record.run_id)
-        measured = store.get_newest_measured_round(record.run_id)
         row = {
             **encode_run(record),
             "model": saved_models[0].sha256 if saved_models else None,
-            "metrics": measured.get("metrics"),
-            **select_device_metrics(measured),
+            "metrics": store.get_newest_measured_round(record.run_id, "metrics").get("metrics"),
+            **select_device_metrics(store.get_newest_measured_round(record.run_id, "node_accuracy")),
         }
         if "job" in record.config:
             row["parts_done"] = store.count_received_updates(record.run_id)

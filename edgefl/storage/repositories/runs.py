@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, Row, bindparam, case, delete, func, insert, select, update
 
@@ -258,13 +258,11 @@ class RunRepository(Repository):
         with self.database.write() as connection:
             connection.execute(statement)
 
-    def get_newest_measured_round(self, run_id: str) -> Json:
-        """Returns the newest round with metrics of the task or of devices' own models; empty where there is none."""
+    def get_newest_measured_round(self, run_id: str, measured: Literal["metrics", "node_accuracy"]) -> Json:
+        """Returns the newest round with the task's metrics, or with those of devices' models; empty without one."""
         query = (
             select(RoundTable.__table__)
-            .where(
-                RoundTable.run_id == run_id, RoundTable.node_accuracy.is_not(None) | RoundTable.metrics.is_not(None)
-            )
+            .where(RoundTable.run_id == run_id, getattr(RoundTable, measured).is_not(None))
             .order_by(RoundTable.round.desc())
             .limit(1)
         )

@@ -14,11 +14,14 @@ from edgefl.core.types import Array
 def compute_extremes(ordered: Array, min_group: int) -> tuple[float, float]:
     """Returns the means of the `min_group` least and largest values; the least and the largest for a group of 1.
 
+    Of fewer than two groups both are the mean: beside the sum of all, ends that overlap would tell single values.
+
     Args:
         ordered: [n] sorted values, at least `min_group` of them.
         min_group: at least 1.
     """
-    means = float(np.mean(ordered[:min_group])), float(np.mean(ordered[-min_group:]))
+    size = min_group if len(ordered) >= 2 * min_group else len(ordered)
+    means = float(np.mean(ordered[:size])), float(np.mean(ordered[-size:]))
     # Rounding may have put the mean of equal values beyond them, and so one mean beyond the other.
     low, high = (min(max(mean, float(ordered[0])), float(ordered[-1])) for mean in means)
     return min(low, high), max(low, high)

@@ -11,6 +11,7 @@ from edgefl.core.analyses import BoardSums
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, ModelSpec, Tensors
 from edgefl.tasks.analyses.analysis import make_exact_spec
+from edgefl.tasks.analyses.grouping import hide_small_counts
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read_sum, sum_exactly, sum_products
 
 MAX_VALUE = 2.0**149
@@ -112,10 +113,10 @@ def sum_groups(values: Array, groups: Array, num_groups: int, min_group: int) ->
         values: [n, columns], each below `MAX_VALUE`.
         groups: [n] the group of each example, below `num_groups`.
         num_groups: at least 1.
-        min_group: a group of fewer examples counts as empty.
+        min_group: a group of fewer examples counts as empty, and others until so many are left out together: nobody
+            finds the few by subtraction from the sum of all.
     """
-    counts = np.bincount(groups, minlength=num_groups).astype(np.int64)
-    counts[counts < min_group] = 0
+    counts = hide_small_counts(np.bincount(groups, minlength=num_groups).astype(np.int64), min_group)
     sums = np.zeros((num_groups, values.shape[1], 2, WIDTH), np.int64)
     for group in np.flatnonzero(counts):
         rows = values[groups == group]

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 from edgefl.core.analyses import ANALYSES, ANALYSIS_KEY, DEFAULT_MIN_GROUP
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_options, check_settings, list_options
 from edgefl.core.types import Json, Scalar, Task
@@ -38,9 +38,24 @@ def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analy
     check_options(name, options, list_options(ANALYSES[name]), table="strategy")
     settings = ANALYSES[name](**options)
     check_settings(settings, "strategy")
+    _check_group_size(settings.min_group)
     module, _, class_name = _CLASSES[name].partition(":")
     analysis: Analysis = getattr(import_module(f"edgefl.tasks.analyses.{module}"), class_name)(task, settings)
     return analysis
+
+
+def _check_group_size(min_group: int) -> None:
+    """Checks that two runs with other groups differ by nothing, or by a whole group.
+
+    Raises:
+        ConfigError: they would not, so that their figures together would tell single values.
+    """
+    times, rest = divmod(min_group, DEFAULT_MIN_GROUP)
+    if min_group != 1 and (rest or times & (times - 1)):
+        raise ConfigError(
+            f"strategy.min_group must be 1, or {DEFAULT_MIN_GROUP} times a power of two (5, 10, 20, 40, …), got "
+            f"{min_group}: the figures of two runs would tell single values"
+        )
 
 
 def check_min_group(options: Mapping[str, Scalar], least: int) -> None:

@@ -27,7 +27,9 @@ def make_image_model(
         ConfigError: there is no such model, an option is for others, or it is too large.
     """
     if model.startswith(TORCHVISION):
-        return TorchFactoryModel(target=model, num_classes=image.classes, input_shape=image.shape, prepare=prepare)
+        found = TorchFactoryModel(target=model, num_classes=image.classes, input_shape=image.shape, prepare=prepare)
+        check_size(task, found)
+        return found
     validate_choice(task, "model", model, (*MODELS, *NETWORKS), extra_choice="torchvision:NAME")
     if model in MODELS:
         channels, height, width = image.shape

@@ -224,7 +224,8 @@ def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str) -> 
     for row, cell in enumerate(cells):
         found = numbers.get(cell, by_number.get(_to_whole_number(cell)))
         if found is None:
-            raise DataError(f"{whose} must hold one of {', '.join(labels[:12])}, got {cell[:80]!a} in row {row + 1}")
+            # Errors reach the coordinator, cells must not.
+            raise DataError(f"{whose} must hold one of {', '.join(labels[:12])}; row {row + 1} holds something else")
         classes[row] = found
     return classes
 

@@ -24,7 +24,7 @@ MAX_LINE_CHARS = 1_000_000
 MAX_FILES = 100_000
 MAX_CELLS = 250_000_000
 """Numbers of a shard in memory: 1 GB as float32."""
-MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS, MAX_SHOWN_CELL = 12, 400, 80
+MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
 CHUNK_ROWS = 8192
 PARQUET = ".parquet"
 _DELIMITERS = (",", ";", "\t")
@@ -111,11 +111,17 @@ def list_table_files(path: Path, task: str) -> list[Path]:
 
 
 def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool) -> TablePart:
-    values, words = [np.empty((0, len(numbers)), np.float32)], list[list[str]]()
+    values, words, num_rows = [np.empty((0, len(numbers)), np.float32)], [list[str]() for _ in texts], 0
     with _Table(path) as table:
         places = table.find_columns([*numbers, *texts])
         for rows in table.read_chunks(places):
-            found, first_row = table.convert(rows, numbers), sum(map(len, values)) + 1
+            first_row = num_rows + 1
+            num_rows += len(rows)
+            if num_rows * max(1, len(places)) > MAX_CELLS:
+                raise DataError(
+                    f"{path} holds more than {MAX_CELLS:,} cells in these columns; cut it into fewer rows"
+                )
+            found = table.convert(rows, numbers, first_row)
             is_whole = np.isfinite(found).all(axis=1)
             is_whole &= np.array([all(cell.strip() for cell in row[len(numbers) :]) for row in rows], bool)
             if not (drops_missing or is_whole.all()):
@@ -126,9 +132,9 @@ def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], *, drop
                     'number; missing = "drop" in [task] leaves such rows out'
                 )
             values.append(found[is_whole])
-            words += [row[len(numbers) :] for row, is_kept in zip(rows, is_whole, strict=True) if is_kept]
-    columns = tuple(tuple(word.strip() for word in column) for column in zip(*words, strict=True))
-    return TablePart(path=path, numbers=np.concatenate(values), texts=columns or ((),) * len(texts))
+            for place, column in enumerate(words, len(numbers)):
+                column += [row[place].strip() for row, is_kept in zip(rows, is_whole, strict=True) if is_kept]
+    return TablePart(path=path, numbers=np.concatenate(values), texts=tuple(map(tuple, words)))
 
 
 class _Lines(Iterator[str]):
@@ -172,6 +178,8 @@ class _Table:
         """Returns where the named columns stand; raises `DataError` where one is missing or there twice."""
         for name in names:
             if (count := self.header.count(name)) != 1:
+                if any(_parse_number(one) is not None for one in self.header):
+                    raise DataError(f"{self._path} has no line of column names: its first line holds numbers")
                 listing = ", ".join(self.header[:MAX_SHOWN_COLUMNS])[:MAX_SHOWN_CHARS]
                 more = ", …" if len(self.header) > MAX_SHOWN_COLUMNS else ""
                 raise DataError(
@@ -199,18 +207,24 @@ class _Table:
                     rows = []
         yield rows
 
-    def convert(self, rows: list[list[str]], names: Sequence[str]) -> Array:
-        """Returns [n, names] float32 of the first cells, NaN for a missing one; raises `DataError` at other texts."""
+    def convert(self, rows: list[list[str]], names: Sequence[str], first_row: int) -> Array:
+        """Returns [n, names] float32 of the first cells, NaN for a missing one; raises `DataError` at other texts.
+
+        Errors name rows and columns, and no cell: they reach the coordinator.
+        """
         cells = [[self.clean(cell) for cell in row[: len(names)]] for row in rows]
         try:
             with np.errstate(over="ignore"):
                 return np.array(cells, np.float64).astype(np.float32).reshape(len(rows), len(names))
         except ValueError:
-            pairs = ((name, cell) for row in cells for name, cell in zip(names, row, strict=True))
-            name, cell = next(pair for pair in pairs if _parse_number(pair[1]) is None)
-            raise DataError(
-                f"{self._path}: column {name!r} must hold numbers, got {cell[:MAX_SHOWN_CELL]!a}"
-            ) from None
+            places = (
+                (name, row)
+                for row, found in enumerate(cells, first_row)
+                for name, cell in zip(names, found, strict=True)
+                if _parse_number(cell) is None
+            )
+            name, row = next(places)
+            raise DataError(f"{self._path}, row {row}: column {name!r} must hold numbers, and holds text") from None
 
     def clean(self, cell: str) -> str:
         """Returns the text of a number as Python writes it, `nan` for a missing one."""

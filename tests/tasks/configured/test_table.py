@@ -181,9 +181,7 @@ def test_a_board_whose_table_is_another_one_says_so(readings, columns, message):
 
 
 def test_a_cell_that_is_no_label_is_refused(readings):
-    with pytest.raises(
-        DataError, match=r"column 'is_open' must hold one of shut, ajar, got '(open|closed)' in row 1"
-    ):
+    with pytest.raises(DataError, match=r"column 'is_open' must hold one of shut, ajar; row 1 holds something else$"):
         make_task("table", WINDOW | {"labels": "shut,ajar"}).read(str(readings))
 
 

@@ -80,7 +80,8 @@ def test_a_missing_text_is_one_too(tmp_path):
         (b"a\n", "holds no rows"),
         (b"a,b\n1\n2,3\n", "row 1: 1 cells, the first line has 2"),
         (b"a,b\n1,2,3\n", "row 1: 3 cells, the first line has 2"),
-        (b"a\nwarm\n", "column 'a' must hold numbers, got 'warm'"),
+        (b"17.5\n1\n", "has no line of column names: its first line holds numbers"),
+        (b"a\nwarm\n", "row 1: column 'a' must hold numbers, and holds text"),
         (b"a\n1e99\n", "a number is missing or no finite number"),
         (b"a\ninf\n", "a number is missing or no finite number"),
         (b"a\n\xff\n", "cannot be read as CSV"),
@@ -93,6 +94,7 @@ def test_what_is_no_table_is_one_clear_line(tmp_path, content, message):
     with pytest.raises(DataError, match=message) as error:
         read(path, ["a"])
     assert "\n" not in str(error.value)
+    assert "warm" not in str(error.value), "errors reach the coordinator, cells must not"
 
 
 def test_parquet_is_said_to_be_none_of_these_files(tmp_path):
@@ -109,7 +111,7 @@ def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"must be a CSV file or a folder of \.csv files; there is none"):
         read(tmp_path / "b.csv", ["a"])
     monkeypatch.setattr(csv_files, "MAX_CELLS", 2)
-    with pytest.raises(DataError, match="more than 2 numbers"):
+    with pytest.raises(DataError, match="more than 2 cells"):
         read(path, ["a"])
     monkeypatch.setattr(csv_files, "MAX_FILE_BYTES", 5)
     with pytest.raises(DataError, match="has 8 bytes, at most 5 are read"):

@@ -35,6 +35,8 @@ ROUNDS_VIEW = """
 
 def upgrade() -> None:
     op.add_column("rounds", sa.Column("metrics", sa.JSON(), nullable=True))
-    op.add_column("checkpoints", sa.Column("quality", sa.Float(), nullable=True))
+    columns = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("checkpoints")}
+    if "quality" not in columns:  # some builds had it in the first revision
+        op.add_column("checkpoints", sa.Column("quality", sa.Float(), nullable=True))
     op.execute("DROP VIEW v_rounds")
     op.execute(f"CREATE VIEW v_rounds AS {ROUNDS_VIEW}")
