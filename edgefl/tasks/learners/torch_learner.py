@@ -156,7 +156,7 @@ class TorchLearner:
         """Gives up the gradients of tensors that are not trained, except of those `needed` for something else.
 
         Layers all of whose tensors are frozen, and normalisations over the batch whose running statistics are, work
-        as in an evaluation from now on.
+        as in an evaluation from now on. A tensor that is `needed` changes, by the adapter on it: its layer trains.
         """
         frozen = {*names}
         for name, parameter in self._module.named_parameters():
@@ -169,7 +169,7 @@ class TorchLearner:
         self._still_layers = [
             layer
             for name, layer in self._module.named_modules()
-            if _is_still(layer, f"{name}." if name else "", frozen)
+            if _is_still(layer, f"{name}." if name else "", frozen - {*needed})
         ]
 
     @property

@@ -282,13 +282,8 @@ def test_features_of_a_network_of_torch_train_the_rest_just_so(model, section, s
     assert features.inputs.size // len(IMAGES) == np.prod(shape)
 
 
-@needs_torch
-def test_features_are_cut_before_what_is_random():
-    import torch  # noqa: PLC0415 only where it is installed
-
-    def build():
-        layers = {"first": torch.nn.Linear(64, 8), "drop": torch.nn.Dropout(0.5), "head": torch.nn.Linear(8, 10)}
-        return torch.nn.Sequential(OrderedDict(flat=torch.nn.Flatten(), **layers))
+def adapt_network(build, **section):
+    """Returns the learner of a network of one's own, adapted, with its first weights."""
 
     class Own(Task):
         name = "own"
@@ -297,9 +292,37 @@ def test_features_are_cut_before_what_is_random():
         def read(self, path):
             raise NotImplementedError
 
-    task = AdaptedTask(Own(), AdaptSection(method="head"), Own().init(7))
+    task = AdaptedTask(Own(), AdaptSection(**section), Own().init(7))
     learner = task.learner(threads=1)
     learner.load(task.init(7))
+    return learner
+
+
+@needs_torch
+def test_a_layer_with_an_adapter_trains_and_one_without_does_not():
+    import torch  # noqa: PLC0415 only where it is installed
+
+    def block():
+        return torch.nn.MultiheadAttention(8, 2, dropout=0.5)
+
+    learner = adapt_network(
+        lambda: torch.nn.ModuleDict({"one": block(), "two": block()}),
+        method="lora", rank=2, targets=["one.out_proj.weight"],
+    )  # fmt: skip
+    learner._inner.start_training(4)
+    assert learner._inner.module["one"].training, "else its dropout would be gone"
+    assert not learner._inner.module["two"].training
+
+
+@needs_torch
+def test_features_are_cut_before_what_is_random():
+    import torch  # noqa: PLC0415 only where it is installed
+
+    def build():
+        layers = {"first": torch.nn.Linear(64, 8), "drop": torch.nn.Dropout(0.5), "head": torch.nn.Linear(8, 10)}
+        return torch.nn.Sequential(OrderedDict(flat=torch.nn.Flatten(), **layers))
+
+    learner = adapt_network(build, method="head")
     features = learner.make_features(DATA)
     assert features.inputs.shape == (12, 8)
     assert len({learner.gradient(features) for _ in range(4)}) > 1, "the dropout is not in the features"
