@@ -10,7 +10,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset
 from edgefl.tasks.learners.torch_learner import TorchLearner
-from edgefl.tasks.learners.torch_split import cut_module
+from edgefl.tasks.learners.torch_split import cut_module, list_tensor_names
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import import_torch
 
@@ -48,7 +48,8 @@ def make_features(learner: TorchLearner, trained: Collection[str], inputs: Array
     """Returns the network cut before the first of its modules with a trained tensor; None where that cannot be.
 
     The cut is tried on a few raw inputs: while the network trains, the front is neither random nor does it depend on
-    the other examples of a batch, and the rest makes of its features what the network makes of the inputs.
+    the other examples of a batch, and the rest makes of its features what the network makes of the inputs. No
+    front uses a trained tensor: one of the network itself, or of a later module that is called early.
 
     Args:
         learner: of the network, which has been told what is frozen.
@@ -63,9 +64,9 @@ def make_features(learner: TorchLearner, trained: Collection[str], inputs: Array
     probe = _prepare(learner, inputs[:NUM_PROBED])
     for name in reversed(children[:first]):
         try:
-            parts = cut_module(learner.module, name)
-            if _is_faithful(learner, *parts, probe):
-                return TorchFeatures(learner, *parts)
+            front, rest = cut_module(learner.module, name)
+            if list_tensor_names(front).isdisjoint(trained) and _is_faithful(learner, front, rest, probe):
+                return TorchFeatures(learner, front, rest)
         except (ConfigError, RuntimeError):  # it cannot be cut there, perhaps before
             continue
     return None

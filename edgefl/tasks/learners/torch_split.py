@@ -237,7 +237,7 @@ def _trace(module: torch.nn.Module, after: str) -> Any:
 
 def _check_parameters(whole: torch.nn.Module, front: torch.nn.Module, rest: torch.nn.Module) -> None:
     """Checks that every saved tensor is in exactly one part, and that both parts have something to train."""
-    names = [_list_tensor_names(part) for part in (whole, front, rest)]
+    names = [list_tensor_names(part) for part in (whole, front, rest)]
     for side, part in (("before", front), ("after", rest)):
         if not any(True for _ in part.parameters()):
             raise _NoCutError(f"nothing is to be trained {side} the cut")
@@ -248,5 +248,6 @@ def _check_parameters(whole: torch.nn.Module, front: torch.nn.Module, rest: torc
         raise _NoCutError(f"the network does not use its tensor {min(unused)}")
 
 
-def _list_tensor_names(module: torch.nn.Module) -> set[str]:
+def list_tensor_names(module: torch.nn.Module) -> set[str]:
+    """Returns the names of a module's parameters and saved buffers."""
     return {name for name, _ in [*module.named_parameters(), *list_saved_buffers(module)]}

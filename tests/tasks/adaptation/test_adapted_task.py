@@ -326,3 +326,25 @@ def test_features_are_cut_before_what_is_random():
     features = learner.make_features(DATA)
     assert features.inputs.shape == (12, 8)
     assert len({learner.gradient(features) for _ in range(4)}) > 1, "the dropout is not in the features"
+
+
+@needs_torch
+@pytest.mark.parametrize("trained", ["token", "late.*"])
+def test_a_trained_tensor_that_is_used_early_is_trained_and_not_in_the_features(trained):
+    import torch  # noqa: PLC0415 only where it is installed
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = torch.nn.Parameter(torch.zeros(64))
+            self.first, self.head = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
+            self.late = torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.head(self.first(self.late(x.flatten(1) / 16 + self.token)))
+
+    frozen = tuple(pattern for pattern in ("first.*", "late.*", "token") if pattern != trained)
+    learner = adapt_network(Network, frozen=frozen)
+    learner.gradient(learner.make_features(DATA))
+    assert len(learner.gradients) > 2
+    assert all(value.abs().max() > 0 for value in learner.gradients.values()), "none is forgotten"
