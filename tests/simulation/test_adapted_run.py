@@ -74,10 +74,10 @@ def test_a_head_that_stays_is_evaluated_where_it_is(tmp_path):
             build_run(parse_run(tables(adapt, evaluate_on=place)), "r")
 
 
-def test_a_board_needs_room_for_the_base_beside_what_it_trains():
+def test_a_board_needs_memory_for_the_base_and_on_its_disk_only_what_a_download_looks_for():
     run, whole = (build_run(parse_run(tables(adapt)), "r") for adapt in (LORA, {}))
     needed, before = create_admission_requirements(run), create_admission_requirements(whole)
-    assert needed.disk_bytes == 2 * count_model_bytes(run.model) + run.adapted.base_bytes
+    assert needed.disk_bytes == 2 * count_model_bytes(run.model)
     assert run.adapted.base_bytes < needed.memory_bytes < before.memory_bytes
 
 

@@ -427,7 +427,8 @@ def create_admission_requirements(
     `previous_devices` took part before it was resumed; with `is_resumed` it goes on where it was.
 
     The first model is prefetched only where every device will use it: nodes of a graph may have their own, and
-    where a sample is drawn for each round the other devices would fetch it for nothing.
+    where a sample is drawn for each round the other devices would fetch it for nothing. Room on the disk for a
+    base is looked for where it is downloaded, since a device may have it.
     """
     devices, model_bytes, base_bytes = run.config.devices, count_device_bytes(run), count_base_bytes(run)
     has_nodes = run.strategy.has_nodes
@@ -436,7 +437,7 @@ def create_admission_requirements(
         ready_s=devices.ready_s,
         model_fingerprint=run.layout,
         memory_bytes=MODEL_COPIES_IN_MEMORY * model_bytes + BASE_COPIES_IN_MEMORY * base_bytes,
-        disk_bytes=MODEL_COPIES_ON_DISK * model_bytes + base_bytes,
+        disk_bytes=MODEL_COPIES_ON_DISK * model_bytes,
         previous_devices=previous_devices,
         is_resumed=is_resumed,
         should_prefetch_model=not has_nodes and devices.count is None and devices.fraction is None,

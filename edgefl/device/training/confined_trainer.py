@@ -236,6 +236,7 @@ class ConfiningTrainer(DeviceTrainer):
         try:
             self._update_node(header)
             if (adapt := AdaptPlan.parse(header.get(ADAPT_KEY))) is not None:
+                self._task_cache.get_shard_path(str(header.get("task")))  # before much is fetched for nothing
                 self._bases.fetch(adapt)  # here: the process has no connection
             answer, result = self._call(str(header.get("task")), name, header, body)
             if self._is_aborted and answer.get("is_aborted"):

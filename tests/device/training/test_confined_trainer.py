@@ -6,10 +6,12 @@ import pytest
 from digit_shards import digit_shard
 
 from edgefl.compression.codec import make_codec
+from edgefl.core.config import AdaptSection
 from edgefl.core.types import derive_rng
 from edgefl.device.hardware import requirements
 from edgefl.device.training.confined_trainer import ConfiningTrainer, is_built_in
 from edgefl.system.confinement import find_gaps
+from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.registry import make_task
 
 pytestmark = pytest.mark.extended
@@ -137,3 +139,12 @@ def test_what_is_built_in_trains_in_the_agent_and_always_confines_that_too_with_
         assert always.trainer.evaluate(board.header(task="digits"), b"")[0]["error"].startswith("CodecError")
     finally:
         always.trainer.close()
+
+
+def test_no_base_is_fetched_for_a_task_without_a_shard(tmp_path, monkeypatch):
+    own, fetched = Board(tmp_path, "always"), []
+    monkeypatch.setattr(own.trainer._bases, "fetch", fetched.append)
+    del own.shards["digits"]
+    plan = AdaptPlan(AdaptSection(method="head"), "ab" * 32, 100)
+    assert "has no shard for task 'digits'" in own.train(task="digits", adapt=plan.to_json())[0]["error"]
+    assert fetched == []
