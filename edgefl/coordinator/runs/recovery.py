@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,9 @@ from edgefl.coordinator.runs.checkpointing import (
     load_guard_state,
 )
 from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
+from edgefl.core.config import BASE_SUFFIX, RunConfig
 from edgefl.core.errors import JournalError, UsageError
-from edgefl.core.safe_parsing import parse_json
+from edgefl.core.safe_parsing import SHA256, parse_json
 from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy
 from edgefl.engine.progress import DeviceWork, PriorProgress, RoundCounter
 from edgefl.storage.checkpoints import (
@@ -48,13 +49,15 @@ from edgefl.storage.rollback import (
 )
 from edgefl.storage.store import Store
 from edgefl.strategies.update_guard import GuardState
-from edgefl.system.atomic_files import write_atomic
+from edgefl.system.atomic_files import compute_sha256, make_private_directory, write_atomic
 
 if TYPE_CHECKING:
     from edgefl.engine.build import RunComponents
 
 log = logging.getLogger(__name__)
 
+BASE_FILE = "base.sha256"
+"""In a run's folder: the SHA-256 of the base that it began with."""
 MAX_CRASHES = 5
 """A run with more coordinator crashes since its newest checkpoint waits for the operator to resume it."""
 RESUMABLE_STATUSES = frozenset({RunStatus.INTERRUPTED, RunStatus.STOPPED})
@@ -103,8 +106,54 @@ def check_resumable(
     if record.status is RunStatus.STOPPED and checkpoint is None:
         raise UsageError(f"run {record.run_id} was stopped before it had a checkpoint; submit it again")
     components = build_run()
+    check_base(components, record.run_id, directory)
     if checkpoint is not None:
         load_state(_checkpoint_folder(directory, record.run_id), _get_state_class(components), checkpoint)
+
+
+def pin_base(config: RunConfig, run_id: str, directory: CoordinatorDirectory) -> RunConfig:
+    """Returns a run's settings with the pretrained base that it began with, whatever its name means by now.
+
+    They are unchanged if it has not begun, or that file is not there or damaged.
+    """
+    sha256 = _read_base(run_id, directory)
+    if config.adapt.base is None or not SHA256.match(sha256):
+        return config
+    path = directory.bases / f"{sha256}{BASE_SUFFIX}"
+    if not path.is_file() or compute_sha256(path) != sha256:
+        return config
+    return replace(config, adapt=replace(config.adapt, base=sha256))
+
+
+def check_base(components: RunComponents, run_id: str, directory: CoordinatorDirectory) -> None:
+    """Checks that a run trains on the base that it began with.
+
+    Raises:
+        UsageError: it is another one.
+    """
+    begun = _read_base(run_id, directory)
+    if components.adapted is None or not begun or begun == components.adapted.plan.sha256:
+        return
+    raise UsageError(
+        f"run {run_id} must go on with the base that it began with, SHA-256 {begun:.64}, got "
+        f"{components.adapted.plan.sha256}: bring that file again, by edgefl base add FILE or to where run.init is"
+    )
+
+
+def record_base(components: RunComponents, run_id: str, directory: CoordinatorDirectory) -> None:
+    """Writes the SHA-256 of a run's base into its folder when it first starts; checks it later, as `check_base`."""
+    check_base(components, run_id, directory)
+    if components.adapted is not None and not _read_base(run_id, directory):
+        make_private_directory(directory.runs / run_id)
+        write_atomic(directory.runs / run_id / BASE_FILE, f"{components.adapted.plan.sha256}\n".encode())
+
+
+def _read_base(run_id: str, directory: CoordinatorDirectory) -> str:
+    """Returns the SHA-256 of the base that a run began with; empty if it has not begun, or has none."""
+    try:
+        return (directory.runs / run_id / BASE_FILE).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def restore_from_checkpoint(

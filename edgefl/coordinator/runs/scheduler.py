@@ -42,6 +42,8 @@ from edgefl.coordinator.runs.recovery import (
     check_formats,
     check_resumable,
     is_started,
+    pin_base,
+    record_base,
     remove_crash_count,
     restore_exactly,
     restore_from_checkpoint,
@@ -281,9 +283,7 @@ class RunScheduler:
             JournalError: its checkpoint cannot be read.
         """
         record, context = self._context.store.get_run(run_id), self._context
-        check_resumable(
-            record, context.directory, lambda: context.build_run(RunConfig.from_json(record.config), run_id)
-        )
+        check_resumable(record, context.directory, lambda: self._assemble(record))
         with self._lock:
             if context.store.get_run(run_id).status is not record.status:
                 raise UsageError(f"run {run_id} has just been taken up or stopped by somebody else")
@@ -442,11 +442,23 @@ class RunScheduler:
     def _build_run(self, record: RunRecord) -> RunComponents:
         """Returns the run's objects; a missing model file ends the run, it is not a fault of the store."""
         try:
-            return self._context.build_run(RunConfig.from_json(record.config), record.run_id)
+            return self._assemble(record)
         except (*RETRYABLE_STORE_ERRORS, StoreTooNewError):
             raise
         except (StoreError, JournalError) as error:
             raise RunFailedError(str(error)) from error
+
+    def _assemble(self, record: RunRecord) -> RunComponents:
+        config = pin_base(RunConfig.from_json(record.config), record.run_id, self._context.directory)
+        return self._context.build_run(config, record.run_id)
+
+    def _record_base(self, components: RunComponents, run_id: str) -> None:
+        """Keeps which base a run began with; one that would go on with another waits for the operator."""
+        try:
+            record_base(components, run_id, self._context.directory)
+        except UsageError as error:
+            log.error("%s", error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from None
 
     def _autonomous_marker(self, run_id: str) -> Path:
         """Returns the marker file of a run whose devices go on autonomously."""
@@ -502,6 +514,7 @@ class RunScheduler:
         history = HistoryWriter(context.store, run_id, record_rows, context.metrics.on_checkpoint)
         folder = context.directory.runs / run_id / "journal"
         damage = self._repair_journal(run_id)
+        self._record_base(components, run_id)
         save_base(components, context.directory.bases)
         with WalJournal(folder, components.decode, sync_timer=context.metrics.time_sync) as wal:
             save_run_record(context.directory.runs, record)

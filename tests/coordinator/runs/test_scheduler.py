@@ -21,18 +21,19 @@ from small_fleet import add_run, eventually
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.headers import RunIncarnations
+from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.replay import JournalReplay
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import stalls
-from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart
+from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
-from edgefl.core.config import parse_run
+from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
 from edgefl.core.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
-from edgefl.engine.build import build_run
+from edgefl.engine.build import RunComponents, build_run
 from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import PriorProgress
 from edgefl.storage.checkpoints import save_state
@@ -43,6 +44,9 @@ from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.store import Store
 from edgefl.strategies.update_guard import GuardState
+from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
+from edgefl.tasks.adaptation.base_file import encode_base
+from edgefl.tasks.registry import make_task
 
 
 class Bell:
@@ -644,3 +648,32 @@ def test_a_coordinator_gives_up_on_a_run_before_systemd_does_on_the_coordinator(
     unit = Path(__file__).parents[3] / "provisioning/units/edgefl-coordinator.service"
     (limit,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit.read_text(), re.MULTILINE)
     assert int(limit) / 2 >= STOP_TIMEOUT_S
+
+
+def test_a_run_goes_on_with_the_base_that_it_began_with_or_waits_for_it(
+    store: Store, worker: RunScheduler, tmp_path: Path
+) -> None:
+    directory, catalogue = worker._context.directory, BaseCatalogue(worker._context.directory.bases)
+    first, other = (make_task("digits", {}).init(seed) for seed in (1, 2))
+    for name, tensors in (("first", first), ("other", other)):
+        (tmp_path / f"{name}.safetensors").write_bytes(encode_base(tensors))
+    begun = catalogue.add(tmp_path / "first.safetensors", "net").sha256
+    config = parse_run({**CONFIG, "adapt": {"method": "head", "base": "net"}})
+
+    def assemble(config: RunConfig) -> RunComponents:
+        return build_run(config, "r", bases=directory.bases)
+
+    assert pin_base(config, "r", directory) == config, "it has not begun"
+    record_base(assemble(config), "r", directory)
+    catalogue.add(tmp_path / "other.safetensors", "second")
+    names = directory.bases / "names.json"
+    names.write_text(names.read_text().replace('"net"', '"old"').replace('"second"', '"net"'))  # a name re-bound
+    assert assemble(config).adapted.plan.sha256 != begun
+    pinned = assemble(pin_base(config, "r", directory))
+    assert pinned.adapted.plan.sha256 == begun
+    worker._record_base(pinned, "r")
+    (directory.bases / f"{begun}.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InterruptedRunError, match=f"SHA-256 {begun}, got .*bring that file again"):
+        worker._record_base(assemble(pin_base(config, "r", directory)), "r")
+    with pytest.raises(UsageError, match="must go on with the base that it began with"):
+        check_base(assemble(config), "r", directory)
