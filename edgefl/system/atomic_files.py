@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from edgefl.core.errors import StoreError, StoreFullError
+from edgefl.core.errors import DataError, StoreError, StoreFullError
 
 DISK_FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 TEMPORARY_SUFFIX = ".tmp"
@@ -144,6 +144,22 @@ def compute_sha256(path: Path) -> str:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def copy_file(source: Path, target: Path, sha256: str) -> None:
+    """Copies a file atomically if it has this SHA-256; `target` is unchanged otherwise.
+
+    Raises:
+        DataError: it has another one.
+        OSError: it cannot be read or written.
+    """
+    digest = hashlib.sha256()
+    with source.open("rb") as file, open_atomic(target) as copy:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            copy.write(chunk)
+        if digest.hexdigest() != sha256:
+            raise DataError(f"{source} must have SHA-256 {sha256}, got {digest.hexdigest()}; bring the file again")
 
 
 def make_store_error(path: Path, error: OSError) -> StoreError:

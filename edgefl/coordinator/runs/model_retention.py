@@ -7,7 +7,6 @@ one replaces meanwhile is never written. A row is written after its file, and a 
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from edgefl.core.config import ModelsSection
-from edgefl.core.errors import EdgeflError, StoreError
+from edgefl.core.errors import DataError, EdgeflError, StoreError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Array, Decision, EvaluateInstruction, Tensors
 from edgefl.engine.evaluations import DeviceAccuracy, VersionAccuracy
@@ -29,9 +28,9 @@ from edgefl.storage.repositories.saved_models import find_orphaned_models, save_
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import (
     compute_sha256,
+    copy_file,
     make_private_directory,
     make_store_error,
-    open_atomic,
     sync_directory,
     write_atomic,
 )
@@ -317,18 +316,27 @@ def _list_record_numbers(rows: Sequence[SavedModelRow]) -> set[int]:
 
 
 def save_base(components: RunComponents, folder: Path) -> None:
-    """Writes what devices get once for a run, under its SHA-256; nothing where all of the model travels."""
+    """Writes what devices get once for a run, under its SHA-256; nothing where all of the model travels.
+
+    Raises:
+        DataError: the file of a pretrained base has another SHA-256.
+    """
     if (adapted := components.adapted) is None:
         return
-    path = folder / f"{adapted.plan.sha256}.safetensors"
-    if path.is_file() and compute_sha256(path) == adapted.plan.sha256:
+    sha256, source = adapted.plan.sha256, adapted.path
+    path = folder / f"{sha256}.safetensors"
+    if path.is_file() and compute_sha256(path) == sha256:
         return
     make_private_directory(folder)
-    if adapted.path is None:
+    if source is None:
         write_atomic(path, adapted.encode_base())
+    elif path.is_file() and path.samefile(source):
+        raise DataError(
+            f"base {path} must have the SHA-256 of its name, got {compute_sha256(path)}; "
+            "bring the file again: edgefl base add FILE"
+        )
     else:
-        with open_atomic(path) as file, adapted.path.open("rb") as source:
-            shutil.copyfileobj(source, file)
+        copy_file(source, path, sha256)
 
 
 class EvaluatedModelSaver(RunSubscriber):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -15,16 +14,15 @@ from edgefl.core.protocol import validate_slug
 from edgefl.core.safe_parsing import SHA256, parse_json
 from edgefl.system.atomic_files import (
     compute_sha256,
+    copy_file,
     make_private_directory,
     make_store_error,
-    open_atomic,
     write_atomic,
 )
 from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES, read_base_shapes
 
 NAMES_FILE = "names.json"
 MIN_HASH_DIGITS = 6
-CHUNK_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +47,10 @@ class BaseCatalogue:
         self._folder = folder
 
     def add(self, path: Path, name: str | None = None) -> Base:
-        """Copies a safetensors file into the folder; one that is there already only gets the name.
+        """Copies a safetensors file into the folder; one that is there undamaged only gets the name.
 
         Raises:
-            DataError: it is no such file, holds no tensors, or is larger than a device takes.
+            DataError: it is no such file, holds no tensors, is larger than a device takes, or changes meanwhile.
             UsageError: the name is no name, or another base has it.
             StoreError: it cannot be written.
         """
@@ -93,6 +91,8 @@ class BaseCatalogue:
         names = self._read_names()
         if text in names:
             return self._path(names[text])
+        if SHA256.match(text) and self._path(text).is_file():  # whatever is wrong with others
+            return self._path(text)
         found = [base.sha256 for base in self.list_bases() if base.sha256.startswith(text)]
         if len(text) >= MIN_HASH_DIGITS and len({*found}) == 1:
             return self._path(found[0])
@@ -109,20 +109,14 @@ class BaseCatalogue:
         return path.stem
 
     def _copy(self, source: Path) -> str:
-        digest = hashlib.sha256()
-        make_private_directory(self._folder)
+        """Copies a file under its SHA-256, which it returns; a damaged one that is there is replaced."""
         try:
-            with source.open("rb") as file:
-                while chunk := file.read(CHUNK_BYTES):
-                    digest.update(chunk)
-                sha256 = digest.hexdigest()
-                target = self._path(sha256)
-                if target.is_file() and target.stat().st_size == file.tell():
-                    return sha256
-                file.seek(0)
-                with open_atomic(target) as copy:
-                    while chunk := file.read(CHUNK_BYTES):
-                        copy.write(chunk)
+            make_private_directory(self._folder)
+            sha256 = compute_sha256(source)
+            target = self._path(sha256)
+            if target.is_file() and compute_sha256(target) == sha256:
+                return sha256
+            copy_file(source, target, sha256)
         except OSError as error:
             raise make_store_error(self._folder, error) from None
         return sha256

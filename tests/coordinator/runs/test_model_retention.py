@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,11 @@ from edgefl.coordinator.runs.model_retention import (
     ModelRetention,
     remove_orphans,
     remove_unreferenced,
+    save_base,
     select_retained,
 )
 from edgefl.core.config import ModelsSection
-from edgefl.core.errors import StoreError, StoreFullError
+from edgefl.core.errors import DataError, StoreError, StoreFullError
 from edgefl.core.metrics import MetricSet
 from edgefl.core.types import (
     Decision,
@@ -551,3 +553,22 @@ def test_a_model_is_recorded_with_the_first_metric_of_its_task_negative_where_le
     saver.on_score(VersionAccuracy(version=3, accuracy=0.5, is_newest=True, trusted_metrics={"rmse": 2.5, "r2": 0.9}))
     saver.on_score(VersionAccuracy(version=4, accuracy=0.5, is_newest=True, trusted=0.5, trusted_metrics={"r2": 0.9}))
     assert noted.told == [("score", 3, None, -2.5), ("score", 4, 0.5)]
+
+
+def test_a_base_is_saved_under_its_own_hash_alone(tmp_path: Path) -> None:
+    source, folder = tmp_path / "given.safetensors", tmp_path / "bases"
+    source.write_bytes(b"good")
+    sha256 = hashlib.sha256(b"good").hexdigest()
+    adapted = SimpleNamespace(plan=SimpleNamespace(sha256=sha256), path=source)
+    run: Any = SimpleNamespace(adapted=adapted)
+    source.write_bytes(b"evil")
+    with pytest.raises(DataError, match=f"must have SHA-256 {sha256}, got "):
+        save_base(run, folder)
+    assert list(folder.iterdir()) == []
+    source.write_bytes(b"good")
+    save_base(run, folder)
+    adapted.path = folder / f"{sha256}.safetensors"
+    adapted.path.write_bytes(b"evil")
+    with pytest.raises(DataError, match=r"edgefl base add FILE"):
+        save_base(run, folder)
+    assert adapted.path.read_bytes() == b"evil", "it is not copied onto itself"

@@ -35,6 +35,20 @@ def test_a_base_is_copied_under_its_hash_and_found_by_its_name_and_its_hash(file
     assert compute_digest(file) == compute_digest(path) == base.sha256
 
 
+def test_a_damaged_base_is_repaired_by_the_good_file_and_a_file_that_changes_meanwhile_is_refused(
+    file, catalogue, tmp_path, monkeypatch
+):
+    path = catalogue.find(catalogue.add(file, "fc").sha256)
+    path.write_bytes(file.read_bytes()[:-1] + b"x")
+    catalogue.add(file, "fc")
+    assert path.read_bytes() == file.read_bytes()
+    path.unlink()
+    monkeypatch.setattr(base_catalogue, "compute_sha256", lambda _: "ab" * 32)  # of what was there a moment ago
+    with pytest.raises(DataError, match="must have SHA-256 abab"):
+        catalogue.add(file)
+    assert not list((tmp_path / "bases").glob("*.safetensors"))
+
+
 def test_one_without_a_name_is_listed_and_found_by_its_hash(file, catalogue):
     base = catalogue.add(file)
     assert catalogue.list_bases() == [base]
