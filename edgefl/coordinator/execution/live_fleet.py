@@ -86,6 +86,8 @@ EVALUATION_DEADLINE_S = 600.0
 JOB_LOGGED = "job-log"
 """Kind of the events of what a job logs on its boards."""
 MAX_REASON_CHARS = 500
+MAX_BASE_DOWNLOADS = 2
+"""Times that a device may say it has fetched the base of a run; more is not counted."""
 MAX_DECODED_BYTES = 32 * 1024 * 1024
 MAX_LOST_SESSIONS = 20
 """An assignment of a split network is lost after more answers than these whose rest was lost."""
@@ -155,6 +157,7 @@ class LiveFleet:
         admission = self._make_admission(requirements, transport, notifier) if requirements is not None else None
         self._resumed_until_s: float | None = None
         self._has_renewed_lineage = False
+        self._base_bytes: dict[str, int] = {}
         self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
             run,
@@ -484,7 +487,9 @@ class LiveFleet:
 
     def _on_reply(self, reply: Reply) -> list[Event]:
         """Turns a reply into an event; drops one without a pending instruction (a repeat, a late one)."""
-        reply = add_base_traffic(reply, self._run.header)
+        reply = add_base_traffic(
+            reply, self._run.header, self.registry.get_device_id(reply.node_id), self._base_bytes
+        )
         pending = self._find_pending(reply)
         if pending is None:
             return []
@@ -634,12 +639,21 @@ class LiveFleet:
         )
 
 
-def add_base_traffic(reply: Reply, run_header: Json) -> Reply:
-    """Returns a reply with the bytes of the base that the device says it has fetched; no more than that has."""
+def add_base_traffic(reply: Reply, run_header: Json, device_id: str | None, claimed: dict[str, int]) -> Reply:
+    """Returns a reply with the bytes of the base that its device says it has fetched.
+
+    In all of a run, until its coordinator starts again, a device is believed no more than `MAX_BASE_DOWNLOADS` of the
+    base: `claimed` has the bytes by device, and is updated.
+    """
     fetched, plan = reply.header.get(BASE_TRAFFIC_KEY), run_header.get(ADAPT_KEY)
-    if plan is None or isinstance(fetched, bool) or not isinstance(fetched, int) or fetched <= 0:
+    if plan is None or device_id is None:
         return reply
-    return replace(reply, bytes_down=reply.bytes_down + min(fetched, int(plan["base_bytes"])))
+    if isinstance(fetched, bool) or not isinstance(fetched, int) or fetched <= 0:
+        return reply
+    before, base_bytes = claimed.get(device_id, 0), int(plan["base_bytes"])
+    counted = min(fetched, base_bytes, MAX_BASE_DOWNLOADS * base_bytes - before)
+    claimed[device_id] = before + counted
+    return replace(reply, bytes_down=reply.bytes_down + counted)
 
 
 def _has_full_model(pending: PendingInstruction) -> bool:

@@ -20,6 +20,7 @@ from edgefl.coordinator.execution.live_fleet import (
     MAX_LOST_SESSIONS,
     InterruptedRunError,
     LiveFleet,
+    add_base_traffic,
 )
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
 from edgefl.coordinator.flower.messages import Reply
@@ -895,3 +896,19 @@ def test_an_update_of_other_iterations_than_the_batches_is_rejected(split_site):
     ((_, outcome, reason),) = lost(split_site)
     assert (outcome, reason) == (UpdateStatus.REJECTED, "unusable reply: other iterations")
     assert split_site.rest.removed == [f"{RUN}/a-1"]
+
+
+def test_a_device_is_believed_two_downloads_of_the_base_in_all_of_a_run():
+    run_header, claimed = {"adapt": {"base_bytes": 100}}, {}
+
+    def count(fetched, device_id="pi-1", header=run_header):
+        reply = Reply(
+            node_id=1, instruction_id="i", header={"base_bytes": fetched}, body=b"", bytes_up=0, bytes_down=7
+        )
+        return add_base_traffic(reply, header, device_id, claimed).bytes_down - 7
+
+    assert [count(30), count(1 << 60), count(100), count(100)] == [30, 100, 70, 0]
+    assert count(100, "pi-2") == 100
+    for refused in (True, -1, 0, "5", None, 1.5):
+        assert count(refused, "pi-3") == 0
+    assert count(100, None) == count(100, "pi-3", {}) == 0
