@@ -22,9 +22,13 @@ from edgefl.tasks.analyses.moments import (
     to_fractions,
 )
 from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.losses.value_losses import Quantile, Reconstruction
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on
 
 MAX_FEATURES = 256
+MAX_PRODUCTS = 1 << 18
+"""Features x features x outputs: so many products of fractions in each exact residual take seconds."""
 NUM_REFINEMENTS = 2
 _EPSILON = float(np.finfo(np.float64).eps)
 
@@ -76,6 +80,19 @@ def find_layer(task: Task, analysis: str) -> Layer:
     )
 
 
+def _check_size(task: Task, layer: Layer) -> None:
+    """Checks that a layer is solved within seconds; raises ConfigError."""
+    features, outputs = layer.num_features, layer.num_outputs
+    for count, what in ((features, "features"), (outputs, "outputs")):
+        if count > MAX_FEATURES:
+            raise ConfigError(f"linear-regression takes at most {MAX_FEATURES} {what}, task {task.name} has {count}")
+    if features * features * outputs > MAX_PRODUCTS:
+        raise ConfigError(
+            f"linear-regression takes at most {MAX_PRODUCTS} features x features x outputs, task {task.name} has "
+            f"{features} x {features} x {outputs} = {features * features * outputs}"
+        )
+
+
 class LinearRegression(Analysis):
     """The least squares of a task's one layer, with a penalty on its weights where there is one."""
 
@@ -83,17 +100,19 @@ class LinearRegression(Analysis):
     has_task_model = True
 
     def __init__(self, task: Task, settings: LinearRegressionSettings) -> None:
-        """Raises ConfigError: the task has another model, or targets that are no values."""
+        """Raises ConfigError: the task has another model, or targets that are no values, or is too large."""
         self._task, self._settings, self._layer = task, settings, find_layer(task, "linear-regression")
         if list_classes(task):
             raise ConfigError(
                 f"linear-regression needs targets that are values; those of task {task.name} are classes"
             )
-        if self._layer.num_features > MAX_FEATURES:
+        loss = find_loss(task)
+        if isinstance(loss, Quantile | Reconstruction):
             raise ConfigError(
-                f"linear-regression takes at most {MAX_FEATURES} features, task {task.name} has "
-                f"{self._layer.num_features}"
+                f"linear-regression needs a target for each output, and finds means; the loss of task {task.name} is "
+                f"{'quantile' if isinstance(loss, Quantile) else 'reconstruction'}, which rounds of training lower"
             )
+        _check_size(task, self._layer)
         size = self._layer.num_features + self._layer.num_outputs + 1
         self.request_spec = self._layer.spec
         self.sums_spec = (make_exact_spec("products", size, size, WIDTH),)
@@ -116,7 +135,7 @@ class LinearRegression(Analysis):
         return {"products": sum_cross_products(weighted, columns)}
 
     def find_fault(self, sums: Tensors) -> str | None:
-        return find_product_fault(np.asarray(sums["products"]))
+        return find_product_fault(np.asarray(sums["products"]), is_weighted=True)
 
     def solve(self, model: Tensors, boards: Iterable[BoardSums]) -> dict[str, Array]:  # noqa: ARG002 one round is all
         """Returns the layer that minimises the sum of squared errors and `ridge` times that of squared weights.

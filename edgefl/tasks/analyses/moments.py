@@ -158,10 +158,24 @@ def _fit(count: int, total: Fraction, squares: Fraction) -> bool:
     return count * squares + count * count * SLACK >= total * total if count else total == squares == 0
 
 
-def find_product_fault(sums: Array) -> str | None:
-    """Returns why no board can have such sums of products, [p, p, WIDTH]; None where one can."""
+def find_product_fault(sums: Array, *, is_weighted: bool) -> str | None:
+    """Returns why no board can have such sums of products, [p, p, WIDTH]; None where one can.
+
+    Args:
+        sums: of columns of which the last is all ones.
+        is_weighted: examples may have weights; then the number of them need not be whole, and what is cut off
+            differs on both sides of the diagonal.
+    """
     if not is_carried_on(sums):
         return "its sums are none of finite numbers"
+    count = read_sum(sums[-1, -1])
+    assert count is not None
+    if not count and sums.any():
+        return "it has sums of products of no examples"
+    if not is_weighted and (count.denominator != 1 or not 0 <= count <= MAX_ROWS):
+        return f"the number of its examples must be whole, 0 to {MAX_ROWS}, got {float(count):.6g}"
+    if not is_weighted and bool((sums != sums.swapaxes(0, 1)).any()):
+        return "its sums of products are not symmetric"
     values = read_matrix(sums).astype(float)
     squares = np.diagonal(values)
     with np.errstate(over="ignore"):

@@ -60,7 +60,7 @@ class PrincipalComponents(Analysis):
         return {"products": sum_cross_products(columns, columns)}
 
     def find_fault(self, sums: Tensors) -> str | None:
-        return find_product_fault(np.asarray(sums["products"]))
+        return find_product_fault(np.asarray(sums["products"]), is_weighted=False)
 
     def solve(self, model: Tensors, boards: Iterable[BoardSums]) -> dict[str, Array]:  # noqa: ARG002 likewise
         """Returns the result; raises `RunFailedError` where the boards have no two examples."""

@@ -17,8 +17,10 @@ from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.analyses.trees.ensemble import predict
 from edgefl.tasks.analyses.trees.growth import LAST_EDGE, Penalties, choose_edges, find_split
 from edgefl.tasks.analyses.trees.histograms import LIMIT_BITS, find_level_fault, sum_level
+from edgefl.tasks.metrics.exact_sums import sum_exactly
 
 VALUES = SimpleNamespace(name="own", input_shape=(5,), loss="mse")
+VALUES_OF_ONE = SimpleNamespace(name="own", input_shape=(1,), loss="mse")
 CLASSES = SimpleNamespace(name="own", input_shape=(5,), labels=("no", "yes"), loss="cross-entropy")
 SIZE = 400
 OPTIONS = {"trees": 6, "depth": 3, "bins": 32, "min_group": 1}
@@ -98,13 +100,13 @@ def test_groups_change_the_trees_little_and_few_examples_say_nothing():
 def test_no_bin_of_a_node_is_about_fewer_than_a_group_and_all_of_a_told_node_count(seed, min_group):
     rng = np.random.default_rng(seed)
     size = int(rng.integers(0, 40))
-    bins, nodes = rng.integers(0, 7, (size, 2)), rng.integers(-1, 2, size)
+    bins, nodes = rng.integers(0, 7, (size, 2)), rng.integers(1, 3, size)
     first, second = rng.integers(-9, 9, size), rng.integers(0, 9, size)
     sums = sum_level(bins, nodes, (first, second), (2, 2, 7), min_group)
     assert find_level_fault(sums, is_squared=False) is None
     for node in range(2):
-        rows = nodes == node
-        told = rows.sum() >= min_group
+        rows = nodes == 1 + node
+        told = rows.sum() >= min_group and (rows.all() or (~rows).sum() >= min_group)
         expected = [first[rows].sum(), second[rows].sum(), rows.sum()] if told else [0, 0, 0]
         assert sums[node].sum(axis=1).tolist() == [expected] * 2
         counts = sums[node, ..., 2]
@@ -112,6 +114,40 @@ def test_no_bin_of_a_node_is_about_fewer_than_a_group_and_all_of_a_told_node_cou
         if min_group == 1:
             exact = [np.bincount(bins[rows, column], minlength=7).tolist() for column in range(2)]
             assert counts.tolist() == exact
+
+
+def test_no_sums_of_few_examples_are_those_of_a_node_less_those_under_its_other_child():
+    def tell(*nodes, depth):
+        ones = np.ones(len(nodes), np.int64)
+        return sum_level(np.zeros((len(nodes), 1), np.int64), np.array(nodes), (ones, ones), (2**depth, 1, 2), 3)
+
+    def count(*nodes, depth):
+        return tell(*nodes, depth=depth)[:, 0, :, 2].sum(axis=1).tolist()
+
+    assert count(1, *[2] * 9, depth=1) == [0, 0]  # told alone, the right child would tell the left one
+    assert count(1, *[5] * 4, *[6] * 5, depth=2) == [0, 0, 0, 0]  # and so would its own children together
+    assert count(1, 1, 1, *[5] * 4, *[6] * 5, depth=2) == [0, 0, 4, 5]  # beside a leaf of three
+    assert count(3, 4, 4, 4, *[5] * 4, *[6] * 5, depth=2) == [0, 0, 4, 5]
+    assert count(*[2] * 9, depth=1) == [0, 9]
+
+
+def test_a_target_of_one_example_does_not_follow_from_the_levels_of_a_tree():
+    inputs = np.zeros((30, 1))
+    inputs[:3] = 1.0
+    data = Dataset(inputs=inputs, targets=np.where(inputs[:, 0] > 0, 9.0, 1.0))
+    few = data.take(slice(2, 30))
+    analysis = make_analysis(VALUES_OF_ONE, "boosted-trees", {"trees": 1, "depth": 2, "min_group": 3, "bins": 2})
+    model = analysis.make_model()
+    for level in (-2, -1, 0, 1):
+        request = analysis.make_request(model)
+        sums = {name: analysis.measure(request, part) for name, part in (("whole", data), ("few", few))}
+        if level >= 0:
+            told = sums["few"]["histogram"][: 2**level, 0, :, 2].sum()
+            assert told == (28 if level == 0 else 0)
+        model = analysis.solve(model, [BoardSums(device_id=name, sums=one) for name, one in sums.items()])
+    found = json.loads(model[RESULT].tobytes())
+    assert found["trees"]["columns"][0][0] == 0
+    assert all(analysis.find_fault(one) is None for one in sums.values())
 
 
 def test_a_split_gains_most_and_keeps_both_sides_heavy_enough():
@@ -161,6 +197,38 @@ def test_a_histogram_of_no_examples_is_a_fault(change, fault):
 
 
 @pytest.mark.parametrize(
+    ("task", "count", "total", "fault"),
+    [
+        (VALUES, 7.5, 1.0, "must be whole, 0 or 5 to 10"),
+        (VALUES, 2.0**-256, 2.0**290, "must be whole"),
+        (VALUES, 4, 1.0, "must be whole, 0 or 5"),
+        (VALUES, -8, 0.0, "got -8"),
+        (VALUES, 1e13, 0.0, "got 1e+13"),
+        (VALUES, 8, -(2.0**153), "no 8 targets have a sum of -1.1"),
+        (VALUES, 0, 3.0, "there are none"),
+        (CLASSES, 8, 9, "no 8 targets have a sum of 9"),
+        (CLASSES, 8, -1, "no 8 targets have a sum of -1"),
+        (CLASSES, 8, 2.5, "no 8 targets have a sum of 2.5"),
+        (CLASSES, 0, 3, "there are none"),
+    ],
+)
+def test_a_count_and_sum_of_no_targets_are_a_fault(task, count, total, fault):
+    analysis = make_analysis(task, "boosted-trees", {})
+    sums = analysis.measure(analysis.make_request(analysis.make_model()), examples(task).take(slice(0, 8)))
+    assert analysis.find_fault(sums) is None
+    sums["targets"] = sum_exactly(np.array([[count, total]], float))
+    assert fault in analysis.find_fault(sums)
+
+
+@pytest.mark.parametrize("name", ["cells", "histogram", "loss"])
+def test_targets_beside_sums_of_a_later_round_are_a_fault(name):
+    analysis = make_analysis(VALUES, "boosted-trees", {})
+    sums = analysis.measure(analysis.make_request(analysis.make_model()), examples(VALUES))
+    sums[name].reshape(-1)[0] = 1
+    assert "targets are of the first round" in analysis.find_fault(sums)
+
+
+@pytest.mark.parametrize(
     ("task", "options", "message"),
     [
         (SimpleNamespace(name="own", input_shape=(2,), labels=("a", "b", "c")), {}, "that of own has 3 classes"),
@@ -169,6 +237,11 @@ def test_a_histogram_of_no_examples_is_a_fault(change, fault):
             SimpleNamespace(name="own", input_shape=(20,), loss="mse"),
             {"depth": 8, "bins": 1024},
             "make 7864320 numbers",
+        ),
+        (
+            VALUES,
+            {"trees": 1000, "depth": 8},
+            "trees = 1000 and strategy.depth = 8 send each board all trees in 8002",
         ),
         (VALUES, {"trees": 0}, "trees must be a whole number at least 1"),
         (VALUES, {"columns": "target"}, "names no input"),

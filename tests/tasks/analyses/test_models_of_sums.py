@@ -22,9 +22,12 @@ from edgefl.tasks.analyses.naive_bayes import compute_gaussians, to_layer
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.losses.value_losses import Quantile
+from edgefl.tasks.metrics.exact_sums import sum_exactly
 from edgefl.tasks.registry import make_task
 
 SIZES = (40, 7, 150)
+SIZE = sum(SIZES)
 DIGITS = make_task("digits", {"model": "logistic"})
 
 
@@ -222,6 +225,28 @@ def test_what_no_board_can_measure_is_a_fault():
         assert clusters.find_fault(sums), (name, place)
 
 
+def test_products_of_no_examples_are_a_fault():
+    data = Dataset(inputs=rows(10, 2), targets=rows(11, 1)[:, 0])
+    components = make_analysis(task_of(2), "pca", {"components": 1})
+
+    def find_fault(place, value):
+        sums = components.measure({}, data)
+        sums["products"][place] = sum_exactly(np.array([[value]], float))[0] if np.ndim(value) == 0 else value
+        return components.find_fault(sums)
+
+    assert find_fault((3, 3), SIZE) is None
+    assert "whole, 0 to 1000000000000, got 196.5" in find_fault((3, 3), SIZE - 0.5)
+    assert "got 1e+13" in find_fault((3, 3), 1e13)
+    assert "of no examples" in find_fault((3, 3), 0)
+    assert "not symmetric" in find_fault((0, 1), 0.25)
+    regression = make_analysis(task_of(2), "linear-regression", {})
+    weighted = Dataset(inputs=data.inputs, targets=data.targets, weights=np.linspace(0, 1.3, SIZE))
+    sums = regression.measure({}, weighted)
+    assert regression.find_fault(sums) is None
+    sums["products"][3] = sums["products"][:, 3] = 0
+    assert "of no examples" in regression.find_fault(sums)
+
+
 @pytest.mark.parametrize("name", sorted(ANALYSES))
 def test_any_tensors_are_found_to_be_no_sums_and_raise_nothing(name):
     rng = np.random.default_rng(12)
@@ -246,6 +271,10 @@ def test_any_tensors_are_found_to_be_no_sums_and_raise_nothing(name):
         (make_task("digits"), "naive-bayes", {}, "needs a task whose model is one layer"),
         (task_of(2), "naive-bayes", {}, "needs targets that are classes; those of task own are values"),
         (task_of(300), "linear-regression", {}, "takes at most 256 features, task own has 300"),
+        (task_of(1, 300), "linear-regression", {}, "takes at most 256 outputs, task own has 300"),
+        (task_of(256, 5), "linear-regression", {}, "at most 262144 features x features x outputs, task own has 256"),
+        (task_of(2, 3, loss=Quantile(quantiles=(0.1, 0.5, 0.9))), "linear-regression", {}, "own is quantile, which"),
+        (task_of(2, 2, loss="reconstruction"), "linear-regression", {}, "own is reconstruction, which"),
         (task_of(9000, 2, loss="cross-entropy"), "naive-bayes", {}, "has 2 times 9000"),
         (task_of(300), "pca", {}, "at most 256 for pca, got 301"),
         (task_of(2), "pca", {"components": 9}, "components must be at most 3, the columns, got 9"),

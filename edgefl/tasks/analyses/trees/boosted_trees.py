@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -30,7 +31,9 @@ from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read
 NUM_CELLS = 1024
 """Of the histogram that the edges of a column's bins are chosen from."""
 MAX_NUMBERS = 1 << 22
-"""In the histogram of a level, and in all trees."""
+"""In the histogram of a level."""
+MAX_REQUEST_BYTES = 1 << 30
+"""To each board over a run: every round sends all trees."""
 MAX_LOSS = 1e80
 NUM_FIRST_ROUNDS = 2
 """Before trees: for the range of each column, then for its bins."""
@@ -46,7 +49,7 @@ class BoostedTrees(Analysis):
     has_task_model = False
 
     def __init__(self, task: Task, settings: BoostedTreesSettings) -> None:
-        """Raises ConfigError: the task has other targets, or columns, bins, depth and trees are too many."""
+        """Raises ConfigError: the task has other targets, or its histograms or all requests are too large."""
         self._task_name, self._settings = task.name, settings
         self.columns = select_columns(task, settings.columns)
         self._places = [place for place in self.columns.places if place < self.columns.num_inputs]
@@ -55,7 +58,7 @@ class BoostedTrees(Analysis):
         self.objective = _find_objective(task)
         size = (2 ** (settings.depth - 1), len(self._places), settings.bins)
         trees = Trees.create(0, settings.depth)
-        if 3 * np.prod(size) > MAX_NUMBERS or settings.trees * trees.values.shape[1] > MAX_NUMBERS:
+        if 3 * np.prod(size) > MAX_NUMBERS:
             raise ConfigError(
                 f"strategy.depth = {settings.depth}, strategy.bins = {settings.bins} and {size[1]} columns make "
                 f"{3 * np.prod(size)} numbers, at most {MAX_NUMBERS} are sent; lower one of them"
@@ -70,6 +73,13 @@ class BoostedTrees(Analysis):
             make_exact_spec("bins", settings.trees, inner),
             make_exact_spec("values", settings.trees, nodes, dtype="float64"),
         )
+        num_bytes = settings.num_rounds * sum(8 * math.prod(spec.shape) for spec in self.request_spec)
+        if num_bytes > MAX_REQUEST_BYTES:
+            raise ConfigError(
+                f"strategy.trees = {settings.trees} and strategy.depth = {settings.depth} send each board all trees "
+                f"in {settings.num_rounds} rounds, {num_bytes / 1e9:.1f} GB, at most {MAX_REQUEST_BYTES / 1e9:.1f} "
+                "GB are sent; lower one of them"
+            )
         self.sums_spec = (
             make_exact_spec("targets", 2, WIDTH),
             make_exact_spec("extremes", size[1] + 1, 2, dtype="float64"),
@@ -119,10 +129,10 @@ class BoostedTrees(Analysis):
         predictions = trees.add_up(bins, num_trees, float(np.asarray(request["base"])[0]))
         first, second, losses = compute_gradients(self.objective, predictions, targets)
         sums["loss"][:] = sum_exactly(np.minimum(losses, MAX_LOSS)[:, None])[0]
-        places = trees.find_nodes(num_trees, bins, level) - (2**level - 1)
+        nodes = trees.find_nodes(num_trees, bins, level)
         derivatives = to_whole(first, unit), to_whole(second, self._hessian_exponent)
         shape = (2**level, len(self._places), self._settings.bins)
-        sums["histogram"][: 2**level] = sum_level(bins, places, derivatives, shape, self._settings.min_group)
+        sums["histogram"][: 2**level] = sum_level(bins, nodes, derivatives, shape, self._settings.min_group)
         return sums
 
     def find_fault(self, sums: Tensors) -> str | None:
@@ -134,7 +144,28 @@ class BoostedTrees(Analysis):
             return "the range of a column is none"
         if not is_carried_on(arrays["targets"]) or not is_carried_on(arrays["loss"]):
             return "its sums are none of finite numbers"
-        return find_level_fault(arrays["histogram"], is_squared=self.objective == SQUARED)
+        fault = self._find_target_fault(arrays)
+        return fault or find_level_fault(arrays["histogram"], is_squared=self.objective == SQUARED)
+
+    def _find_target_fault(self, sums: Mapping[str, Array]) -> str | None:
+        """Returns why no board can have such a count and sum of targets, which the first round alone has."""
+        count, of_targets = map(read_sum, sums["targets"])
+        assert count is not None
+        assert of_targets is not None
+        if count == 0:
+            is_empty = not of_targets and not sums["extremes"].any()
+            return None if is_empty else "its targets have a sum or a range, and there are none"
+        least = self._settings.min_group
+        if count.denominator != 1 or not least <= count <= MAX_ROWS:
+            return f"the number of its targets must be whole, 0 or {least} to {MAX_ROWS}, got {float(count):.6g}"
+        if any(sums[name].any() for name in ("cells", "histogram", "loss")):
+            return "its targets are of the first round, and other sums of a later one"
+        if self.objective == SQUARED:
+            limit = Fraction(MAX_VALUE) * count
+            is_possible = -limit <= of_targets <= limit
+        else:
+            is_possible = of_targets.denominator == 1 and 0 <= of_targets <= count
+        return None if is_possible else f"no {int(count)} targets have a sum of {float(of_targets):.6g}"
 
     def solve(self, model: Tensors, boards: Iterable[BoardSums]) -> dict[str, Array]:
         """Returns the result with one step more; raises `RunFailedError` where no board has examples enough."""

@@ -28,12 +28,13 @@ def sum_level(
 ) -> Array:
     """Returns sums of first and second derivatives, and counts, by node, column and bin.
 
-    Of a node with fewer than `min_group` examples nothing is told. Of others the examples, in the order of their
-    bins, count in groups of at least so many, each in the bin of its median: no bin is about fewer.
+    Only of the nodes of `find_told_nodes` anything is told: what is hidden is not in the fleet's sums. Of these the
+    examples, in the order of their bins, count in groups of at least `min_group`, each in the bin of its median: no
+    bin is about fewer.
 
     Args:
         bins: [n, columns] bins.
-        nodes: [n] place of each example's node in the level; below 0 for one that is in no node of it.
+        nodes: [n] number of each example's node in the tree; that of a leaf above the level for one that ended there.
         derivatives: [n] each, whole numbers.
         shape: nodes of the level, columns and bins.
         min_group: at least 1.
@@ -43,10 +44,9 @@ def sum_level(
     """
     sums = np.zeros((*shape, 3), np.int64)
     added = np.stack([*derivatives, np.ones(len(nodes), np.int64)], axis=1)
-    for node in range(shape[0]):
-        rows = np.flatnonzero(nodes == node)
-        if len(rows) < min_group:
-            continue
+    first = shape[0] - 1
+    for node in np.flatnonzero(find_told_nodes(nodes, shape[0], min_group)[first:]):
+        rows = np.flatnonzero(nodes == first + node)
         for column in range(shape[1]):
             own, sent = bins[rows, column], rows
             if min_group > 1:
@@ -54,6 +54,29 @@ def sum_level(
                 own, sent = _group_bins(own[order], min_group), rows[order]
             np.add.at(sums[node, column], own, added[sent])
     return sums
+
+
+def find_told_nodes(nodes: Array, width: int, min_group: int) -> Array:
+    """Returns of which nodes a board tells sums, [2 * width - 1] bool, of all levels down to one of `width` nodes.
+
+    Those with at least `min_group` examples whose sibling has as many, or none, and whose parent is told: the sums of
+    a parent less those of one child, or of all that lies under it, would tell those of the other.
+
+    Args:
+        nodes: [n] number of each example's node or leaf in the tree.
+        width: nodes of the last level, a power of 2.
+        min_group: at least 1.
+    """
+    counts = np.bincount(nodes, minlength=2 * width - 1)
+    for node in range(len(counts) - 1, 0, -1):
+        counts[(node - 1) // 2] += counts[node]
+    is_whole = counts >= min_group
+    told = is_whole.copy()
+    for left in range(1, len(counts), 2):
+        pair = slice(left, left + 2)
+        is_safe = told[left // 2] and bool((is_whole[pair] | (counts[pair] == 0)).all())
+        told[pair] &= is_safe
+    return told
 
 
 def _group_bins(ordered: Array, min_group: int) -> Array:
