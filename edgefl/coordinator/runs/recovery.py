@@ -114,7 +114,7 @@ def check_resumable(
 def pin_base(config: RunConfig, run_id: str, directory: CoordinatorDirectory) -> RunConfig:
     """Returns a run's settings with the pretrained base that it began with, whatever its name means by now.
 
-    They are unchanged if it has not begun, or that file is not there or damaged.
+    They are unchanged if it has not started, or that file is not there or damaged.
     """
     sha256 = _read_base(run_id, directory)
     if config.adapt.base is None or not SHA256.match(sha256):
@@ -131,11 +131,11 @@ def check_base(components: RunComponents, run_id: str, directory: CoordinatorDir
     Raises:
         UsageError: it is another one.
     """
-    begun = _read_base(run_id, directory)
-    if components.adapted is None or not begun or begun == components.adapted.plan.sha256:
+    known = _read_base(run_id, directory)
+    if components.adapted is None or not known or known == components.adapted.plan.sha256:
         return
     raise UsageError(
-        f"run {run_id} must go on with the base that it began with, SHA-256 {begun:.64}, got "
+        f"run {run_id} must go on with the base that it began with, SHA-256 {known:.64}, got "
         f"{components.adapted.plan.sha256}: bring that file again, by edgefl base add FILE or to where run.init is"
     )
 
@@ -149,7 +149,7 @@ def record_base(components: RunComponents, run_id: str, directory: CoordinatorDi
 
 
 def _read_base(run_id: str, directory: CoordinatorDirectory) -> str:
-    """Returns the SHA-256 of the base that a run began with; empty if it has not begun, or has none."""
+    """Returns the SHA-256 of the base that a run began with; empty if it has not started, or has none."""
     try:
         return (directory.runs / run_id / BASE_FILE).read_text(errors="replace").strip()
     except FileNotFoundError:

@@ -28,7 +28,7 @@ def sum_level(
 ) -> Array:
     """Returns sums of first and second derivatives, and counts, by node, column and bin.
 
-    Only of the nodes of `find_told_nodes` anything is told: what is hidden is not in the fleet's sums. Of these the
+    Only of the nodes of `find_sent_nodes` anything is sent: what is hidden is not in the fleet's sums. Of these the
     examples, in the order of their bins, count in groups of at least `min_group`, each in the bin of its median: no
     bin is about fewer.
 
@@ -45,7 +45,7 @@ def sum_level(
     sums = np.zeros((*shape, 3), np.int64)
     added = np.stack([*derivatives, np.ones(len(nodes), np.int64)], axis=1)
     first = shape[0] - 1
-    for node in np.flatnonzero(find_told_nodes(nodes, shape[0], min_group)[first:]):
+    for node in np.flatnonzero(find_sent_nodes(nodes, shape[0], min_group)[first:]):
         rows = np.flatnonzero(nodes == first + node)
         for column in range(shape[1]):
             own, sent = bins[rows, column], rows
@@ -56,10 +56,10 @@ def sum_level(
     return sums
 
 
-def find_told_nodes(nodes: Array, width: int, min_group: int) -> Array:
+def find_sent_nodes(nodes: Array, width: int, min_group: int) -> Array:
     """Returns of which nodes a board tells sums, [2 * width - 1] bool, of all levels down to one of `width` nodes.
 
-    Those with at least `min_group` examples whose sibling has as many, or none, and whose parent is told: the sums of
+    Those with at least `min_group` examples whose sibling has as many, or none, and whose parent is sent: the sums of
     a parent less those of one child, or of all that lies under it, would tell those of the other.
 
     Args:
@@ -71,12 +71,12 @@ def find_told_nodes(nodes: Array, width: int, min_group: int) -> Array:
     for node in range(len(counts) - 1, 0, -1):
         counts[(node - 1) // 2] += counts[node]
     is_whole = counts >= min_group
-    told = is_whole.copy()
+    sent = is_whole.copy()
     for left in range(1, len(counts), 2):
         pair = slice(left, left + 2)
-        is_safe = told[left // 2] and bool((is_whole[pair] | (counts[pair] == 0)).all())
-        told[pair] &= is_safe
-    return told
+        is_safe = sent[left // 2] and bool((is_whole[pair] | (counts[pair] == 0)).all())
+        sent[pair] &= is_safe
+    return sent
 
 
 def _group_bins(ordered: Array, min_group: int) -> Array:
