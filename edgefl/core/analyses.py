@@ -29,7 +29,16 @@ class BoardSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsSettings:
+class _AnalysisSettings:
+    """What all analyses have: `min_group` is the least number of examples that anything a board says is about."""
+
+    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
+
+    kind: ClassVar[str] = "analysis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsSettings(_AnalysisSettings):
     """Settings of `statistics`: figures of each column and the numbers of each class, on each board and in all.
 
     Attributes:
@@ -39,17 +48,15 @@ class StatisticsSettings:
     """
 
     columns: str = ""
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
     cells: int = field(default=256, metadata={"at_least": 2, "at_most": MAX_CELLS})
 
     num_rounds: ClassVar[int] = 2
     has_result: ClassVar[bool] = True
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "figures of each column and class, on each board and in all; trains nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinearRegressionSettings:
+class LinearRegressionSettings(_AnalysisSettings):
     """Settings of `linear-regression`: least squares of a task whose model is one layer.
 
     Attributes:
@@ -58,16 +65,14 @@ class LinearRegressionSettings:
     """
 
     ridge: float = field(default=0.0, metadata={"at_least": 0})
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
     has_result: ClassVar[bool] = False
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "least squares, with or without a ridge, of a task of values: as on the pooled data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NaiveBayesSettings:
+class NaiveBayesSettings(_AnalysisSettings):
     """Settings of `naive-bayes`: each class of a task as normal distributions of independent features.
 
     Attributes:
@@ -78,10 +83,8 @@ class NaiveBayesSettings:
 
     variances: Literal["shared", "class"] = "shared"
     smoothing: float = field(default=1e-9, metadata={"at_least": 0})
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "Gaussian naive Bayes of a task of classes: as on the pooled data"
 
     @property
@@ -91,7 +94,7 @@ class NaiveBayesSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PcaSettings:
+class PcaSettings(_AnalysisSettings):
     """Settings of `pca`: the directions in which columns vary most.
 
     Attributes:
@@ -102,16 +105,14 @@ class PcaSettings:
 
     columns: str = ""
     components: int = field(default=2, metadata={"at_least": 1, "at_most": 256})
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int] = 1
     has_result: ClassVar[bool] = True
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "principal components of the columns: as on the pooled data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KMeansSettings:
+class KMeansSettings(_AnalysisSettings):
     """Settings of `k-means`: the first round finds where the columns lie, each other one moves the centres.
 
     Attributes:
@@ -124,16 +125,14 @@ class KMeansSettings:
     clusters: int = field(metadata={"at_least": 1, "at_most": 1024})
     columns: str = ""
     seed: int = field(default=7, metadata={"at_least": 0})
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     num_rounds: ClassVar[int | None] = None
     has_result: ClassVar[bool] = True
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "clusters of the columns by Lloyd's algorithm, one step a round: as on the pooled data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoostedTreesSettings:
+class BoostedTreesSettings(_AnalysisSettings):
     """Settings of `boosted-trees`: two rounds for bins, then one for each level of each tree.
 
     Attributes:
@@ -156,10 +155,8 @@ class BoostedTreesSettings:
     l2: float = field(default=1.0, metadata={"at_least": 0})
     min_gain: float = field(default=0.0, metadata={"at_least": 0})
     min_child_weight: float = field(default=1.0, metadata={"at_least": 0})
-    min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     has_result: ClassVar[bool] = True
-    kind: ClassVar[str] = "analysis"
     summary: ClassVar[str] = "gradient-boosted trees of a value or of two classes: as on the pooled data"
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -27,8 +26,8 @@ from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
 from edgefl.tasks.learners.torch_learner import (
     TORCHVISION,
     TorchFactoryModel,
-    TorchModel,
     is_factory_name,
+    make_chain_model,
     make_resizing_prepare,
 )
 from edgefl.tasks.losses.registry import CLASS_LOSSES
@@ -265,12 +264,7 @@ def _make_built_in_model(
         validate_choice(options.task, "init", options.init, tuple(WEIGHT_INITIALISERS))
     ]
     chain = make_chain(model.removesuffix("-gn"), image, norm)
-    return TorchModel(
-        tensors=networks.list_chain_specs(chain),
-        build=partial(networks.build_chain, chain),
-        first_weights=first_weights,
-        prepare=prepare,
-    )
+    return make_chain_model(chain, prepare, first_weights)
 
 
 def _reject_options(options: _ImageOptions) -> None:

@@ -7,7 +7,6 @@ Source: Malekzadeh et al., Mobile Sensor Data Anonymization, IoTDI 2019.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from edgefl.tasks.export.onnx_graph import (
 )
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.learners.torch_learner import TorchFactoryModel, TorchModel, is_factory_name
+from edgefl.tasks.learners.torch_learner import TorchFactoryModel, is_factory_name, make_chain_model
 
 WINDOW_SAMPLES = 128
 STRIDE_SAMPLES = 64
@@ -212,11 +211,6 @@ def _make_model(model: str) -> TrainableModel:
         )
     if model == "cnn":
         chain = networks.make_motion_cnn(CHANNELS, len(LABELS))
-        return TorchModel(
-            tensors=networks.list_chain_specs(chain),
-            build=partial(networks.build_chain, chain),
-            first_weights=networks.make_uniform_weights,
-            prepare=standardise_windows,
-        )
+        return make_chain_model(chain, standardise_windows)
     hidden = (64,) if model == "mlp" else ()
     return DenseModel(sizes=(NUM_FEATURES, *hidden, len(LABELS)), prepare=compute_window_features)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from edgefl.core.errors import ConfigError
 from edgefl.tasks.classification import TrainableModel, validate_choice
 from edgefl.tasks.configured.options import Numbers, check_size
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, MODELS, make_dense_model
-from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.image_layers import ImageFormat
 from edgefl.tasks.learners.image_networks import make_chain
 from edgefl.tasks.learners.numpy_learner import Prepare
-from edgefl.tasks.learners.torch_learner import TORCHVISION, TorchFactoryModel, TorchModel
+from edgefl.tasks.learners.torch_learner import TORCHVISION, TorchFactoryModel, make_chain_model
 
 NETWORKS = ("cnn", "cnn-small", "cnn-large", "resnet18", "resnet32", "mobilenet-v1", "mobilenet-v2")
 """Networks of torch that take any number of pixels and of classes."""
@@ -38,11 +35,6 @@ def make_image_model(
     if hidden != DEFAULT_HIDDEN:
         raise ConfigError(f"task.hidden is for the model mlp, got {model!r}")
     chain = make_chain(model, image)
-    network = TorchModel(
-        tensors=networks.list_chain_specs(chain),
-        build=partial(networks.build_chain, chain),
-        first_weights=networks.make_uniform_weights,
-        prepare=prepare,
-    )
+    network = make_chain_model(chain, prepare)
     check_size(task, network)
     return network

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from edgefl.tasks.configured.table import (
 from edgefl.tasks.datasets.csv_files import MAX_CELLS, TablePart, read_table
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import Prepare
-from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.learners.torch_learner import make_chain_model
 
 NAME = "series"
 NETWORKS = ("cnn", "gru")
@@ -167,12 +166,7 @@ def _make_model(
         if more:
             raise ConfigError(f"task.hidden of the model gru must be one number, got {len(more) + 1}")
         chain = networks.make_gru(shape[0], units, goal.num_outputs)
-    network = TorchModel(
-        tensors=networks.list_chain_specs(chain),
-        build=partial(networks.build_chain, chain),
-        first_weights=networks.make_uniform_weights,
-        prepare=prepare,
-    )
+    network = make_chain_model(chain, prepare)
     check_size(NAME, network)
     return network
 

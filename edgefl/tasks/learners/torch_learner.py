@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from edgefl.tasks.export.onnx_graph import (
     get_node_builder,
     register_node_builder,
 )
+from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target, to_features
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
@@ -87,6 +89,20 @@ class TorchModel:
     def _build(self, seed: int) -> torch.nn.Module:
         with _fork_torch_rng(import_torch(), seed):
             return self.build()
+
+
+def make_chain_model(
+    chain: networks.Chain,
+    prepare: Callable[[Array], Array],
+    first_weights: Callable[[ModelSpec, int], dict[str, Array]] = networks.make_uniform_weights,
+) -> TorchModel:
+    """Returns a chain of layers as a model whose tensors are known without torch."""
+    return TorchModel(
+        tensors=networks.list_chain_specs(chain),
+        build=partial(networks.build_chain, chain),
+        first_weights=first_weights,
+        prepare=prepare,
+    )
 
 
 class TorchLearner:
