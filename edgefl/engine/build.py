@@ -75,6 +75,7 @@ from edgefl.strategies.update_guard import (
     UpdateGuard,
 )
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
+from edgefl.tasks.adaptation.parts import select_parts
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.job import CheckedJob, Job, make_job
@@ -756,15 +757,20 @@ def _make_first_model(
 
 def _load_initial_model(task: Task, config: RunConfig) -> dict[str, Array]:
     """Returns the first whole model; tensors that stay on the devices may be the task's own, whatever `run.init`."""
+    shapes = task.shapes()
+    local = {spec.name for spec in shapes if not spec.shared}
     if config.run.init is None:
         model: Mapping[str, Array] = task.init(config.run.seed)
     else:
         from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 a device that assembles needs no store
 
         model = load_model_file(Path(config.run.init))
-    shapes = task.shapes()
+        if config.adapt.is_used:  # its local tensors are in no model that is kept, but in the first one of a run
+            local |= {spec.name for spec in select_parts(config.adapt, shapes).trained if not spec.shared}
+            own = {name: tensor for name, tensor in task.init(config.run.seed).items() if name in local}
+            model = {**own, **model}
     for spec in shapes:
-        if spec.shared and (spec.name not in model or model[spec.name].shape != spec.shape):
+        if spec.name not in local and (spec.name not in model or model[spec.name].shape != spec.shape):
             found = model[spec.name].shape if spec.name in model else "none"
             raise ConfigError(f"run.init: tensor {spec.name!r} must have shape {spec.shape}, got {found}")
     return {spec.name: model[spec.name].astype(spec.dtype) for spec in shapes if spec.name in model}

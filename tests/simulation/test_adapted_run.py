@@ -69,6 +69,10 @@ def test_a_head_that_stays_is_evaluated_where_it_is(tmp_path):
     assert {row["device_id"] for row in result.evaluations} == {"device-01", "device-02"}
     assert result.metrics["accuracy"] > 0.6
     assert list(load_model_file(result.model)) == ["fc1.weight", "fc1.bias"]
+    again = simulate(tables(adapt, init=str(result.model)), devices=2, root=tmp_path / "again")
+    kept, later = load_model_file(result.model), load_model_file(again.model)
+    assert list(later) == list(kept)
+    assert np.array_equal(later["fc1.weight"], kept["fc1.weight"]), "a run goes on from a model without heads"
     for place in ("coordinator", "evaluator"):
         with pytest.raises(ConfigError, match=r"tensors stay on the devices \(fc2.weight\)"):
             build_run(parse_run(tables(adapt, evaluate_on=place)), "r")
