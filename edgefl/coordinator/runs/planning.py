@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""
-BASE_COPIES_IN_MEMORY = 2
-"""A frozen tensor, and the one that an adapter was added to."""
+BASE_COPIES_IN_MEMORY = 3
+"""A frozen tensor as it came, as the network has it, and with an adapter added or, until frozen, its gradient."""
 MODEL_COPIES_ON_DISK = 2
 """The codec's residual, and moments or local tensors of the device."""
 LITTLE_WORK = 0.5
