@@ -141,6 +141,8 @@ def simulate(  # noqa: PLR0913 one per option
     if fmt == "table":
         if words := format_accuracy(result.metrics):
             click.echo(words)
+        if result.result is not None:
+            click.echo(f"result: {result.result}")
         click.echo(f"virtual time: {result.metrics['seconds']:.1f} s; database: {result.root / 'edgefl.db'}")
         click.echo(f"query it: edgefl history updates --dir {result.root} --run {result.run_id}")
     if reference:

@@ -56,6 +56,13 @@ def test_the_model_that_is_kept_is_whole_and_is_the_one_that_was_evaluated(tmp_p
     assert np.linalg.matrix_rank(model["fc1.weight"] - first["fc1.weight"], tol=1e-4) <= LORA["rank"]
 
 
+def test_adapters_learn_by_their_name_alone(tmp_path):
+    found = simulate(
+        {**tables({"method": "lora"}, rounds=10), "strategy": {"name": "fedavg"}}, devices=3, root=tmp_path
+    )
+    assert found.metrics["accuracy"] > 0.8, "the rate for whole tensors makes them diverge"
+
+
 def test_processes_train_the_same(tmp_path):
     here = simulate(tables(LORA), devices=2, root=tmp_path / "one")
     there = tables(LORA)

@@ -9,9 +9,12 @@ import numpy as np
 
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Task, Tensors, TensorSpec, derive_rng
+from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Task, Tensors, TensorSpec, derive_rng
 from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner
 from edgefl.tasks.adaptation.parts import ModelParts, select_parts
+
+ADAPTER_RATE_SHARE = 0.2
+"""Of the task's learning rate where factors are trained: with the whole rate of digits, they diverge."""
 
 
 class AdaptedTask(Task):
@@ -45,6 +48,14 @@ class AdaptedTask(Task):
     @property
     def name(self) -> str:
         return self._task.name
+
+    @property
+    def defaults(self) -> Mapping[str, Scalar]:
+        """The inner task's; a rate for whole tensors is too high for factors, whose product moves by two of them."""
+        found = dict(getattr(self._task, "defaults", {}))
+        if self.parts.adapters and "learning_rate" in found:
+            found["learning_rate"] = ADAPTER_RATE_SHARE * float(found["learning_rate"])
+        return found
 
     def shapes(self) -> ModelSpec:
         return self.parts.shapes

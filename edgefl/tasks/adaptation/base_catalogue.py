@@ -57,7 +57,9 @@ class BaseCatalogue:
         names = self._read_names()
         if name is not None:
             validate_slug(name, "base name")
-        size = path.stat().st_size if path.is_file() else 0
+        if not path.is_file():
+            raise DataError(f"there is no file {path}")
+        size = path.stat().st_size
         if size > MAX_BASE_BYTES:
             raise DataError(f"{path} has {size} bytes, a device takes {MAX_BASE_BYTES} at most")
         if not read_base_shapes(path):

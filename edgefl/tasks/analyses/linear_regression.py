@@ -65,9 +65,10 @@ def find_layer(task: Task, analysis: str) -> Layer:
     """
     model = getattr(task, "model", None)
     if not isinstance(model, DenseModel) or len(model.sizes) != 2:
+        found = f"DenseModel(sizes={model.sizes})" if isinstance(model, DenseModel) else type(model).__name__
         raise ConfigError(
             f"{analysis} needs a task whose model is one layer in NumPy, such as DenseModel(sizes=(10, 1)) or "
-            f"model = 'logistic'; that of task {task.name} is {model!r:.100}"
+            f"model = 'logistic'; that of task {task.name} is {found}"
         )
     spec = task.shapes()
     return Layer(
