@@ -105,8 +105,8 @@ def submit(  # noqa: PLR0913 the options of one command
     if run.get("state_bytes"):
         state_size = format_value("state_bytes", run["state_bytes"])
         echo(f"{run['strategy']} keeps {state_size} for {run['state_devices']} devices", err=True)
-    if run.get("work"):
-        echo(run["work"], err=True)
+    for note in run.get("notes", ()):
+        echo(note, err=True)
     if fmt == "table":
         echo(run["run_id"])
     else:

@@ -17,7 +17,7 @@ from typing import Any
 from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
-from edgefl.coordinator.runs.planning import check_memory_for, explain_work
+from edgefl.coordinator.runs.planning import check_memory_for, list_notes
 from edgefl.core import extensions
 from edgefl.core.analyses import has_result
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
@@ -273,8 +273,8 @@ class _Simulation:
             names = [*names, EVALUATOR_NAME]
         if data is not None:  # without training there is no model to retain
             check_memory_for(len(self._devices), config, self._components.strategy, self._components.model)
-            if work := explain_work(self._components, [len(shard.rows) for shard in data.shards]):
-                log.warning("%s", work)
+            for note in list_notes(self._components, [len(shard.rows) for shard in data.shards]):
+                log.warning("%s", note)
         if data is None:
             self._backend: TrainingBackend = NoOpBackend(self._devices, shapes, config.run.seed)
         else:

@@ -107,7 +107,7 @@ class RunValidator:
         examples = [info.examples.get(run.config.run.task) or 0 for info in trainers]
         return {
             **check_strategy_memory(run.config, run.strategy, run.model, self._registry),
-            "work": explain_work(run, examples),
+            "notes": list_notes(run, examples),
         }
 
 
@@ -325,9 +325,32 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "warnings": [
             *_list_shortages(run.strategy.needed_updates, run.config.run.min_updates, len(participants)),
             *_list_warnings(run, evaluators, len(participants)),
-            *filter(None, [explain_work(run, [row["examples"] or 0 for row in participants])]),
+            *list_notes(run, [row["examples"] or 0 for row in participants]),
         ],
     }
+
+
+def list_notes(run: RunComponents, examples: Sequence[int]) -> list[str]:
+    """Returns lines on what a user hardly meant, though the run can start.
+
+    Args:
+        run: of any strategy.
+        examples: of each device that takes part.
+    """
+    return list(filter(None, (explain_work(run, examples), explain_base(run))))
+
+
+def explain_base(run: RunComponents) -> str:
+    """Returns one line on a run that keeps tensors as they were drawn at random; empty where they were trained."""
+    config = run.config
+    if run.adapted is None or config.adapt.base is not None or config.run.init is not None:
+        return ""
+    if not (frozen := run.adapted.task.parts.frozen_names):
+        return ""
+    return (
+        f"{len(frozen)} frozen tensors, such as {min(frozen)}, stay untrained, as the task draws them: name a "
+        "pretrained base in adapt.base, or a model that a run has kept in run.init"
+    )
 
 
 def explain_work(run: RunComponents, examples: Sequence[int]) -> str:

@@ -237,8 +237,24 @@ def test_a_run_whose_rounds_are_far_shorter_than_those_of_fedavg_is_told_how_man
         f"take 72: run.rounds = {rounds} is as much work"
     )
     assert warnings == ([] if rounds is None else [line])
-    told = RunValidator(build_run, registry, store).check(parse_run(sections))["work"]
+    told = RunValidator(build_run, registry, store).check(parse_run(sections))["notes"]
     assert bool(told) == (rounds is not None)
+
+
+@pytest.mark.parametrize(
+    ("adapt", "counted"),
+    [
+        ({"method": "head"}, "2 frozen tensors, such as fc1.bias"),
+        ({"frozen": ["fc1.weight"]}, "1 frozen tensors, such as fc1.weight"),
+        ({"local": ["fc2.*"]}, None),
+        ({}, None),
+    ],
+)
+def test_a_base_that_nobody_has_trained_is_warned_of(
+    registry: DeviceRegistry, store: Store, adapt: dict[str, Any], counted: str | None
+) -> None:
+    warnings = plan(registry, store, adapt=adapt)["warnings"]
+    assert [line.partition(", stay ")[0] for line in warnings] == ([] if counted is None else [counted])
 
 
 def test_those_who_are_not_drawn_first_are_told(registry: DeviceRegistry, store: Store) -> None:
