@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -21,16 +22,25 @@ IMPORTED_CLASSES = frozenset({"Dataset", "DenseModel", "Path", "Task", "TorchMod
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A kind of task: the metric that its test looks at, and the least that this has to reach."""
+    """A kind of task.
+
+    Attributes:
+        metric: that its test looks at.
+        bar: the least that the metric has to reach.
+        reason: why it is that.
+        packages: optional modules that its files import, by the name that people know.
+    """
 
     metric: str
     bar: str
     reason: str
+    packages: Mapping[str, str] = field(default_factory=dict)
 
 
 KINDS = {
     "tabular": TaskKind(metric="r2", bar="0.5", reason="a constant answer has 0"),
     "series": TaskKind(metric="f1-macro", bar="0.7", reason="a constant answer has 0.17"),
+    "image": TaskKind(metric="f1-macro", bar="0.7", reason="a constant answer has 0.17", packages={"Pillow": "PIL"}),
 }
 
 
@@ -45,7 +55,7 @@ def command() -> None:
     "--kind",
     type=click.Choice(list(KINDS)),
     required=True,
-    help="Rows of values, one of which is predicted; or windows of several sensors, which are classified.",
+    help="Rows of values, one of which is predicted; windows of several sensors, or pictures, which are classified.",
 )
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="numpy", show_default=True, help="What the model is made of."
@@ -65,8 +75,9 @@ def new(*, name: str, kind: str, backend: str, out: Path | None) -> None:
     for file in texts:
         click.echo(folder / file)
     _print_next(name, folder)
-    if backend == "torch" and importlib.util.find_spec("torch") is None:
-        click.echo(f"torch is not installed here; this installs it: {format_install_command('torch')}")
+    for package, module in {**KINDS[kind].packages, **({"torch": "torch"} if backend == "torch" else {})}.items():
+        if importlib.util.find_spec(module) is None:
+            click.echo(f"{package} is not installed here; this installs it: {format_install_command(module)}")
 
 
 def _check_empty(folder: Path) -> None:
@@ -95,9 +106,9 @@ def _render_files(name: str, kind: str, backend: str) -> dict[str, str]:
         "NAME": name, "CLASS": make_class_name(name), "METRIC": facts.metric, "BAR": facts.bar, "REASON": facts.reason
     }  # fmt: skip
     templates = {
-        f"{name}.py": f"{kind}_{backend}.py.txt",
+        f"{name}.py": f"{kind}/{backend}.py.txt",
         "run.toml": "run.toml.txt",
-        "make_data.py": f"{kind}_data.py.txt",
+        "make_data.py": f"{kind}/data.py.txt",
         f"test_{name}.py": "test_task.py.txt",
     }
     return {
@@ -113,6 +124,7 @@ def _print_next(name: str, folder: Path) -> None:
         ("python make_data.py", "three boards' data, made up; then put your own in its place"),
         (f"pytest test_{name}.py", "trains the task, and looks whether it has learned (pip install pytest)"),
         (f"PYTHONPATH=. edgefl simulate run.toml --data data --devices 3 --allow-module {name}", ""),
+        (f"PYTHONPATH=. edgefl demo --run-file run.toml --data data --devices 3 --allow-module {name}", ""),
     )
     width = max(len(line) for line, meaning in steps if meaning)
     for line, meaning in steps:
