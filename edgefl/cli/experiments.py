@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,7 +19,7 @@ from edgefl.cli.output import FullHelpGroup, format_option, make_broker_option, 
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
-from edgefl.engine.run_summary import RunResult, format_accuracy, select_device_metrics
+from edgefl.engine.run_summary import RunResult, format_accuracy, format_quality, select_device_metrics
 from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ PROFILE_COLUMNS = (
 MAX_SHOWN_ROUNDS = 50
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 DEFAULT_OUT = Path("demo-run")
+DEFAULT_SEED = 7
 DEFAULT_ROUNDS = 20
 MARKER_TEXT = "made by edgefl demo\n"
 FORMAT_VERSION = 1
@@ -154,10 +155,11 @@ def simulate(  # noqa: PLR0913 one per option
 
 
 def _format_reference(result: RunResult, alone: RunResult) -> str:
-    accuracy = alone.metrics.get("accuracy")
+    quantity = "loss" if alone.metrics.get("accuracy") is None else "accuracy"
     return (
-        f"reference, one device with all of the data: accuracy {'-' if accuracy is None else f'{accuracy:.4f}'}\n"
-        f"both: edgefl history plot accuracy --dir {alone.root} --run {result.run_id} --run {alone.run_id}"
+        f"the fleet: {format_quality(result.metrics) or 'no evaluation'}\n"
+        f"reference, one device with all of the data: {format_quality(alone.metrics) or 'no evaluation'}\n"
+        f"both: edgefl history plot {quantity} --dir {alone.root} --run {result.run_id} --run {alone.run_id}"
     )
 
 
@@ -265,15 +267,17 @@ run_file_option = click.option(
 @click.option("--task", help="A task that can be cut into shards [default: the run file's, else digits].")
 @click.option("--data", type=click.Path(path_type=Path), help="Folder of the data set; digits needs none.")
 @click.option("--devices", type=click.IntRange(1, 64), default=4, show_default=True, help="How many processes train.")
-@click.option("--strategy", default="fedavg", show_default=True, help="Who trains, and how updates become a model.")
+@click.option("--strategy", help="Who trains, and how updates become a model [default: the run file's, else fedavg].")
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),
-    default=DEFAULT_ROUNDS,
-    show_default=True,
-    help="The demo ends after these.",
+    help=f"The demo ends after these [default: the run file's, else {DEFAULT_ROUNDS}].",
 )
-@click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts and trains the same.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    help="The same seed cuts and trains the same [default: the run file's, else 7].",
+)
 @click.option(
     "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
 )
@@ -285,24 +289,25 @@ run_file_option = click.option(
     show_default=True,
     help="Folder for all of it; an earlier demo there is replaced.",
 )
-@run_file_option
+@click.option(
+    "--run-file", type=click.Path(path_type=Path), help="Run file to demonstrate; the other options go before it."
+)
 @allow_module_option
 def demo(  # noqa: PLR0913 one per option
     *,
     task: str | None,
     data: Path | None,
     devices: int,
-    strategy: str,
-    rounds: int,
-    seed: int,
+    strategy: str | None,
+    rounds: int | None,
+    seed: int | None,
     scheme: str | None,
     broker: str,
     out: Path,
     run_file: Path | None,
 ) -> None:
     """Run a coordinator and several devices on this machine: joined over TLS, with data of their own."""
-    from edgefl.core.config import parse_run  # noqa: PLC0415 fast start
-    from edgefl.simulation.local_fleet import (  # noqa: PLC0415 likewise
+    from edgefl.simulation.local_fleet import (  # noqa: PLC0415 fast start
         LocalFleet,
         check_run,
         default_scheme,
@@ -310,15 +315,8 @@ def demo(  # noqa: PLR0913 one per option
     )
     from edgefl.tasks.datasets.central import plan_shards  # noqa: PLC0415 likewise
 
-    task, options = _read_task(run_file, task)
-    config = parse_run(
-        {
-            "task": options,
-            "run": {"task": task, "name": f"demo-{task}", "rounds": rounds, "seed": seed},
-            "strategy": {"name": strategy},
-            "devices": {"min": devices},
-        }
-    )
+    config = make_demo_run(run_file, task=task, strategy=strategy, rounds=rounds, seed=seed, devices=devices)
+    task, options, seed = config.run.task, config.task, config.run.seed
     check_run(config)
     scheme = scheme or default_scheme(task)
     plan_shards(task, scheme, devices, data, seed, options=options)  # errors come before an earlier demo is replaced
@@ -339,6 +337,35 @@ def demo(  # noqa: PLR0913 one per option
         click.echo(accuracies[-1])
     click.echo(f"database: {fleet.database}")
     click.echo(f"query it: edgefl history updates --dir {fleet.directory} --run {run_id}")
+
+
+def make_demo_run(
+    run_file: Path | None,
+    *,
+    task: str | None,
+    strategy: str | None,
+    rounds: int | None,
+    seed: int | None,
+    devices: int,
+) -> RunConfig:
+    """Returns a run of these options, and of a run file where they say nothing; no device that it names is here."""
+    from edgefl.core.config import load_run, parse_run  # noqa: PLC0415 fast start
+
+    name, _ = _read_task(run_file, task)
+    overrides: dict[str, Any] = {
+        key: value for key, value in (("rounds", rounds), ("seed", seed)) if value is not None
+    }
+    if run_file is None:
+        config = parse_run({"run": {"task": name, "rounds": DEFAULT_ROUNDS, "seed": DEFAULT_SEED, **overrides}})
+    else:
+        config = load_run(run_file)
+    return replace(
+        config,
+        run=replace(config.run, name=config.run.name or f"demo-{name}", **overrides),
+        strategy=replace(config.strategy, name=strategy, options={}) if strategy else config.strategy,
+        devices=replace(config.devices, min=devices, names=(), groups=()),
+        aggregation=replace(config.aggregation, hosts=None),
+    )
 
 
 def _read_task(run_file: Path | None, task: str | None) -> tuple[str, Mapping[str, Scalar]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 import apart_strategy
 import pytest
 
+from edgefl.cli.experiments import make_demo_run
+
 RUN = (
     '[run]\ntask = "digits"\nrounds = 2\n[task]\nmodel = "logistic"\n[simulation]\nprofiles = ["pi-5"]\nworkers = 0\n'
 )
@@ -243,6 +245,22 @@ def test_a_table_without_its_run_file_or_with_another_s_is_one_line(refused, tab
     refused(["demo", "--task", "table", *rows], 3, "task.columns is missing")
 
 
+def test_a_demo_is_that_of_its_run_file_and_options_go_before_it(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        TABLE + '[strategy]\nname = "fedavg"\nepochs = 3.0\n[devices]\nmin = 9\nnames = ["pi-1"]\n'
+        '[compression]\nup = "fp16"\n'
+    )
+    options = {"task": None, "strategy": None, "rounds": None, "seed": None, "devices": 3}
+    config = make_demo_run(path, **options)
+    assert (config.run.task, config.task["columns"], config.strategy.options) == ("table", "a,b", {"epochs": 3.0})
+    assert (config.devices.min, config.devices.names, config.compression.up) == (3, (), "fp16")
+    config = make_demo_run(path, **options | {"strategy": "asgd", "rounds": 5, "seed": 8})
+    assert (config.strategy.name, config.strategy.options, config.run.rounds, config.run.seed) == ("asgd", {}, 5, 8)
+    plain = make_demo_run(None, **options)
+    assert (plain.run.task, plain.run.rounds, plain.run.seed, plain.strategy.name) == ("digits", 20, 7, "fedavg")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "told"),
     [
@@ -259,6 +277,7 @@ def test_bad_input_is_one_line_and_its_exit_code(refused, tmp_path, words, code,
 def test_a_reference_is_one_device_with_all_of_the_data_and_stands_beside_the_run(run, file, refused, tmp_path):
     done = run("simulate", file, "--devices", 3, "--dir", tmp_path / "d", "--reference")
     assert "reference, one device with all of the data: accuracy 0." in done.out
+    assert "\nthe fleet: accuracy 0." in done.out
     rows = run("history", "runs", "--dir", tmp_path / "d", "--format", "json").rows
     assert {row["strategy"] for row in rows} == {"fedavg", "local"}
     refused(["simulate", file, "--reference", "--bookkeeping-only"], 2, "goes without --shards, --bookkeeping-only")

@@ -9,7 +9,7 @@ from edgefl.tasks.metrics.registry import make_metric
 
 
 def make_set(*names, num_outputs=3, has_classes=True):
-    return make_metric_set({name: make_metric(name) for name in names}, num_outputs, has_classes=has_classes)
+    return make_metric_set({name: make_metric(name) for name in names}, num_outputs, has_single_targets=has_classes)
 
 
 def body_of(metrics, seed, count=20):

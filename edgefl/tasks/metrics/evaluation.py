@@ -13,6 +13,8 @@ from edgefl.core.extensions import format_name
 from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, MetricSet, Sums, compute_sums, make_metric_set
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
+from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.losses.value_losses import Quantile
 from edgefl.tasks.metrics.registry import make_metric
 
 BATCH_SIZE = 1024
@@ -57,7 +59,9 @@ def make_task_metrics(task: Task) -> MetricSet:
     num_outputs = getattr(task, "num_outputs", None) or len(labels) or of_model or 1
     if not isinstance(num_outputs, int) or not 1 <= num_outputs <= MAX_OUTPUTS:
         raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
-    return make_metric_set(metrics, num_outputs, has_classes=bool(labels))
+    loss = find_loss(task)
+    is_single = bool(labels) or (isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1)
+    return make_metric_set(metrics, num_outputs, has_single_targets=is_single)
 
 
 def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:

@@ -110,6 +110,21 @@ def read_values(outputs: Array, targets: Array, weights: Array | None) -> tuple[
     return predicted, true, _repeat_weights(weights, len(outputs), len(predicted))[:, None]
 
 
+def repeat_targets(outputs: Array, targets: Array, count: int) -> Array:
+    """Returns the targets [n] or [n, 1] of outputs [n, count], such as quantiles, once for each; 0 for any count.
+
+    Raises:
+        TaskError: shapes do not fit, or there is one output alone.
+    """
+    is_right = outputs.ndim == 2 and outputs.shape[1] >= 2 and count in {0, outputs.shape[1]}
+    if not is_right or targets.shape not in {outputs.shape[:1], (len(outputs), 1)}:
+        raise TaskError(
+            f"a metric of quantiles needs outputs [n, {count or '2 or more'}] and targets [n], got "
+            f"{list(outputs.shape)} and {list(targets.shape)}"
+        )
+    return np.broadcast_to(targets.reshape(-1, 1), outputs.shape)
+
+
 def _to_rows(values: Array) -> Array:
     """Returns [n, outputs, ...] as [n * positions, outputs] float64, and [n] as [n, 1]."""
     if not values.ndim or values.dtype.kind not in "fiub":

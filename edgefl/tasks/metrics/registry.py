@@ -12,6 +12,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError, EdgeflError
 from edgefl.core.extensions import ExtensionKind, find_extension, format_name, inherits_from, list_entry_points
 from edgefl.core.metrics import Metric
+from edgefl.tasks.losses.value_losses import MAX_QUANTILES
 from edgefl.tasks.metrics.classes import (
     ClassCountMetric,
     TopKAccuracy,
@@ -27,7 +28,7 @@ from edgefl.tasks.metrics.probabilities import (
     compute_log_losses,
 )
 from edgefl.tasks.metrics.ranking import HistogramMetric, compute_average_precision, compute_roc_area
-from edgefl.tasks.metrics.regression import ErrorMetric, RSquared, make_pinball
+from edgefl.tasks.metrics.regression import ErrorMetric, RSquared, compute_coverage, make_pinball
 
 KIND = ExtensionKind(
     noun="metric",
@@ -44,6 +45,7 @@ BUILT_IN: Mapping[str, Metric] = MappingProxyType(
         "balanced-accuracy": ClassCountMetric(compute=compute_balanced_accuracy),
         "brier": MeanOverExamples(name="brier", compute=compute_brier_scores),
         "calibration-error": CalibrationError(),
+        "coverage": ErrorMetric(compute=compute_coverage, direction="max", num_quantiles=0),
         "f1-macro": ClassCountMetric(compute=compute_macro_f1),
         "f1-micro": ClassCountMetric(compute=compute_micro_f1),
         "iou": ClassCountMetric(compute=compute_iou),
@@ -123,12 +125,19 @@ def _find_class(name: str, argument: str, labels: Sequence[str]) -> int:
     return int(argument)
 
 
-def _make_quantile(name: str, argument: str, labels: Sequence[str]) -> Metric:  # noqa: ARG001 one signature
-    if not re.fullmatch(r"0\.[0-9]{1,6}", argument) or not 0 < float(argument) < 1:
-        raise ConfigError(f"metric {format_name(name)}: the quantile must lie between 0 and 1, such as pinball:0.9")
-    return ErrorMetric(compute=make_pinball(float(argument)))
+def _make_pinball(name: str, argument: str, labels: Sequence[str]) -> Metric:  # noqa: ARG001 one signature
+    levels = argument.split("+")
+    if len(levels) > MAX_QUANTILES or not all(
+        re.fullmatch(r"0\.[0-9]{1,6}", level) and float(level) > 0 for level in levels
+    ):
+        raise ConfigError(
+            f"metric {format_name(name)}: the quantile must lie between 0 and 1, such as pinball:0.9, and there may "
+            f"be {MAX_QUANTILES} of them, such as pinball:0.1+0.9"
+        )
+    quantiles = tuple(map(float, levels))
+    return ErrorMetric(compute=make_pinball(quantiles), num_quantiles=len(quantiles) if len(quantiles) > 1 else None)
 
 
 _WITH_ARGUMENT: Mapping[str, Callable[[str, str, Sequence[str]], Metric]] = MappingProxyType(
-    {"f1": _make_f1, "iou": _make_iou, "pinball": _make_quantile}
+    {"f1": _make_f1, "iou": _make_iou, "pinball": _make_pinball}
 )

@@ -12,20 +12,29 @@ import numpy as np
 from edgefl.core.metrics import Direction, Metric, Sums
 from edgefl.core.types import Array
 from edgefl.tasks.metrics.exact_sums import read_sum, sum_exactly, sum_products
-from edgefl.tasks.metrics.predictions import read_values
+from edgefl.tasks.metrics.predictions import read_values, repeat_targets
 
 MIN_R2_EXAMPLES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorMetric(Metric):
-    """Weighted mean of `compute` of the errors (true minus predicted), and `finish` of that mean, by output."""
+    """Weighted mean of `compute` of the errors (true minus predicted), and `finish` of that mean, by output.
+
+    Attributes:
+        compute: [n, outputs] of errors to values [n, outputs], or [n, 1].
+        num_quantiles: outputs of one target, such as its quantiles; None where each output has a target of its own,
+            0 for any number from 2 on.
+    """
 
     compute: Callable[[Array], Array]
     finish: Callable[[float], float] = float
     direction: Direction = "min"
+    num_quantiles: int | None = None
 
     def partial(self, outputs: Array, targets: Array, weights: Array | None = None) -> dict[str, Array]:
+        if self.num_quantiles is not None:
+            targets = repeat_targets(outputs, targets, self.num_quantiles)
         predicted, true, row_weights = read_values(outputs, targets, weights)
         with np.errstate(over="ignore", invalid="ignore"):
             values = self.compute(true - predicted)
@@ -88,9 +97,20 @@ def _compute_r2(
     return float(1 - errors / variation)
 
 
-def make_pinball(quantile: float) -> Callable[[Array], Array]:
-    """Returns the pinball loss of errors: too low costs `quantile` of the distance, too high the rest of 1."""
-    return lambda errors: np.maximum(quantile * errors, (quantile - 1.0) * errors)
+def make_pinball(quantiles: tuple[float, ...]) -> Callable[[Array], Array]:
+    """Returns the pinball loss of errors [n, outputs]: too low costs a quantile of them, too high the rest of 1.
+
+    There is one quantile for each output, or one for all of them.
+    """
+    levels = np.array(quantiles)
+    return lambda errors: np.maximum(levels * errors, (levels - 1.0) * errors)
+
+
+def compute_coverage(errors: Array) -> Array:
+    """Returns 1 where a target lies between its outputs, else 0; [n, 1] of errors [n, outputs]."""
+    least, largest = errors.min(axis=1, keepdims=True), errors.max(axis=1, keepdims=True)
+    is_covered = (least <= 0.0) & (largest >= 0.0)
+    return np.where(np.isfinite(least) & np.isfinite(largest), is_covered, np.nan)
 
 
 def _average(values: list[float | None]) -> float:

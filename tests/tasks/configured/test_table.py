@@ -7,6 +7,7 @@ import edgefl
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.datasets.shards import inspect_shard, load_task_data, read_metadata
+from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.registry import make_task
 
 WINDOW = {"columns": "indoor,outdoor", "target": "is_open", "labels": "closed,open"}
@@ -89,6 +90,15 @@ def test_values_have_metrics_by_default_and_classes_the_accuracy():
         "auroc": "max",
         "f1:open": "max",
     }
+
+
+def test_quantiles_have_metrics_and_one_that_is_of_single_values_is_refused_before_the_run():
+    named = ["pinball:0.1+0.9", "coverage"]
+    band = make_task("table", LOAD | {"loss": "quantile:0.1,0.9", "metrics": named})
+    assert list(make_task_metrics(band).metrics) == named
+    for loss, wrong in (("quantile:0.1,0.9", "pinball:0.9"), ("quantile:0.1,0.5,0.9", named[0]), ("mse", named[1])):
+        with pytest.raises(ConfigError, match=r"no example: TaskError: (targets of a reg|a metric of quant)"):
+            make_task_metrics(make_task("table", LOAD | {"loss": loss, "metrics": wrong}))
 
 
 def test_columns_with_numbers_are_named_by_a_range():

@@ -106,6 +106,32 @@ def test_a_metric_of_values_over_boards_is_that_of_the_pooled_data(name, values)
     assert over_boards(name, outputs[:, None], targets, weights) == pytest.approx(weighted, abs=EXACT)
 
 
+def test_quantiles_of_one_target_over_boards_are_those_of_the_pooled_data(values):
+    levels = (0.1, 0.5, 0.9)
+    outputs, targets = values[0][:, None] + (0.4, 0.0, -0.4), values[1]  # crossing: the interval is still theirs
+    losses = [
+        sklearn_metrics.mean_pinball_loss(targets, outputs[:, at], alpha=level) for at, level in enumerate(levels)
+    ]
+    assert over_boards("pinball:0.1+0.5+0.9", outputs, targets) == pytest.approx(np.mean(losses), abs=EXACT)
+    inside = np.mean(np.abs(targets - values[0]) <= 0.4)
+    for column in (targets, targets[:, None]):
+        assert over_boards("coverage", outputs, column) == pytest.approx(inside, abs=EXACT)
+    assert 0.5 < inside < 0.95
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets"),
+    [
+        ("coverage", np.zeros((2, 3)), np.zeros((2, 3))),
+        ("coverage", np.zeros((2, 1)), np.zeros(2)),
+        ("pinball:0.1+0.9", np.zeros((2, 3)), np.zeros(2)),
+    ],
+)
+def test_quantiles_are_of_one_target_each(name, outputs, targets):
+    with pytest.raises(TaskError, match=r"a metric of quantiles needs outputs \[n, 2( or more)?\] and targets \[n\]"):
+        make_metric(name).partial(outputs, targets)
+
+
 @pytest.mark.parametrize("name", OF_VALUES)
 def test_several_outputs_have_a_metric_each_and_the_mean_of_them_counts(name, values):
     outputs, targets = (np.stack([each, 100 * each[::-1], each**2], axis=1) for each in values)
