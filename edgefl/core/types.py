@@ -306,7 +306,8 @@ class TrainConfig:
     `prox`. With `keeps_state` its moments persist from one assignment of the run to the next. With `node` the device
     is a node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
     may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model. With `collective` the
-    budget is that of each of its all-reduces.
+    budget is that of each of its all-reduces. With `head_epochs` the tensors that stay on the device are trained
+    alone for so many passes, and then the budget trains the others alone (FedRep).
     """
 
     algorithm: str = Algorithm.SGD
@@ -317,6 +318,7 @@ class TrainConfig:
     learning_rate: float = field(default=0.05, metadata={"at_least": 0})
     momentum: float = field(default=0.0, metadata={"at_least": 0})
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
+    head_epochs: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -326,9 +328,17 @@ class TrainConfig:
 
     def count_iterations(self, num_examples: int) -> int | None:
         """Returns the iterations on so many examples unless finished early; None where seconds decide."""
+        head = self.count_head_iterations(num_examples)
         if self.epochs is not None:
-            return max(1, round(self.epochs * math.ceil(num_examples / self.batch_size)))
-        return self.iterations
+            return head + self._count_in_passes(self.epochs, num_examples)
+        return None if self.iterations is None else head + self.iterations
+
+    def count_head_iterations(self, num_examples: int) -> int:
+        """Returns how many of the first iterations train only the tensors that stay on the device."""
+        return 0 if self.head_epochs is None else self._count_in_passes(self.head_epochs, num_examples)
+
+    def _count_in_passes(self, passes: float, num_examples: int) -> int:
+        return max(1, round(passes * math.ceil(num_examples / self.batch_size)))
 
     def check(self, table: str = "plan") -> None:
         """Checks that a device can follow this; `table` is in front of a name in messages.
@@ -341,6 +351,16 @@ class TrainConfig:
         if len(chosen) != 1:
             raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {chosen or 'none'}")
         check_settings(self, table)
+        unfit = {
+            "scaffold": self.algorithm == Algorithm.SCAFFOLD,
+            "seconds": self.seconds is not None,
+            "keep_optimizer": self.keeps_state,
+        }
+        if self.head_epochs is not None and (found := [name for name, is_set in unfit.items() if is_set]):
+            raise ConfigError(
+                f"{table}.head_epochs = {self.head_epochs:g} goes with epochs or iterations and an optimiser that "
+                f"begins anew, not with {found[0]}; leave one of them out"
+            )
 
     def to_json(self) -> Json:
         """Returns the config as JSON values: without messages, whose bodies travel apart, and what is None."""

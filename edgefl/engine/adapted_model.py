@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Task, Tensors
+from edgefl.core.types import Array, ModelSpec, Task, TensorKind, Tensors, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
 from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
 from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
@@ -78,6 +78,34 @@ def make_adapted_model(task: Task, config: RunConfig, whole: Mapping[str, Array]
     adapted = AdaptedTask(task, config.adapt, base)
     first = adapted.start_from(whole, config.run.seed)
     return AdaptedModel(task=adapted, first=first, plan=plan, base=base, path=path)
+
+
+def check_head_epochs(plan: object, shapes: ModelSpec, *, plans_iterations: bool) -> None:
+    """Checks that tensors which stay on the devices can be trained before the others (FedRep).
+
+    Args:
+        plan: of the strategy; None where it has none.
+        shapes: of the model on a device.
+        plans_iterations: whether the strategy says how many iterations each device trains.
+
+    Raises:
+        ConfigError: none stay, or the strategy has no place for more iterations.
+    """
+    if not isinstance(plan, TrainConfig) or plan.head_epochs is None:
+        return
+    found = f"strategy.head_epochs = {plan.head_epochs:g}"
+    is_shared = {spec.shared for spec in shapes if spec.kind == TensorKind.PARAMETER}
+    if len(is_shared) < 2:
+        raise ConfigError(
+            f"{found} trains first what stays on the devices and then what travels, and of this model "
+            f"{'nothing' if True in is_shared else 'all that is trained'} stays; name a part of it in adapt.local, "
+            "or leave it out"
+        )
+    if plans_iterations:
+        raise ConfigError(
+            f"{found} does not go with esync or fltrust, which count on the iterations that they plan; "
+            "take another strategy, such as fedavg, or leave it out"
+        )
 
 
 def _find_file(config: RunConfig, bases: Path | None) -> Path:

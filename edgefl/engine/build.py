@@ -49,7 +49,7 @@ from edgefl.core.types import (
     TrainConfig,
     derive_rng,
 )
-from edgefl.engine.adapted_model import AdaptedModel, make_adapted_model
+from edgefl.engine.adapted_model import AdaptedModel, check_head_epochs, make_adapted_model
 from edgefl.engine.collective_checks import check_collective, check_weighted_mean
 from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, RoundCounter, StoppingCriteria
@@ -67,6 +67,7 @@ from edgefl.strategies.registry import (
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 from edgefl.strategies.synchronous.analysis_rounds import make_analysis_strategy
 from edgefl.strategies.synchronous.collective_rounds import make_rules
+from edgefl.strategies.synchronous.esync import ESync
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
@@ -207,6 +208,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         check_weighted_mean(strategy, config)
     if strategy.has_nodes:
         _check_decentralised(config, task.shapes())
+    check_head_epochs(_get_plan(strategy), shapes_on_board, plans_iterations=_plans_iterations(strategy))
     if split is not None:
         _check_split_strategy(config, strategy, codecs)
     return RunComponents(
@@ -236,6 +238,12 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         adapted=adapted,
         is_built_in=config.run.task in BUILT_IN and getattr(_get_plan(strategy), "algorithm", "sgd") in {*Algorithm},
     )
+
+
+def _plans_iterations(strategy: Strategy[Any]) -> bool:
+    """Returns whether a strategy counts on it that devices train as many iterations as it says, and no more."""
+    inner = strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+    return isinstance(inner, ESync) or bool(strategy.root_examples)
 
 
 def _choose_evaluation(config: RunConfig, shapes: ModelSpec) -> EvaluateOn:

@@ -60,6 +60,8 @@ class StrategyConfig:
         batch_size: examples of a step.
         momentum: share of the last step that the next one keeps.
         weight_decay: share of the weights that every step subtracts, before the learning rate.
+        head_epochs: passes that train only the tensors that stay on the device, before those that train only the
+            others (FedRep); None trains all together (FedPer).
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """
@@ -73,6 +75,7 @@ class StrategyConfig:
     optimizer: str = Algorithm.SGD
     momentum: float = _copy_field("momentum")
     weight_decay: float = _copy_field("weight_decay")
+    head_epochs: float | None = _copy_field("head_epochs")
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""

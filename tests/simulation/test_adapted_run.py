@@ -134,10 +134,66 @@ def test_what_does_not_go_is_told_before_the_first_round(changes, told):
         build_run(parse_run({**tables({}), **changes}), "r")
 
 
-@pytest.mark.parametrize("adapt", [LORA, {"frozen": ["fc1.*"], "local": ["fc2.bias"]}])
-def test_boards_do_the_same_and_fetch_the_base_once(tmp_path, adapt):
-    live = edgefl.run(tables(adapt), devices=2, scheme="iid", root=tmp_path / "live")
-    virtual = simulate(tables(adapt), devices=2, scheme="iid", root=tmp_path / "virtual")
+@pytest.mark.parametrize(
+    ("adapt", "strategy", "told"),
+    [
+        ({}, {}, r"strategy.head_epochs = 2 trains first what .* of this model nothing stays; name a part"),
+        ({"local": ["fc2.*"]}, {"name": "scaffold"}, "begins anew, not with scaffold"),
+        ({"local": ["fc2.*"]}, {"name": "esync"}, "does not go with esync or fltrust"),
+        ({"local": ["fc2.*"]}, {"keep_optimizer": True}, "begins anew, not with keep_optimizer"),
+        ({"local": ["fc2.*"]}, {"seconds": 1.0}, "begins anew, not with seconds"),
+        ({"local": ["fc2.*"]}, {"head_epochs": 0}, "strategy.head_epochs must be a number above 0 and at most 1000"),
+    ],
+)
+def test_heads_that_cannot_be_trained_first_are_told_before_the_first_round(adapt, strategy, told):
+    config = {**tables(adapt), "strategy": {"name": "fedavg", "head_epochs": 2, **strategy}}
+    with pytest.raises(ConfigError, match=told):
+        build_run(parse_run(config), "r")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_heads_trained_first_cost_their_time_and_change_what_is_sent(tmp_path, workers):
+    found = {}
+    for head_epochs in (None, 3):
+        config = tables({"local": ["fc2.*"]}, rounds=2)
+        config["strategy"] |= {"epochs": 1, **({"head_epochs": head_epochs} if head_epochs else {})}
+        config["simulation"] |= {"workers": workers, "jitter": 0.0}
+        found[head_epochs] = simulate(config, devices=2, root=tmp_path / str(head_epochs))
+    iterations = [[row["iterations"] for row in found[each].updates] for each in (None, 3)]
+    assert [4 * count for count in iterations[0]] == iterations[1]
+    assert found[3].model.read_bytes() != found[None].model.read_bytes()
+    assert {row["bytes_up"] for row in found[3].updates} == {row["bytes_up"] for row in found[None].updates}
+
+
+@pytest.mark.extended
+def test_heads_of_their_own_suit_boards_of_their_own_kind_better_than_one_model_for_all(tmp_path):
+    accuracy = {}
+    for name, adapt, strategy in (
+        ("shared", {}, {}),
+        ("fedper", {"local": ["fc2.*"]}, {}),
+        ("fedrep", {"local": ["fc2.*"]}, {"head_epochs": 2}),
+    ):
+        config = tables(adapt, rounds=20, evaluate_on="devices")
+        config["strategy"] |= {"epochs": 1, **strategy}
+        config["simulation"]["scheme"] = "dirichlet:0.1"
+        accuracy[name] = simulate(config, devices=8, root=tmp_path / name).metrics["accuracy"]
+    assert accuracy["fedper"] > accuracy["shared"] + 0.02
+    assert accuracy["fedrep"] > accuracy["shared"] + 0.02
+
+
+@pytest.mark.parametrize(
+    ("adapt", "strategy"),
+    [
+        (LORA, {}),
+        ({"frozen": ["fc1.*"], "local": ["fc2.bias"]}, {}),
+        ({"frozen": ["fc1.weight"], "local": ["fc2.weight"]}, {"head_epochs": 2}),
+    ],
+)
+def test_boards_do_the_same_and_fetch_the_base_once(tmp_path, adapt, strategy):
+    config = tables(adapt)
+    config["strategy"] |= strategy
+    live = edgefl.run(config, devices=2, scheme="iid", root=tmp_path / "live")
+    virtual = simulate(config, devices=2, scheme="iid", root=tmp_path / "virtual")
     assert (live.status, live.reason) == ("finished", "rounds reached 3")
     assert live.model.read_bytes() == virtual.model.read_bytes()
     base = count_base_bytes(adapt)

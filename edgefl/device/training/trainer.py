@@ -353,7 +353,7 @@ class DeviceTrainer:
         split_header: Json = {}
         if instruction.split is None:
             learner = self._load_model(instruction, cached_task, body)
-            result, extra = self._run_training(instruction, learner, data)
+            result, extra = self._run_training(instruction, cached_task, learner, data)
         else:
             learner, result, extra, split_header = self._train_front(instruction, cached_task, body, data)
         self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
@@ -392,7 +392,7 @@ class DeviceTrainer:
             assert isinstance(learner, FrontLearner)
             learner.exchange = exchange
             try:
-                result, extra = self._run_training(instruction, learner, data)
+                result, extra = self._run_training(instruction, cached_task, learner, data)
             except SplitSessionError as error:
                 log.info("assignment %s: %s", instruction.assignment_id, error)
                 continue
@@ -417,7 +417,7 @@ class DeviceTrainer:
             version = instruction.version * config.reductions + reduction
             seed_key = (instruction.seed, version, *instruction.seed_key[2:])
             learner = self._load_tensors(instruction, cached_task, current)
-            result, _ = self._run_training(replace(instruction, seed_key=seed_key), learner, data)
+            result, _ = self._run_training(replace(instruction, seed_key=seed_key), cached_task, learner, data)
             self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
             return result
 
@@ -469,7 +469,7 @@ class DeviceTrainer:
         return root, rest
 
     def _run_training(
-        self, instruction: ParsedInstruction, learner: Learner, data: Dataset
+        self, instruction: ParsedInstruction, cached_task: CachedTask, learner: Learner, data: Dataset
     ) -> tuple[LocalTrainingResult, Json]:
         """Trains and stores the client state; returns the result and extra metrics."""
         plan, variate, algorithm_state = instruction.plan, None, None
@@ -488,6 +488,7 @@ class DeviceTrainer:
             clock=time.monotonic,
             on_iteration=self._make_iteration_callback(instruction, last=plan.count_iterations(len(data))),
             algorithm_state=algorithm_state,
+            local_names=[spec.name for spec in cached_task.model_spec if not spec.shared],
         )
         if variate is not None:
             variate = variate.add_move(instruction.assignment_id, result.algorithm_state or {})

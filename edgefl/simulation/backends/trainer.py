@@ -256,6 +256,7 @@ class SimulatedTrainer:
             clock=lambda: 0.0,
             on_iteration=lambda num_done, _: num_done >= iterations or is_cancelled(),
             algorithm_state=_get_step_state(memory, plan),
+            local_names=self._local_tensor_names,
         )
         self._save_state(memory, instruction, result)
         rng = derive_rng(*origin, "uplink")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import DataError
+from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
@@ -43,8 +44,13 @@ def train(  # noqa: PLR0913 the last three by name
     on_iteration: Callable[[int, float], bool],
     algorithm_state: Mapping[str, Array] | None = None,
     algorithm: LocalAlgorithm | None = None,
+    local_names: Collection[str] = (),
 ) -> LocalTrainingResult:
     """Trains from the learner's present weights until the budget is spent, at least one iteration.
+
+    With `plan.head_epochs` the local tensors are trained alone at first, then the others alone, each for at least one
+    iteration (Collins et al., Exploiting Shared Representations for Personalized Federated Learning (FedRep), ICML
+    2021, algorithm 1).
 
     Args:
         learner: holds the model to start from; afterwards the trained one.
@@ -56,44 +62,106 @@ def train(  # noqa: PLR0913 the last three by name
             this iteration was the last.
         algorithm_state: state of the instruction before, for a plan that keeps it; None starts anew.
         algorithm: the local algorithm; None for the plan's.
+        local_names: the tensors that stay on the device.
 
     Raises:
         DataError: there are no examples.
-        ConfigError: the plan is invalid, names an unknown algorithm, or has an option unknown to it.
+        ConfigError: the plan is invalid, names an unknown algorithm, has an option unknown to it, or trains local
+            tensors where there are none.
     """
     plan.check()
     if not len(data):
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
     _reseed(learner, rng)
-    start, started_s = learner.read(), clock()
-    limit = plan.count_iterations(len(data))
-    iterations, loss, num_seen = 0, 0.0, 0
+    start = learner.read()
+    loop = _TrainingLoop(data, plan, rng, clock, on_iteration)
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
-        algorithm.start(learner)
-        if plan.keeps_state and algorithm_state and isinstance(algorithm, StatefulLocalAlgorithm):
-            algorithm.restore(algorithm_state)
-        for rows in _iterate_batches(len(data), plan.batch_size, rng):
-            batch = data.take(rows)
-            loss += len(batch) * learner.gradient(batch)
-            algorithm.step(learner, batch)
-            iterations, num_seen = iterations + 1, num_seen + len(batch)
-            elapsed_s = clock() - started_s
-            if on_iteration(iterations, elapsed_s / iterations) or iterations == limit:
-                break
-            if plan.seconds is not None and elapsed_s >= plan.seconds:
-                break
-        algorithm.finish(learner)
+        if plan.head_epochs is None:
+            algorithm.start(learner)
+            if plan.keeps_state and algorithm_state and isinstance(algorithm, StatefulLocalAlgorithm):
+                algorithm.restore(algorithm_state)
+            loop.run(learner, algorithm, plan.count_iterations(len(data)))
+            algorithm.finish(learner)
+        else:
+            for part, limit in _list_parts(learner, plan, len(data), local_names):
+                part_algorithm = make_local_algorithm(plan)
+                part_algorithm.start(part)
+                loop.run(part, part_algorithm, limit)
+                part_algorithm.finish(part)
         displacement = compute_displacement(start, learner.read())
     return LocalTrainingResult(
         displacement=displacement,
-        iterations=iterations,
+        iterations=loop.iterations,
         num_examples=len(data),
-        loss=loss / num_seen,
-        compute_s=clock() - started_s,
+        loss=loop.loss_sum / loop.num_seen,
+        compute_s=clock() - loop.started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
     )
+
+
+class _TrainingLoop:
+    """Steps of one instruction, counted over all its parts; arguments as those of `train`.
+
+    Attributes:
+        iterations: made so far.
+        loss_sum: over the examples trained on, of which there were `num_seen`.
+        started_s: by the clock.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        plan: TrainConfig,
+        rng: Generator,
+        clock: Callable[[], float],
+        on_iteration: Callable[[int, float], bool],
+    ) -> None:
+        self._data, self._plan, self._rng = data, plan, rng
+        self._clock, self._on_iteration = clock, on_iteration
+        self.iterations, self.loss_sum, self.num_seen, self.started_s = 0, 0.0, 0, clock()
+
+    def run(self, learner: Learner, algorithm: LocalAlgorithm, limit: int | None) -> None:
+        """Makes steps, at least one, until there are `limit` in all, the seconds are over, or it is to finish."""
+        for rows in _iterate_batches(len(self._data), self._plan.batch_size, self._rng):
+            batch = self._data.take(rows)
+            self.loss_sum += len(batch) * learner.gradient(batch)
+            algorithm.step(learner, batch)
+            self.iterations, self.num_seen = self.iterations + 1, self.num_seen + len(batch)
+            elapsed_s = self._clock() - self.started_s
+            if self._on_iteration(self.iterations, elapsed_s / self.iterations):
+                return
+            if limit is not None and self.iterations >= limit:
+                return
+            if self._plan.seconds is not None and elapsed_s >= self._plan.seconds:
+                return
+
+
+class _PartLearner:
+    """A learner of which an algorithm sees, and so trains, some parameters."""
+
+    def __init__(self, learner: Learner, names: Collection[str]) -> None:
+        self._learner = learner
+        self.parameters = {name: array for name, array in learner.parameters.items() if name in names}
+        self.gradients = {name: learner.gradients[name] for name in self.parameters}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+
+def _list_parts(
+    learner: Learner, plan: TrainConfig, num_examples: int, local_names: Collection[str]
+) -> list[tuple[Learner, int | None]]:
+    """Returns the local part of a learner and the shared one, each with the iterations after which it ends."""
+    names = [[name for name in learner.parameters if (name in local_names) == is_local] for is_local in (True, False)]
+    if not all(names):
+        raise ConfigError(
+            f"head_epochs = {plan.head_epochs}: {'the whole model' if names[0] else 'nothing of it'} stays on the "
+            "device; it needs a part that stays and one that travels"
+        )
+    limits = plan.count_head_iterations(num_examples), plan.count_iterations(num_examples)
+    return [(cast("Learner", _PartLearner(learner, part)), limit) for part, limit in zip(names, limits, strict=True)]
 
 
 def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:

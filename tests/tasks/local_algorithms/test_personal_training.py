@@ -1,0 +1,107 @@
+"""Training of what stays on a board: FedRep against a plain loop over the same formulas."""
+
+import numpy as np
+import pytest
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.types import Dataset, TrainConfig
+from edgefl.tasks.local_algorithms.local_training import train
+
+RATE, DECAY = 0.1, 0.01
+
+
+class TwoLayers:
+    """head · (body · x), with half the squared error; `head` stays on the board."""
+
+    def __init__(self):
+        rng = np.random.default_rng(3)
+        self.parameters = {"body": rng.standard_normal((2, 3)), "head": rng.standard_normal(2)}
+        self.gradients = {name: np.zeros_like(value) for name, value in self.parameters.items()}
+
+    def load(self, tensors):
+        for name, value in tensors.items():
+            self.parameters[name][...] = value
+
+    def read(self):
+        return {name: value.copy() for name, value in self.parameters.items()}
+
+    def gradient(self, batch):
+        loss, body, head = compute_gradients(**self.parameters, data=batch)
+        self.gradients["body"][...], self.gradients["head"][...] = body, head
+        return loss
+
+
+def compute_gradients(body, head, data):
+    features = data.inputs @ body.T
+    errors = features @ head - data.targets
+    count = len(data)
+    return (
+        float(errors @ errors) / (2 * count), np.outer(head, errors @ data.inputs) / count, errors @ features / count
+    )  # fmt: skip
+
+
+def some_data(count=12):
+    rng = np.random.default_rng(0)
+    return Dataset(inputs=rng.standard_normal((count, 3)), targets=rng.standard_normal(count))
+
+
+def run(plan, *, learner=None, local=("head",), on_iteration=lambda *_: False):
+    return train(
+        learner or TwoLayers(), some_data(), plan, np.random.default_rng(5), clock=lambda: 0.0,
+        on_iteration=on_iteration, local_names=local,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_head_is_trained_alone_and_then_the_body_alone(momentum):
+    plan = TrainConfig(
+        epochs=3.0, head_epochs=2.0, batch_size=12, learning_rate=RATE, weight_decay=DECAY, momentum=momentum
+    )
+    found, start, data = run(plan), TwoLayers().read(), some_data()
+    body, head, losses, velocity = start["body"], start["head"], [], 0.0
+    for _ in range(2):
+        loss, _, gradient = compute_gradients(body, head, data)
+        velocity = momentum * velocity + gradient + DECAY * head
+        losses, head = [*losses, loss], head - RATE * velocity
+    velocity = 0.0
+    for _ in range(3):
+        loss, gradient, _ = compute_gradients(body, head, data)
+        velocity = momentum * velocity + gradient + DECAY * body
+        losses, body = [*losses, loss], body - RATE * velocity
+    assert (found.iterations, found.loss) == (5, pytest.approx(np.mean(losses), rel=1e-9))
+    np.testing.assert_allclose(found.displacement["head"], head - start["head"], rtol=1e-9)
+    np.testing.assert_allclose(found.displacement["body"], body - start["body"], rtol=1e-9)
+
+
+def test_iterations_are_those_of_the_body_and_a_plan_counts_both():
+    plan = TrainConfig(iterations=4, head_epochs=1.5, batch_size=5, learning_rate=RATE)
+    # 12 examples in batches of 5 are three iterations a pass.
+    assert (plan.count_head_iterations(12), plan.count_iterations(12), run(plan).iterations) == (4, 8, 8)
+    assert TrainConfig(seconds=1.0).count_iterations(12) is None
+
+
+def test_a_board_that_is_told_to_finish_in_the_head_still_trains_the_body_once():
+    plan = TrainConfig(epochs=9.0, head_epochs=9.0, batch_size=12, learning_rate=RATE)
+    found = run(plan, on_iteration=lambda iteration, _: iteration >= 2)
+    assert found.iterations == 3
+    assert found.displacement["body"].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "local", "told"),
+    [
+        ({"epochs": 1.0}, (), "head_epochs = 2.0: nothing of it stays on the device"),
+        ({"epochs": 1.0}, ("head", "body"), "the whole model stays on the device"),
+        ({"epochs": 1.0, "keeps_state": True}, ("head",), "begins anew, not with keep_optimizer"),
+        ({"seconds": 1.0}, ("head",), "begins anew, not with seconds"),
+    ],
+)
+def test_a_board_refuses_what_it_cannot_train_apart(settings, local, told):
+    with pytest.raises(ConfigError, match=told):
+        run(TrainConfig(head_epochs=2.0, **settings), local=local)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e9, float("nan")])
+def test_passes_over_the_head_have_bounds(value):
+    with pytest.raises(ConfigError, match=r"plan.head_epochs must be .*at most 1000"):
+        run(TrainConfig(epochs=1.0, head_epochs=value))
