@@ -36,8 +36,9 @@ BUILT_IN: Mapping[str, str] = {
     "pictures": "edgefl.tasks.configured.pictures:pictures",
     "series": "edgefl.tasks.configured.series:series",
     "table": "edgefl.tasks.configured.table:table",
+    "text": "edgefl.tasks.configured.text:text",
 }
-CONFIGURED = frozenset({"audio", "pictures", "series", "table"})
+CONFIGURED = frozenset({"audio", "pictures", "series", "table", "text"})
 """Built-in tasks that only the options of a run file make."""
 
 _ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")

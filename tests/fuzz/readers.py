@@ -204,6 +204,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "shard-cifar": _entry(shard_readers.cifar_batches, "tasks/datasets/cifar.py:_read_binary_batch"),
         "shard-picture": _entry(shard_readers.pictures, "tasks/datasets/class_folders.py:read_picture"),
+        "shard-text": _entry(
+            shard_readers.texts,
+            "tasks/datasets/csv_files.py:iterate_table",
+            "tasks/configured/text.py:HashedNgrams.compute",
+        ),
         "shard-sound": _entry(
             shard_readers.sounds,
             "tasks/datasets/class_folders.py:read_sound",

@@ -113,6 +113,24 @@ def tables(folder: Path) -> Reader:
     return Reader(feed=_of_file(folder, "a.csv", read), seeds=seeds, words=(b"nan", b"1_0", b"1e999", b'"', b"\0"))
 
 
+def texts(folder: Path) -> Reader:
+    """CSV files of texts, with their classes and without."""
+    task: Any = make_task(
+        "text",
+        {"column": "a", "target": "b", "labels": "x,y", "ngrams": "word-1..2,char-3", "size": 64, "missing": "drop"},
+    )
+
+    def read(path: Path) -> None:
+        task.input_reader(path)
+        task.read(str(path))
+
+    cells = ("Too hot again", '"a ""quoted""\nline"', "\u01c6\ufdfa\u0130\U0001f600", "")
+    lines = ["b,a", *(f"{'xy'[row % 2]},{cell}" for row, cell in enumerate(cells)), ""]
+    seeds = (Seed(content="\n".join(lines).encode(), form=Form.TEXT), Seed(content=b"a;b\nzz;x\n", form=Form.TEXT))
+    words = (b'"', b"\0", b"\r", "\ufdfa".encode() * 9, b"\xed\xa0\x80", b"\xef\xbb\xbf")
+    return Reader(feed=_of_file(folder, "a.csv", read), seeds=seeds, words=words, most_bytes=64 * MIB, most_s=10.0)
+
+
 def pictures(folder: Path) -> Reader:
     """PNG and JPEG files, as a folder of pictures has them."""
     from PIL import Image  # noqa: PLC0415 beside its use

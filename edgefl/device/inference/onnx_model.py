@@ -27,7 +27,7 @@ from edgefl.tasks.datasets.shards import load_task_data, split_train_test
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import FunctionLoss, find_loss, has_classes
 from edgefl.tasks.losses.value_losses import Reconstruction
-from edgefl.tasks.registry import make_task
+from edgefl.tasks.registry import CONFIGURED, make_task
 
 log = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ def read_inputs(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if path.suffix == ".npz":
         return _read_npz_file(path, model)
     if path.suffix in {".csv", ".txt"}:
-        return _read_csv_file(path), None
+        return _read_csv_file(path, model), None
     if "idx" in path.name:
         return read_idx(path), None
     raise DataError(f"{path} is none of {SUPPORTED_FORMATS}")
@@ -285,8 +285,16 @@ def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     return model.to_batch(inputs), arrays.get("labels")
 
 
-def _read_csv_file(path: Path) -> Array:
-    """Returns the numbers of a CSV file; a non-numeric first line is skipped as header."""
+def _read_csv_file(path: Path, model: OnnxModel) -> Array:
+    """Returns the numbers of a CSV file; a non-numeric first line is skipped as header.
+
+    A configured task whose inputs are no numbers in a file, such as texts, reads them itself.
+    """
+    if model.task in CONFIGURED:
+        read = getattr(make_task(model.task, model.options), "input_reader", None)
+        if read is not None:
+            inputs: Array = read(path)
+            return inputs
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = [line for line in csv.reader(file) if line]

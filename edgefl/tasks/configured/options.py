@@ -58,6 +58,7 @@ class ConfiguredTask(Task):
         defaults: of the plan.
         shard_options: those options that decide what `read` returns, for cards of cut shards.
         columns: names of the inputs, where each has one.
+        input_reader: returns the inputs of a file without targets, where they are no numbers in it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ConfiguredTask(Task):
     defaults: Mapping[str, Scalar]
     shard_options: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[str, ...] | None = None
+    input_reader: Callable[[Path], Array] | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -64,7 +64,8 @@ class TargetColumns:
     def read_targets(self, part: TablePart, values: Array) -> Array:
         """Returns [n] or [n, columns] targets of a file's rows; `values` are those of `numbers`."""
         if self.labels:
-            return read_labels(part.texts[0], self.labels, f"{part.path}: column {self.columns[0]!r}")
+            whose = f"{part.path}: column {self.columns[0]!r}"
+            return read_labels(part.texts[0], self.labels, whose, first_row=part.first_row)
         targets: Array = (values - np.float32(self.mean)) / np.float32(self.scale)
         if not self.columns:
             return np.zeros(len(values), np.float32)
@@ -212,8 +213,8 @@ def make_standardisation(means: Array, scales: Array) -> Prepare:
     return standardise
 
 
-def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str) -> Array:
-    """Returns [n] int64 numbers of the labels in cells.
+def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str, *, first_row: int = 1) -> Array:
+    """Returns [n] int64 numbers of the labels in cells, of which the first is in row `first_row`.
 
     Raises:
         DataError: a cell is none of them.
@@ -221,12 +222,14 @@ def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str) -> 
     numbers = {label: index for index, label in enumerate(labels)}
     by_number = numbers if any(map(_to_whole_number, labels)) else {str(index): index for index in range(len(labels))}
     classes = np.empty(len(cells), np.int64)
-    for row, cell in enumerate(cells):
+    for place, cell in enumerate(cells):
         found = numbers.get(cell, by_number.get(_to_whole_number(cell)))
         if found is None:
             # Errors reach the coordinator, cells must not.
-            raise DataError(f"{whose} must hold one of {', '.join(labels[:12])}; row {row + 1} holds something else")
-        classes[row] = found
+            raise DataError(
+                f"{whose} must hold one of {', '.join(labels[:12])}; row {first_row + place} holds something else"
+            )
+        classes[place] = found
     return classes
 
 

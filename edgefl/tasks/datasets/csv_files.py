@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,12 @@ _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "-"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePart:
-    """Rows of one file: `numbers` [n, columns] float32, and the text of each text column by row."""
+    """Rows of one file from `first_row` on: `numbers` [n, columns] float32, and each text column's texts by row."""
 
     path: Path
     numbers: Array
     texts: tuple[tuple[str, ...], ...]
+    first_row: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,32 @@ def read_table(
     if not any(len(part.numbers) for part in parts):
         raise DataError(f"shard {path} of task {task} holds no rows")
     return parts
+
+
+def iterate_table(
+    path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool
+) -> Iterator[TablePart]:
+    """Yields the rows of one file, at most `CHUNK_ROWS` at once, so that texts need not be held; as `read_table`."""
+    num_rows = 0
+    with _Table(path) as table:
+        for rows in table.read_chunks(table.find_columns([*numbers, *texts])):
+            first_row = num_rows + 1
+            num_rows += len(rows)
+            found = table.convert(rows, numbers, first_row)
+            is_whole = np.isfinite(found).all(axis=1)
+            is_whole &= np.array([all(cell.strip() for cell in row[len(numbers) :]) for row in rows], bool)
+            if not (drops_missing or is_whole.all()):
+                row = int(np.argmin(is_whole))
+                gaps = [name for name, cell in zip([*numbers, *texts], rows[row], strict=True) if _is_gap(cell)]
+                raise DataError(
+                    f"{path}, row {first_row + row}: {gaps[0] if gaps else 'a number'} is missing or no finite "
+                    'number; missing = "drop" in [task] leaves such rows out'
+                )
+            kept = [row for row, is_kept in zip(rows, is_whole, strict=True) if is_kept]
+            words = (
+                tuple(row[place].strip() for row in kept) for place in range(len(numbers), len(numbers) + len(texts))
+            )
+            yield TablePart(path=path, numbers=found[is_whole], texts=tuple(words), first_row=first_row)
 
 
 def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
@@ -111,30 +139,17 @@ def list_table_files(path: Path, task: str) -> list[Path]:
 
 
 def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool) -> TablePart:
-    values, words, num_rows = [np.empty((0, len(numbers)), np.float32)], [list[str]() for _ in texts], 0
-    with _Table(path) as table:
-        places = table.find_columns([*numbers, *texts])
-        for rows in table.read_chunks(places):
-            first_row = num_rows + 1
-            num_rows += len(rows)
-            if num_rows * max(1, len(places)) > MAX_CELLS:
-                raise DataError(
-                    f"{path} holds more than {MAX_CELLS:,} cells in these columns; cut it into fewer rows"
-                )
-            found = table.convert(rows, numbers, first_row)
-            is_whole = np.isfinite(found).all(axis=1)
-            is_whole &= np.array([all(cell.strip() for cell in row[len(numbers) :]) for row in rows], bool)
-            if not (drops_missing or is_whole.all()):
-                row = int(np.argmin(is_whole))
-                gaps = [name for name, cell in zip([*numbers, *texts], rows[row], strict=True) if _is_gap(cell)]
-                raise DataError(
-                    f"{path}, row {first_row + row}: {gaps[0] if gaps else 'a number'} is missing or no finite "
-                    'number; missing = "drop" in [task] leaves such rows out'
-                )
-            values.append(found[is_whole])
-            for place, column in enumerate(words, len(numbers)):
-                column += [row[place].strip() for row, is_kept in zip(rows, is_whole, strict=True) if is_kept]
-    return TablePart(path=path, numbers=np.concatenate(values), texts=tuple(map(tuple, words)))
+    parts, num_rows = list[TablePart](), 0
+    for part in iterate_table(path, numbers, texts, drops_missing=drops_missing):
+        parts.append(part)
+        num_rows += len(part.numbers)
+        if num_rows * max(1, len(numbers) + len(texts)) > MAX_CELLS:
+            raise DataError(f"{path} holds more than {MAX_CELLS:,} cells in these columns; cut it into fewer rows")
+    return TablePart(
+        path=path,
+        numbers=np.concatenate([part.numbers for part in parts]),
+        texts=tuple(tuple(itertools.chain(*column)) for column in zip(*(part.texts for part in parts), strict=True)),
+    )
 
 
 class _Lines(Iterator[str]):

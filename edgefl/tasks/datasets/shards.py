@@ -40,6 +40,7 @@ _SURVEYS: Mapping[str, Callable[..., Survey]] = {
     "pictures": survey_class_folders,
     "series": survey_table,
     "table": survey_table,
+    "text": survey_table,
 }
 """What counts the examples of a configured task's shard without its run file."""
 

@@ -31,6 +31,8 @@ from edgefl.tasks.datasets.shards import split_train_test
 from edgefl.tasks.export.model_export import export_onnx
 from edgefl.tasks.registry import make_task
 
+TEXTS = {"column": "note", "target": "is", "labels": "a,b", "size": 64}
+
 
 @pytest.fixture
 def path(tmp_path):
@@ -167,6 +169,26 @@ def test_a_csv_file_gives_flat_rows_with_or_without_names(model, tmp_path, heade
     rows = read_inputs(tmp_path / "rows.csv", model)[0]
     assert (rows == ROWS.reshape(2, 64)).all()
     assert len(model.predict(rows)) == 2
+
+
+def test_a_csv_file_of_texts_is_hashed_as_the_model_s_task_does_with_classes_and_without(tmp_path):
+    task = make_task("text", TEXTS)
+    model = task.init(3)
+    export_onnx(task, model, tmp_path / "text.onnx", options=TEXTS)
+    (tmp_path / "new.csv").write_text('note\n"hot, too hot"\ncold\n')
+    (tmp_path / "shard").mkdir()
+    (tmp_path / "shard" / "a.csv").write_text('note,is\n"hot, too hot",b\ncold,a\n')
+    learner = task.learner()
+    learner.load(model)
+    found = OnnxModel(tmp_path / "text.onnx")
+    for name, labels in (("new.csv", None), ("shard", [1, 0])):
+        inputs, targets = read_inputs(tmp_path / name, found)
+        assert (None if targets is None else targets.tolist()) == labels
+        np.testing.assert_allclose(found.logits(inputs), learner.logits(inputs), atol=1e-5)
+        np.testing.assert_array_equal(inputs, task.read(str(tmp_path / "shard")).inputs)
+    (tmp_path / "new.csv").write_text("1,2\n")
+    with pytest.raises(DataError, match="has no line of column names"):
+        read_inputs(tmp_path / "new.csv", found)
 
 
 def test_an_idx_file_gives_its_images(model, tmp_path):

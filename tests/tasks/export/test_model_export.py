@@ -39,12 +39,13 @@ OPTIONS = {
     "table": [
         {"columns": "a,b,c", "target": "t", "labels": "x,y", "means": "1,2,3", "scales": 4.0, "model": "mlp"},
     ],
+    "text": [{"column": "a", "target": "t", "labels": "x,y", "size": 64, "model": "mlp"}],
 }
 
 
 def marks(name, model):
     """Networks of torch take seconds each; those of no other operators than `cnn` run with the slow tests."""
-    if name in {"digits", "noop", "table"} or model in DENSE:
+    if name in {"digits", "noop", "table", "text"} or model in DENSE:
         return ()
     return pytest.mark.extended if model in {"cnn", "lenet"} else pytest.mark.slow
 
@@ -66,6 +67,7 @@ def real_like(name, num_examples=30):
     tops = {
         "audio": ((1600,), 20_000), "cifar-10": ((3, 32, 32), 255), "digits": ((8, 8), 16), "noop": ((1,), 9),
         "pictures": ((3, 8, 8), 255), "series": ((2, 8), 9), "table": ((3,), 9),
+        "text": ((64,), 9),
     }  # fmt: skip
     shape, top = tops.get(name, ((28, 28), 255))
     pixels = rng.integers(0, top, (num_examples, *shape), endpoint=True).astype(np.uint8 if top < 256 else np.int16)
