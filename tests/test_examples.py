@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS_DATA = {"motion_time_series": "motionsense/motionsense.npz"}
 REACHED = {
+    "anomaly": r"(?s:threshold of \d\.\d+: 0\.[01]\d+ of new .*found: 0\.8\d+, )(?:\+|-0\.0[01]\d|-0\.020)",
     "quantiles": r"the fleet: .*coverage 0\.[78]",
     "csv_sensors": r"accuracy (0\.9\d+) in a greenhouse",
     "torch_images": r"accuracy (0\.9\d+) on pictures",

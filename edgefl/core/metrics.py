@@ -108,10 +108,12 @@ class MetricSet:
     Attributes:
         metrics: by name; the first says which model is the best.
         layout: of the sums of all of them.
+        is_of_inputs: the model gives back its own input, which takes the place of a target.
     """
 
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     layout: tuple[_SumLayout, ...] = ()
+    is_of_inputs: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.metrics)

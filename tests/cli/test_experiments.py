@@ -237,6 +237,16 @@ def test_a_run_file_says_how_the_rows_of_a_table_are_cut(run, table_file, tmp_pa
     assert run("simulate", table_file, "--shards", out, "--dir", tmp_path / "d").code == 0
 
 
+def test_a_kept_autoencoder_is_measured_against_its_own_input(run, table_file, tmp_path):
+    lines = TABLE.replace('target = "c"\nlabels = ["x", "y"]', 'loss = "reconstruction:mae"\nscales = 30')
+    table_file.write_text(lines + "[simulation]\nworkers = 0\n")
+    rows, root = tmp_path / "rows.csv", tmp_path / "d"
+    assert run("simulate", table_file, "--data", rows, "--devices", 2, "--dir", root).code == 0
+    words = ("latest", "--dir", root, "--shard", rows, "--part", "all", "--metric", "mae", "--format", "json")
+    (row,) = run("model", "evaluate", *words).rows
+    assert row["mae"] == pytest.approx(row["loss"], abs=1e-6)
+
+
 def test_a_table_without_its_run_file_or_with_another_s_is_one_line(refused, table_file, tmp_path):
     rows = ["--data", tmp_path / "rows.csv", "--out", tmp_path / "shards"]
     refused(["data", "shard", "table", *rows], 3, "task.columns is missing: table cannot do without")

@@ -32,7 +32,7 @@ from edgefl.core.errors import DataError, NotFoundError, UsageError
 from edgefl.core.protocol import finite_or_none
 
 if TYPE_CHECKING:
-    from edgefl.core.metrics import Metric
+    from edgefl.core.metrics import MetricSet
     from edgefl.core.types import Array, Dataset, Json, Scalar, Task
 
 TEST_SCHEME = "test"
@@ -289,7 +289,7 @@ def _evaluate_models(
     """Returns one row per model; a task and its examples are loaded once."""
     from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
 
-    loaded: dict[str, tuple[Task, Any, Dataset, dict[str, Metric]]] = {}
+    loaded: dict[str, tuple[Task, Any, Dataset, MetricSet]] = {}
     scored = []
     for row in rows:
         key = repr((row["task"], sorted(row["task_options"].items()), row["test_fraction"]))
@@ -314,21 +314,23 @@ def _evaluate_models(
     return scored
 
 
-def _make_metrics(names: Sequence[str], task: Task) -> dict[str, Metric]:
-    from edgefl.tasks.metrics.registry import make_metric  # noqa: PLC0415 fast start
-
-    return {name: make_metric(name, getattr(task, "labels", ())) for name in names}
-
-
-def _compute_metrics(learner: Any, data: Dataset, metrics: Mapping[str, Metric]) -> dict[str, float | None]:
-    """Returns metrics of a loaded model; None where one has no value, such as the F1 of a class that is absent."""
+def _make_metrics(names: Sequence[str], task: Task) -> MetricSet:
     from edgefl.core.metrics import MetricSet  # noqa: PLC0415 fast start
+    from edgefl.tasks.losses.registry import is_reconstruction  # noqa: PLC0415 fast start
+    from edgefl.tasks.metrics.registry import make_metric  # noqa: PLC0415 likewise
+
+    metrics = {name: make_metric(name, getattr(task, "labels", ())) for name in names}
+    return MetricSet(metrics, is_of_inputs=is_reconstruction(task))
+
+
+def _compute_metrics(learner: Any, data: Dataset, metrics: MetricSet) -> dict[str, float | None]:
+    """Returns metrics of a loaded model; None where one has no value, such as the F1 of a class that is absent."""
     from edgefl.tasks.metrics.evaluation import measure  # noqa: PLC0415 fast start
 
     if not metrics:
         return {}
-    sums = measure(learner, data, MetricSet(metrics))
-    values = {name: metric.combine(sums[name]) for name, metric in metrics.items() if name in sums}
+    sums = measure(learner, data, metrics)
+    values = {name: metric.combine(sums[name]) for name, metric in metrics.metrics.items() if name in sums}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 

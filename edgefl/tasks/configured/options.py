@@ -183,9 +183,7 @@ def make_goal(
     if isinstance(found, Reconstruction):
         if num_values:
             raise ConfigError("task.target means nothing with a reconstruction, which has none; leave it out")
-        if metrics:
-            raise ConfigError("task.metrics means nothing with a reconstruction; its loss is what counts")
-        return Goal(labels=(), loss=loss, metrics=None, num_outputs=num_inputs)
+        return Goal(labels=(), loss=loss, metrics=_find_directions(task, metrics, ()), num_outputs=num_inputs)
     if not classes and not num_values:
         raise ConfigError(f"task.target must name the column that task {task} predicts, or loss be reconstruction")
     num_quantiles = len(found.quantiles) if isinstance(found, Quantile) else 1

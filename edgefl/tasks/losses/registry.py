@@ -123,6 +123,11 @@ def has_classes(task: Task) -> bool:
     )
 
 
+def is_reconstruction(task: Task) -> bool:
+    """Returns whether a task's model gives back its own input, so that the data set's targets are not used."""
+    return isinstance(find_loss(task), Reconstruction)
+
+
 def select_targets(loss: Loss, batch: Dataset, features: Array, shape: tuple[int, ...]) -> Array:
     """Returns the targets of a batch for outputs of a shape; of a reconstruction these are the features."""
     return loss.convert_targets(features if isinstance(loss, Reconstruction) else batch.targets, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from edgefl.core.extensions import format_name
 from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, MetricSet, Sums, compute_sums, make_metric_set
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
-from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.losses.registry import find_loss, is_reconstruction
 from edgefl.tasks.losses.value_losses import Quantile
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -61,7 +61,8 @@ def make_task_metrics(task: Task) -> MetricSet:
         raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
     loss = find_loss(task)
     is_single = bool(labels) or (isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1)
-    return make_metric_set(metrics, num_outputs, has_single_targets=is_single)
+    made = make_metric_set(metrics, num_outputs, has_single_targets=is_single)
+    return replace(made, is_of_inputs=is_reconstruction(task))
 
 
 def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:
@@ -86,7 +87,10 @@ def measure(learner: Any, data: Dataset, metrics: MetricSet) -> Mapping[str, Sum
     def predict(rows: slice) -> tuple[Array, Array, Array | None]:
         with np.errstate(over="ignore", invalid="ignore"):  # of a model that has diverged
             outputs = learner.logits(data.inputs[rows])
-        targets = data.targets[rows]
+        if metrics.is_of_inputs:
+            targets = learner.prepare(data.inputs[rows]).reshape(outputs.shape)
+        else:
+            targets = data.targets[rows]
         if targets.ndim == 1 < outputs.ndim and outputs.shape[1] == 1:
             targets = targets[:, None]
         return outputs, targets, None if data.weights is None else data.weights[rows]

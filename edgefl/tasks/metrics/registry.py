@@ -28,7 +28,7 @@ from edgefl.tasks.metrics.probabilities import (
     compute_log_losses,
 )
 from edgefl.tasks.metrics.ranking import HistogramMetric, compute_average_precision, compute_roc_area
-from edgefl.tasks.metrics.regression import ErrorMetric, RSquared, compute_coverage, make_pinball
+from edgefl.tasks.metrics.regression import ErrorMetric, ErrorQuantile, RSquared, compute_coverage, make_pinball
 
 KIND = ExtensionKind(
     noun="metric",
@@ -83,7 +83,9 @@ def make_metric(name: str, labels: Sequence[str] = ()) -> Metric:
 
 def list_metric_names() -> list[str]:
     """Returns the names of the built-in and the installed metrics, `top-K` and others with an argument included."""
-    return sorted({*BUILT_IN, "f1:CLASS", "iou:CLASS", "pinball:Q", "top-K", *list_entry_points(KIND)})
+    return sorted(
+        {*BUILT_IN, "error-quantile:Q", "f1:CLASS", "iou:CLASS", "pinball:Q", "top-K", *list_entry_points(KIND)}
+    )
 
 
 def _make_own(name: str) -> Metric:
@@ -127,17 +129,22 @@ def _find_class(name: str, argument: str, labels: Sequence[str]) -> int:
 
 def _make_pinball(name: str, argument: str, labels: Sequence[str]) -> Metric:  # noqa: ARG001 one signature
     levels = argument.split("+")
-    if len(levels) > MAX_QUANTILES or not all(
-        re.fullmatch(r"0\.[0-9]{1,6}", level) and float(level) > 0 for level in levels
-    ):
-        raise ConfigError(
-            f"metric {format_name(name)}: the quantile must lie between 0 and 1, such as pinball:0.9, and there may "
-            f"be {MAX_QUANTILES} of them, such as pinball:0.1+0.9"
-        )
-    quantiles = tuple(map(float, levels))
+    if len(levels) > MAX_QUANTILES:
+        raise ConfigError(f"metric pinball takes at most {MAX_QUANTILES} quantiles, got {len(levels)}")
+    quantiles = tuple(_parse_quantile(name, level, "pinball:0.9 or pinball:0.1+0.9") for level in levels)
     return ErrorMetric(compute=make_pinball(quantiles), num_quantiles=len(quantiles) if len(quantiles) > 1 else None)
 
 
+def _make_error_quantile(name: str, argument: str, labels: Sequence[str]) -> Metric:  # noqa: ARG001 one signature
+    return ErrorQuantile(quantile=_parse_quantile(name, argument, "error-quantile:0.95"))
+
+
+def _parse_quantile(name: str, text: str, example: str) -> float:
+    if not re.fullmatch(r"0\.[0-9]{1,6}", text) or not 0 < float(text) < 1:
+        raise ConfigError(f"metric {format_name(name)}: the quantile must lie between 0 and 1, such as {example}")
+    return float(text)
+
+
 _WITH_ARGUMENT: Mapping[str, Callable[[str, str, Sequence[str]], Metric]] = MappingProxyType(
-    {"f1": _make_f1, "iou": _make_iou, "pinball": _make_pinball}
+    {"f1": _make_f1, "error-quantile": _make_error_quantile, "iou": _make_iou, "pinball": _make_pinball}
 )

@@ -15,6 +15,9 @@ from edgefl.tasks.metrics.exact_sums import read_sum, sum_exactly, sum_products
 from edgefl.tasks.metrics.predictions import read_values, repeat_targets
 
 MIN_R2_EXAMPLES = 2
+BINS_PER_OCTAVE, MAX_EXPONENT = 32, 32
+NUM_BINS = 2 * MAX_EXPONENT * BINS_PER_OCTAVE
+"""Of errors from 2^-32 to 2^32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,38 @@ def _compute_r2(
     if variation <= 0:
         return float(errors == 0)
     return float(1 - errors / variation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorQuantile(Metric):
+    """Quantile of the examples' errors, each the root of the mean squared error of its outputs.
+
+    From a histogram of `NUM_BINS` bins whose edges grow by 2.2 %: the value is the upper edge of the bin in which an
+    error of that rank lies, so it is at most 2.2 % above it. An error below 2^-32 counts as that, one from 2^32 on is
+    in the last bin.
+    """
+
+    quantile: float
+    direction: Direction = "min"
+
+    def partial(self, outputs: Array, targets: Array, weights: Array | None = None) -> dict[str, Array]:
+        predicted, true, row_weights = read_values(outputs, targets, weights)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            errors = np.sqrt(np.square(true - predicted).mean(axis=1))
+            places = BINS_PER_OCTAVE * (np.log2(errors) + MAX_EXPONENT)
+        is_number = ~np.isnan(errors)
+        bins = np.clip(places[is_number], 0, NUM_BINS - 1).astype(np.int64)
+        return {
+            "counts": np.bincount(bins, row_weights[is_number, 0], minlength=NUM_BINS).astype(np.float64),
+            "invalid": np.asarray((~is_number).sum(), np.int64),
+        }
+
+    def combine(self, sums: Sums) -> float:
+        ranks = np.cumsum(sums["counts"])
+        if sums["invalid"] or not ranks[-1] > 0:
+            return float("nan")
+        place = int(np.searchsorted(ranks, self.quantile * ranks[-1]))
+        return float(2.0 ** ((place + 1) / BINS_PER_OCTAVE - MAX_EXPONENT))
 
 
 def make_pinball(quantiles: tuple[float, ...]) -> Callable[[Array], Array]:

@@ -119,6 +119,23 @@ def test_quantiles_of_one_target_over_boards_are_those_of_the_pooled_data(values
     assert 0.5 < inside < 0.95
 
 
+@pytest.mark.parametrize("level", [0.5, 0.95, 0.999])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_a_quantile_of_errors_over_boards_is_at_most_a_bin_above_that_of_the_pooled_data(values, level, scale):
+    outputs = scale * np.stack([values[0], values[0] + 1.0], axis=1)
+    targets = scale * np.stack([values[1], values[1]], axis=1)
+    errors = np.sqrt(np.mean((outputs - targets) ** 2, axis=1))
+    exact = np.quantile(errors, level, method="inverted_cdf")
+    found = over_boards(f"error-quantile:{level}", outputs, targets)
+    assert exact < found <= 1.0222 * exact
+
+
+def test_errors_of_nothing_and_without_a_limit_are_in_the_first_and_in_the_last_bin():
+    metric = make_metric("error-quantile:0.5")
+    for error, edge in ((0.0, 2.0 ** (-32 + 1 / 32)), (1e300, 2.0**32)):
+        assert metric.combine(metric.partial(np.full(3, error), np.zeros(3))) == edge
+
+
 @pytest.mark.parametrize(
     ("name", "outputs", "targets"),
     [

@@ -11,8 +11,8 @@ from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.metrics import TYPES, add_sums, compute_sums
 from edgefl.tasks.metrics.registry import BUILT_IN, list_metric_names, make_metric
 
-NAMES = (*BUILT_IN, "top-2", "f1:1", "iou:0", "pinball:0.1", "pinball:0.1+0.5+0.9")
-OF_VALUES = {"mae", "pinball:0.1", "r2", "rmse"}
+NAMES = (*BUILT_IN, "top-2", "f1:1", "iou:0", "pinball:0.1", "pinball:0.1+0.5+0.9", "error-quantile:0.8")
+OF_VALUES = {"error-quantile:0.8", "mae", "pinball:0.1", "r2", "rmse"}
 HALVES = """
 import numpy as np
 from edgefl import Metric
@@ -97,8 +97,9 @@ def test_a_metric_that_gets_better_moves_in_its_direction(name):
         ("top-x", "top-K needs"),
         ("f1:-1", "the class must be a number from 0 to 9999"),
         ("pinball:1", "the quantile must lie between 0 and 1"),
-        ("pinball:0.1+", "there may be 100 of them, such as pinball:0.1+0.9"),
-        ("pinball:" + "+".join(["0.5"] * 101), "there may be 100 of them"),
+        ("pinball:0.1+", "must lie between 0 and 1, such as pinball:0.9 or pinball:0.1+0.9"),
+        ("pinball:" + "+".join(["0.5"] * 101), "at most 100 quantiles, got 101"),
+        ("error-quantile:95", "must lie between 0 and 1, such as error-quantile:0.95"),
         ("pinball:0.0", "the quantile must lie between 0 and 1"),
         ("os:path", "is of Python's own library"),
         ("strangers:Metric", "the module strangers is not allowed here"),
