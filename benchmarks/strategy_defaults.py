@@ -179,7 +179,7 @@ def is_asynchronous(cell: Cell) -> bool:
 def estimate_length(cell: Cell, work: int) -> int:
     """Returns rounds, or updates, by what the strategy's plan says."""
     from edgefl.core.config import parse_run  # noqa: PLC0415 in the worker process
-    from edgefl.engine.build import build_run  # noqa: PLC0415 likewise
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
 
     strategy: Any = build_run(
         parse_run({"run": {"task": cell.data_set, "rounds": 1}, "strategy": {"name": cell.strategy}}), "plan"

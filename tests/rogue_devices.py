@@ -10,7 +10,7 @@ import numpy as np
 from edgefl.core.config import parse_run
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import Array, DeviceInfo, InstructionFailed, Role, derive_rng
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.engine.round_loop import RunLog, RunSubscriber, run_rounds
 from edgefl.simulation.backends.in_process import InProcessBackend
 from edgefl.simulation.backends.partitioned_data import FleetData, partition_in_memory, reserve_root

@@ -9,7 +9,7 @@ from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.config import parse_run
 from edgefl.core.errors import SplitSessionError
 from edgefl.core.types import Dataset, TrainConfig, TrainInstruction
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 
 WIRE_ID, DEVICE, BATCH, EXAMPLES = "r1/v0-a1-pi", "pi", 4, 10
 PLAN = TrainConfig(epochs=1, batch_size=BATCH, learning_rate=0.05)

@@ -8,7 +8,7 @@ import edgefl
 from edgefl.compression.codec_selection import CANDIDATES
 from edgefl.core.config import parse_run
 from edgefl.core.errors import CodecError, ConfigError
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 
 PROFILES = """
 [profile.fast]

@@ -36,7 +36,7 @@ from edgefl.core.config import (
 from edgefl.core.errors import CodecError
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.simulated_run import simulate
 from edgefl.strategies.registry import KIND as STRATEGIES

@@ -49,7 +49,7 @@ from edgefl.device.peers import collective_link, collective_messages, listener, 
 from edgefl.device.peers.peer_connection import PeerTimeouts
 from edgefl.device.rollouts import download
 from edgefl.device.rollouts.client import RolloutReport
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.strategies.peer_algorithms import collectives
 from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES
 

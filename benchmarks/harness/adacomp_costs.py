@@ -15,7 +15,8 @@ import numpy as np
 from edgefl.compression.codec import make_codec
 from edgefl.core.config import parse_run
 from edgefl.core.types import Array, DeviceInfo, SparseTensor, Tensors, TrainInstruction, Update, UpdateMetrics
-from edgefl.engine.build import RunComponents, build_run
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.components import RunComponents
 from harness.cost_rows import Row
 
 NUM_DEVICES, NUM_BODIES = 200, 64

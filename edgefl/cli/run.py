@@ -216,7 +216,7 @@ def result(*, run: str, out: Path | None, url: str | None) -> None:
 @command.command()
 def schema() -> None:
     """Print the JSON schema of run files, with which editors complete and check them."""
-    from edgefl.engine.build import make_run_schema  # noqa: PLC0415 fast start
+    from edgefl.engine.assembly.schema import make_run_schema  # noqa: PLC0415 fast start
 
     echo(json.dumps(make_run_schema(), indent=2))
 
@@ -374,7 +374,7 @@ def export() -> None:
 def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     """Write the run of FILE (TOML) as a Flower app: strategy and task run with plain `flwr run`."""
     from edgefl.core.config import load_run  # noqa: PLC0415 likewise
-    from edgefl.engine.build import build_run  # noqa: PLC0415 likewise
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
     from edgefl.flower.app_export import export_flower_app  # noqa: PLC0415 fast start
     from edgefl.simulation.local_fleet import default_scheme  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.partitioning import parse_scheme  # noqa: PLC0415 likewise

@@ -27,7 +27,7 @@ from edgefl.core.config import RunConfig, load_run, parse_run
 from edgefl.core.errors import ConfigError, NetworkError, RunFailedError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
 from edgefl.core.types import Json, Scalar
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.system.api_client import CoordinatorClient, load_operator_file
 from edgefl.system.atomic_files import open_atomic

@@ -34,7 +34,8 @@ from edgefl.core.config import (
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
-from edgefl.engine.build import RunComponents, build_run, make_run_task
+from edgefl.engine.assembly.build import build_run, make_run_task
+from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend

@@ -13,7 +13,8 @@ import threading
 NAMES, LOG = os.environ.get("CANARY_NAMES"), os.environ.get("CANARY_LOG")
 REGISTRIES = (
     "core/extensions.py", "strategies/registry.py", "tasks/registry.py", "tasks/local_algorithms/registry.py",
-    "compression/registry.py", "flower/strategy_options.py", "tasks/learners/torch_learner.py", "engine/build.py",
+    "compression/registry.py", "flower/strategy_options.py", "tasks/learners/torch_learner.py",
+    "engine/assembly/build.py", "engine/assembly/strategy.py", "engine/assembly/job.py",
 )  # fmt: skip
 IMPORTERS = ("importlib/__init__.py", "importlib._bootstrap>", "importlib._bootstrap_external>")
 MARK = "canary-7f3a"

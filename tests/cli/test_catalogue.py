@@ -203,7 +203,7 @@ def test_bad_input_is_one_line_and_an_exit_code(refused, gradient, arguments, co
 )  # fmt: skip
 def test_quickstart_writes_a_run_file_that_can_be_built_and_says_what_comes_next(run, tmp_path, options, expected):
     from edgefl.core.config import load_run  # noqa: PLC0415 only here
-    from edgefl.engine.build import build_run  # noqa: PLC0415 only here
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 only here
 
     ran = run("quickstart", "--out", tmp_path / "run.toml", *options)
     assert (ran.code, f"edgefl run submit {tmp_path / 'run.toml'} --watch" in ran.out) == (0, True), ran.err

@@ -17,7 +17,7 @@ from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.coordinator.directory import StartOptions, load_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.device.state_dir import DeviceStateDir
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import FORMAT_VERSION, save_model, save_state
 from edgefl.storage.journal.wal_journal import WalJournal

@@ -20,7 +20,7 @@ from edgefl.coordinator.service import Coordinator
 from edgefl.core.errors import NotAllowedError
 from edgefl.core.protocol import JoinToken
 from edgefl.device.enrolment.join_file import JoinFile
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.provision import systemd_units as units
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store

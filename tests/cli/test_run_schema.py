@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from edgefl.engine.build import make_run_schema
+from edgefl.engine.assembly.schema import make_run_schema
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*/*.toml"))

@@ -13,7 +13,7 @@ from edgefl.compression.wire import encode_varint, write_frame
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorKind, TensorSpec
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 
 SHAPES: ModelSpec = (
     TensorSpec(name="0.weight", shape=(20, 50)),

@@ -15,7 +15,7 @@ from edgefl.coordinator.api.server import WebServer
 from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions, init_directory
 from edgefl.coordinator.service import LOG_INTERVAL_S, Coordinator, StoreOutageGuard
 from edgefl.core.errors import EdgeflError, PortInUseError, StoreBusyError, StoreError, StoreFullError
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store

@@ -6,7 +6,7 @@ import edgefl
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PRESETS
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 
 
 @pytest.mark.extended  # a network needs torch

@@ -4,7 +4,7 @@ import pytest
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 
 RING = {
     "run": {"task": "digits"},

@@ -16,7 +16,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.settings import REQUIRED
 from edgefl.core.types import DeviceInfo, SparseTensor, Update, UpdateMetrics, UpdateStatus
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.flower.strategy import (
     MAX_QUERIES,
     FlowerState,

@@ -64,7 +64,7 @@ from edgefl.core.types import (
 )
 from edgefl.device.flower.supernode import RequestSigner, SuperNode
 from edgefl.device.training.instruction import parse_instruction
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import save_model
 

@@ -7,7 +7,7 @@ import edgefl
 from edgefl.coordinator.runs.planning import count_model_bytes, create_admission_requirements
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.simulated_run import simulate
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.adaptation.base_file import encode_base

@@ -21,7 +21,7 @@ from edgefl.core.types import (
     Update,
     UpdateMetrics,
 )
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.engine.progress import StoppingCriteria
 from edgefl.engine.round_loop import run_rounds
 from edgefl.storage.journal.record_encoding import encode_decision

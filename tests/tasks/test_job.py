@@ -6,7 +6,7 @@ from gated_jobs import Greeting, Words
 from edgefl.core.config import parse_run
 from edgefl.core.errors import CodecError, ConfigError, TaskError
 from edgefl.core.extensions import allow_modules
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.tasks.job import CheckedJob, Job, make_job
 
 

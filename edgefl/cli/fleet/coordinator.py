@@ -211,7 +211,7 @@ def start(  # noqa: PLR0913, PLR0917 one argument per option
     )
     from edgefl.coordinator.service import Coordinator, serve  # noqa: PLC0415 likewise
     from edgefl.core.extensions import allow_modules  # noqa: PLC0415 likewise
-    from edgefl.engine.build import build_run  # noqa: PLC0415 fast start
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 fast start
 
     shards = dict(_parse_test_shard(text) for text in test_shards)
     directory = load_directory(root)

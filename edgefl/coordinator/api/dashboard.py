@@ -19,7 +19,7 @@ from edgefl.coordinator.api.feed import FeedResponse
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
-from edgefl.engine.build import make_run_schema
+from edgefl.engine.assembly.schema import make_run_schema
 from edgefl.storage.queries.dashboard import find_newest_rounds, get_device_timeline, get_run_curve
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.store import Store

@@ -52,7 +52,7 @@ from edgefl.storage.store import Store
 from edgefl.system.atomic_files import make_private_directory, sync_directory, write_atomic
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import RunComponents
+    from edgefl.engine.assembly.components import RunComponents
 
 JOURNAL_DAMAGED = "journal-damaged"
 """Event kind: the damage, and the quarantined files."""

@@ -36,7 +36,7 @@ from edgefl.system.atomic_files import (
 )
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import RunComponents
+    from edgefl.engine.assembly.components import RunComponents
 
 log = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ from edgefl.storage.store import Store
 from edgefl.strategies.synchronous.collective_rounds import find_address
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import RunComponents
+    from edgefl.engine.assembly.components import RunComponents
 
 MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""

@@ -52,7 +52,7 @@ from edgefl.strategies.update_guard import GuardState
 from edgefl.system.atomic_files import compute_sha256, make_private_directory, write_atomic
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import RunComponents
+    from edgefl.engine.assembly.components import RunComponents
 
 log = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ from edgefl.strategies.participation import RunParticipationPolicy
 from edgefl.system.atomic_files import write_atomic
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import RunComponents
+    from edgefl.engine.assembly.components import RunComponents
 
 log = logging.getLogger(__name__)
 

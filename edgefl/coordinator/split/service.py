@@ -27,7 +27,7 @@ from edgefl.system.process_messages import read_message, write_message
 from edgefl.system.processes import exit_with_parent
 
 if TYPE_CHECKING:
-    from edgefl.engine.build import SplitModel
+    from edgefl.engine.assembly.components import SplitModel
 
 log = logging.getLogger(__name__)
 

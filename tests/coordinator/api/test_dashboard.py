@@ -37,7 +37,8 @@ from edgefl.coordinator.runs.recovery import RESUMABLE_STATUSES
 from edgefl.coordinator.service import Coordinator
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import JoinToken
-from edgefl.engine.build import build_run, make_run_schema
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.schema import make_run_schema
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store

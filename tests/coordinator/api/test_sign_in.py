@@ -23,7 +23,7 @@ from edgefl.coordinator.directory import CoordinatorDirectory, StartOptions, ini
 from edgefl.coordinator.service import Coordinator
 from edgefl.core.config import OpenIdSettings
 from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, NotAllowedError, TooManyTriesError
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.queries.history import read_history
 

@@ -31,7 +31,7 @@ from edgefl.coordinator.directory import StartOptions, init_directory
 from edgefl.coordinator.service import Coordinator
 from edgefl.core.errors import BrokerError, ConfigError, NetworkError, StoreError
 from edgefl.core.protocol import Command, CommandKind, StatusMessage, Topic
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import TlsFiles

@@ -37,7 +37,7 @@ from edgefl.core.config import AlertSettings
 from edgefl.core.errors import ConfigError, NetworkError
 from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.core.settings import from_mapping
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.store import Store

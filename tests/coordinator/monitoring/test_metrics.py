@@ -26,7 +26,7 @@ from edgefl.coordinator.service import Coordinator
 from edgefl.core.config import ConnectionSettings
 from edgefl.core.protocol import Heartbeat, StatusMessage
 from edgefl.core.types import UpdateStatus
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import AssignmentRow, EvaluationRow, RunRecord, RunStatus, UpdateRow
 from edgefl.system.https_client import create_pinned_context, request

@@ -30,7 +30,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, StatusMessage
 from edgefl.core.types import Json, UpdateStatus
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.storage.repositories.records import UpdateRow
 from edgefl.storage.store import Store
 from edgefl.strategies.registry import make_strategy

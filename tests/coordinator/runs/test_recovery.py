@@ -30,7 +30,8 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
-from edgefl.engine.build import RunComponents, build_run
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.progress import ProgressTracker
 from edgefl.engine.round_loop import LoopState
 from edgefl.storage.checkpoints import save_state

@@ -33,7 +33,8 @@ from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, for
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import JournalError, StoreBusyError, StoreFullError, StoreTooNewError, UsageError
 from edgefl.core.types import Decision, DeviceInfo, Progress, Update, UpdateMetrics
-from edgefl.engine.build import RunComponents, build_run
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import PriorProgress
 from edgefl.storage.checkpoints import save_state

@@ -13,7 +13,7 @@ from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.core.config import SplitSection, parse_run
 from edgefl.core.errors import CodecError, ConfigError, TaskError
 from edgefl.core.types import DeviceInfo
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.engine.fleet_state import FleetState
 from edgefl.simulation.profiles import DeviceProfile
 from edgefl.simulation.simulated_run import add_exchange, make_reference
@@ -199,7 +199,7 @@ def test_a_run_without_training_is_refused(tmp_path):
 CHECK = """
 import json, sys
 from edgefl.core.config import parse_run
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 run = build_run(parse_run({"run": {"task": "mnist"}, "split": {"after": sys.argv[1]}}), "r")
 print(json.dumps([run.split.cut.activation_shape, run.split.cut.num_outputs, "torch" in sys.modules]))
 """

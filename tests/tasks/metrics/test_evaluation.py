@@ -14,7 +14,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Dataset, EvaluateInstruction, derive_rng
 from edgefl.device.training.trainer import DeviceTrainer
-from edgefl.engine.build import build_run
+from edgefl.engine.assembly.build import build_run
 from edgefl.tasks.datasets.shards import split_train_test
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.registry import make_task

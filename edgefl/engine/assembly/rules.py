@@ -1,0 +1,158 @@
+"""Makes the rules of a run: goal, evaluation, participation, divergence."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from edgefl.compression.codec_selection import CodecSelector
+from edgefl.core.config import (
+    EvaluateOn,
+    RunConfig,
+)
+from edgefl.core.errors import ConfigError
+from edgefl.core.extensions import format_name
+from edgefl.core.metrics import Metric, MetricSet
+from edgefl.core.types import (
+    ModelSpec,
+    Strategy,
+    Task,
+    TrainConfig,
+)
+from edgefl.engine.assembly.strategy import get_batch_size, get_inner_strategy, get_plan, list_recommended
+from edgefl.engine.divergence import DivergenceRule, make_advice
+from edgefl.engine.progress import EpochSize, MetricGoal, StoppingCriteria
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
+from edgefl.strategies.synchronous.scaffold import Scaffold
+from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
+from edgefl.strategies.synchronous.strategy import SynchronousStrategy
+from edgefl.strategies.update_guard import (
+    MIN_DIRECTION_PEERS,
+    UpdateGuard,
+)
+
+
+def choose_evaluation(config: RunConfig, shapes: ModelSpec) -> EvaluateOn:
+    """Returns where models are evaluated: on the devices where a part of the model is only there.
+
+    Raises:
+        ConfigError: the run file asks for an evaluator, whose part of the model would be untrained.
+    """
+    evaluate_on = config.run.evaluate_on
+    local = next((spec.name for spec in shapes if not spec.shared), None)
+    if local is None or evaluate_on in {"devices", "none"}:
+        return evaluate_on
+    if evaluate_on != "auto":
+        raise ConfigError(
+            f"run.evaluate_on must be auto, devices or none where tensors stay on the devices ({local}), which "
+            f"nobody else has trained, got {evaluate_on!r}"
+        )
+    return "devices"
+
+
+def make_goal(strategy: Strategy[Any], config: RunConfig, metrics: MetricSet) -> StoppingCriteria:
+    until = None if config.run.until is None else parse_metric_goal(config.run.until, metrics.metrics)
+    accuracy = config.run.accuracy
+    if until is not None and until.name == "accuracy" and "accuracy" not in metrics.metrics:
+        if accuracy is not None:
+            raise ConfigError(
+                f"run.until = {config.run.until!r} and run.accuracy = {accuracy:g} are one rule; give one"
+            )
+        accuracy, until = until.limit, None
+    return StoppingCriteria(
+        rounds=config.run.rounds,
+        epochs=config.run.epochs,
+        epoch=EpochSize(
+            task=config.run.task,
+            batch_size=get_batch_size(strategy, config),
+            test_fraction=config.run.local_test_fraction,
+        ),
+        updates=config.run.updates,
+        seconds=config.run.seconds,
+        bytes=config.run.bytes,
+        accuracy=accuracy,
+        until=until,
+        accuracy_window=config.run.accuracy_window,
+        trust_single_evaluation=config.run.trust_single_evaluation,
+    )
+
+
+def parse_metric_goal(text: str, metrics: Mapping[str, Metric]) -> MetricGoal:
+    """Returns the goal that `run.until` states, of a metric that the task declares or of the accuracy.
+
+    Raises:
+        ConfigError: it is no comparison, of an unknown metric, or against the metric's direction.
+    """
+    found = re.fullmatch(r"\s*([^\s<>=]{1,200})\s*(<=|>=)\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]{1,3})?)\s*", text)
+    try:
+        name, sign, limit = ("", "", math.nan) if found is None else (found[1], found[2], float(found[3]))
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise ConfigError(
+            f"run.until must be a metric, <= or >=, and a number, such as 'rmse <= 14.5', got {text!r:.100}"
+        )
+    if name != "accuracy" and name not in metrics:
+        known = ", ".join(dict.fromkeys([*metrics, "accuracy"]))
+        raise ConfigError(f"run.until: the task declares no metric {format_name(name)}, only {known}")
+    is_max = name not in metrics or metrics[name].direction == "max"
+    if (sign == ">=") != is_max:
+        raise ConfigError(f"run.until: {name} gets better as it {'rises' if is_max else 'falls'}, got {sign}")
+    if name == "accuracy" and not 0 < limit <= 1:
+        raise ConfigError(f"run.until: an accuracy must lie above 0 and at most at 1, got {limit:g}")
+    return MetricGoal(name=name, limit=limit, is_max=is_max)
+
+
+def make_policy(
+    config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, strategy: Strategy[Any]
+) -> RunParticipationPolicy:
+    guard = config.guard
+    inner = get_inner_strategy(strategy)
+    has_rounds = isinstance(inner, SynchronousStrategy)
+    # In rounds the first one is judged when it is complete, otherwise as soon as there are enough to judge by.
+    hold_updates = config.run.min_updates if has_rounds else MIN_DIRECTION_PEERS + 1
+    return RunParticipationPolicy(
+        selection=make_selection(config),
+        guard=UpdateGuard(
+            has_full_models=strategy.has_nodes,
+            has_collective=config.aggregation.is_collective,
+            shapes=shapes,
+            max_norm=guard.max_norm,
+            norm_ratio=guard.norm_ratio if guard.enabled else None,
+            min_cosine=guard.min_cosine if guard.enabled else None,
+            compares_responses=not isinstance(inner, Scaffold),  # its updates follow from the variates as well
+            refusals_before_quarantine=guard.refusals_before_quarantine,
+            hold_updates=hold_updates,
+        ),
+        codec_policy=codec_policy,
+    )
+
+
+def make_selection(config: RunConfig) -> DeviceSelection:
+    devices = config.devices
+    return DeviceSelection(
+        min_memory_bytes=devices.min_memory_bytes,
+        needs_accelerator=devices.accelerator,
+        max_temperature_c=devices.max_temperature_c,
+        min_battery=devices.min_battery,
+        unhealthy_policy=devices.unhealthy_policy,
+    )
+
+
+def make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]) -> DivergenceRule:
+    """Returns the rule of the run file, with advice that fits its strategy and task."""
+    inner = get_inner_strategy(strategy)
+    plan, name = get_plan(strategy), "learning_rate"
+    rate = plan.learning_rate if isinstance(plan, TrainConfig) else None
+    usual = list_recommended(task, config.strategy.name).get("learning_rate", TrainConfig().learning_rate)
+    if isinstance(inner, SignSGD):
+        name, rate, usual = "step", inner.step, compute_default_step(config.run.rounds)
+    # A task's own loss has another scale than log C.
+    labels: Sequence[str] = getattr(task, "labels", ()) if getattr(task, "loss", None) is None else ()
+    return DivergenceRule(
+        action=config.run.on_divergence,
+        untrained_loss=math.log(len(labels)) if len(labels) > 1 else None,
+        **make_advice(name, rate, float(usual), getattr(inner, "step_scale", None)),
+    )
