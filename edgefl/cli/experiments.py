@@ -155,10 +155,13 @@ def simulate(  # noqa: PLR0913 one per option
 
 
 def _format_reference(result: RunResult, alone: RunResult) -> str:
+    title = "reference, one device with all of the data"
+    if alone.result is not None:
+        return f"{title}: result {alone.result}"
     quantity = "loss" if alone.metrics.get("accuracy") is None else "accuracy"
     return (
         f"the fleet: {format_quality(result.metrics) or 'no evaluation'}\n"
-        f"reference, one device with all of the data: {format_quality(alone.metrics) or 'no evaluation'}\n"
+        f"{title}: {format_quality(alone.metrics) or 'no evaluation'}\n"
         f"both: edgefl history plot {quantity} --dir {alone.root} --run {result.run_id} --run {alone.run_id}"
     )
 

@@ -19,7 +19,7 @@ from edgefl.coordinator.directory import default_directory
 from edgefl.coordinator.runs.history_recorder import compute_no_metrics
 from edgefl.coordinator.runs.planning import check_memory_for, list_notes
 from edgefl.core import extensions
-from edgefl.core.analyses import has_result
+from edgefl.core.analyses import ANALYSES, has_result
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.config import (
     CompressionSection,
@@ -136,14 +136,22 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
 def make_reference(config: RunConfig) -> RunConfig:
     """Returns the run of one device on all of the data: the training and the budget of a run, and nothing else of it.
 
-    It makes as many local iterations in a round as each device does on average; an epoch is one of all the data.
+    It makes as many local iterations in a round as each device does on average; an epoch is one of all the data. An
+    analysis is the same one, of all the data.
     """
+    if config.strategy.name in ANALYSES:
+        return _make_run_of_one(config, config.strategy)
     settings, known = get_settings(config.strategy.name), get_settings(REFERENCE_STRATEGY)
     options = {name: value for name, value in config.strategy.options.items() if name in known and name != "device"}
     options.pop("iterations", None)
     if iterations := config.strategy.options.get("iterations", settings.get("iterations")):
         per_round = config.strategy.options.get("exchanges_per_round", settings.get("exchanges_per_round", 1))
         options["iterations"] = int(iterations) * int(per_round)
+    return _make_run_of_one(config, StrategySection(name=REFERENCE_STRATEGY, options=options))
+
+
+def _make_run_of_one(config: RunConfig, strategy: StrategySection) -> RunConfig:
+    """Returns a run of one device, of nothing that is for a fleet."""
     return replace(
         config,
         run=replace(
@@ -153,7 +161,7 @@ def make_reference(config: RunConfig) -> RunConfig:
             updates_per_round=None,
             deadline_s=None,
         ),
-        strategy=StrategySection(name=REFERENCE_STRATEGY, options=options),
+        strategy=strategy,
         compression=CompressionSection(),
         server=ServerSection(),
         devices=DevicesSection(),

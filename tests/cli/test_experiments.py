@@ -290,4 +290,9 @@ def test_a_reference_is_one_device_with_all_of_the_data_and_stands_beside_the_ru
     assert "\nthe fleet: accuracy 0." in done.out
     rows = run("history", "runs", "--dir", tmp_path / "d", "--format", "json").rows
     assert {row["strategy"] for row in rows} == {"fedavg", "local"}
+    file.write_text(RUN.replace("rounds = 2", "") + '[strategy]\nname = "statistics"\ncolumns = "20"\n')
+    done = run("simulate", file, "--devices", 3, "--dir", tmp_path / "d", "--reference")
+    results = [json.loads(Path(path).read_text()) for path in re.findall(r"result:? (/\S+)", done.out)]
+    assert [len(result["boards"]) for result in results] == [3, 1]
+    assert results[0]["columns"][0]["mean"] == results[1]["columns"][0]["mean"]
     refused(["simulate", file, "--reference", "--bookkeeping-only"], 2, "goes without --shards, --bookkeeping-only")

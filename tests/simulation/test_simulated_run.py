@@ -378,6 +378,8 @@ def test_a_reference_does_a_node_s_iterations_and_has_nothing_of_the_fleet():
     assert (alone.strategy.name, alone.strategy.options) == ("local", {"iterations": 100, "batch_size": 16})
     assert (alone.devices.min, alone.simulation.devices, alone.compression.up) == (1, 1, "dense")
     assert make_reference(parse_run(run_file(strategy={"epochs": 3.0}))).strategy.options == {"epochs": 3.0}
+    alone = make_reference(parse_run(run_file(strategy={"name": "k-means", "clusters": 4}, devices={"min": 3})))
+    assert (alone.strategy.name, alone.strategy.options, alone.devices.min) == ("k-means", {"clusters": 4}, 1)
 
 
 HIGH = 10.0
