@@ -41,6 +41,7 @@ KINDS = {
     "tabular": TaskKind(metric="r2", bar="0.5", reason="a constant answer has 0"),
     "series": TaskKind(metric="f1-macro", bar="0.7", reason="a constant answer has 0.17"),
     "image": TaskKind(metric="f1-macro", bar="0.7", reason="a constant answer has 0.17", packages={"Pillow": "PIL"}),
+    "text": TaskKind(metric="f1-macro", bar="0.7", reason="a constant answer has 0.17"),
 }
 
 
@@ -55,7 +56,7 @@ def command() -> None:
     "--kind",
     type=click.Choice(list(KINDS)),
     required=True,
-    help="Rows of values, one of which is predicted; windows of several sensors, or pictures, which are classified.",
+    help="Rows of values, one of which is predicted; or windows of sensors, pictures or texts, which are classified.",
 )
 @click.option(
     "--backend", type=click.Choice(BACKENDS), default="numpy", show_default=True, help="What the model is made of."
