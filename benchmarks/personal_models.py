@@ -24,6 +24,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "shared": {},
     "FedPer": {"adapt": {"local": ["fc2.*"]}},
     "FedRep": {"adapt": {"local": ["fc2.*"]}, "strategy": {"head_epochs": 2}},
+    "Ditto": {"strategy": {"personal_lambda": 1.0}},
 }
 
 
@@ -38,6 +39,9 @@ def measure(changes: dict[str, dict[str, Any]], *, rounds: int, seed: int) -> di
     with tempfile.TemporaryDirectory() as folder:
         result = simulate(config, devices=DEVICES, root=Path(folder))
     last = [row for row in result.evaluations if row["round"] == rounds]
+    if "personal-accuracy" in result.metrics:
+        accuracies = [row["metrics"]["personal-accuracy"] for row in last]
+        return {"accuracy": float(result.metrics["personal-accuracy"]), "worst": min(accuracies)}
     return {"accuracy": float(result.metrics["accuracy"]), "worst": min(row["accuracy"] for row in last)}
 
 

@@ -42,6 +42,8 @@ MAX_JOB_LOG_LINES, MAX_JOB_LOG_CHARS = 100, 300
 JOB_LOG = "log"
 REPLY_SALT_BYTES = 16
 """Unique bytes at the start of every chunk of a reply: equal chunks would be one object."""
+PERSONAL_KEY = "has_personal"
+"""Entry of an instruction: true where devices have personal copies of the model."""
 ADAPT_KEY = "adapt"
 """Key in the header of instructions: what of the model is trained, and the base that it is trained on."""
 BASE_TRAFFIC_KEY = "base_bytes"

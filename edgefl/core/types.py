@@ -307,7 +307,8 @@ class TrainConfig:
     is a node of a graph, which applies the messages of its neighbours (`messages`) before it trains; its `iterations`
     may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model. With `collective` the
     budget is that of each of its all-reduces. With `head_epochs` the tensors that stay on the device are trained
-    alone for so many passes, and then the budget trains the others alone (FedRep).
+    alone for so many passes, and then the budget trains the others alone (FedRep). With `personal_lambda` the budget
+    is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto).
     """
 
     algorithm: str = Algorithm.SGD
@@ -319,6 +320,7 @@ class TrainConfig:
     momentum: float = field(default=0.0, metadata={"at_least": 0})
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     head_epochs: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
+    personal_lambda: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1000})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -328,10 +330,10 @@ class TrainConfig:
 
     def count_iterations(self, num_examples: int) -> int | None:
         """Returns the iterations on so many examples unless finished early; None where seconds decide."""
-        head = self.count_head_iterations(num_examples)
+        head, num_models = self.count_head_iterations(num_examples), 1 if self.personal_lambda is None else 2
         if self.epochs is not None:
-            return head + self._count_in_passes(self.epochs, num_examples)
-        return None if self.iterations is None else head + self.iterations
+            return head + num_models * self._count_in_passes(self.epochs, num_examples)
+        return None if self.iterations is None else head + num_models * self.iterations
 
     def count_head_iterations(self, num_examples: int) -> int:
         """Returns how many of the first iterations train only the tensors that stay on the device."""
@@ -351,15 +353,21 @@ class TrainConfig:
         if len(chosen) != 1:
             raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {chosen or 'none'}")
         check_settings(self, table)
+        self._check_personal(table)
+
+    def _check_personal(self, table: str) -> None:
+        names = [name for name in ("head_epochs", "personal_lambda") if getattr(self, name) is not None]
         unfit = {
             "scaffold": self.algorithm == Algorithm.SCAFFOLD,
             "seconds": self.seconds is not None,
             "keep_optimizer": self.keeps_state,
+            "collectives": self.collective is not None and self.personal_lambda is not None,
+            "head_epochs": len(names) > 1,
         }
-        if self.head_epochs is not None and (found := [name for name, is_set in unfit.items() if is_set]):
+        if names and (found := [name for name, is_set in unfit.items() if is_set]):
             raise ConfigError(
-                f"{table}.head_epochs = {self.head_epochs:g} goes with epochs or iterations and an optimiser that "
-                f"begins anew, not with {found[0]}; leave one of them out"
+                f"{table}.{names[-1]} = {getattr(self, names[-1]):g} goes with epochs or iterations and an optimiser "
+                f"that begins anew, not with {found[0]}; leave one of them out"
             )
 
     def to_json(self) -> Json:

@@ -6,10 +6,11 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, ModelSpec, Task, TensorKind, Tensors, TrainConfig
+from edgefl.core.types import Array, ModelSpec, Strategy, Task, TensorKind, Tensors, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
 from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
 from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
@@ -106,6 +107,35 @@ def check_head_epochs(plan: object, shapes: ModelSpec, *, plans_iterations: bool
             f"{found} does not go with esync or fltrust, which count on the iterations that they plan; "
             "take another strategy, such as fedavg, or leave it out"
         )
+
+
+def check_personal(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec, *, plans_iterations: bool) -> bool:
+    """Returns whether devices have personal copies of the model (Ditto).
+
+    Args:
+        strategy: of the run.
+        config: the run file.
+        shapes: of the model on a device.
+        plans_iterations: whether the strategy says how many iterations each device trains.
+
+    Raises:
+        ConfigError: they do, and something in the run file does not go with it.
+    """
+    value = config.strategy.options.get("personal_lambda")
+    if value is None:
+        return False
+    unfit = {
+        "nodes of a graph, which have models of their own": strategy.has_nodes,
+        "esync or fltrust, which count on the iterations that they plan": plans_iterations,
+        "redundant, where all who hold a block answer the same": config.strategy.name == "redundant",
+        "split.after, whose boards have no whole network": config.split.after is not None,
+        "aggregation.collective": config.aggregation.is_collective,
+        "adapt.method = 'lora', whose factors are no tensors of a model that is kept": config.adapt.method == "lora",
+        "tensors that stay on the devices beside it": any(not spec.shared for spec in shapes),
+    }
+    if found := [name for name, is_set in unfit.items() if is_set]:
+        raise ConfigError(f"strategy.personal_lambda = {value} does not go with {found[0]}; leave one of them out")
+    return True
 
 
 def _find_file(config: RunConfig, bases: Path | None) -> Path:

@@ -62,6 +62,8 @@ class StrategyConfig:
         weight_decay: share of the weights that every step subtracts, before the learning rate.
         head_epochs: passes that train only the tensors that stay on the device, before those that train only the
             others (FedRep); None trains all together (FedPer).
+        personal_lambda: λ of Ditto: each device trains as much again a copy v of the model that stays there, held to
+            the model w that it received by λ/2·|v - w|²; None trains no copy.
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """
@@ -76,6 +78,7 @@ class StrategyConfig:
     momentum: float = _copy_field("momentum")
     weight_decay: float = _copy_field("weight_decay")
     head_epochs: float | None = _copy_field("head_epochs")
+    personal_lambda: float | None = _copy_field("personal_lambda")
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""

@@ -54,6 +54,13 @@ def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untra
     np.savez(local, **task.init(7))
     with pytest.raises(DataError, match=r"has tensor 'fc1.bias', which the model has too"):
         load_model(source, row, local)
+    copy = {f"personal/{name}": tensor + 1 for name, tensor in shared.items()}
+    np.savez(local, **copy)
+    loaded = load_model(source, row, local)
+    assert all(np.array_equal(loaded[name], shared[name] + 1) for name in shared), "a personal copy takes its place"
+    np.savez(local, **copy, **{"personal/fc9.weight": np.zeros(3)})
+    with pytest.raises(DataError, match=r"personal copy of 'fc9.weight' \(3,\), which the model has not"):
+        load_model(source, row, local)
     local.write_bytes(b"no")
     with pytest.raises(DataError, match=r"--local .*: cannot be read"):
         load_model(source, row, local)

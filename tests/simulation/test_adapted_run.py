@@ -1,5 +1,7 @@
 """Runs that train a part of their model: bytes, whole models, and the same in virtual time as on boards."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.simulated_run import simulate
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.tasks.adaptation.base_file import encode_base
+from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.registry import make_task
 
 LORA = {"method": "lora", "rank": 2, "shared": ["fc2.bias"]}
@@ -165,6 +168,69 @@ def test_heads_trained_first_cost_their_time_and_change_what_is_sent(tmp_path, w
     assert {row["bytes_up"] for row in found[3].updates} == {row["bytes_up"] for row in found[None].updates}
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"adapt": {"local": ["fc2.*"]}}, "does not go with tensors that stay on the devices beside it"),
+        ({"adapt": LORA}, "does not go with adapt.method = 'lora'"),
+        ({"strategy": {"name": "esync", "personal_lambda": 1.0}}, "does not go with esync or fltrust"),
+        ({"strategy": {"name": "redundant", "personal_lambda": 1.0}}, "does not go with redundant"),
+        ({"strategy": {"name": "dsgd", "personal_lambda": 1.0}}, "does not go with nodes of a graph"),
+        (
+            {"aggregation": {"collective": "ring"}, "guard": {"enabled": False, "max_weight_ratio": 0.0}},
+            "does not go with aggregation.collective",
+        ),
+        ({"strategy": {"name": "fedavg", "personal_lambda": 1.0, "keep_optimizer": True}}, "not with keep_optimizer"),
+        ({"run": {"task": "digits", "evaluate_on": "coordinator"}}, r"stay on the devices \(personal copies\)"),
+    ],
+)
+def test_copies_that_cannot_be_kept_are_told_before_the_first_round(changes, told):
+    config = {**tables({}), "strategy": {"name": "fedavg", "personal_lambda": 1.0}, **changes}
+    with pytest.raises(ConfigError, match=told):
+        build_run(parse_run(config), "r")
+
+
+def test_copies_of_a_task_without_classes_need_a_metric_to_be_told_by():
+    task = SimpleNamespace(name="wear")
+    with pytest.raises(ConfigError, match=r"task wear declares no metrics.*or leave strategy.personal_lambda out"):
+        make_task_metrics(task, has_personal=True)
+    task.metrics = {"rmse": "min"}
+    assert list(make_task_metrics(task, has_personal=True).metrics) == ["rmse", "personal-rmse"]
+
+
+def test_copies_cost_their_time_and_memory_and_leave_the_shared_model_as_it_is(tmp_path):
+    found, needed = {}, {}
+    for name, value, workers in (("plain", None, 0), ("ditto", 0.5, 0), ("processes", 0.5, 2)):
+        config = tables({}, rounds=3, evaluate_on="devices", until="personal-accuracy >= 0.99" if value else None)
+        config["run"] = {key: each for key, each in config["run"].items() if each is not None}
+        config["strategy"] |= {} if value is None else {"personal_lambda": value}
+        config["simulation"] |= {"workers": workers, "jitter": 0.0}
+        found[name] = simulate(config, devices=2, root=tmp_path / name)
+        needed[name] = create_admission_requirements(build_run(parse_run(config), "r")).memory_bytes
+    plain, ditto, processes = found.values()
+    assert plain.model.read_bytes() == ditto.model.read_bytes() == processes.model.read_bytes()
+    assert [2 * row["iterations"] for row in plain.updates] == [row["iterations"] for row in ditto.updates]
+    assert plain.rounds[-1]["metrics"] is None
+    assert set(ditto.rounds[-1]["metrics"]) == {"accuracy", "personal-accuracy"}
+    assert ditto.rounds[-1]["metrics"] == processes.rounds[-1]["metrics"]
+    assert needed["ditto"] > needed["plain"]
+
+
+def test_boards_keep_the_same_copies_as_virtual_ones(tmp_path):
+    config = tables({}, evaluate_on="devices")
+    config["strategy"] |= {"personal_lambda": 0.5}
+    live = edgefl.run(config, devices=2, scheme="iid", root=tmp_path / "live")
+    virtual = simulate(config, devices=2, scheme="iid", root=tmp_path / "virtual")
+    assert live.status == "finished"
+    assert live.model.read_bytes() == virtual.model.read_bytes()
+    measured = [
+        sorted((row["round"], row["device_id"], tuple(row["metrics"].items())) for row in result.evaluations)
+        for result in (live, virtual)
+    ]
+    assert measured[0] == measured[1]
+    assert len([*(tmp_path / "live").rglob("runs/*.npz")]) == 2
+
+
 @pytest.mark.extended
 def test_heads_of_their_own_suit_boards_of_their_own_kind_better_than_one_model_for_all(tmp_path):
     accuracy = {}
@@ -172,11 +238,16 @@ def test_heads_of_their_own_suit_boards_of_their_own_kind_better_than_one_model_
         ("shared", {}, {}),
         ("fedper", {"local": ["fc2.*"]}, {}),
         ("fedrep", {"local": ["fc2.*"]}, {"head_epochs": 2}),
+        ("ditto", {}, {"personal_lambda": 1.0}),
     ):
         config = tables(adapt, rounds=20, evaluate_on="devices")
         config["strategy"] |= {"epochs": 1, **strategy}
         config["simulation"]["scheme"] = "dirichlet:0.1"
-        accuracy[name] = simulate(config, devices=8, root=tmp_path / name).metrics["accuracy"]
+        metrics = simulate(config, devices=8, root=tmp_path / name).metrics
+        accuracy[name] = metrics["accuracy"]
+        if name == "ditto":
+            assert metrics["personal-accuracy"] > accuracy["shared"] + 0.02
+            assert accuracy[name] == accuracy["shared"]
     assert accuracy["fedper"] > accuracy["shared"] + 0.02
     assert accuracy["fedrep"] > accuracy["shared"] + 0.02
 

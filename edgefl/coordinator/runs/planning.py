@@ -26,7 +26,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES
+from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES, PERSONAL_KEY
 from edgefl.core.types import (
     DeviceInfo,
     Json,
@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""
+PERSONAL_COPIES_IN_MEMORY = 3
+"""A personal copy as it is kept, the model that it is held to, and the model at the start."""
 BASE_COPIES_IN_MEMORY = 3
 """A frozen tensor as it came, as the network has it, and with an adapter added or, until frozen, its gradient."""
 MODEL_COPIES_ON_DISK = 2
@@ -179,7 +181,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
     """Returns why a device takes no part; empty if it does."""
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
     memory = info.capabilities.get("memory_bytes")
-    needed = MODEL_COPIES_IN_MEMORY * count_device_bytes(run) + BASE_COPIES_IN_MEMORY * count_base_bytes(run)
+    needed = _count_needed_memory(run)
     blocker = find_training_blocker(info, needs_torch=run.needs_torch)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
@@ -453,18 +455,23 @@ def create_admission_requirements(
     where a sample is drawn for each round the other devices would fetch it for nothing. Room on the disk for a
     base is looked for where it is downloaded, since a device may have it.
     """
-    devices, model_bytes, base_bytes = run.config.devices, count_device_bytes(run), count_base_bytes(run)
+    devices, model_bytes = run.config.devices, count_device_bytes(run)
     has_nodes = run.strategy.has_nodes
     return AdmissionRequirements(
         require=devices.require,
         ready_s=devices.ready_s,
         model_fingerprint=run.layout,
-        memory_bytes=MODEL_COPIES_IN_MEMORY * model_bytes + BASE_COPIES_IN_MEMORY * base_bytes,
+        memory_bytes=_count_needed_memory(run),
         disk_bytes=MODEL_COPIES_ON_DISK * model_bytes,
         previous_devices=previous_devices,
         is_resumed=is_resumed,
         should_prefetch_model=not has_nodes and devices.count is None and devices.fraction is None,
     )
+
+
+def _count_needed_memory(run: RunComponents) -> int:
+    copies = MODEL_COPIES_IN_MEMORY + (PERSONAL_COPIES_IN_MEMORY if PERSONAL_KEY in run.header else 0)
+    return copies * count_device_bytes(run) + BASE_COPIES_IN_MEMORY * count_base_bytes(run)
 
 
 def count_device_bytes(run: RunComponents) -> int:

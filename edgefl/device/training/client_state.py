@@ -26,6 +26,7 @@ from edgefl.system.atomic_files import open_atomic
 from edgefl.system.retries import RateLimitedLog
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.local_algorithms.local_training import is_finite, start_node
+from edgefl.tasks.local_algorithms.personal_training import add_prefix, list_kept_specs, remove_prefix
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, restore_variate
 
 log = logging.getLogger(__name__)
@@ -177,7 +178,18 @@ class ClientState:
         if not names:
             return
         values = learner.read()
-        local_tensors = {name: values[name] for name in names}
+        self._store_local_tensors(run, {name: values[name] for name in names})
+
+    def get_personal_copy(self, run: str, model_spec: ModelSpec) -> Model | None:
+        """Returns the run's personal copy of the model, or None when missing or of other shapes."""
+        kept = self.get_local_tensors(run, list_kept_specs(model_spec))
+        return None if kept is None else remove_prefix(kept)
+
+    def update_personal_copy(self, run: str, copy: Model) -> None:
+        """Stores the personal copy on disk at once, as local tensors; not that of a diverged training."""
+        self._store_local_tensors(run, add_prefix(copy))
+
+    def _store_local_tensors(self, run: str, local_tensors: Model) -> None:
         if not is_finite(local_tensors):
             return
         state = self._select_run(run)

@@ -14,7 +14,14 @@ from edgefl import __version__
 from edgefl.compression.codec import decode_body
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, ReadinessPhase, check_version, model_fingerprint
+from edgefl.core.protocol import (
+    ADAPT_KEY,
+    INSTRUCTION_VERSION,
+    PERSONAL_KEY,
+    ReadinessPhase,
+    check_version,
+    model_fingerprint,
+)
 from edgefl.core.types import Json, Scalar, TrainConfig
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import check_requirements
@@ -51,6 +58,7 @@ class ParsedInstruction:
         split: where the network is cut; None where this board trains all of it.
         analysis: what is to be summed; None of a training.
         adapt: what of the model is trained, and its base; None where all is trained.
+        has_personal: this board has a personal copy of the model, which is evaluated beside it.
         header: as received, stored for a reboot.
     """
 
@@ -76,6 +84,7 @@ class ParsedInstruction:
     split: SplitPlan | None
     analysis: AnalysisRequest | None
     adapt: AdaptPlan | None
+    has_personal: bool
     header: Json
 
 
@@ -116,6 +125,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         split=SplitPlan.parse(header.get("split")),
         analysis=parse_analysis(header),
         adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
+        has_personal=header.get(PERSONAL_KEY) is True,
         header=header,
     )
 

@@ -58,7 +58,7 @@ from edgefl.tasks.datasets.shards import compute_root_fraction
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
-from edgefl.tasks.metrics.evaluation import evaluate
+from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 
 log = logging.getLogger(__name__)
 
@@ -356,7 +356,10 @@ class DeviceTrainer:
             result, extra = self._run_training(instruction, cached_task, learner, data)
         else:
             learner, result, extra, split_header = self._train_front(instruction, cached_task, body, data)
-        self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
+        if instruction.plan.personal_lambda is None:
+            self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
+        else:
+            self._client_state.update_personal_copy(instruction.run, learner.read())
         encoded = self._encode_update(instruction, cached_task, result.displacement)
         self._client_state.save(only_when_due=not instruction.is_durable)
         metrics = {
@@ -473,6 +476,7 @@ class DeviceTrainer:
     ) -> tuple[LocalTrainingResult, Json]:
         """Trains and stores the client state; returns the result and extra metrics."""
         plan, variate, algorithm_state = instruction.plan, None, None
+        plan.check()  # before its iterations are counted
         if plan.algorithm == Algorithm.SCAFFOLD:
             variate = self._client_state.get_variate(instruction.run).apply_used(
                 get_start_version(plan), instruction.used_assignments
@@ -489,6 +493,11 @@ class DeviceTrainer:
             on_iteration=self._make_iteration_callback(instruction, last=plan.count_iterations(len(data))),
             algorithm_state=algorithm_state,
             local_names=[spec.name for spec in cached_task.model_spec if not spec.shared],
+            personal=(
+                None
+                if plan.personal_lambda is None
+                else self._client_state.get_personal_copy(instruction.run, cached_task.model_spec)
+            ),
         )
         if variate is not None:
             variate = variate.add_move(instruction.assignment_id, result.algorithm_state or {})
@@ -555,7 +564,12 @@ class DeviceTrainer:
         _, data = self._load_split(instruction, cached_task)
         if not len(data):
             raise DataError("the local test split holds no examples")
-        found = evaluate(self._load_model(instruction, cached_task, body), data, cached_task.metrics)
+        learner = self._load_model(instruction, cached_task, body)
+        if not instruction.has_personal:
+            found = evaluate(learner, data, cached_task.metrics)
+        else:
+            copy = self._client_state.get_personal_copy(instruction.run, cached_task.model_spec) or learner.read()
+            found = evaluate(learner, data, make_task_metrics(cached_task.task, has_personal=True), copy)
         return {"metrics": {"num_examples": len(data), "loss": found.loss, "accuracy": found.accuracy}}, found.sums
 
     def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:

@@ -18,7 +18,7 @@ from edgefl.core.config import (
     RunConfig,
 )
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, model_fingerprint
+from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, PERSONAL_KEY, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
 from edgefl.core.types import (
     Algorithm,
@@ -31,7 +31,7 @@ from edgefl.core.types import (
     Tensors,
     derive_rng,
 )
-from edgefl.engine.adapted_model import AdaptedModel, check_head_epochs, make_adapted_model
+from edgefl.engine.adapted_model import AdaptedModel, check_head_epochs, check_personal, make_adapted_model
 from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
@@ -72,7 +72,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     if config.strategy.name in ANALYSES:
         return build_analysis(config, run_id, task)
     task, first, adapted = _make_first_model(task, config, bases)
-    shapes_on_board, metrics = task.shapes(), make_task_metrics(task)
+    shapes_on_board = task.shapes()
     shapes = tuple(spec for spec in shapes_on_board if spec.shared)
     with name_codec_errors("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
@@ -98,7 +98,10 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         check_weighted_mean(strategy, config)
     if strategy.has_nodes:
         _check_decentralised(config, task.shapes())
-    check_head_epochs(get_plan(strategy), shapes_on_board, plans_iterations=_plans_iterations(strategy))
+    plans_iterations = _plans_iterations(strategy)
+    check_head_epochs(get_plan(strategy), shapes_on_board, plans_iterations=plans_iterations)
+    has_personal = check_personal(strategy, config, shapes_on_board, plans_iterations=plans_iterations)
+    metrics = make_task_metrics(task, has_personal=has_personal)
     if split is not None:
         check_split_strategy(config, strategy, codecs)
     return RunComponents(
@@ -110,11 +113,14 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         goal=make_goal(strategy, config, metrics),
         evaluate=EvaluationSchedule(
             every=config.run.evaluate_every,
-            evaluate_on=choose_evaluation(config, shapes_on_board),
+            evaluate_on=choose_evaluation(config, shapes_on_board, has_personal=has_personal),
             # No board has room for the whole network, or it would not be cut.
             can_use_trainers=split is None,
         ),
-        header=_make_header(config, run_id, strategy, split, adapted),
+        header={
+            **_make_header(config, run_id, strategy, split, adapted),
+            **({PERSONAL_KEY: True} if has_personal else {}),
+        },
         layout=model_fingerprint(task.shapes() if split is None else trained),
         shapes=shapes,
         encode=encode,

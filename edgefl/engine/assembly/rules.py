@@ -34,14 +34,14 @@ from edgefl.strategies.update_guard import (
 )
 
 
-def choose_evaluation(config: RunConfig, shapes: ModelSpec) -> EvaluateOn:
-    """Returns where models are evaluated: on the devices where a part of the model is only there.
+def choose_evaluation(config: RunConfig, shapes: ModelSpec, *, has_personal: bool) -> EvaluateOn:
+    """Returns where models are evaluated: on the devices where a part of the model, or a copy, is only there.
 
     Raises:
         ConfigError: the run file asks for an evaluator, whose part of the model would be untrained.
     """
     evaluate_on = config.run.evaluate_on
-    local = next((spec.name for spec in shapes if not spec.shared), None)
+    local = "personal copies" if has_personal else next((spec.name for spec in shapes if not spec.shared), None)
     if local is None or evaluate_on in {"devices", "none"}:
         return evaluate_on
     if evaluate_on != "auto":

@@ -100,6 +100,7 @@ def main() -> None:
         analysis=config["analysis"] and tuple(config["analysis"]),
         adapt=from_mapping(AdaptSection, config["adapt"], "adapt"),
         base=load_base(folder / BASE_FILE),
+        has_personal=config["has_personal"],
     )
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -295,6 +296,7 @@ class ProcessPoolBackend:
             "seed": task_spec.seed,
             "split": asdict(task_spec.split),
             "analysis": task_spec.analysis,
+            "has_personal": task_spec.has_personal,
             "adapt": {name: item for name, item in adapt_to_json(task_spec.adapt).items() if item is not None},
             "places": dict(shard_indices),
         }

@@ -147,7 +147,7 @@ class TaskSpec:
     """The task to train, its options, the seed of the run, where its network is cut, and what is analysed, if so.
 
     `analysis` has the name and the options of an analysis, in place of a training. `adapt` says what is trained, and
-    `base` holds what each device gets once for that.
+    `base` holds what each device gets once for that. With `has_personal` devices have personal copies of the model.
     """
 
     task: str
@@ -157,6 +157,7 @@ class TaskSpec:
     analysis: tuple[str, Mapping[str, Scalar]] | None = None
     adapt: AdaptSection = field(default_factory=AdaptSection)
     base: Mapping[str, Array] = field(default_factory=dict)
+    has_personal: bool = False
 
 
 @dataclass(slots=True)
@@ -169,6 +170,7 @@ class _LocalState:
     codec_spec: str = ""
     error_feedback: ErrorFeedback | None = None
     local_tensors: dict[str, Array] = field(default_factory=dict)
+    personal_copy: dict[str, Array] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +204,7 @@ class SimulatedTrainer:
             task = AdaptedTask(task, task_spec.adapt, task_spec.base)
         self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
         self._model_spec = task.shapes()
-        self._task, self._metrics = task, make_task_metrics(task)
+        self._task, self._metrics = task, make_task_metrics(task, has_personal=task_spec.has_personal)
         self._analysis = None if task_spec.analysis is None else make_analysis(task, *task_spec.analysis)
         # One thread, so that the same job gives the same bits in any process.
         has_model = self._analysis is None or self._analysis.has_task_model
@@ -257,6 +259,7 @@ class SimulatedTrainer:
             on_iteration=lambda num_done, _: num_done >= iterations or is_cancelled(),
             algorithm_state=_get_step_state(memory, plan),
             local_names=self._local_tensor_names,
+            personal=memory.personal_copy,
         )
         self._save_state(memory, instruction, result)
         rng = derive_rng(*origin, "uplink")
@@ -335,8 +338,10 @@ class SimulatedTrainer:
         data = self._data.test if device_id is None else self._data.pool.take(self._get_shard(device_id).test)
         if data is None or not len(data):
             raise DataError("the local test split holds no examples")
-        self._load_model(self._states.get(device_id or "", _LocalState()), model)
-        found = evaluate(self._learner, data, self._metrics)
+        memory = self._states.get(device_id or "", _LocalState())
+        self._load_model(memory, model)
+        copy = (memory.personal_copy or self._learner.read()) if self._task_spec.has_personal else None
+        found = evaluate(self._learner, data, self._metrics, copy)
         return EvaluationMetrics(
             num_examples=len(data), loss=found.loss, accuracy=found.accuracy, sums=found.sums,
             values=self._metrics.combine([found.sums]),
@@ -385,7 +390,10 @@ class SimulatedTrainer:
         elif result.algorithm_state is not None:
             state.algorithm = instruction.plan.algorithm
             state.step_state = {name: np.array(array) for name, array in result.algorithm_state.items()}
-        if self._local_tensor_names:
+        if instruction.plan.personal_lambda is not None:
+            copy = self._learner.read()
+            state.personal_copy = copy if is_finite(copy) else state.personal_copy
+        elif self._local_tensor_names:
             values = self._learner.read()
             local_tensors = {name: values[name] for name in self._local_tensor_names}
             state.local_tensors = local_tensors if is_finite(local_tensors) else state.local_tensors

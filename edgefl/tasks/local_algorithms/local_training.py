@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
+from edgefl.tasks.local_algorithms.personal_training import PulledAlgorithm, list_parts
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
 
 
@@ -45,12 +45,14 @@ def train(  # noqa: PLR0913 the last three by name
     algorithm_state: Mapping[str, Array] | None = None,
     algorithm: LocalAlgorithm | None = None,
     local_names: Collection[str] = (),
+    personal: Mapping[str, Array] | None = None,
 ) -> LocalTrainingResult:
     """Trains from the learner's present weights until the budget is spent, at least one iteration.
 
     With `plan.head_epochs` the local tensors are trained alone at first, then the others alone, each for at least one
     iteration (Collins et al., Exploiting Shared Representations for Personalized Federated Learning (FedRep), ICML
-    2021, algorithm 1).
+    2021, algorithm 1). With `plan.personal_lambda` a personal copy is trained after the model, for as many
+    iterations, and the learner holds it afterwards; the result is of the model.
 
     Args:
         learner: holds the model to start from; afterwards the trained one.
@@ -63,6 +65,7 @@ def train(  # noqa: PLR0913 the last three by name
         algorithm_state: state of the instruction before, for a plan that keeps it; None starts anew.
         algorithm: the local algorithm; None for the plan's.
         local_names: the tensors that stay on the device.
+        personal: the device's personal copy so far; None starts it from the model.
 
     Raises:
         DataError: there are no examples.
@@ -74,7 +77,7 @@ def train(  # noqa: PLR0913 the last three by name
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
     _reseed(learner, rng)
-    start = learner.read()
+    start, limit = learner.read(), plan.count_iterations(len(data))
     loop = _TrainingLoop(data, plan, rng, clock, on_iteration)
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -82,20 +85,26 @@ def train(  # noqa: PLR0913 the last three by name
             algorithm.start(learner)
             if plan.keeps_state and algorithm_state and isinstance(algorithm, StatefulLocalAlgorithm):
                 algorithm.restore(algorithm_state)
-            loop.run(learner, algorithm, plan.count_iterations(len(data)))
+            loop.run(learner, algorithm, limit if limit is None or plan.personal_lambda is None else limit // 2)
             algorithm.finish(learner)
         else:
-            for part, limit in _list_parts(learner, plan, len(data), local_names):
+            for part, limit in list_parts(learner, plan, len(data), local_names):
                 part_algorithm = make_local_algorithm(plan)
                 part_algorithm.start(part)
                 loop.run(part, part_algorithm, limit)
                 part_algorithm.finish(part)
-        displacement = compute_displacement(start, learner.read())
+        displacement, loss = compute_displacement(start, learner.read()), loop.loss_sum / loop.num_seen
+        if plan.personal_lambda is not None:
+            learner.load(personal or start)
+            pulled = PulledAlgorithm(make_local_algorithm(plan), start, plan.personal_lambda)
+            pulled.start(learner)
+            loop.run(learner, pulled, limit)
+            pulled.finish(learner)
     return LocalTrainingResult(
         displacement=displacement,
         iterations=loop.iterations,
         num_examples=len(data),
-        loss=loop.loss_sum / loop.num_seen,
+        loss=loss,
         compute_s=clock() - loop.started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
     )
@@ -136,32 +145,6 @@ class _TrainingLoop:
                 return
             if self._plan.seconds is not None and elapsed_s >= self._plan.seconds:
                 return
-
-
-class _PartLearner:
-    """A learner of which an algorithm sees, and so trains, some parameters."""
-
-    def __init__(self, learner: Learner, names: Collection[str]) -> None:
-        self._learner = learner
-        self.parameters = {name: array for name, array in learner.parameters.items() if name in names}
-        self.gradients = {name: learner.gradients[name] for name in self.parameters}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._learner, name)
-
-
-def _list_parts(
-    learner: Learner, plan: TrainConfig, num_examples: int, local_names: Collection[str]
-) -> list[tuple[Learner, int | None]]:
-    """Returns the local part of a learner and the shared one, each with the iterations after which it ends."""
-    names = [[name for name in learner.parameters if (name in local_names) == is_local] for is_local in (True, False)]
-    if not all(names):
-        raise ConfigError(
-            f"head_epochs = {plan.head_epochs}: {'the whole model' if names[0] else 'nothing of it'} stays on the "
-            "device; it needs a part that stays and one that travels"
-        )
-    limits = plan.count_head_iterations(num_examples), plan.count_iterations(num_examples)
-    return [(cast("Learner", _PartLearner(learner, part)), limit) for part, limit in zip(names, limits, strict=True)]
 
 
 def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:

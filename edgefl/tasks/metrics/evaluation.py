@@ -19,6 +19,8 @@ from edgefl.tasks.metrics.registry import make_metric
 
 BATCH_SIZE = 1024
 MAX_OUTPUTS = 1_000_000
+PERSONAL = "personal-"
+"""Before the name of a metric, of the device's personal copy of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +32,27 @@ class Evaluation:
     sums: bytes = b""
 
 
-def make_task_metrics(task: Task) -> MetricSet:
+def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
     """Returns the metrics of a task's attribute `metrics`, names with `min` or `max`; none where it has no such.
+
+    Where devices have personal copies of the model, each metric stands there a second time for those, and a task with
+    labels that declares none has the accuracy.
 
     The model has as many outputs as the task says (`num_outputs`), else as it has `labels`, else as `DenseModel` has,
     else one.
 
     Raises:
-        ConfigError: a metric is unknown, has another direction or none, or is of other outputs than the model's.
+        ConfigError: a metric is unknown, has another direction or none, or is of other outputs than the model's; or
+            there is none for personal copies.
     """
     declared = getattr(task, "metrics", None)
+    if has_personal and declared is None:
+        if not getattr(task, "labels", ()):
+            raise ConfigError(
+                f"task {task.name} declares no metrics, and has no classes whose accuracy could be told of personal "
+                'copies; declare some, such as metrics = {"rmse": "min"}, or leave strategy.personal_lambda out'
+            )
+        declared = {"accuracy": "max"}
     if declared is None:
         return NO_METRICS
     if not isinstance(declared, Mapping) or not 0 < len(declared) <= MAX_METRICS:
@@ -59,14 +72,20 @@ def make_task_metrics(task: Task) -> MetricSet:
     num_outputs = getattr(task, "num_outputs", None) or len(labels) or of_model or 1
     if not isinstance(num_outputs, int) or not 1 <= num_outputs <= MAX_OUTPUTS:
         raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
+    if has_personal:
+        metrics |= {f"{PERSONAL}{name}": metric for name, metric in metrics.items()}
     loss = find_loss(task)
     is_single = bool(labels) or (isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1)
     made = make_metric_set(metrics, num_outputs, has_single_targets=is_single)
     return replace(made, is_of_inputs=is_reconstruction(task))
 
 
-def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:
-    """Returns the evaluation of a loaded model.
+def evaluate(
+    learner: Learner, data: Dataset, metrics: MetricSet, personal: Mapping[str, Array] | None = None
+) -> Evaluation:
+    """Returns the evaluation of a loaded model, and the sums of a personal copy where there is one.
+
+    The learner holds that copy afterwards.
 
     Raises:
         DataError: the model has diverged.
@@ -75,8 +94,23 @@ def evaluate(learner: Learner, data: Dataset, metrics: MetricSet) -> Evaluation:
     loss, accuracy = learner.evaluate(data)
     if not np.isfinite(loss):
         raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
-    sums = metrics.encode(measure(learner, data, metrics)) if metrics else b""
-    return Evaluation(loss=float(loss), accuracy=finite_or_none(float(accuracy)), sums=sums)
+    sums = {}
+    if metrics:
+        shared = {
+            name: metric for name, metric in metrics.metrics.items() if personal is None or not is_personal(name)
+        }
+        sums = dict(measure(learner, data, MetricSet(shared)))
+        if personal is not None:
+            learner.load(personal)
+            own = measure(learner, data, MetricSet(shared))
+            sums |= {f"{PERSONAL}{name}": own[name] for name in shared}
+    encoded = metrics.encode(sums) if metrics else b""
+    return Evaluation(loss=float(loss), accuracy=finite_or_none(float(accuracy)), sums=encoded)
+
+
+def is_personal(name: str) -> bool:
+    """Returns whether a metric is that of a personal copy, by its name."""
+    return name.startswith(PERSONAL)
 
 
 def measure(learner: Any, data: Dataset, metrics: MetricSet) -> Mapping[str, Sums]:

@@ -237,6 +237,17 @@ def test_the_newest_comes_back_and_only_what_stays_on_the_board(tmp_path):
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
+def test_a_personal_copy_comes_back_after_a_restart_and_is_no_part_of_the_model(tmp_path):
+    assert ClientState(tmp_path).get_personal_copy("r", LOCAL_SHAPES) is None
+    for value in (1.0, 3.0, np.nan):
+        ClientState(tmp_path).update_personal_copy("r", Learner(value).read())
+    kept = ClientState(tmp_path).get_personal_copy("r", LOCAL_SHAPES)
+    assert list(kept) == ["body", "head.weight", "head.bias"]
+    assert kept["body"].tolist() == [3.0] * 4, "what a training that diverged leaves is not kept"
+    assert ClientState(tmp_path).get_local_tensors("r", LOCAL_SHAPES) is None
+    assert ClientState(tmp_path).get_personal_copy("r", (TensorSpec(name="body", shape=(5,)),)) is None
+
+
 def test_what_a_training_that_diverged_leaves_is_not_kept(tmp_path):
     for value in (1.0, np.nan):
         ClientState(tmp_path).update_local_tensors("r", LOCAL_SHAPES, Learner(value))

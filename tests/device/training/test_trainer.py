@@ -20,6 +20,7 @@ from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
+from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.metrics.exact_sums import read_sum
 from edgefl.tasks.registry import make_task
 
@@ -648,3 +649,44 @@ def test_a_board_says_nothing_about_fewer_examples_than_its_owner_lets_it(device
 def test_an_analysis_that_is_malformed_is_refused(device, asked, error):
     header, body = device.train(analysis=asked)
     assert (error in header["error"], body) == (True, b""), header["error"]
+
+
+def test_a_personal_copy_goes_on_after_a_kill_and_is_evaluated_beside_the_model(tmp_path, shard):
+    plan = {"personal_lambda": 0.1, "iterations": 20}
+    metrics = make_task_metrics(make_task("digits"), has_personal=True)
+
+    def score(device):
+        header, sums = device.evaluate(has_personal=True)
+        values = metrics.combine([sums])
+        assert values["accuracy"] == header["metrics"]["accuracy"]
+        return values["personal-accuracy"]
+
+    never_killed = Device(tmp_path / "a", {"digits": str(shard)})
+    assert score(never_killed) == never_killed.evaluate()[0]["metrics"]["accuracy"], (
+        "before any training it is the model"
+    )
+    for version in range(4):
+        killed = Device(tmp_path / "b", {"digits": str(shard)})
+        replies = [board.train(plan=plan, version=version) for board in (never_killed, killed)]
+        assert replies[0][1] == replies[1][1]
+        assert replies[0][0]["metrics"]["iterations"] == 40
+        assert score(never_killed) == score(Device(tmp_path / "b", {"digits": str(shard)}))
+    kept = [np.load(tmp_path / board / "runs" / "r.npz") for board in "ab"]
+    for name in kept[0]:
+        assert name.startswith("personal/")
+        assert np.array_equal(kept[0][name], kept[1][name])
+    # The model that came was the same each time: four trainings from it get less far than the copy, which goes on.
+    task = make_task("digits")
+    training, learner = split_train_test(task.read(str(shard)), 0.25)[0], task.learner()
+    moved = decode_body(replies[0][1], task.shapes())
+    once = {name: value + moved[name] for name, value in task.init(1).items()}
+    losses = []
+    for tensors in (task.init(1), once, {name.removeprefix("personal/"): kept[0][name] for name in kept[0]}):
+        learner.load(tensors)
+        losses.append(learner.evaluate(training)[0])
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_a_board_writes_nothing_of_its_own_where_it_has_no_copy(device, tmp_path):
+    device.train()
+    assert not (tmp_path / "runs").exists()

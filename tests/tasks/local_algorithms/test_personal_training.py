@@ -1,4 +1,6 @@
-"""Training of what stays on a board: FedRep against a plain loop over the same formulas."""
+"""Training of what stays on a board: FedRep and Ditto against plain loops over the same formulas."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,10 +47,10 @@ def some_data(count=12):
     return Dataset(inputs=rng.standard_normal((count, 3)), targets=rng.standard_normal(count))
 
 
-def run(plan, *, learner=None, local=("head",), on_iteration=lambda *_: False):
+def run(plan, *, learner=None, local=("head",), on_iteration=lambda *_: False, personal=None):
     return train(
         learner or TwoLayers(), some_data(), plan, np.random.default_rng(5), clock=lambda: 0.0,
-        on_iteration=on_iteration, local_names=local,
+        on_iteration=on_iteration, local_names=local, personal=personal,
     )  # fmt: skip
 
 
@@ -105,3 +107,61 @@ def test_a_board_refuses_what_it_cannot_train_apart(settings, local, told):
 def test_passes_over_the_head_have_bounds(value):
     with pytest.raises(ConfigError, match=r"plan.head_epochs must be .*at most 1000"):
         run(TrainConfig(epochs=1.0, head_epochs=value))
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.7])
+def test_a_personal_copy_is_trained_from_where_it_was_and_held_to_the_received_model(strength):
+    plan = TrainConfig(iterations=3, personal_lambda=strength, batch_size=12, learning_rate=RATE, weight_decay=DECAY)
+    received, data = TwoLayers().read(), some_data()
+    copy, kept = dict(received), None
+    for _ in range(2):  # the copy goes on in the second round, whatever the model is then
+        learner = TwoLayers()
+        learner.load(received)
+        found = run(plan, learner=learner, local=(), personal=kept)
+        for _ in range(3):
+            _, *gradients = compute_gradients(**copy, data=data)
+            for name, gradient in zip(("body", "head"), gradients, strict=True):
+                pull = strength * (copy[name] - received[name])
+                copy[name] = copy[name] - RATE * (gradient + pull + DECAY * copy[name])
+        kept = learner.read()
+        for name, value in copy.items():
+            np.testing.assert_allclose(kept[name], value, rtol=1e-9)
+        received = {name: value + 0.1 for name, value in received.items()}
+    assert found.iterations == 6 == plan.count_iterations(12)
+
+
+def test_with_a_strong_pull_the_copy_is_the_received_model():
+    plan = TrainConfig(iterations=1, personal_lambda=10.0, batch_size=12, learning_rate=0.1)
+    learner = TwoLayers()
+    start, far = learner.read(), {name: value + 5.0 for name, value in TwoLayers().read().items()}
+    run(plan, learner=learner, local=(), personal=far)
+    _, *gradients = compute_gradients(**far, data=some_data())
+    for name, gradient in zip(("body", "head"), gradients, strict=True):
+        # With a rate of 1/λ one step leaves nothing of where the copy was: v = w - g(v)/λ.
+        np.testing.assert_allclose(learner.read()[name], start[name] - 0.1 * gradient, rtol=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", ["sgd", "adam", "gradient"])
+def test_the_model_that_is_sent_is_what_it_is_without_a_copy(algorithm):
+    plan = TrainConfig(algorithm=algorithm, epochs=2.0, batch_size=5, learning_rate=RATE)
+    alone, beside = run(plan), run(replace(plan, personal_lambda=0.5))
+    assert (alone.loss, 2 * alone.iterations) == (beside.loss, beside.iterations)
+    for name, value in alone.displacement.items():
+        assert np.array_equal(value, beside.displacement[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"epochs": 1.0, "head_epochs": 1.0}, "begins anew, not with head_epochs"),
+        ({"seconds": 1.0}, "begins anew, not with seconds"),
+        (
+            {"epochs": 1.0, "personal_lambda": -1.0},
+            "plan.personal_lambda must be a number at least 0 and at most 1000",
+        ),
+        ({"epochs": 1.0, "personal_lambda": 1e9}, "plan.personal_lambda must be .*at most 1000"),
+    ],
+)
+def test_a_copy_that_cannot_be_trained_is_one_clear_line(settings, told):
+    with pytest.raises(ConfigError, match=told):
+        run(TrainConfig(**{"personal_lambda": 0.5, **settings}))

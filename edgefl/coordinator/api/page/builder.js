@@ -22,7 +22,7 @@ const CHECK_MS = 500;
 const TEXT_KEY = "edgefl-run-file";
 const NUMBER = /^[+-]?\d[\d_]*(\.[\d_]+)?([eE][+-]?\d+)?$/;
 // Settings of every strategy that trains; the others are its own.
-const LOCAL = ["schedule", "iterations", "seconds", "optimizer", "momentum", "weight_decay", "head_epochs", "keep_optimizer"];
+const LOCAL = ["schedule", "iterations", "seconds", "optimizer", "momentum", "weight_decay", "head_epochs", "personal_lambda", "keep_optimizer"];
 const LABELS = {
   "run.accuracy": "Accuracy reached", "run.bytes": "Bytes sent", "devices.min": "Devices to begin with", "devices.count": "Devices asked in a round", "devices.fraction": "Or a fraction of them", "strategy.name": "Strategy",
   "compression.up": "Codec of updates", "compression.down": "Codec of the model", "guard.enabled": "Compare updates",
