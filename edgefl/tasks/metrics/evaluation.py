@@ -96,14 +96,12 @@ def evaluate(
         raise DataError(f"the model's loss on the test data is {loss}: it has diverged")
     sums = {}
     if metrics:
-        shared = {
-            name: metric for name, metric in metrics.metrics.items() if personal is None or not is_personal(name)
-        }
-        sums = dict(measure(learner, data, MetricSet(shared)))
+        names = [name for name in metrics.metrics if personal is None or not is_personal(name)]
+        shared = replace(metrics, metrics={name: metrics.metrics[name] for name in names})
+        sums = dict(measure(learner, data, shared))
         if personal is not None:
             learner.load(personal)
-            own = measure(learner, data, MetricSet(shared))
-            sums |= {f"{PERSONAL}{name}": own[name] for name in shared}
+            sums |= {f"{PERSONAL}{name}": found for name, found in measure(learner, data, shared).items()}
     encoded = metrics.encode(sums) if metrics else b""
     return Evaluation(loss=float(loss), accuracy=finite_or_none(float(accuracy)), sums=encoded)
 
