@@ -399,11 +399,12 @@ def take():
 for _ in range(8):
     threading.Thread(target=take, daemon=True).start()
 barrier.wait(60)
-# glibc's further heaps are mappings without a file that begin at a multiple of 64 MiB; room to grow follows.
+# glibc's further heaps are mappings without a file that begin at a multiple of 64 MiB; room to grow follows, up to
+# the next multiple. A thread's stack, which may begin there by chance, has one page of another's guard behind it.
 maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
 spans = [[int(end, 16) for end in words[0].split("-")] for words in maps]
 heaps = sum(
-    start % (64 << 20) == 0 and end == spans[i + 1][0] and len(maps[i]) == 5
+    start % (64 << 20) == 0 and end == spans[i + 1][0] and spans[i + 1][1] - start >= 64 << 20 and len(maps[i]) == 5
     and (maps[i][1], maps[i + 1][1]) == ("rw-p", "---p")
     for i, (start, end) in enumerate(spans[:-1])
 )
