@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from harness import options
+
 from edgefl.simulation.simulated_run import simulate
 
 DEVICES, SCHEME, RATE = 8, "dirichlet:0.1", 0.1
@@ -47,16 +49,16 @@ def measure(changes: dict[str, dict[str, Any]], *, rounds: int, seed: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    parser.add_argument("--seeds", type=int, default=3, help="how many, of which the mean [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=20, help="of a run [%(default)s]")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    args = options.parse(parser, seeds=1, rounds=1)
     rows = {}
     for name, changes in METHODS.items():
-        found = [measure(changes, rounds=options.rounds, seed=seed) for seed in range(1, options.seeds + 1)]
+        found = [measure(changes, rounds=args.rounds, seed=seed) for seed in range(1, args.seeds + 1)]
         rows[name] = {key: [one[key] for one in found] for key in found[0]}
-    if options.json:
-        json.dump({"devices": DEVICES, "scheme": SCHEME, "rounds": options.rounds, "methods": rows}, sys.stdout)
+    if args.json:
+        json.dump({"devices": DEVICES, "scheme": SCHEME, "rounds": args.rounds, "methods": rows}, sys.stdout)
         return
     print("| model | accuracy | from | to | worst board |\n|---|---|---|---|---|")
     for name, row in rows.items():
