@@ -102,7 +102,11 @@ def test_a_run_ends_with_every_update_counted_once(fleet: LocalFleet, tools: Any
     assert (run["status"], run["reason"]) == ("finished", f"rounds reached {ROUNDS}")
     used = check_history(fleet, tools, run["run_id"])
     trained = {row["device_id"] for row in used} - ({EVALUATOR_NAME} if name == "fltrust" else set())
-    assert trained == ({"device-01"} if name == "local" else set(NAMES))
+    if name == "redundant":  # each block is on two boards, whose first answer is used: the slowest may have none
+        assert len(trained) >= 2
+        assert trained <= set(NAMES)
+    else:
+        assert trained == ({"device-01"} if name == "local" else set(NAMES))
     if name in ASYNCHRONOUS - {"fedbuff"}:
         assert sorted(row["applied_version"] for row in used) == list(range(len(used))), "each makes a version"
         assert max(row["staleness"] for row in used) > 0, "they meet newer models than their own"
