@@ -374,7 +374,6 @@ def export() -> None:
 def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     """Write the run of FILE (TOML) as a Flower app: strategy and task run with plain `flwr run`."""
     from edgefl.core.config import load_run  # noqa: PLC0415 likewise
-    from edgefl.core.protocol import PERSONAL_KEY  # noqa: PLC0415 likewise
     from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
     from edgefl.flower.app_export import export_flower_app  # noqa: PLC0415 fast start
     from edgefl.simulation.local_fleet import default_scheme  # noqa: PLC0415 likewise
@@ -383,7 +382,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     config = load_run(file)
     if config.adapt.is_used:
         raise ConfigError("adapt: a Flower app sends whole models; leave it out")
-    if PERSONAL_KEY in (built := build_run(config, "check")).header:
+    built = build_run(config, "check")
+    if built.has_personal:
         raise ConfigError("strategy.personal_lambda: a Flower app keeps no copies on its nodes; leave it out")
     if built.strategy.root_examples:
         raise ConfigError(f"{config.strategy.name} trains on examples of the coordinator, and a Flower app has none")

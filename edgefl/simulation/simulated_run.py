@@ -32,7 +32,7 @@ from edgefl.core.config import (
     parse_run,
 )
 from edgefl.core.errors import ConfigError
-from edgefl.core.protocol import EVALUATOR_NAME, PERSONAL_KEY
+from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
@@ -532,7 +532,7 @@ def make_backend(
         analysis=parse_analysis(components.header),
         adapt=config.adapt,
         base={} if components.adapted is None else components.adapted.base,
-        has_personal=PERSONAL_KEY in components.header,
+        has_personal=components.has_personal,
     )
     indices = {name: index for index, name in enumerate(names)}
     trainer = SimulatedTrainer(task_spec, data, indices)

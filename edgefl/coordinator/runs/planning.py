@@ -26,7 +26,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES, PERSONAL_KEY
+from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES
 from edgefl.core.types import (
     DeviceInfo,
     Json,
@@ -470,7 +470,7 @@ def create_admission_requirements(
 
 
 def _count_needed_memory(run: RunComponents) -> int:
-    copies = MODEL_COPIES_IN_MEMORY + (PERSONAL_COPIES_IN_MEMORY if PERSONAL_KEY in run.header else 0)
+    copies = MODEL_COPIES_IN_MEMORY + (PERSONAL_COPIES_IN_MEMORY if run.has_personal else 0)
     return copies * count_device_bytes(run) + BASE_COPIES_IN_MEMORY * count_base_bytes(run)
 
 

@@ -11,6 +11,7 @@ from edgefl.core.config import (
     SplitSection,
 )
 from edgefl.core.metrics import NO_METRICS, MetricSet
+from edgefl.core.protocol import PERSONAL_KEY
 from edgefl.core.types import (
     Array,
     Indices,
@@ -100,6 +101,11 @@ class RunComponents:
         if self.analysis is not None:
             return self.analysis.sums_spec
         return self.shapes if self.split is None else self.split.front
+
+    @property
+    def has_personal(self) -> bool:
+        """Whether each device has a personal copy of the model."""
+        return PERSONAL_KEY in self.header
 
     def make_whole(self, model: Tensors) -> Tensors:
         """Returns a model of the run as it is kept: with its frozen tensors, and adapters added to theirs."""

@@ -82,24 +82,15 @@ def train(  # noqa: PLR0913 the last three by name
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
         if plan.head_epochs is None:
-            algorithm.start(learner)
-            if plan.keeps_state and algorithm_state and isinstance(algorithm, StatefulLocalAlgorithm):
-                algorithm.restore(algorithm_state)
-            loop.run(learner, algorithm, limit if limit is None or plan.personal_lambda is None else limit // 2)
-            algorithm.finish(learner)
+            limit_of_model = limit if limit is None or plan.personal_lambda is None else limit // 2
+            loop.run(learner, algorithm, limit_of_model, algorithm_state if plan.keeps_state else None)
         else:
             for part, limit in list_parts(learner, plan, len(data), local_names):
-                part_algorithm = make_local_algorithm(plan)
-                part_algorithm.start(part)
-                loop.run(part, part_algorithm, limit)
-                part_algorithm.finish(part)
+                loop.run(part, make_local_algorithm(plan), limit)
         displacement, loss = compute_displacement(start, learner.read()), loop.loss_sum / loop.num_seen
         if plan.personal_lambda is not None:
             learner.load(personal or start)
-            pulled = PulledAlgorithm(make_local_algorithm(plan), start, plan.personal_lambda)
-            pulled.start(learner)
-            loop.run(learner, pulled, limit)
-            pulled.finish(learner)
+            loop.run(learner, PulledAlgorithm(make_local_algorithm(plan), start, plan.personal_lambda), limit)
     return LocalTrainingResult(
         displacement=displacement,
         iterations=loop.iterations,
@@ -131,8 +122,20 @@ class _TrainingLoop:
         self._clock, self._on_iteration = clock, on_iteration
         self.iterations, self.loss_sum, self.num_seen, self.started_s = 0, 0.0, 0, clock()
 
-    def run(self, learner: Learner, algorithm: LocalAlgorithm, limit: int | None) -> None:
-        """Makes steps, at least one, until there are `limit` in all, the seconds are over, or it is to finish."""
+    def run(
+        self,
+        learner: Learner,
+        algorithm: LocalAlgorithm,
+        limit: int | None,
+        state: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Makes steps, at least one, until there are `limit` in all, the seconds are over, or it is to finish.
+
+        The algorithm starts from `state`, where it takes one.
+        """
+        algorithm.start(learner)
+        if state and isinstance(algorithm, StatefulLocalAlgorithm):
+            algorithm.restore(state)
         for rows in _iterate_batches(len(self._data), self._plan.batch_size, self._rng):
             batch = self._data.take(rows)
             self.loss_sum += len(batch) * learner.gradient(batch)
@@ -140,11 +143,12 @@ class _TrainingLoop:
             self.iterations, self.num_seen = self.iterations + 1, self.num_seen + len(batch)
             elapsed_s = self._clock() - self.started_s
             if self._on_iteration(self.iterations, elapsed_s / self.iterations):
-                return
+                break
             if limit is not None and self.iterations >= limit:
-                return
+                break
             if self._plan.seconds is not None and elapsed_s >= self._plan.seconds:
-                return
+                break
+        algorithm.finish(learner)
 
 
 def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:
