@@ -18,6 +18,7 @@ import click
 from edgefl.cli.output import FullHelpGroup, format_option, make_broker_option, print_rows, select_known_columns
 from edgefl.cli.run import RunProgressBar
 from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
+from edgefl.cli.stats import drift
 from edgefl.core.errors import DataError, UsageError
 from edgefl.engine.run_summary import RunResult, format_accuracy, format_quality, select_device_metrics
 from edgefl.storage.queries.columns import DEVICE_MODEL_COLUMNS
@@ -401,7 +402,7 @@ def _clear_folder(out: Path) -> None:
 
 @click.group("data", cls=FullHelpGroup)
 def data() -> None:
-    """Cut a data set into shards for experiments. Real boards bring data of their own."""
+    """Cut a data set into shards for experiments, or compare data. Real boards bring data of their own."""
 
 
 @data.command("shard")
@@ -452,6 +453,9 @@ def shard(  # noqa: PLR0913 one per option
         )
     else:
         _print_cards(cards)
+
+
+data.add_command(drift)
 
 
 def _make_row(path: Path, card: ShardMetadata) -> dict[str, object]:

@@ -22,7 +22,7 @@ COMMANDS = {
     ),
     "base": ("edgefl.cli.fleet.bases:command", "Bring pretrained bases to the coordinator, for boards to fetch once"),
     "completion": ("edgefl.cli.catalogue:completion", "Print what makes a shell complete commands and options"),
-    "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments"),
+    "data": ("edgefl.cli.experiments:data", "Cut a data set into shards for experiments, or compare data"),
     "demo": ("edgefl.cli.experiments:demo", "Run a whole fleet on this machine"),
     "device": ("edgefl.cli.device:command", "On the board itself: join a fleet, run the agent"),
     "devices": (
@@ -88,6 +88,7 @@ EXAMPLES = {
     "coordinator user add": "coordinator user add ada --role operator --expires 30d",
     "coordinator user list": "coordinator user list",
     "coordinator user revoke": "coordinator user revoke ada",
+    "data drift": "data drift run.toml --reference june.csv --data july.csv --threshold 0.25",
     "data shard": "data shard digits --devices 3 --out shards",
     "demo": "demo --devices 3",
     "device apply-update": "device apply-update systemctl restart edgefl-device",

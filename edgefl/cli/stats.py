@@ -1,4 +1,4 @@
-"""`edgefl stats`: figures of the data on the boards, of which no example leaves them."""
+"""`edgefl stats` and `edgefl data drift`: figures of the data on the boards, of which no example leaves them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import click
 from edgefl.cli.output import JSON_VERSION, echo, format_option, print_json, print_rows
 from edgefl.cli.run import wait_for_run
 from edgefl.cli.sources import allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import DataError, NetworkError, UsageError
+from edgefl.core.errors import DataError, DriftError, NetworkError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.core.types import Json, Scalar
 
 COLUMNS = ("name", "count", "missing", "mean", "std", "min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "boards")
+DRIFT_COLUMNS = ("name", "num_reference", "num_newer", "psi", "ks")
 QUANTILES = {"5 %": "0.05", "25 %": "0.25", "50 %": "0.5", "75 %": "0.75", "95 %": "0.95"}
 """Headings of quantiles, and their names in a result."""
 MAX_SHOWN_ROWS = 50
@@ -76,6 +77,63 @@ def command(  # noqa: PLR0913 the options of one command
             {"run": run, "task": settings, "strategy": strategy, "devices": {"min": boards}}, url
         )
     _print_result(result, fmt)
+
+
+@click.command("drift")
+@click.argument("task")
+@click.option(
+    "--reference", required=True, type=click.Path(path_type=Path, exists=True), help="File or folder: what was."
+)
+@click.option(
+    "--data", "newer", required=True, type=click.Path(path_type=Path, exists=True), help="File or folder: what is."
+)
+@click.option("--columns", default="", help="Names, numbers and ranges such as 0-9, with commas [default: all].")
+@click.option(
+    "--bins",
+    type=click.IntRange(2, 1000),
+    default=10,
+    show_default=True,
+    help="Cells of equal share in the reference, for the index.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0, min_open=True),
+    help="End with exit code 52 where an index is above it, such as 0.25.",
+)
+@allow_module_option
+@format_option
+def drift(  # noqa: PLR0913 the options of one command
+    *, task: str, reference: Path, newer: Path, columns: str, bins: int, threshold: float | None, fmt: str
+) -> None:
+    """Compare newer data of TASK with a reference, column by column, on this machine.
+
+    TASK is a task's name, or a run file (TOML) that has its options. psi is the population stability index, ks the
+    Kolmogorov-Smirnov statistic. The classes are a row, too.
+    """
+    from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 fast start
+    from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
+
+    made = make_task(*_read_task(task))
+    old, new = read_own_data(made, reference), read_own_data(made, newer)
+    found = measure_drift(made, old, new, columns=columns, bins=bins)
+    title = f"{made.name}: {len(new)} examples against {len(old)}"
+    rows = [
+        {
+            "name": column.name,
+            "num_reference": column.num_reference,
+            "num_newer": column.num_newer,
+            "psi": column.psi,
+            "ks": column.ks,
+        }
+        for column in found
+    ]
+    print_rows(rows, DRIFT_COLUMNS, fmt, title=title, kind="drift")
+    if threshold is not None and (above := [column for column in found if column.psi > threshold]):
+        raise DriftError(
+            f"psi must be at most {threshold:g}, got {above[0].psi:.4g} of column {above[0].name}; "
+            f"{len(above)} of {len(found)} columns are above"
+        )
 
 
 def _read_task(task: str) -> tuple[str, dict[str, Scalar]]:

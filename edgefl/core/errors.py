@@ -33,7 +33,8 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── NotFoundError            40  no such run, device or model
 ├── RunFailedError           41  the run ended without reaching its goal
 ├── UnsoundError             50  `edgefl doctor` found a problem
-└── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
+├── BundleError              51  a release or task pack that is damaged, not trusted, or not for this board
+└── DriftError               52  `edgefl data drift` found a column above its threshold
 """
 
 from __future__ import annotations
@@ -192,6 +193,10 @@ class UnsoundError(EdgeflError):
 
 class BundleError(EdgeflError):
     exit_code = 51
+
+
+class DriftError(EdgeflError):
+    exit_code = 52
 
 
 EXTRAS = {

@@ -63,3 +63,22 @@ def test_a_run_file_has_the_options_of_its_task_and_the_names_of_its_columns(run
     assert [column["name"] for column in result["columns"]] == ["heat", "damp", "target"]
     found = [(column["mean"], column["std"]) for column in result["columns"]]
     assert np.array(found)[:2] == pytest.approx(np.stack([rows.mean(axis=0), rows.std(axis=0)], axis=1)[:2])
+
+
+def test_drift_beyond_the_threshold_ends_with_a_code_of_its_own(run, tmp_path):
+    file, old, new = tmp_path / "run.toml", tmp_path / "june.csv", tmp_path / "july.csv"
+    file.write_text('[run]\ntask = "table"\n[task]\ncolumns = ["heat", "damp"]\ntarget = "open"\n')
+    rows = np.random.default_rng(5).normal(20, 5, (80, 3))
+    for path, shift in ((old, 0), (new, 12)):
+        moved = rows + np.array([shift, 0, 0])
+        path.write_text("heat,damp,open\n" + "".join(",".join(map(repr, row)) + "\n" for row in moved.tolist()))
+    words = ("data", "drift", file, "--reference", old, "--data", new, "--format", "json")
+    ended = run(*words)
+    result = json.loads(ended.out)
+    assert (ended.code, result["kind"], result["rows"][0]["name"]) == (0, "drift", "heat")
+    assert result["rows"][0]["psi"] > 0.25
+    assert [row["psi"] for row in result["rows"][1:]] == [0, 0]
+    ended = run(*words, "--threshold", 0.25)
+    assert (ended.code, "of column heat; 1 of 3 columns are above" in ended.err) == (52, True), ended.err
+    assert json.loads(ended.out) == result
+    assert run("data", "drift", file, "--reference", old, "--data", old, "--threshold", 0.25).code == 0

@@ -29,8 +29,9 @@ class Columns:
     Attributes:
         names: of the columns.
         places: of each, its place among the numbers of an example: inputs, then targets where these are values.
-        num_inputs, num_targets: numbers of an example.
+        num_inputs, num_targets: columns of an example.
         classes: names of the classes; none where targets are values.
+        width: numbers of an example in an input column, more than 1 where columns are channels.
     """
 
     names: tuple[str, ...]
@@ -38,9 +39,10 @@ class Columns:
     num_inputs: int
     num_targets: int
     classes: tuple[str, ...]
+    width: int = 1
 
     def read(self, data: Dataset, column: int) -> Array:
-        """Returns the values of a column, [n] float64, in which what is missing is NaN.
+        """Returns the values of a column, [n] float64, [n x width] of an input, in which what is missing is NaN.
 
         Raises:
             DataError: the examples have another shape than the task says.
@@ -48,14 +50,17 @@ class Columns:
         place = self.places[column]
         is_input = place < self.num_inputs
         array = data.inputs if is_input else data.targets
-        expected = self.num_inputs if is_input else self.num_targets
+        expected = self.num_inputs * self.width if is_input else self.num_targets
         flat = array.reshape(len(data), -1) if len(data) else np.zeros((0, expected))
         if flat.shape[1] != expected:
             what = "inputs" if is_input else "targets"
             raise DataError(
                 f"an example must have {expected} {what}, as its task says, the shard has {flat.shape[1]}"
             )
-        values: Array = flat[:, place if is_input else place - self.num_inputs].astype(np.float64)
+        if is_input:
+            start = place * self.width
+            return flat[:, start : start + self.width].astype(np.float64).reshape(-1)
+        values: Array = flat[:, place - self.num_inputs].astype(np.float64)
         return values
 
     def count_classes(self, data: Dataset) -> Array:
@@ -74,30 +79,39 @@ class Columns:
         return np.bincount(targets, minlength=len(self.classes)).astype(np.int64)
 
 
-def select_columns(task: Task, text: str) -> Columns:
+def select_columns(task: Task, text: str, *, by_channel: bool = False, option: str = "strategy.columns") -> Columns:
     """Returns the columns of a task that a text names, all for an empty one.
 
     Names are those of the task's attribute `columns`, else the inputs' numbers from 0; targets that are values are
     called `target`, or `target-0` and so on.
+
+    Args:
+        task: whose examples have the columns.
+        text: names, numbers and ranges of numbers.
+        by_channel: where the task says `channels`, names along the first axis of an example, these are the columns.
+        option: that has the text, for messages.
 
     Raises:
         ConfigError: the task does not say the shape of an example, there is no such column, or they are too many.
     """
     num_inputs, classes = count_inputs(task), list_classes(task)
     num_targets = 0 if classes else _count_target_values(task)
-    names = (*_name_inputs(task, num_inputs), *_name_targets(num_targets))
-    chosen = _parse_columns(text, names) if text.strip() else range(len(names))
+    channels = getattr(task, "channels", None) if by_channel else None
+    inputs = _name_inputs(task, num_inputs) if channels is None else tuple(map(str, channels))
+    names = (*inputs, *_name_targets(num_targets))
+    chosen = _parse_columns(text, names, option) if text.strip() else range(len(names))
     if not 0 < len(chosen) <= MAX_COLUMNS:
         raise ConfigError(
-            f"strategy.columns must be 1 to {MAX_COLUMNS} columns at a time, task {task.name} has {len(chosen)}; "
+            f"{option} must be 1 to {MAX_COLUMNS} columns at a time, task {task.name} has {len(chosen)}; "
             f"name some, such as 0-{MAX_COLUMNS - 1}"
         )
     return Columns(
         names=tuple(names[place] for place in chosen),
         places=tuple(chosen),
-        num_inputs=num_inputs,
+        num_inputs=len(inputs),
         num_targets=num_targets,
         classes=classes,
+        width=num_inputs // len(inputs),
     )
 
 
@@ -157,7 +171,7 @@ def _name_targets(num_targets: int) -> tuple[str, ...]:
     return (TARGET,) if num_targets == 1 else tuple(f"{TARGET}-{number}" for number in range(num_targets))
 
 
-def _parse_columns(text: str, names: Sequence[str]) -> list[int]:
+def _parse_columns(text: str, names: Sequence[str], option: str) -> list[int]:
     places: dict[int, None] = {}
     for part in filter(None, map(str.strip, text.split(","))):
         found = _RANGE.fullmatch(part)
@@ -170,5 +184,5 @@ def _parse_columns(text: str, names: Sequence[str]) -> list[int]:
         else:
             similar = None if part[:1].isdigit() else find_similar(part, names)
             hint = f"did you mean {similar}?" if similar else f"there are {len(names)}, {names[0]} to {names[-1]}"
-            raise ConfigError(f"strategy.columns: there is no column {format_name(part)}; {hint}")
+            raise ConfigError(f"{option}: there is no column {format_name(part)}; {hint}")
     return list(places)

@@ -58,6 +58,7 @@ class ConfiguredTask(Task):
         defaults: of the plan.
         shard_options: those options that decide what `read` returns, for cards of cut shards.
         columns: names of the inputs, where each has one.
+        channels: names along the first axis of an example, where it has more axes.
         input_reader: returns the inputs of a file without targets, where they are no numbers in it.
     """
 
@@ -69,6 +70,7 @@ class ConfiguredTask(Task):
     defaults: Mapping[str, Scalar]
     shard_options: Mapping[str, str] = field(default_factory=dict)
     columns: tuple[str, ...] | None = None
+    channels: tuple[str, ...] | None = None
     input_reader: Callable[[Path], Array] | None = None
 
     @property

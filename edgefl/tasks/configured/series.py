@@ -134,6 +134,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         shard_options=format_options(
             columns=names, window=window, step=windows.step, ahead=ahead, **format_targets(targets)
         ),
+        channels=names,
     )
 
 
