@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS_DATA = {
-    "motion_time_series": "motionsense/motionsense.npz",
+    **dict.fromkeys(("forecasting", "motion_time_series"), "motionsense/motionsense.npz"),
     "transfer": "fashion-mnist/train-images-idx3-ubyte.gz",
 }
 REACHED = {
@@ -30,6 +30,7 @@ REACHED = {
     "transfer": r"lora: accuracy 0\.9[3-9]\d, .*\nhead: accuracy 0\.8[6-9]\d, first round \d\d?,\d+ bytes down",
     "trees": r"one device: 0\.9\d+, the fleet's (?:\+|-0\.0[01]).*\n.*learn: 0\.9\d+, the fleet's (?:\+|-0\.0[01])",
     "anomaly": r"(?s:threshold of \d\.\d+: 0\.[01]\d+ of new .*found: 0\.8\d+, )(?:\+|-0\.0[01]\d|-0\.020)",
+    "forecasting": r"is 0\.[45]\d of that of the last value",
     "quantiles": r"the fleet: .*coverage 0\.[78]",
     "csv_sensors": r"accuracy (0\.9\d+) in a greenhouse",
     "torch_images": r"accuracy (0\.9\d+) on pictures",
@@ -39,7 +40,7 @@ REACHED = {
 }
 BARS = {"motion_time_series": 0.85, "own_strategy": 0.9, "without_coordinator": 0.85, "own_codec": 0.9}
 """What the last round of a simulated history has to reach."""
-NEAR_REFERENCE = {"quantiles": "loss", "multi_label": "f1-macro", "transfer": "accuracy"}
+NEAR_REFERENCE = {"quantiles": "loss", "multi_label": "f1-macro", "transfer": "accuracy", "forecasting": "r2"}
 """Examples whose fleets come to within 2 % of the loss, or 2 points of the metric, of one device with all data."""
 
 

@@ -44,6 +44,8 @@ NAME = "series"
 NETWORKS = ("cnn", "gru")
 """Networks of torch; the others are in NumPy."""
 MIN_WINDOW, MAX_WINDOW, MAX_AHEAD = 4, 4096, 100_000
+MAX_FORECAST = 1024
+"""Values of an example's target: those of all its rows."""
 MAX_WINDOW_CELLS = 1_000_000
 DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epochs": 1.0}
 
@@ -52,20 +54,37 @@ DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.05, "batch_size": 16, "epoc
 class Windows:
     """How rows are cut: a window of so many rows begins every `step` rows, and never spans two files or groups.
 
-    Its target is that of the row `ahead` rows after its last one.
+    Its target is that of the row `ahead` rows after its last one, and of the rows that follow that, `horizon` in all.
     """
 
     length: int
     step: int
     ahead: int
+    horizon: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows have a part in an example, from its window's first one to its target's last one."""
+        return self.length + self.ahead + self.horizon - 1
 
     def list_starts(self, num_rows: int, groups: Array | None) -> Array:
         """Returns the first row of each window of a file; a shorter remainder of a group is dropped."""
         changes = [] if groups is None else (np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()
         edges = [0, *changes, num_rows]
-        last = self.length + self.ahead - 1
-        spans = [np.arange(start, stop - last, self.step) for start, stop in pairwise(edges)]
+        spans = [np.arange(start, stop - self.rows + 1, self.step) for start, stop in pairwise(edges)]
         return np.concatenate(spans)
+
+    def select_targets(self, by_row: Array, starts: Array) -> Array:
+        """Returns the targets of windows, of [rows] or [rows, columns] targets of rows.
+
+        They are [n] or [n, columns], and with a horizon [n, columns * horizon]: each column's in the order of time.
+        """
+        first = starts + self.length + self.ahead - 1
+        if self.horizon > 1:
+            later = by_row.reshape(len(by_row), -1)[first[:, None] + np.arange(self.horizon)]
+            return np.ascontiguousarray(later.transpose(0, 2, 1)).reshape(len(starts), -1)
+        targets: Array = by_row[first]
+        return targets
 
 
 def series(  # noqa: PLR0913 one keyword for each option of a run file
@@ -74,6 +93,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     window: int,
     step: int = 0,
     ahead: int = 0,
+    horizon: int = 1,
     target: Names = "",
     labels: Names = "",
     loss: str = "",
@@ -94,6 +114,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         window: rows of an example.
         step: rows from the beginning of a window to that of the next; 0 for the window's own length.
         ahead: rows after the last one of a window to that of its target.
+        horizon: rows that the target has from there on, each column's values in the order of time.
         target: column of the class, or columns of the values.
         labels: names of the classes; none for values.
         loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target.
@@ -108,17 +129,18 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
     """
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
-    windows = _make_windows(len(names), window, step, ahead)
+    windows = _make_windows(len(names), window, step, ahead, horizon)
     targets = make_target_columns(
         NAME, target, labels, group, target_mean, target_scale, inputs=names, is_forecast=ahead > 0
     )
+    _check_forecast(targets, horizon)
     goal = make_goal(
         NAME,
         labels=targets.labels,
         loss=loss,
         metrics=metrics,
         num_inputs=len(names) * window,
-        num_values=len(targets.numbers),
+        num_values=len(targets.numbers) * horizon,
     )
     prepare = make_standardisation(
         split_numbers(NAME, "means", means, count=len(names))[:, None],
@@ -132,22 +154,39 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         reader=lambda path: _read_windows(path, names, targets, windows),
         defaults=DEFAULTS,
         shard_options=format_options(
-            columns=names, window=window, step=windows.step, ahead=ahead, **format_targets(targets)
+            columns=names,
+            window=window,
+            step=windows.step,
+            ahead=ahead,
+            horizon=horizon,
+            **format_targets(targets),
         ),
         channels=names,
     )
 
 
-def _make_windows(num_columns: int, window: int, step: int, ahead: int) -> Windows:
+def _make_windows(num_columns: int, window: int, step: int, ahead: int, horizon: int) -> Windows:
     check_range("window", window, MIN_WINDOW, MAX_WINDOW)
     check_range("step", step, 0, MAX_WINDOW)
     check_range("ahead", ahead, 0, MAX_AHEAD)
+    check_range("horizon", horizon, 1, MAX_FORECAST)
     if window * num_columns > MAX_WINDOW_CELLS:
         raise ConfigError(
             f"task.window = {window} of {num_columns} columns are {window * num_columns:,} numbers, at most are "
             f"{MAX_WINDOW_CELLS:,}"
         )
-    return Windows(length=window, step=step or window, ahead=ahead)
+    return Windows(length=window, step=step or window, ahead=ahead, horizon=horizon)
+
+
+def _check_forecast(targets: TargetColumns, horizon: int) -> None:
+    """Raises a `ConfigError` where a horizon of several rows is not one of values, or they are too many."""
+    if horizon > 1 and not targets.numbers:
+        raise ConfigError(f"task.horizon of several rows is for a target of values without labels, got {horizon}")
+    if (count := len(targets.numbers) * horizon) > MAX_FORECAST:
+        raise ConfigError(
+            f"task.horizon = {horizon} of {len(targets.numbers)} target columns are {count:,} values, at most are "
+            f"{MAX_FORECAST:,}"
+        )
 
 
 def _make_model(
@@ -177,15 +216,16 @@ def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, 
     for part in read_table(path, NAME, (*columns, *targets.numbers), targets.texts):
         parts.append(_cut_windows(part, len(columns), targets, windows))
         num_windows += len(parts[-1])
-        if num_windows * len(columns) * windows.length > MAX_CELLS:
-            raise DataError(
-                f"shard {path} of task {NAME} makes windows of more than {MAX_CELLS:,} numbers; take a larger step"
-            )
+        _check_memory(f"shard {path} of task {NAME}", num_windows, len(columns), targets, windows)
     if not num_windows:
-        raise DataError(
-            f"shard {path} of task {NAME} holds no {windows.length + windows.ahead} rows of one group for a window"
-        )
+        raise DataError(f"shard {path} of task {NAME} holds no {windows.rows} rows of one group for a window")
     return Dataset.concatenate(parts)
+
+
+def _check_memory(whose: str, num_windows: int, num_columns: int, targets: TargetColumns, windows: Windows) -> None:
+    num_values = num_columns * windows.length + len(targets.columns) * windows.horizon
+    if num_windows * num_values > MAX_CELLS:
+        raise DataError(f"{whose} makes windows of more than {MAX_CELLS:,} numbers; take a larger step")
 
 
 def _cut_windows(part: TablePart, num_columns: int, targets: TargetColumns, windows: Windows) -> Dataset:
@@ -193,14 +233,12 @@ def _cut_windows(part: TablePart, num_columns: int, targets: TargetColumns, wind
     rows, groups = part.numbers[:, :num_columns], targets.read_groups(part)
     starts = windows.list_starts(len(rows), groups)
     by_row = targets.read_targets(part, part.numbers[:, num_columns:])
-    if not len(starts):
-        inputs = np.empty((0, num_columns, windows.length), np.float32)
-    elif len(starts) * num_columns * windows.length > MAX_CELLS:
-        raise DataError(f"{part.path} makes windows of more than {MAX_CELLS:,} numbers; take a larger step")
-    else:
+    _check_memory(str(part.path), len(starts), num_columns, targets, windows)
+    inputs = np.empty((0, num_columns, windows.length), np.float32)
+    if len(starts):
         inputs = np.lib.stride_tricks.sliding_window_view(rows, windows.length, axis=0)[starts]
     return Dataset(
         inputs=inputs,
-        targets=by_row[starts + windows.length + windows.ahead - 1],
+        targets=windows.select_targets(by_row, starts),
         groups=None if groups is None else groups[starts],
     )

@@ -60,6 +60,33 @@ def test_a_forecast_has_the_target_of_a_later_row_which_may_be_an_input(tmp_path
     assert cut(tmp_path, "a" * 10, ahead=2, target="x") == [(0, 5), (4, 9)]
 
 
+def read_targets(tmp_path, num_rows, **options):
+    """Targets of the windows of rows i with x = i, t = 100 + i."""
+    path = write_rows(tmp_path / "a.csv", [(i, 100 + i, "ab"[i >= 12]) for i in range(num_rows)])
+    return make_task("series", COUNTING | options).read(str(path)).targets.tolist()
+
+
+def test_a_horizon_has_the_rows_that_follow_a_column_after_the_other(tmp_path):
+    assert read_targets(tmp_path, 10, ahead=1, horizon=3) == [[104, 105, 106]]
+    assert read_targets(tmp_path, 10, ahead=2, horizon=1) == [105, 109]
+    both = {"target": "x,t", "ahead": 1, "horizon": 2, "target_mean": 4.0, "target_scale": 2.0}
+    assert read_targets(tmp_path, 10, **both) == [[0, 0.5, 50, 50.5], [2, 2.5, 52, 52.5]]
+
+
+def test_no_horizon_reaches_into_another_group(tmp_path):
+    assert read_targets(tmp_path, 20, ahead=1, horizon=4, group="g") == [
+        [104, 105, 106, 107],
+        [108, 109, 110, 111],
+        [116, 117, 118, 119],
+    ]
+    assert read_targets(tmp_path, 20, ahead=1, horizon=5, group="g") == [[104, 105, 106, 107, 108]]
+
+
+def test_a_model_of_a_horizon_has_an_output_for_each_value_of_it():
+    task = make_task("series", COUNTING | {"target": "x,t", "ahead": 1, "horizon": 6, "model": "linear"})
+    assert (task.num_outputs, task.shapes()[-1].shape, task.shard_options["horizon"]) == (12, (12,), "6")
+
+
 def test_no_window_spans_two_groups_or_two_files(tmp_path):
     assert cut(tmp_path, "a" * 5 + "b" * 9 + "a" * 3, group="g") == [(0, 103), (5, 108), (9, 112)]
     assert cut(tmp_path, "a" * 6 + "b" * 5, group="g", ahead=1) == [(0, 104), (6, 110)]
@@ -117,6 +144,12 @@ def test_the_first_weights_of_gated_units_lie_where_torch_draws_them():
         ({"columns": "a_0..999", "window": 2000, "target": "t"}, "are 2,000,000 numbers, at most are 1,000,000"),
         ({"columns": "a", "window": 8, "target": "t", "step": -1}, "task.step must be from 0 to 4096, got -1"),
         ({"columns": "a", "window": 8, "target": "t", "ahead": 100_001}, "task.ahead must be from 0 to 100000"),
+        ({"columns": "a", "window": 8, "target": "t", "horizon": 0}, "task.horizon must be from 1 to 1024, got 0"),
+        (
+            {"columns": "a", "window": 8, "target": "t,u", "horizon": 513},
+            "task.horizon = 513 of 2 target columns are 1,026 values, at most are 1,024",
+        ),
+        ({**STATES, "horizon": 2}, "task.horizon of several rows is for a target of values without labels, got 2"),
         ({"columns": "a", "window": 8, "target": "a"}, "task.columns must not name 'a'"),
         (
             {"columns": "a", "window": 8, "target": "t", "model": "lstm"},
@@ -145,6 +178,8 @@ def test_windows_that_do_not_fit_into_memory_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("edgefl.tasks.configured.series.MAX_CELLS", 15)
     with pytest.raises(DataError, match="makes windows of more than 15 numbers; take a larger step"):
         cut(tmp_path, "a" * 10, step=1)
+    with pytest.raises(DataError, match="makes windows of more than 15 numbers; take a larger step"):
+        read_targets(tmp_path, 20, ahead=1, horizon=12)
 
 
 def test_a_csv_file_of_sensors_and_a_run_file_of_ten_lines_train_a_model(tmp_path):
