@@ -2,6 +2,7 @@
 
     python benchmarks/strategy_defaults.py [--data-sets digits mnist motionsense] [--data DIR]
         [--partitions iid dirichlet] [--devices 3 10 50] [--seeds 7 8 9] [--strategies NAME ...] [--jobs 2]
+        [--accelerator cuda]
 
 A run file has nothing but the strategy's name, the task, and when to end; i.i.d. shards of `redundant` hold each
 block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its 10 rounds with the
@@ -84,11 +85,18 @@ class Run:
     said: list[str]
 
 
-def find_folder(data: Path | None, data_set: str) -> str | None:
-    return None if data is None or data_set == "digits" else str(data / data_set)
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What cells are run with: the folder of the data sets, and what trains."""
+
+    data: Path | None
+    accelerator: str
+
+    def find_folder(self, data_set: str) -> str | None:
+        return None if self.data is None or data_set == "digits" else str(self.data / data_set)
 
 
-def simulate_cell(cell: Cell, data: Path | None, *, length: int, counts_updates: bool) -> Run:
+def simulate_cell(cell: Cell, means: Means, *, length: int, counts_updates: bool) -> Run:
     """Runs a strategy for so many rounds, or updates."""
     from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
     from edgefl.storage.queries.history import read_history  # noqa: PLC0415 likewise
@@ -111,7 +119,8 @@ def simulate_cell(cell: Cell, data: Path | None, *, length: int, counts_updates:
                     "devices": cell.devices,
                     "scheme": scheme,
                     "workers": 0,
-                    **({} if (path := find_folder(data, cell.data_set)) is None else {"data": path}),
+                    "accelerator": means.accelerator,
+                    **({} if (path := means.find_folder(cell.data_set)) is None else {"data": path}),
                 },
             },
             root=folder,
@@ -126,11 +135,11 @@ def simulate_cell(cell: Cell, data: Path | None, *, length: int, counts_updates:
     )
 
 
-def run_cell(cell: Cell, data: Path | None, work: int | None) -> Outcome:
+def run_cell(cell: Cell, means: Means, work: int | None) -> Outcome:
     """Runs one cell with `work` iterations of all boards, None for the baseline itself."""
     began = time.perf_counter()
     try:
-        done = run_baseline(cell, data) if work is None else run_equal_work(cell, data, work)
+        done = run_baseline(cell, means) if work is None else run_equal_work(cell, means, work)
     except Exception as error:  # noqa: BLE001 a strategy that fails is a line of the table
         failure = f"{type(error).__name__}: {error}"
         return Outcome(
@@ -153,17 +162,17 @@ def run_cell(cell: Cell, data: Path | None, work: int | None) -> Outcome:
     )
 
 
-def run_baseline(cell: Cell, data: Path | None) -> Run:
-    return simulate_cell(cell, data, length=cell.rounds, counts_updates=False)
+def run_baseline(cell: Cell, means: Means) -> Run:
+    return simulate_cell(cell, means, length=cell.rounds, counts_updates=False)
 
 
-def run_equal_work(cell: Cell, data: Path | None, work: int) -> Run:
+def run_equal_work(cell: Cell, means: Means, work: int) -> Run:
     if cell.strategy == REFERENCE_LINE:
-        return run_baseline(cell, data)
+        return run_baseline(cell, means)
     counts_updates = is_asynchronous(cell)
     length = estimate_length(cell, work)
     for _ in range(3):
-        done = simulate_cell(cell, data, length=length, counts_updates=counts_updates)
+        done = simulate_cell(cell, means, length=length, counts_updates=counts_updates)
         if abs(done.iterations / work - 1) <= MOST_OFF:
             return done
         length = max(1, round(length * work / done.iterations))
@@ -202,13 +211,12 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
             known[cell] = Outcome(**json.loads(kept.read_text()))
     if args.known:
         return known
+    means = Means(data=args.data, accelerator=args.accelerator)
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for is_baseline in (True, False):
             missing = [cell for cell in cells if cell not in known and (cell.strategy == BASELINE) == is_baseline]
             running = {
-                pool.submit(
-                    run_cell, cell, args.data, None if is_baseline else known[baseline_of(cell)].iterations
-                ): cell
+                pool.submit(run_cell, cell, means, None if is_baseline else known[baseline_of(cell)].iterations): cell
                 for cell in missing
             }
             for number, future in enumerate(as_completed(running), 1):
@@ -310,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of fedavg")
     parser.add_argument("--known", action="store_true", help="run nothing: the table of what the folder has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--accelerator", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--out", type=Path, default=Path("strategy-defaults"))
     parser.add_argument("--json", action="store_true", help="all outcomes, in place of the table")
     args = options.parse(

@@ -83,6 +83,9 @@ FORMAT_VERSION = 1
     "--workers", type=click.IntRange(0, 256), help="Processes that train; 0 for this one [default: measured]."
 )
 @click.option(
+    "--accelerator", metavar="cpu|cuda|cuda:N", help="What trains, such as a GPU [default: the run file's]."
+)
+@click.option(
     "--reference", is_flag=True, help="Also train one device on all of the data, as a line to compare with."
 )
 @click.option(
@@ -103,6 +106,7 @@ def simulate(  # noqa: PLR0913 one per option
     seed: int | None,
     faults: Path | None,
     workers: int | None,
+    accelerator: str | None,
     reference: bool,
     list_profiles: bool,
     fmt: str,
@@ -118,7 +122,7 @@ def simulate(  # noqa: PLR0913 one per option
     from edgefl.simulation.simulated_run import make_reference  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
-    config = _apply_options(load_run(file), seed, faults, workers)
+    config = _apply_options(load_run(file), seed, faults, workers, accelerator)
     if shards and (devices is not None or data is not None or scheme is not None):
         raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
     if reference and (shards or bookkeeping_only):
@@ -204,13 +208,16 @@ def _silence_recorder() -> Iterator[None]:
         log.setLevel(original_level)
 
 
-def _apply_options(config: RunConfig, seed: int | None, faults: Path | None, workers: int | None) -> RunConfig:
+def _apply_options(
+    config: RunConfig, seed: int | None, faults: Path | None, workers: int | None, accelerator: str | None
+) -> RunConfig:
     """Returns the run file with the command-line options applied."""
     section = config.simulation
     simulation = replace(
         section,
         faults=section.faults if faults is None else str(faults.absolute()),
         workers=section.workers if workers is None else workers,
+        accelerator=section.accelerator if accelerator is None else accelerator,
     )
     return replace(
         config, simulation=simulation, run=replace(config.run, seed=config.run.seed if seed is None else seed)

@@ -35,6 +35,7 @@ BASE_SUFFIX = ".safetensors"
 """Suffix of the file of a pretrained base."""
 DEFAULT_STATE_BYTES = 8 * 1024**3
 MAX_NAME_CHARS = 120
+ACCELERATOR_PATTERN = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 _RUN_NAME = re.compile(r"[^\W_][\w .,:+#=@()~-]*")
 MAX_SEED = 2**63 - 1
 JOB_STRATEGY = "job"
@@ -382,6 +383,7 @@ class SimulationSection:
         faults: file of a fault script.
         examples: of each device where nothing is trained and so no data is cut.
         workers: processes that train; 0 trains in this one, None measures what is faster.
+        accelerator: what they train on: cpu, cuda, or cuda:N. On a GPU the same run may differ in the last bits.
     """
 
     devices: int = field(default=10, metadata={"at_least": 1})
@@ -398,6 +400,11 @@ class SimulationSection:
     faults: str | None = None
     examples: int = field(default=500, metadata={"at_least": 1})
     workers: int | None = field(default=None, metadata={"at_least": 0, "at_most": 256})
+    accelerator: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if not ACCELERATOR_PATTERN.fullmatch(self.accelerator):
+            raise ConfigError(f"simulation.accelerator must be cpu, cuda or cuda:N, got {self.accelerator!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

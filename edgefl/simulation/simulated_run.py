@@ -533,6 +533,7 @@ def make_backend(
         adapt=config.adapt,
         base={} if components.adapted is None else components.adapted.base,
         has_personal=components.has_personal,
+        accelerator=config.simulation.accelerator,
     )
     indices = {name: index for index, name in enumerate(names)}
     trainer = SimulatedTrainer(task_spec, data, indices)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from edgefl.core.config import ACCELERATOR_PATTERN
 from edgefl.core.errors import EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import OptionType, check_options, list_options
@@ -40,8 +40,6 @@ BUILT_IN: Mapping[str, str] = {
 }
 CONFIGURED = frozenset({"audio", "pictures", "series", "table", "text"})
 """Built-in tasks that only the options of a run file make."""
-
-_ACCELERATOR_PATTERN = re.compile(r"(cpu|cuda(:\d+)?)\Z")
 
 NUMPY_MODELS: Mapping[str, tuple[str, ...]] = {
     "mnist": ("2nn", "mlp", "mlp-tanh", "logistic"),
@@ -109,7 +107,7 @@ def validate_accelerator(name: str) -> str:
     Raises:
         TaskError: it is something else.
     """
-    if not _ACCELERATOR_PATTERN.match(name):
+    if not ACCELERATOR_PATTERN.fullmatch(name):
         raise TaskError(f"accelerator must be cpu, cuda or cuda:N, got {name!r}")
     return name
 

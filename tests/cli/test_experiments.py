@@ -53,6 +53,14 @@ def test_options_replace_what_the_run_file_says_and_json_has_the_rounds_in_full(
     assert [row["num_updates"] for row in simulate("--devices", 3, "--faults", tmp_path / "faults.toml")] == [2, 2]
 
 
+def test_an_accelerator_is_named_as_torch_does(run, file):
+    done = run("simulate", file, "--accelerator", "tpu")
+    assert (done.code, done.err.strip()) == (
+        3,
+        "edgefl: simulation.accelerator must be cpu, cuda or cuda:N, got 'tpu'",
+    )
+
+
 def test_each_entry_of_a_folder_of_shards_is_one_device_s_data(run, simulate, file, refused, shard, tmp_path):
     (tmp_path / "readings").mkdir()
     for name in ("b.npz", "a.npz"):

@@ -152,6 +152,33 @@ def test_how_many_processes_train_changes_nothing(simulate, tmp_path):
     assert histories[0] == histories[1]
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_fleet_trains_on_the_accelerator_that_the_run_file_names(tmp_path, workers):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        np.savez(
+            tmp_path / name / "data.npz", inputs=rng.integers(0, 256, (20, 28, 28)), labels=rng.integers(0, 10, 20)
+        )
+
+    def train_on(accelerator):
+        config = {
+            "run": {"task": "mnist", "rounds": 2, "local_test_fraction": 0.0, "evaluate_on": "none"},
+            "task": {"model": "cnn-small"},
+            "simulation": {"workers": workers, "accelerator": accelerator},
+        }
+        result = edgefl.simulate(config, devices=[tmp_path / "a", tmp_path / "b"], root=tmp_path / accelerator)
+        return load_model_file(result.model)
+
+    if torch.cuda.is_available():
+        on_gpu, on_cpu = train_on("cuda"), train_on("cpu")
+        assert all(np.abs(on_gpu[name] - on_cpu[name]).max() < 1e-3 for name in on_cpu)
+        return
+    with pytest.raises((RunFailedError, TaskError), match="accelerator cuda:1 is not here: torch sees 0 CUDA device"):
+        train_on("cuda:1")
+
+
 def test_runs_in_one_folder_follow_each_other_on_shards_that_there_are_too(simulate, tmp_path):
     devices, _ = partition_devices("digits", "iid", 2, tmp_path / "shards", None, 7)
     first, second = simulate(), simulate()

@@ -101,6 +101,7 @@ def main() -> None:
         adapt=from_mapping(AdaptSection, config["adapt"], "adapt"),
         base=load_base(folder / BASE_FILE),
         has_personal=config["has_personal"],
+        accelerator=config["accelerator"],
     )
     # A task's output must not get between our messages.
     sink = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -297,6 +298,7 @@ class ProcessPoolBackend:
             "split": asdict(task_spec.split),
             "analysis": task_spec.analysis,
             "has_personal": task_spec.has_personal,
+            "accelerator": task_spec.accelerator,
             "adapt": {name: item for name, item in adapt_to_json(task_spec.adapt).items() if item is not None},
             "places": dict(shard_indices),
         }

@@ -148,6 +148,7 @@ class TaskSpec:
 
     `analysis` has the name and the options of an analysis, in place of a training. `adapt` says what is trained, and
     `base` holds what each device gets once for that. With `has_personal` devices have personal copies of the model.
+    `accelerator` is what trains: cpu, cuda or cuda:N.
     """
 
     task: str
@@ -158,6 +159,7 @@ class TaskSpec:
     adapt: AdaptSection = field(default_factory=AdaptSection)
     base: Mapping[str, Array] = field(default_factory=dict)
     has_personal: bool = False
+    accelerator: str = "cpu"
 
 
 @dataclass(slots=True)
@@ -208,7 +210,7 @@ class SimulatedTrainer:
         self._analysis = None if task_spec.analysis is None else make_analysis(task, *task_spec.analysis)
         # One thread, so that the same job gives the same bits in any process.
         has_model = self._analysis is None or self._analysis.has_task_model
-        self._learner = task.learner(accelerator="cpu", threads=1) if has_model else NoopLearner(())
+        self._learner = task.learner(accelerator=task_spec.accelerator, threads=1) if has_model else NoopLearner(())
         self._split = (
             None
             if task_spec.split.after is None

@@ -68,8 +68,8 @@ class RestLearner(TorchLearner):
 
     input_gradient: Array
 
-    def __init__(self, module: torch.nn.Module, *, threads: int | None = None) -> None:
-        super().__init__(module, threads=threads)
+    def __init__(self, module: torch.nn.Module, *, accelerator: str = "cpu", threads: int | None = None) -> None:
+        super().__init__(module, accelerator=accelerator, threads=threads)
         self._inputs: torch.Tensor | None = None
         self._outputs: torch.Tensor | None = None
 
@@ -81,17 +81,17 @@ class RestLearner(TorchLearner):
     def forward(self, activations: Array) -> Array:
         """Returns the network's outputs [n, classes], and keeps the batch for `backward`."""
         self.start_training(len(activations))
-        self._inputs = self._torch.from_numpy(np.array(activations, np.float32)).requires_grad_()
+        self._inputs = self._torch.from_numpy(np.array(activations, np.float32)).to(self._device).requires_grad_()
         self._outputs = self._module(self._inputs)
-        return np.array(self._outputs.detach().numpy())
+        return np.array(self._outputs.detach().cpu().numpy())
 
     def backward(self, output_gradient: Array) -> None:
         """Fills `gradients` and `input_gradient` from the gradient of the loss by the outputs of `forward`."""
         if self._inputs is None or self._outputs is None:
             raise TaskError("a gradient of outputs came before their activations")
-        _propagate(self._outputs, self._torch.from_numpy(np.array(output_gradient, np.float32)))
+        _propagate(self._outputs, self._torch.from_numpy(np.array(output_gradient, np.float32)).to(self._device))
         assert self._inputs.grad is not None
-        self.input_gradient = np.array(self._inputs.grad.numpy())
+        self.input_gradient = np.array(self._inputs.grad.cpu().numpy())
         self._inputs = self._outputs = None
 
 
@@ -126,21 +126,27 @@ def cut_learner(learner: Learner, after: str, *, threads: int | None = None) -> 
     Raises:
         ConfigError: the network is none of torch, or cannot be cut there; the message names where it can.
     """
-    return cut_front(learner, after, threads=threads), cut_rest(learner, after, threads=threads)
+    whole = _check_learner(learner, after)
+    _, rest = cut_module(whole.module, after)
+    front = cut_front(learner, after, threads=threads)
+    return front, RestLearner(rest, accelerator=_get_accelerator(whole.module), threads=threads)
 
 
 def cut_front(learner: Learner, after: str, *, threads: int | None = None) -> FrontLearner:
     """Returns the learner before a cut alone; as `cut_learner`."""
     whole = _check_learner(learner, after)
     front, _ = cut_module(whole.module, after)
-    accelerator = str(next(front.parameters()).device)
-    return FrontLearner(front, prepare=whole.prepare, accelerator=accelerator, threads=threads)
+    return FrontLearner(front, prepare=whole.prepare, accelerator=_get_accelerator(whole.module), threads=threads)
 
 
 def cut_rest(learner: Learner, after: str, *, threads: int | None = None) -> RestLearner:
     """Returns the learner after a cut alone, on the CPU; as `cut_learner`."""
     _, rest = cut_module(_check_learner(learner, after).module, after)
     return RestLearner(rest.cpu(), threads=threads)
+
+
+def _get_accelerator(module: torch.nn.Module) -> str:
+    return str(next(module.parameters()).device)
 
 
 def _check_learner(learner: Learner, after: str) -> TorchLearner:

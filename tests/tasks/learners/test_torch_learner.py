@@ -7,8 +7,10 @@ import sys
 import numpy as np
 import pytest
 
+from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Dataset, TensorKind, TrainConfig
+from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.images import cifar10, fashion_mnist, mnist
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
@@ -136,15 +138,35 @@ def test_a_missing_gpu_is_one_clear_line():
         mnist().learner(accelerator="cuda:1")
 
 
-def test_trains_on_a_gpu_as_on_the_cpu():
+@pytest.mark.parametrize(
+    ("plan", "adapt"),
+    [
+        pytest.param({"algorithm": "decay"}, None, id="decay"),
+        pytest.param({"algorithm": "prox", "options": {"mu": 0.1}}, None, id="prox"),
+        pytest.param({"algorithm": "adadelta"}, None, id="adadelta"),
+        pytest.param({"momentum": 0.9, "weight_decay": 0.01}, None, id="momentum"),
+        pytest.param({"personal_lambda": 0.1}, None, id="personal"),
+        pytest.param({}, AdaptSection(method="lora", rank=4, targets=("fc*.weight",)), id="lora"),
+        pytest.param({}, AdaptSection(method="head"), id="head"),
+        pytest.param({}, AdaptSection(method="bitfit"), id="bitfit"),
+    ],
+)
+def test_trains_on_a_gpu_as_on_the_cpu(plan, adapt):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU that torch sees: run it on a machine with one")
-    data = some_data()
-    torch.manual_seed(0)
-    on_cpu, on_gpu = TorchLearner(torch.nn.Linear(6, 4)), TorchLearner(torch.nn.Linear(6, 4), accelerator="cuda")
-    on_gpu.load(on_cpu.read())
-    assert on_gpu.gradient(data) == pytest.approx(on_cpu.gradient(data), rel=1e-4)
-    assert on_gpu.evaluate(data) == pytest.approx(on_cpu.evaluate(data), rel=1e-4)
+    rng = np.random.default_rng(0)
+    data = Dataset(inputs=rng.integers(0, 256, (64, 28, 28)).astype(np.uint8), targets=rng.integers(0, 10, 64))
+    task = make_task("mnist", {"model": "cnn-small"})
+    if adapt is not None:
+        task = AdaptedTask(task, adapt, task.init(3))
+    learners = [task.learner(accelerator=accelerator, threads=1) for accelerator in ("cpu", "cuda")]
+    for learner in learners:
+        learner.load(task.init(7))
+        trained(learner, data, epochs=1, batch_size=16, learning_rate=0.01, **plan)
+    on_cpu, on_gpu = (learner.read() for learner in learners)
+    for name, tensor in on_cpu.items():
+        np.testing.assert_allclose(on_gpu[name], tensor, atol=1e-3, err_msg=name)
+    assert learners[1].evaluate(data) == pytest.approx(learners[0].evaluate(data), rel=1e-3)
 
 
 OWN = '''
