@@ -56,6 +56,19 @@ class StatisticsSettings(_AnalysisSettings):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnScalesSettings(_AnalysisSettings):
+    """Settings of `column-scales`: mean and scale of each input column, for a training's `normalise`.
+
+    Attributes:
+        min_group: a board says nothing about a column of fewer values.
+    """
+
+    num_rounds: ClassVar[int] = 1
+    has_result: ClassVar[bool] = True
+    summary: ClassVar[str] = "mean and scale of each input column, for `normalise` of a task; trains nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinearRegressionSettings(_AnalysisSettings):
     """Settings of `linear-regression`: least squares of a task whose model is one layer.
 
@@ -168,6 +181,7 @@ class BoostedTreesSettings(_AnalysisSettings):
 ANALYSES: Mapping[str, type[Any]] = MappingProxyType(
     {
         "boosted-trees": BoostedTreesSettings,
+        "column-scales": ColumnScalesSettings,
         "k-means": KMeansSettings,
         "linear-regression": LinearRegressionSettings,
         "naive-bayes": NaiveBayesSettings,

@@ -19,6 +19,7 @@ from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, DataError, UsageError
 from edgefl.core.extensions import check_allowed
 from edgefl.core.safe_parsing import format_toml
+from edgefl.tasks.configured.options import NORMALISE, NORMALISED_TASKS
 from edgefl.tasks.registry import is_torch_task, make_task
 
 PACKAGE = "edgefl_app"
@@ -56,6 +57,11 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
     if config.strategy.name in ANALYSES:
         raise ConfigError(
             f"strategy.name = {config.strategy.name!r} asks boards for sums; it needs a fleet of edgefl"
+        )
+    if config.run.task in NORMALISED_TASKS and config.task.get(NORMALISE):
+        raise ConfigError(
+            "task.normalise asks boards for sums before the first round; it needs a fleet of edgefl. Write the "
+            "numbers of a run into means and scales"
         )
     if config.strategy.name == "esync" and config.strategy.options.get("mode") == "live":
         raise ConfigError(

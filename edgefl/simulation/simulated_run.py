@@ -5,6 +5,7 @@ Everything follows from the run file, the data and the seed, so the same run giv
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -33,9 +34,11 @@ from edgefl.core.config import (
 )
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
+from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
+from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, needs_scales
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
@@ -126,11 +129,38 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with (
         extensions.allow_modules(allow_modules),
-        closing(_Simulation(run_config, None if bookkeeping_only else _load_data(run_config, devices))) as simulation,
+        contextlib.ExitStack() as stack,
     ):
+        fleet_data = None if bookkeeping_only else _load_data(run_config, devices)
+        if fleet_data is not None and needs_scales(run_config):
+            run_config = _find_scales(run_config, fleet_data, folder)
+        simulation = stack.enter_context(closing(_Simulation(run_config, fleet_data)))
         make_private_directory(folder)
         with Store.open(folder / DATABASE_NAME) as store:
             return _build_result(store, simulation.run(store, folder, on_change), folder)
+
+
+def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
+    """Returns the settings with means and scales of the fleet's data, found by a simulated run of their own."""
+    if find_named_run(config) is not None:
+        raise ConfigError('task.normalise of a simulation must be "fleet": it knows no run of a fleet')
+    build_run(config, "simulated")  # what is wrong with the run is said before any other begins
+    make_private_directory(folder)
+    with (
+        closing(_Simulation(make_scales_run(config), data)) as simulation,
+        Store.open(folder / DATABASE_NAME) as store,
+    ):
+        result = _build_result(store, simulation.run(store, folder, None), folder).result
+    assert result is not None
+    return apply_scales(config, parse_json(result.read_bytes()))
+
+
+def restore_scales(config: RunConfig, result: RunResult) -> RunConfig:
+    """Returns the settings with the means and scales that a simulated run of them has found."""
+    if not needs_scales(config):
+        return config
+    with Store.open(result.root / DATABASE_NAME, read_only=True) as store:
+        return replace(config, task=dict(store.get_run(result.run_id).config["task"]))
 
 
 def make_reference(config: RunConfig) -> RunConfig:

@@ -188,6 +188,12 @@ def test_a_strategy_that_sends_messages_beside_the_model_is_refused(export, name
         run_app(export({**CONFIG, "strategy": {"name": name}}), nodes())
 
 
+def test_scales_that_only_a_fleet_can_find_are_refused(export):
+    task = {"columns": "heat,damp", "target": "load", "normalise": "fleet"}
+    with pytest.raises(ConfigError, match="asks boards for sums before the first round"):
+        export({**CONFIG, "run": {"task": "table", "rounds": 3}, "task": task})
+
+
 def test_a_shard_may_be_named_for_all_nodes_at_once(export, tmp_path):
     create_shards("digits", "iid", 2, tmp_path / "cut")
     pattern = str(tmp_path / "cut" / "device-{partition}.npz")

@@ -14,7 +14,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.simulation.local_fleet import partition_devices
-from edgefl.simulation.simulated_run import make_reference
+from edgefl.simulation.simulated_run import make_reference, restore_scales
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
@@ -537,3 +537,46 @@ def test_trees_are_simulated_in_the_rounds_that_they_need(tmp_path, monkeypatch)
     assert (len(result.rounds), found["num_trees"]) == (2 + 3 * 2, 3)
     assert [tree[0] for tree in found["trees"]["columns"]] == [2, 2, 2]
     assert found["losses"][-1] < found["losses"][0] / 3
+
+
+@pytest.fixture
+def houses(tmp_path):
+    """Two boards' rows of a table, in which pressures are about 100,000 and flows about 0.01."""
+    rng, paths = np.random.default_rng(8), [tmp_path / "one.csv", tmp_path / "two.csv"]
+    for path, size in zip(paths, (30, 70), strict=True):
+        rows = rng.normal([101_325, 0.01], [900, 0.002], (size, 2))
+        is_leak = (rows[:, 0] > 101_325).astype(int)
+        lines = [f"{a!r},{b!r},{c}" for (a, b), c in zip(rows.tolist(), is_leak.tolist(), strict=True)]
+        path.write_text("\n".join(["pressure,flow,is_leak", *lines]) + "\n")
+    return paths
+
+
+def test_scales_of_the_fleet_are_those_of_the_rows_that_it_trains_on(houses, tmp_path):
+    options = {"columns": "pressure,flow", "target": "is_leak", "labels": "no,yes"}
+    tables = {"run": {"task": "table", "rounds": 3, "local_test_fraction": 0.0}, "simulation": {"workers": 0}}
+    config = parse_run({**tables, "task": {**options, "normalise": "fleet"}})
+    result = edgefl.simulate(config, devices=houses, root=tmp_path / "fleet")
+    found = restore_scales(config, result)
+    rows = np.concatenate([np.loadtxt(path, delimiter=",", skiprows=1) for path in houses]).astype(np.float32)
+    rows = rows[:, :2].astype(float)
+    assert np.array(found.task["means"].split(","), float) == pytest.approx(rows.mean(axis=0), rel=1e-7)
+    assert np.array(found.task["scales"].split(","), float) == pytest.approx(rows.std(axis=0), rel=1e-7)
+    same = edgefl.simulate(found, devices=houses, root=tmp_path / "told")
+    assert same.model.read_bytes() == result.model.read_bytes()
+    assert make_reference(found).task == found.task
+    with Store.open(tmp_path / "fleet" / "edgefl.db", read_only=True) as store:
+        assert [run.strategy for run in store.list_runs()] == ["fedavg", "column-scales"]
+
+
+def test_a_simulation_knows_no_run_of_a_fleet(houses, tmp_path):
+    task = {"columns": "pressure,flow", "target": "is_leak", "labels": "no,yes", "normalise": "run:latest"}
+    with pytest.raises(ConfigError, match='of a simulation must be "fleet"'):
+        edgefl.simulate({"run": {"task": "table"}, "task": task}, devices=houses, root=tmp_path / "runs")
+
+
+def test_wrong_settings_of_a_run_are_refused_before_its_scales_are_asked_for(houses, tmp_path):
+    task = {"columns": "pressure,flow", "target": "is_leak", "labels": "no,yes", "normalise": "fleet"}
+    tables = {"run": {"task": "table"}, "task": task, "strategy": {"name": "fedavg", "lerning_rate": 1}}
+    with pytest.raises(ConfigError, match="learning_rate"):
+        edgefl.simulate(tables, devices=houses, root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -13,11 +13,13 @@ from fastapi.responses import StreamingResponse
 
 from edgefl.coordinator.api.context import ApiContext
 from edgefl.coordinator.auth import get_request_source
+from edgefl.coordinator.runs.scales import find_scales_run
 from edgefl.core.analyses import has_result
 from edgefl.core.config import RunConfig, check_run_name, parse_run, parse_run_text
 from edgefl.core.errors import ConfigError, NotFoundError, UsageError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
+from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, needs_scales
 from edgefl.engine.run_summary import select_device_metrics
 from edgefl.history.diagnosis import diagnose_round
 from edgefl.storage.checkpoints import open_tensor_bytes
@@ -81,7 +83,11 @@ def runs_router(context: ApiContext) -> APIRouter:  # noqa: C901 one function pe
             raise
         if abs(priority) > MAX_PRIORITY:
             raise UsageError(f"priority must lie in {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
-        return {**context.check_run(run_config), **encode_run(_queue_run(context, run_config, priority))}
+        checked = context.check_run(run_config)
+        if not needs_scales(run_config):
+            return {**checked, **encode_run(_queue_run(context, run_config, priority))}
+        record, note = _queue_normalised_run(context, run_config, priority)
+        return {**checked, "notes": [*checked.get("notes", ()), note], **encode_run(record)}
 
     @router.post("/runs/plan", dependencies=operator_only)
     def plan_run(config: RunBody) -> Json:
@@ -195,6 +201,22 @@ def _send_result(context: ApiContext, record: RunRecord) -> StreamingResponse:
     opened, size = open_tensor_bytes(context.directory.models / f"{saved[0].sha256}.safetensors", RESULT)
     headers = {"Content-Length": str(size)}
     return StreamingResponse(_read_chunks(opened), media_type="application/octet-stream", headers=headers)
+
+
+def _queue_normalised_run(context: ApiContext, config: RunConfig, priority: int) -> tuple[RunRecord, str]:
+    """Queues a run that needs means and scales, after one that finds them if it names none; returns a note, too."""
+    asked = find_scales_run(config, context.store)
+    if asked is not None:
+        record = _queue_run(context, name_scales_run(config, asked), priority)
+        return record, f"means and scales are those of run {asked}"
+    first = make_scales_run(config)
+    context.check_run(first)
+    # Both or none: the run could not find its means and scales.
+    with context.store.batch(durable=True):
+        asked = _queue_run(context, first, priority).run_id
+        record = _queue_run(context, name_scales_run(config, asked), priority)
+    context.clients.run_scheduler.wake()
+    return record, f"run {asked} first asks the boards for mean and deviation of each column"
 
 
 def _queue_run(context: ApiContext, config: RunConfig, priority: int) -> RunRecord:

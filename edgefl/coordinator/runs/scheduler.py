@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,7 @@ from edgefl.coordinator.runs.recovery import (
     restore_from_checkpoint,
 )
 from edgefl.coordinator.runs.run_metrics import RunMetrics
+from edgefl.coordinator.runs.scales import record_scales
 from edgefl.coordinator.runs.stalls import (
     REPORT_AFTER_S,
     RUN_STALLED,
@@ -108,6 +109,17 @@ class RunContext:
     split_runs: SplitRuns = field(default_factory=SplitRuns)
     lineage: Lineage | None = None
     on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
+
+
+@contextlib.contextmanager
+def _end_by_missing_file() -> Iterator[None]:
+    """Lets a missing or damaged model file end the run: it is not a fault of the store."""
+    try:
+        yield
+    except (*RETRYABLE_STORE_ERRORS, StoreTooNewError):
+        raise
+    except (StoreError, JournalError) as error:
+        raise RunFailedError(str(error)) from error
 
 
 @dataclass(slots=True)
@@ -420,6 +432,7 @@ class RunScheduler:
         """Executes one run. An error of its task or strategy ends the run, never the coordinator."""
         run_id = record.run_id
         try:
+            record = self._record_scales(record)
             self._execute(record, self._build_run(record))
         except InterruptedRunError as error:
             self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
@@ -440,13 +453,13 @@ class RunScheduler:
             self._end_run(run_id, RunStatus.FAILED, f"{type(error).__name__}: {error}")
 
     def _build_run(self, record: RunRecord) -> RunComponents:
-        """Returns the run's objects; a missing model file ends the run, it is not a fault of the store."""
-        try:
+        """Returns the run's objects."""
+        with _end_by_missing_file():
             return self._assemble(record)
-        except (*RETRYABLE_STORE_ERRORS, StoreTooNewError):
-            raise
-        except (StoreError, JournalError) as error:
-            raise RunFailedError(str(error)) from error
+
+    def _record_scales(self, record: RunRecord) -> RunRecord:
+        with _end_by_missing_file():
+            return record_scales(record, self._context.store, self._context.directory)
 
     def _assemble(self, record: RunRecord) -> RunComponents:
         config = pin_base(RunConfig.from_json(record.config), record.run_id, self._context.directory)

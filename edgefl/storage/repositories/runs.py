@@ -154,6 +154,14 @@ class RunRepository(Repository):
             values["started_at"] = func.coalesce(RunTable.started_at, at)
         self._update_run(run_id, values, durable=True)
 
+    def set_run_config(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Replaces a run's settings.
+
+        Raises:
+            NotFoundError: no such run.
+        """
+        self._update_run(run_id, {"config": to_storable(config)}, durable=True)
+
     def set_run_accuracy(self, run_id: str, accuracy: float) -> None:
         """Sets the newest accuracy of the run's model."""
         self._update_run(run_id, {"accuracy": accuracy}, durable=False)

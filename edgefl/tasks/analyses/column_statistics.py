@@ -14,14 +14,13 @@ from edgefl.core.types import Array, Dataset, Task, Tensors
 from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec, pack_result, read_result
 from edgefl.tasks.analyses.columns import select_columns
 from edgefl.tasks.analyses.grouping import compute_extremes, count_cells, hide_small_counts
-from edgefl.tasks.analyses.moments import MAX_ROWS, MAX_VALUE, SLACK
+from edgefl.tasks.analyses.moments import MAX_ROWS, MAX_VALUE, SLACK, sum_powers
 from edgefl.tasks.analyses.summaries import describe_column, describe_histogram
-from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read_sum, sum_exactly, sum_products
+from edgefl.tasks.metrics.exact_sums import WIDTH, is_carried_on, read_sum
 
 FORMAT_VERSION = 1
 MAX_NUMBERS = 1 << 22
 """Numbers in the histograms of a board."""
-ROWS_AT_ONCE = 1 << 16
 
 
 class ColumnStatistics(Analysis):
@@ -82,7 +81,7 @@ class ColumnStatistics(Analysis):
             if 0 < len(ordered) < least:
                 continue
             sums["counts"][column] = len(ordered), len(values) - len(ordered)
-            sums["sums"][column] = _sum_powers(ordered)
+            sums["sums"][column] = sum_powers(ordered)
             if len(ordered):
                 sums["extremes"][column] = compute_extremes(ordered, least)
                 low, high = ranges[column]
@@ -157,15 +156,6 @@ class ColumnStatistics(Analysis):
             for column, name in enumerate(self.columns.names)
         ]
         return found
-
-
-def _sum_powers(values: Array) -> Array:
-    """Returns the exact sums of [n] values and of their squares, [2, WIDTH]."""
-    sums = np.zeros((2, WIDTH), np.int64)
-    for start in range(0, len(values), ROWS_AT_ONCE):
-        part = values[start : start + ROWS_AT_ONCE, None]
-        sums += np.concatenate([sum_exactly(part), sum_products(part, part)])
-    return carry_on(sums)
 
 
 def _fit(count: int, sums: Array, extremes: Array) -> bool:

@@ -97,7 +97,7 @@ def select_columns(task: Task, text: str, *, by_channel: bool = False, option: s
     num_inputs, classes = count_inputs(task), list_classes(task)
     num_targets = 0 if classes else _count_target_values(task)
     channels = getattr(task, "channels", None) if by_channel else None
-    inputs = _name_inputs(task, num_inputs) if channels is None else tuple(map(str, channels))
+    inputs = name_inputs(task, num_inputs) if channels is None else tuple(map(str, channels))
     names = (*inputs, *_name_targets(num_targets))
     chosen = _parse_columns(text, names, option) if text.strip() else range(len(names))
     if not 0 < len(chosen) <= MAX_COLUMNS:
@@ -154,7 +154,12 @@ def _count_target_values(task: Task) -> int:
     return count // len(loss.quantiles) if isinstance(loss, Quantile) else count
 
 
-def _name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:
+def name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:
+    """Returns the names of the inputs: the task's `columns`, else their numbers from 0.
+
+    Raises:
+        ConfigError: `columns` are no such names.
+    """
     columns = getattr(task, "columns", None)
     if columns is None:
         return tuple(map(str, range(num_inputs)))

@@ -19,7 +19,7 @@ MAX_VALUE = 2.0**149
 MAX_ROWS = 10**12
 MAX_GROUP_NUMBERS = 16_384
 """Groups times columns: 5 MB of sums of a board."""
-ROWS_AT_ONCE = 1024
+ROWS_AT_ONCE, VALUES_AT_ONCE = 1024, 1 << 16
 SLICE_BITS, NUM_SLICES = 21, 3
 """Products of two slices, added over `ROWS_AT_ONCE` rows, are whole numbers below 2^53: a matrix product is exact."""
 SLACK = Fraction(1, 1 << 250)
@@ -35,6 +35,15 @@ def check_values(values: Array, what: str) -> None:
     """
     if not bool((np.abs(values) < MAX_VALUE).all()):
         raise DataError(f"{what} must be finite and below {MAX_VALUE:.0e}, which a sum of all examples needs")
+
+
+def sum_powers(values: Array) -> Array:
+    """Returns the exact sums of [n] values, each below `MAX_VALUE`, and of their squares, [2, WIDTH]."""
+    sums = np.zeros((2, WIDTH), np.int64)
+    for start in range(0, len(values), VALUES_AT_ONCE):
+        part = values[start : start + VALUES_AT_ONCE, None]
+        sums += np.concatenate([sum_exactly(part), sum_products(part, part)])
+    return carry_on(sums)
 
 
 def sum_cross_products(left: Array, right: Array) -> Array:
@@ -148,12 +157,12 @@ def find_group_fault(sums: Tensors) -> str | None:
         return "its sums are none of finite numbers"
     for group, count in enumerate(map(int, counts)):
         values = read_matrix(powers[group])
-        if not all(_fit(count, total, squares) for total, squares in values):
+        if not all(can_be_sums(count, total, squares) for total, squares in values):
             return f"sums and squares of group {group} are those of no {count} values"
     return None
 
 
-def _fit(count: int, total: Fraction, squares: Fraction) -> bool:
+def can_be_sums(count: int, total: Fraction, squares: Fraction) -> bool:
     """Returns whether some values have this count, this sum and this sum of squares."""
     return count * squares + count * count * SLACK >= total * total if count else total == squares == 0
 

@@ -15,12 +15,13 @@ from edgefl.tasks.analyses.analysis import Analysis
 
 _CLASSES = MappingProxyType(
     {
-        "boosted-trees": "trees.boosted_trees:BoostedTrees",
-        "k-means": "k_means:KMeans",
-        "linear-regression": "linear_regression:LinearRegression",
-        "naive-bayes": "naive_bayes:NaiveBayes",
-        "pca": "principal_components:PrincipalComponents",
-        "statistics": "column_statistics:ColumnStatistics",
+        "boosted-trees": "analyses.trees.boosted_trees:BoostedTrees",
+        "column-scales": "configured.column_scales:ColumnScales",
+        "k-means": "analyses.k_means:KMeans",
+        "linear-regression": "analyses.linear_regression:LinearRegression",
+        "naive-bayes": "analyses.naive_bayes:NaiveBayes",
+        "pca": "analyses.principal_components:PrincipalComponents",
+        "statistics": "analyses.column_statistics:ColumnStatistics",
     }
 )
 """By name; imported only where one is asked for, since boards that only train need none of them."""
@@ -40,7 +41,7 @@ def make_analysis(task: Task, name: str, options: Mapping[str, Scalar]) -> Analy
     check_settings(settings, "strategy")
     _check_group_size(settings.min_group)
     module, _, class_name = _CLASSES[name].partition(":")
-    analysis: Analysis = getattr(import_module(f"edgefl.tasks.analyses.{module}"), class_name)(task, settings)
+    analysis: Analysis = getattr(import_module(f"edgefl.tasks.{module}"), class_name)(task, settings)
     return analysis
 
 

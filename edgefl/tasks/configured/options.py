@@ -25,6 +25,10 @@ Numbers = str | int | float | tuple[float, ...]
 
 MAX_COLUMNS, MAX_LABELS, MAX_TARGETS = 4096, 1000, 256
 MAX_NAME_CHARS = 100
+NORMALISE, FLEET, OF_RUN = "normalise", "fleet", "run:"
+"""An option, and its values: the fleet's means and scales, and those of a run by its id."""
+NORMALISED_TASKS = frozenset({"series", "table"})
+"""Tasks that have it."""
 MAX_HIDDEN_LAYERS, MAX_HIDDEN = 4, 4096
 MAX_PARAMETERS = 20_000_000
 VALUE_METRICS, DISTANCES = ("rmse", "r2"), (SquaredError, AbsoluteError, Huber)
@@ -196,6 +200,17 @@ def make_goal(
         metrics=_find_directions(task, names, classes),
         num_outputs=len(classes) or num_values * num_quantiles,
     )
+
+
+def check_normalise(value: str) -> None:
+    """Checks the option `normalise`.
+
+    Raises:
+        ConfigError: it is none of its values.
+    """
+    is_run = value.startswith(OF_RUN) and len(value) > len(OF_RUN)
+    if value not in {"", FLEET} and not is_run:
+        raise ConfigError(f'task.{NORMALISE} must be "{FLEET}", or "{OF_RUN}ID" of an earlier run, got {value!r:.60}')
 
 
 def check_size(task: str, model: TrainableModel) -> None:

@@ -23,7 +23,6 @@ from edgefl.tasks.configured.options import (
     format_options,
     make_goal,
     split_names,
-    split_numbers,
     split_sizes,
 )
 from edgefl.tasks.configured.table import (
@@ -32,7 +31,7 @@ from edgefl.tasks.configured.table import (
     TargetColumns,
     format_targets,
     make_dense_model,
-    make_standardisation,
+    make_input_scaling,
     make_target_columns,
 )
 from edgefl.tasks.datasets.csv_files import MAX_CELLS, TablePart, read_table
@@ -103,6 +102,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     activation: str = "relu",
     means: Numbers = 0.0,
     scales: Numbers = 1.0,
+    normalise: str = "",
     target_mean: float = 0.0,
     target_scale: float = 1.0,
     group: str = "",
@@ -124,6 +124,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         activation: between layers of mlp: relu, tanh, sigmoid or gelu.
         means: an input is (value - mean) / scale; a number for each column, or one for all.
         scales: above 0, likewise.
+        normalise: as of `table`; each number of a window counts.
         target_mean: a target is (value - target_mean) / target_scale.
         target_scale: above 0.
         group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
@@ -142,10 +143,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         num_inputs=len(names) * window,
         num_values=len(targets.numbers) * horizon,
     )
-    prepare = make_standardisation(
-        split_numbers(NAME, "means", means, count=len(names))[:, None],
-        split_numbers(NAME, "scales", scales, count=len(names), above=0.0)[:, None],
-    )
+    prepare = make_input_scaling(NAME, (len(names), 1), means=means, scales=scales, normalise=normalise)
     return ConfiguredTask(
         name=NAME,
         model=_make_model(model, (len(names), window), goal, prepare, hidden=hidden, activation=activation),

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.types import Array, Dataset, Scalar
 from edgefl.tasks.classification import validate_choice
 from edgefl.tasks.configured.options import (
@@ -19,6 +19,7 @@ from edgefl.tasks.configured.options import (
     ConfiguredTask,
     Names,
     Numbers,
+    check_normalise,
     check_size,
     format_options,
     make_goal,
@@ -88,6 +89,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
     activation: str = "relu",
     means: Numbers = 0.0,
     scales: Numbers = 1.0,
+    normalise: str = "",
     target_mean: float = 0.0,
     target_scale: float = 1.0,
     group: str = "",
@@ -106,6 +108,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         activation: between layers: relu, tanh, sigmoid or gelu.
         means: an input is (value - mean) / scale; a number for each column, or one for all.
         scales: above 0, likewise.
+        normalise: "fleet" for means and scales of all boards' examples, or "run:ID" for those of an earlier run.
         target_mean: a target is (value - target_mean) / target_scale.
         target_scale: above 0.
         group: column of whom a row comes from, for natural shards.
@@ -121,10 +124,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         num_inputs=len(names),
         num_values=len(targets.numbers),
     )
-    prepare = make_standardisation(
-        split_numbers(NAME, "means", means, count=len(names)),
-        split_numbers(NAME, "scales", scales, count=len(names), above=0.0),
-    )
+    prepare = make_input_scaling(NAME, (len(names),), means=means, scales=scales, normalise=normalise)
     dense = make_dense_model(NAME, model, hidden, activation, sizes=(len(names), goal.num_outputs), prepare=prepare)
     return ConfiguredTask(
         name=NAME,
@@ -197,6 +197,41 @@ def make_dense_model(
     )
     check_size(task, dense)
     return dense
+
+
+def make_input_scaling(
+    task: str, shape: tuple[int, ...], *, means: Numbers, scales: Numbers, normalise: str
+) -> Prepare:
+    """Returns a `prepare` of inputs by these options of a task.
+
+    With `normalise` it raises a `TaskError` where it is used: a run has the numbers in its place where it begins.
+
+    Args:
+        task: its name.
+        shape: of means and scales, [columns] or [columns, 1, ...].
+        means: as of `table`.
+        scales: likewise.
+        normalise: likewise.
+
+    Raises:
+        ConfigError: they make no sense, or contradict each other.
+    """
+    check_normalise(normalise)
+    if not normalise:
+        return make_standardisation(
+            split_numbers(task, "means", means, count=shape[0]).reshape(shape),
+            split_numbers(task, "scales", scales, count=shape[0], above=0.0).reshape(shape),
+        )
+    if (means, scales) != (0.0, 1.0):
+        raise ConfigError(f"task.means and task.scales are found by normalise = {normalise!r}; leave them out")
+
+    def refuse(_inputs: Array) -> Array:
+        raise TaskError(
+            f"task.normalise = {normalise!r} has no means and scales here; a run of a fleet, or a simulation, finds "
+            "them"
+        )
+
+    return refuse
 
 
 def make_standardisation(means: Array, scales: Array) -> Prepare:
