@@ -44,7 +44,7 @@ threads_option = click.option("--threads", type=click.IntRange(1, 64), default=1
     "source",
     required=True,
     type=click.Path(path_type=Path),
-    help="Rows: .npy, .npz, .csv, an IDX file, or a shard.",
+    help="Rows: .npy, .npz, .csv, an IDX, picture or WAV file, or a shard.",
 )
 @model_option
 @state_option

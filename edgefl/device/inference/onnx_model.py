@@ -36,7 +36,9 @@ MAX_BATCH_VALUES = 200_000
 """Approximate input values of a batch: enough to be fast, few enough for a small board."""
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
-SUPPORTED_FORMATS = ".npy, .npz, .csv, an IDX file, or a shard (file or folder) of the model's task"
+SUPPORTED_FORMATS = (
+    ".npy, .npz, .csv, an IDX file, a file as the model's task reads it, or a shard (file or folder) of that task"
+)
 
 CHECK_TIMEOUT_S = 600.0
 MODULE = "edgefl.device.inference.onnx_model"
@@ -238,12 +240,14 @@ def read_inputs(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
         raise DataError(f"there is no {path}; give {SUPPORTED_FORMATS}")
     if is_shard(path):
         return _read_shard(path, model)
+    if (inputs := _read_by_task(path, model)) is not None:
+        return inputs, None
     if path.suffix == ".npy":
         return model.to_batch(parse_npy(path.read_bytes(), str(path))), None
     if path.suffix == ".npz":
         return _read_npz_file(path, model)
     if path.suffix in {".csv", ".txt"}:
-        return _read_csv_file(path, model), None
+        return _read_csv_file(path), None
     if "idx" in path.name:
         return read_idx(path), None
     raise DataError(f"{path} is none of {SUPPORTED_FORMATS}")
@@ -273,6 +277,17 @@ def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     return prepare_features(model, data.inputs), data.targets
 
 
+def _read_by_task(path: Path, model: OnnxModel) -> Array | None:
+    """Returns the inputs of a file in which they are no numbers, as a configured task reads it; None of others."""
+    if model.task not in CONFIGURED:
+        return None
+    task: Any = make_task(model.task, model.options)
+    if task.input_reader is None or path.suffix.lower() not in task.input_suffixes:
+        return None
+    inputs: Array = task.input_reader(path)
+    return inputs
+
+
 def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     try:
         with path.open("rb") as file:
@@ -285,16 +300,8 @@ def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     return model.to_batch(inputs), arrays.get("labels")
 
 
-def _read_csv_file(path: Path, model: OnnxModel) -> Array:
-    """Returns the numbers of a CSV file; a non-numeric first line is skipped as header.
-
-    A configured task whose inputs are no numbers in a file, such as texts, reads them itself.
-    """
-    if model.task in CONFIGURED:
-        read = getattr(make_task(model.task, model.options), "input_reader", None)
-        if read is not None:
-            inputs: Array = read(path)
-            return inputs
+def _read_csv_file(path: Path) -> Array:
+    """Returns the numbers of a CSV file; a non-numeric first line is skipped as header."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             lines = [line for line in csv.reader(file) if line]

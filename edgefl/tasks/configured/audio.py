@@ -13,7 +13,7 @@ from edgefl.core.types import Array, Scalar
 from edgefl.tasks.configured.image_models import make_image_model
 from edgefl.tasks.configured.options import ConfiguredTask, Names, Numbers, check_range, format_options, make_goal
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN
-from edgefl.tasks.datasets.class_folders import SOUND_SUFFIXES, read_class_folders, read_sound
+from edgefl.tasks.datasets.class_folders import SOUND_SUFFIXES, FolderRules, read_class_folders, read_sound
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_reduction,
@@ -150,6 +150,8 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
     activation: str = "relu",
     loss: str = "",
     metrics: Names = "",
+    others: str = "",
+    group_before: str = "",
 ) -> ConfiguredTask:
     """Returns the task.
 
@@ -163,6 +165,8 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         activation: between layers of mlp: relu, tanh, sigmoid or gelu.
         loss: cross-entropy or mse.
         metrics: by name.
+        others: label of files in folders of any other name; without it such folders are refused.
+        group_before: text in files' names before which stands whom they are from, for natural shards.
     """
     check_range("sample_rate", sample_rate, MIN_RATE, MAX_RATE)
     check_range("seconds", seconds, MIN_SECONDS, MAX_SECONDS)
@@ -174,14 +178,19 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
     image = ImageFormat(1, mel_bands, goal.num_outputs, spectrogram.frames)
     prepare = spectrogram.make_prepare()
     read = partial(read_sound, sample_rate=sample_rate, num_samples=spectrogram.num_samples)
+    rules = FolderRules(labels=goal.labels, others=others, group_before=group_before)
     return ConfiguredTask(
         name=NAME,
         model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
         input_shape=(spectrogram.num_samples,),
         goal=goal,
-        reader=lambda path: read_class_folders(path, NAME, goal.labels, SOUND_SUFFIXES, read),
+        reader=lambda path: read_class_folders(path, NAME, rules, SOUND_SUFFIXES, read),
+        input_reader=lambda path: read(path)[None],
+        input_suffixes=SOUND_SUFFIXES,
         defaults=DEFAULTS,
-        shard_options=format_options(labels=goal.labels, sample_rate=sample_rate, seconds=float(seconds)),
+        shard_options=format_options(
+            labels=goal.labels, others=others, sample_rate=sample_rate, seconds=float(seconds)
+        ),
     )
 
 

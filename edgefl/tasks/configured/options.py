@@ -64,6 +64,7 @@ class ConfiguredTask(Task):
         columns: names of the inputs, where each has one.
         channels: names along the first axis of an example, where it has more axes.
         input_reader: returns the inputs of a file without targets, where they are no numbers in it.
+        input_suffixes: of such files, in lower case.
     """
 
     name: str
@@ -76,6 +77,7 @@ class ConfiguredTask(Task):
     columns: tuple[str, ...] | None = None
     channels: tuple[str, ...] | None = None
     input_reader: Callable[[Path], Array] | None = None
+    input_suffixes: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from edgefl.tasks.configured.options import (
     split_numbers,
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, make_standardisation
-from edgefl.tasks.datasets.class_folders import PICTURE_SUFFIXES, read_class_folders, read_picture
+from edgefl.tasks.datasets.class_folders import PICTURE_SUFFIXES, FolderRules, read_class_folders, read_picture
 from edgefl.tasks.learners.image_layers import ImageFormat
 
 NAME = "pictures"
@@ -42,6 +42,8 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
     metrics: Names = "",
     means: Numbers = 0.5,
     scales: Numbers = 0.25,
+    others: str = "",
+    group_before: str = "",
 ) -> ConfiguredTask:
     """Returns the task.
 
@@ -56,6 +58,8 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         metrics: by name.
         means: a pixel, 0 to 1, becomes (pixel - mean) / scale; a number for each channel, or one for all.
         scales: above 0, likewise.
+        others: label of files in folders of any other name; without it such folders are refused.
+        group_before: text in files' names before which stands whom they are from, for natural shards.
     """
     check_range("size", size, MIN_SIZE, MAX_SIZE)
     if channels not in {1, 3}:
@@ -67,12 +71,15 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         np.float32(MAX_PIXEL) * split_numbers(NAME, "scales", scales, count=channels, above=0.0).reshape(-1, 1, 1),
     )
     read = partial(read_picture, size=size, channels=channels)
+    rules = FolderRules(labels=goal.labels, others=others, group_before=group_before)
     return ConfiguredTask(
         name=NAME,
         model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
         input_shape=image.shape,
         goal=goal,
-        reader=lambda path: read_class_folders(path, NAME, goal.labels, PICTURE_SUFFIXES, read),
+        reader=lambda path: read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read),
+        input_reader=lambda path: read(path)[None],
+        input_suffixes=PICTURE_SUFFIXES,
         defaults=DEFAULTS,
-        shard_options=format_options(labels=goal.labels, size=size, channels=channels),
+        shard_options=format_options(labels=goal.labels, others=others, size=size, channels=channels),
     )

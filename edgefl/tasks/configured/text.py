@@ -145,6 +145,7 @@ def text(  # noqa: PLR0913 one keyword for each option of a run file
         goal=goal,
         reader=lambda path: _read_texts(path, features, column, targets, drops_missing=drops_missing),
         input_reader=lambda path: _read_texts(path, features, column, None, drops_missing=drops_missing).inputs,
+        input_suffixes=(".csv", ".txt"),
         defaults=DEFAULTS,
         shard_options=format_options(
             column=column, target=target, labels=goal.labels, ngrams=features.ngrams, size=size

@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 import wave
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from edgefl.core.errors import DataError, EdgeflError, format_install_command
+from edgefl.core.errors import ConfigError, DataError, EdgeflError, format_install_command
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
 from edgefl.tasks.datasets.csv_files import Survey
@@ -34,18 +35,61 @@ _PICTURE_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "Y
 """Pillow's names of formats with at most 8 bits a channel."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderRules:
+    """What names of folders and files say.
+
+    Attributes:
+        labels: names of the classes, which are those of folders.
+        others: label of files in folders of any other name; empty where there must be none.
+        group_before: text in the names of files before which stands whom they are from; empty where none says it.
+    """
+
+    labels: tuple[str, ...]
+    others: str = ""
+    group_before: str = ""
+
+    def __post_init__(self) -> None:
+        """Checks `others`; raises a `ConfigError` where it is no label."""
+        if self.others and self.others not in self.labels:
+            raise ConfigError(
+                f"task.others must be one of the labels {self.format_labels()}, got {self.others!r:.80}"
+            )
+
+    def format_labels(self) -> str:
+        return ", ".join(self.labels[:12])
+
+    def find_label(self, folder: str) -> str:
+        """Returns the label of files in a folder; empty where it is of no class."""
+        return folder if folder in self.labels else self.others
+
+    def read_groups(self, names: Collection[str]) -> Array | None:
+        """Returns [n] groups of files, None where there is no rule; a name without the text is a group of its own.
+
+        Raises:
+            DataError: no name has the text.
+        """
+        if not self.group_before:
+            return None
+        if not any(self.group_before in name for name in names):
+            raise DataError(
+                f"task.group_before = {self.group_before!r:.80} is in the name of none of {len(names)} files"
+            )
+        return np.array([name.partition(self.group_before)[0] for name in names], dtype=str)
+
+
 def read_class_folders(
-    path: Path, task: str, labels: Sequence[str], suffixes: Collection[str], read: Callable[[Path], Array]
+    path: Path, task: str, rules: FolderRules, suffixes: Collection[str], read: Callable[[Path], Array]
 ) -> Dataset:
     """Returns the examples of all class folders; `read` returns that of one file, of the same shape for all.
 
     Raises:
         DataError: there are none, a folder is of no class, a file is damaged, or they are too many for memory.
     """
-    files = list(_iterate_files(path, task, suffixes, labels))
+    files = list(_iterate_files(path, task, suffixes, rules))
     if not files:
         raise DataError(
-            f"shard {path} of task {task} must be a folder with a folder for each class ({', '.join(labels[:12])}), "
+            f"shard {path} of task {task} must be a folder with a folder for each class ({rules.format_labels()}), "
             f"with {' or '.join(suffixes)} files in it; there are none"
         )
     first = read(files[0][0])
@@ -57,7 +101,11 @@ def read_class_folders(
     inputs = np.empty((len(files), *first.shape), first.dtype)
     for row, (file, _) in enumerate(files):
         inputs[row] = first if row == 0 else read(file)
-    return Dataset(inputs=inputs, targets=np.array([labels.index(label) for _, label in files], np.int64))
+    return Dataset(
+        inputs=inputs,
+        targets=np.array([rules.labels.index(label) for _, label in files], np.int64),
+        groups=rules.read_groups([file.stem for file, _ in files]),
+    )
 
 
 def survey_class_folders(
@@ -144,7 +192,7 @@ def _decode_samples(content: bytes, width: int, path: Path) -> Array:
 
 
 def _iterate_files(
-    path: Path, task: str, suffixes: Collection[str], labels: Sequence[str] | None
+    path: Path, task: str, suffixes: Collection[str], rules: FolderRules | None
 ) -> Iterator[tuple[Path, str]]:
     """Yields the files of all class folders and their labels, by name."""
     try:
@@ -155,17 +203,18 @@ def _iterate_files(
         raise DataError(f"shard {path} of task {task} has {len(folders)} folders, at most are {MAX_FOLDERS}")
     count = 0
     for folder in folders:
-        if labels is not None and folder.name not in labels:
+        label = folder.name if rules is None else rules.find_label(folder.name)
+        if rules is not None and not label:
             raise DataError(
                 f"shard {path} of task {task} has a folder {folder.name[:80]!a}, which is none of the labels "
-                f"{', '.join(labels[:12])}"
+                f"{rules.format_labels()}"
             )
         for file in sorted(folder.iterdir()):
             if file.suffix.lower() in suffixes and not file.name.startswith(".") and file.is_file():
                 count += 1
                 if count > MAX_EXAMPLES:
                     raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
-                yield file, folder.name
+                yield file, label
 
 
 def _check_bytes(path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import struct
 import subprocess
 import sys
+import wave
 from dataclasses import replace
 
 import numpy as np
@@ -189,6 +190,37 @@ def test_a_csv_file_of_texts_is_hashed_as_the_model_s_task_does_with_classes_and
     (tmp_path / "new.csv").write_text("1,2\n")
     with pytest.raises(DataError, match="has no line of column names"):
         read_inputs(tmp_path / "new.csv", found)
+
+
+def test_a_sound_or_a_picture_is_a_row_as_the_model_s_task_reads_it(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install '.[pictures]'")
+    samples = np.random.default_rng(1).normal(0, 3000, 2000).astype("<i2")
+    (tmp_path / "audio").mkdir()
+    with wave.open(str(tmp_path / "audio" / "new.WAV"), "wb") as file:
+        file.setparams((1, 2, 4000, 0, "NONE", ""))
+        file.writeframes(samples.tobytes())
+    (tmp_path / "pictures").mkdir()
+    pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
+    image.fromarray(pixels).save(tmp_path / "pictures" / "new.png")
+    sound = {"labels": "a,b", "sample_rate": 4000, "seconds": 0.5, "mel_bands": 12}
+    picture = {"labels": "a,b", "size": 8}
+    for name, options, right in (
+        ("audio", sound, samples[None]),
+        ("pictures", picture, pixels.transpose(2, 0, 1)[None]),
+    ):
+        task = make_task(name, options)
+        tensors = task.init(3)
+        export_onnx(task, tensors, tmp_path / "model.onnx", options=options)
+        (file,) = (tmp_path / name).iterdir()
+        found, learner = OnnxModel(tmp_path / "model.onnx"), task.learner()
+        learner.load(tensors)
+        inputs, labels = read_inputs(file, found)
+        np.testing.assert_array_equal(inputs, right)
+        np.testing.assert_allclose(found.logits(inputs), learner.logits(right), atol=1e-4)
+        assert labels is None
+    (tmp_path / "new.wav").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match=r"new.wav is none of .npy, .npz"):
+        read_inputs(tmp_path / "new.wav", found)
 
 
 def test_an_idx_file_gives_its_images(model, tmp_path):

@@ -5,10 +5,11 @@ import wave
 import numpy as np
 import pytest
 
-from edgefl.core.errors import DataError, TaskError
+from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.tasks.datasets import class_folders
 from edgefl.tasks.datasets.class_folders import (
     PICTURE_SUFFIXES,
+    FolderRules,
     read_class_folders,
     read_picture,
     read_sound,
@@ -32,21 +33,42 @@ def save_sound(path, samples, *, rate=8000, width=2, channels=1):
     return path
 
 
-def read(path, labels):
-    return read_class_folders(path, "pictures", labels, PICTURE_SUFFIXES, lambda file: np.array([len(file.stem)]))
+def read(path, labels, **rules):
+    rules = FolderRules(labels=labels, **rules)
+    return read_class_folders(path, "pictures", rules, PICTURE_SUFFIXES, lambda file: np.array([len(file.stem)]))
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"")
+    return folder
 
 
 def test_a_class_is_the_place_of_its_folder_in_the_labels_and_other_files_are_left_alone(tmp_path):
-    for name in ("dog/aa.png", "cat/a.jpg", "cat/b.JPEG", "cat/notes.txt", "cat/.c.png", ".tmp/x.png"):
-        save = tmp_path / name
-        save.parent.mkdir(exist_ok=True)
-        save.write_bytes(b"")
+    touch(tmp_path, "dog/aa.png", "cat/a.jpg", "cat/b.JPEG", "cat/notes.txt", "cat/.c.png", ".tmp/x.png")
     data = read(tmp_path, ("dog", "cat", "owl"))
     assert (data.inputs[:, 0].tolist(), data.targets.tolist()) == ([1, 1, 2], [1, 1, 0])
     survey = survey_class_folders(tmp_path, "pictures", is_detailed=True)
     assert (survey.num_examples, survey.details) == (3, ("cat: 2", "dog: 1"))
     with pytest.raises(DataError, match="has a folder 'dog', which is none of the labels cat, owl"):
         read(tmp_path, ("cat", "owl"))
+
+
+def test_folders_of_other_names_are_of_the_class_of_the_others_where_there_is_one(tmp_path):
+    touch(tmp_path, "cat/aa.png", "emu/aaa.png", "dog/aaaa.png", "other/a.png")
+    data = read(tmp_path, ("cat", "other"), others="other")
+    assert (data.inputs[:, 0].tolist(), data.targets.tolist()) == ([2, 4, 3, 1], [0, 1, 1, 1])
+    with pytest.raises(ConfigError, match=r"task.others must be one of the labels cat, other, got 'emu'"):
+        read(tmp_path, ("cat", "other"), others="emu")
+
+
+def test_whom_a_file_is_from_stands_before_a_text_in_its_name(tmp_path):
+    touch(tmp_path, "cat/ann_x_1.png", "cat/bo_x_1_x_2.png", "dog/ann_x_7.png", "dog/rain.png")
+    assert read(tmp_path, ("cat", "dog")).groups is None
+    assert read(tmp_path, ("cat", "dog"), group_before="_x_").groups.tolist() == ["ann", "bo", "ann", "rain"]
+    with pytest.raises(DataError, match=r"task.group_before = '-' is in the name of none of 4 files"):
+        read(tmp_path, ("cat", "dog"), group_before="-")
 
 
 def test_a_folder_without_class_folders_says_what_would_be_right(tmp_path):
