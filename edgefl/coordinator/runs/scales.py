@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 
 from edgefl.coordinator.directory import CoordinatorDirectory
@@ -18,6 +19,10 @@ from edgefl.storage.store import Store
 from edgefl.strategies.job_strategy import RESULT
 
 log = logging.getLogger(__name__)
+
+SCALES_LEFT_OUT = "scales-left-out"
+"""Kind of the event: what a board said of a column has no part in its mean and scale."""
+MAX_SHOWN_COLUMNS = 12
 
 
 def find_scales_run(config: RunConfig, store: Store) -> str | None:
@@ -49,10 +54,29 @@ def record_scales(record: RunRecord, store: Store, directory: CoordinatorDirecto
     run_id = find_scales_run(config, store)
     if run_id is None:
         raise RunFailedError("its means and scales were asked of no board; submit it again")
-    found = apply_scales(config, _load_result(store.get_run(run_id), store, directory)).to_json()
-    store.set_run_config(record.run_id, found)
+    result = _load_result(store.get_run(run_id), store, directory)
+    found = apply_scales(config, result).to_json()
+    with store.batch(durable=True):
+        store.set_run_config(record.run_id, found)
+        _record_left_out(record.run_id, result, store)
     log.info("run %s takes the means and scales that run %s has found", record.run_id, run_id)
     return replace(record, config=found)
+
+
+def _record_left_out(run_id: str, result: Json, store: Store) -> None:
+    """Records an event for each board that was left out of a column."""
+    columns: dict[str, list[str]] = {}
+    for column in result["columns"]:
+        for device_id in column.get("left_out", ()):
+            columns.setdefault(device_id, []).append(column["name"])
+    for device_id, names in columns.items():
+        more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""
+        message = (
+            f"left out of the scales of {', '.join(names[:MAX_SHOWN_COLUMNS])}{more}: its values lie further apart "
+            "than those of the others by far"
+        )
+        log.warning("run %s: %s is %s", run_id, device_id, message)
+        store.record_event(SCALES_LEFT_OUT, message, at=time.time(), run_id=run_id, device_id=device_id)
 
 
 def _load_result(asked: RunRecord, store: Store, directory: CoordinatorDirectory) -> Json:

@@ -11,6 +11,7 @@ from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import ConfigError, NotFoundError, RunFailedError
 from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, needs_scales
 from edgefl.storage.checkpoints import save_model
+from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunStatus, SavedModelRow
 from edgefl.storage.store import Store
 from edgefl.tasks.analyses.analysis import pack_result
@@ -70,7 +71,8 @@ def test_the_run_that_asks_is_about_the_same_boards_and_the_examples_that_they_t
 def test_a_run_has_the_numbers_in_its_record_whatever_becomes_of_the_result(store, directory):
     add(store, "scales", make_scales_run(CONFIG))
     record = add(store, "house", name_scales_run(CONFIG, "scales"))
-    path = finish(store, directory, "scales", {"columns": COLUMNS})
+    rogue = [{**column, "left_out": ["board-9"]} for column in COLUMNS]
+    path = finish(store, directory, "scales", {"columns": rogue})
     found = record_scales(record, store, directory)
     assert store.get_run("house") == found
     config = RunConfig.from_json(found.config)
@@ -78,6 +80,11 @@ def test_a_run_has_the_numbers_in_its_record_whatever_becomes_of_the_result(stor
     assert numbers["means"].tolist() == np.array([1 / 3, -5e7], np.float32).tolist()
     assert numbers["scales"].tolist() == np.array([2e-9, 1], np.float32).tolist()
     assert "normalise" not in config.task
+    (event,) = [row for row in read_history(store, "events", run="house") if row["kind"] == "scales-left-out"]
+    assert (event["device_id"], event["message"].startswith("left out of the scales of heat, damp: ")) == (
+        "board-9",
+        True,
+    )
     path.unlink()
     assert record_scales(store.get_run("house"), store, directory) == found
 
