@@ -10,7 +10,7 @@ from typing import Any
 
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, ModelSpec, Strategy, Task, TensorKind, Tensors, TrainConfig
+from edgefl.core.types import Algorithm, Array, ModelSpec, Strategy, Task, TensorKind, Tensors, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
 from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
 from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
@@ -79,6 +79,31 @@ def make_adapted_model(task: Task, config: RunConfig, whole: Mapping[str, Array]
     adapted = AdaptedTask(task, config.adapt, base)
     first = adapted.start_from(whole, config.run.seed)
     return AdaptedModel(task=adapted, first=first, plan=plan, base=base, path=path)
+
+
+def check_local_tensors(strategy: str, plan: object, shapes: ModelSpec) -> None:
+    """Checks that a strategy can do with tensors which stay on the devices.
+
+    Args:
+        strategy: its name.
+        plan: of the strategy; None where it has none.
+        shapes: of the model on a device.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    local = next((spec.name for spec in shapes if not spec.shared), None)
+    if local is None:
+        return
+    reasons = {
+        "all who hold a block answer the same": strategy == "redundant",
+        "the control variates are of all that is trained": getattr(plan, "algorithm", None) == Algorithm.SCAFFOLD,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ConfigError(
+            f"strategy {strategy} does not go with tensors that stay on the devices ({local}), since {found[0]}; "
+            "take another, such as fedavg, or leave out adapt.local"
+        )
 
 
 def check_head_epochs(plan: object, shapes: ModelSpec, *, plans_iterations: bool) -> None:

@@ -137,6 +137,13 @@ def test_what_does_not_go_is_told_before_the_first_round(changes, told):
         build_run(parse_run({**tables({}), **changes}), "r")
 
 
+def test_a_strategy_that_cannot_do_with_local_tensors_says_so_before_the_first_round():
+    for name in ("redundant", "scaffold"):
+        with pytest.raises(ConfigError, match=rf"strategy {name} does not go with .* on the devices \(fc2.weight\)"):
+            build_run(parse_run({**tables({"local": ["fc2.*"]}), "strategy": {"name": name}}), "r")
+    build_run(parse_run({**tables({"local": ["fc2.*"]}), "strategy": {"name": "fednova"}}), "r")
+
+
 @pytest.mark.parametrize(
     ("adapt", "strategy", "told"),
     [

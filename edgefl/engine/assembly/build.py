@@ -31,7 +31,13 @@ from edgefl.core.types import (
     Tensors,
     derive_rng,
 )
-from edgefl.engine.adapted_model import AdaptedModel, check_head_epochs, check_personal, make_adapted_model
+from edgefl.engine.adapted_model import (
+    AdaptedModel,
+    check_head_epochs,
+    check_local_tensors,
+    check_personal,
+    make_adapted_model,
+)
 from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
@@ -99,6 +105,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     if strategy.has_nodes:
         _check_decentralised(config, task.shapes())
     plans_iterations = _plans_iterations(strategy)
+    check_local_tensors(config.strategy.name, get_plan(strategy), shapes_on_board)
     check_head_epochs(get_plan(strategy), shapes_on_board, plans_iterations=plans_iterations)
     has_personal = check_personal(strategy, config, shapes_on_board, plans_iterations=plans_iterations)
     metrics = make_task_metrics(task, has_personal=has_personal)

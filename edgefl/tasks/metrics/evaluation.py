@@ -10,10 +10,11 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.extensions import format_name
-from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, MetricSet, Sums, compute_sums, make_metric_set
+from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, Metric, MetricSet, Sums, compute_sums, make_metric_set
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
-from edgefl.tasks.losses.registry import find_loss, is_reconstruction
+from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.registry import FunctionLoss, find_loss, is_reconstruction
 from edgefl.tasks.losses.value_losses import Quantile
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -77,7 +78,40 @@ def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
     loss = find_loss(task)
     is_single = bool(labels) or (isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1)
     made = make_metric_set(metrics, num_outputs, has_single_targets=is_single)
+    if loss is not None and not labels and _trains_values(loss, num_outputs):
+        _check_values(task, metrics, loss, (1,) if is_single else (1, num_outputs), num_outputs)
     return replace(made, is_of_inputs=is_reconstruction(task))
+
+
+def _trains_values(loss: Loss, num_outputs: int) -> bool:
+    """Returns whether targets are numbers, and cannot be classes; those of a function may be anything."""
+    if isinstance(loss, FunctionLoss):
+        return False
+    try:
+        loss.convert_targets(np.full(1, 0.5, np.float32), None)
+    except TaskError:
+        return False
+    if num_outputs == 1:
+        return True
+    try:
+        loss.convert_targets(np.zeros(1, np.int64), (1, num_outputs))
+    except TaskError:
+        return True
+    return False
+
+
+def _check_values(
+    task: Task, metrics: Mapping[str, Metric], loss: Loss, target_shape: tuple[int, ...], num_outputs: int
+) -> None:
+    """Raises a `ConfigError` where a metric is not of numbers, which the task trains."""
+    for name, metric in metrics.items():
+        try:
+            metric.partial(np.zeros((1, num_outputs), np.float32), np.full(target_shape, 0.5, np.float32))
+        except TaskError as error:
+            raise ConfigError(
+                f"task {task.name}: metric {format_name(name)} is none of values, which loss {loss.name} trains: "
+                f"{error}; take some such as rmse, mae or r2"
+            ) from error
 
 
 def evaluate(

@@ -208,6 +208,30 @@ def test_what_a_task_declares_wrongly_is_one_line(declared, said):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("loss", ["huber", "mse", "poisson"])
+@pytest.mark.parametrize("name", ["accuracy", "f1-macro", "auroc", "log-loss"])
+def test_a_metric_of_classes_is_refused_where_values_are_trained(name, loss):
+    shell = Shell()
+    shell.loss, shell.metrics = loss, {name: "min" if name == "log-loss" else "max"}
+    with pytest.raises(ConfigError, match=f"task shell: metric '{name}' is none of values, which loss {loss}.* take"):
+        make_task_metrics(shell)
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_outputs", "name"),
+    [("huber", 1, "rmse"), ("huber", 3, "r2"), ("mse", 3, "accuracy"), ("cross-entropy", 3, "f1-macro"),
+     ("binary-cross-entropy", 3, "f1-micro"), ("poisson", 1, "mae"), (lambda outputs, targets: outputs, 1, "auroc")],
+)  # fmt: skip
+def test_a_metric_that_fits_what_is_trained_is_taken(loss, num_outputs, name):
+    shell = Shell()
+    shell.loss, shell.metrics, shell.num_outputs = (
+        loss,
+        {name: "min" if name in {"rmse", "mae"} else "max"},
+        num_outputs,
+    )
+    assert list(make_task_metrics(shell).metrics) == [name]
+
+
 def test_a_task_without_metrics_has_none_and_a_learner_without_outputs_can_have_none():
     class Learner:
         def evaluate(self, data):
