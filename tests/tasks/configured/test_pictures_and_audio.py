@@ -165,6 +165,20 @@ def test_options_that_make_no_sense_are_one_clear_line(task, options, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("task", "make_data", "options"),
+    [("audio", record_tones, {"sample_rate": 8000}), ("pictures", draw_discs, {"size": 8})],
+)
+def test_a_class_takes_all_other_folders_and_names_say_whom_a_file_is_from(tmp_path, task, make_data, options):
+    known = {"audio": "high", "pictures": "above"}[task]  # the other folder, low or below, has no label
+    for seed in (1, 2):
+        make_data(tmp_path, 2, seed)
+    rules = {"labels": f"unknown,{known}", "others": "unknown", "group_before": "-"}
+    data = make_task(task, options | rules).read(str(tmp_path))
+    assert data.targets.tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert data.groups.tolist() == ["1", "1", "2", "2"] * 2
+
+
 def test_a_board_counts_files_without_a_run_file_and_refuses_folders_of_other_classes(tmp_path):
     folder = record_tones(tmp_path, 3)
     report = inspect_shard("audio", str(folder), is_detailed=True)

@@ -190,6 +190,24 @@ def test_a_csv_file_of_sensors_and_a_run_file_of_ten_lines_train_a_model(tmp_pat
     assert (result.status, result.metrics["accuracy"] > 0.9) == ("finished", True), result.metrics
 
 
+def test_boards_forecast_several_rows_at_once_better_than_the_last_value_does(tmp_path):
+    rng, rows = np.random.default_rng(1), []
+    for board in "abc":
+        waves = np.sin(np.arange(1500) * 0.25 + rng.uniform(0, 6)) + rng.normal(0, 0.05, 1500)
+        rows += [(f"{x:.3f}", 0, board) for x in waves]
+    data = write_rows(tmp_path / "waves.csv", rows)
+    options = {"columns": ["x"], "target": ["x"], "group": "g", "window": 20, "ahead": 1, "horizon": 8, "step": 7}
+    plan = {"name": "fedavg", "learning_rate": 0.2, "epochs": 3.0}
+    found = edgefl.simulate(
+        {"run": {"task": "series", "rounds": 8}, "task": options, "strategy": plan},
+        devices=3, data=data, scheme="natural", root=tmp_path / "history",
+    )  # fmt: skip
+    windows = make_task("series", options).read(str(data))
+    stays = np.sqrt(np.mean(np.square(windows.inputs[:, :, -1] - windows.targets)))
+    assert windows.targets.shape[1] == 8
+    assert found.metrics["rmse"] < 0.3 * stays, (found.metrics, stays)
+
+
 @pytest.mark.extended
 def test_three_devices_train_live_each_on_a_csv_file_of_its_own(tmp_path):
     (tmp_path / "run.toml").write_text(TREMOR + "[devices]\nmin = 3\n")
