@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 import edgefl
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+from edgefl.storage.journal.wal_journal import load_journal_entries
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(400)]
 
@@ -86,7 +87,9 @@ def test_a_coordinator_killed_before_the_first_round_goes_on_with_the_same_scale
     for name in NAMES:
         running.terminate(name)
     run_id = running.submit(_name(CONFIG, scales))
-    found = tools.eventually(lambda: tools.run(running, run_id)["config"]["task"].get("means"), what="the means")
+    journal = running.directory / "runs" / run_id / "journal"
+    tools.eventually(lambda: journal.is_dir() and any(load_journal_entries(journal)), what="a run that has begun")
+    found = tools.run(running, run_id)["config"]["task"]["means"]
     assert tools.run(running, run_id)["rounds"] == 0
     running.kill("coordinator")
     running.start_coordinator()
