@@ -23,11 +23,13 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NEEDS_DATA = {
     **dict.fromkeys(("forecasting", "motion_time_series"), "motionsense/motionsense.npz"),
+    "people": "motionsense/data_subjects_info.csv",
     "transfer": "fashion-mnist/train-images-idx3-ubyte.gz",
 }
 REACHED = {
     "multi_label": r"the fleet: accuracy 0\.9\d+, f1-macro 0\.9[5-9]",
     "transfer": r"lora: accuracy 0\.9[3-9]\d, .*\nhead: accuracy 0\.8[6-9]\d, first round \d\d?,\d+ bytes down",
+    "people": r"one with all data, later walks: 0\.9\d+ .*\nthe fleet's (?:\+|-0\.0[01]\d|-0\.020)",
     "trees": r"one device: 0\.9\d+, the fleet's (?:\+|-0\.0[01]).*\n.*learn: 0\.9\d+, the fleet's (?:\+|-0\.0[01])",
     "anomaly": r"(?s:threshold of \d\.\d+: 0\.[01]\d+ of new .*found: 0\.8\d+, )(?:\+|-0\.0[01]\d|-0\.020)",
     "forecasting": r"is 0\.[45]\d of that of the last value",
@@ -45,6 +47,7 @@ NEAR_REFERENCE = {
     "forecasting": "r2",
     "keyword_spotting": "accuracy",
     "multi_label": "f1-macro",
+    "people": "f1-macro",
     "quantiles": "loss",
     "transfer": "accuracy",
 }
@@ -113,6 +116,35 @@ def test_a_base_of_transfer_serves_other_classes_where_the_real_data_is_absent(t
     base = (here / "base.safetensors").stat().st_size
     assert rows["lora"][0]["bytes_down"] > 3 * base > rows["lora"][1]["bytes_down"]
     assert 10 * rows["lora"][-1]["bytes_up"] < rows["all"][-1]["bytes_up"]
+
+
+def test_people_are_told_apart_by_their_steps_where_the_real_data_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shutil.copytree(EXAMPLES / "people", tmp_path / "people")
+    folder = tmp_path / "data" / "motionsense"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("EDGEFL_DATA", str(folder.parent))
+    trials, length, rng = (7, 8, 15), 2000, np.random.default_rng(7)
+    steps, lines = [], ["code,weight,height,age,gender"]
+    for person in range(1, 10):
+        is_male, is_old, is_tall = person & 1, person >> 1 & 1, person >> 2 & 1
+        lines.append(f"{person},70,{170 + 10 * is_tall},{25 + 5 * is_old},{is_male}")
+        for _ in trials:  # a channel for each of the three, whose frequency says it
+            phase = 2.0 * np.pi * (1.5 + np.array([[is_male], [is_old], [is_tall]])) * np.arange(length) / 50.0
+            steps.append(np.tile(np.sin(phase + rng.uniform(0.0, 6.0)), (3, 1)) + rng.normal(0.0, 0.2, (9, length)))
+    count = len(steps)
+    np.savez(
+        folder / "motionsense.npz",
+        q=(1000.0 * np.concatenate(steps, axis=1)).astype(np.int16), scale=np.float32(0.001),
+        length=np.full(count, length), subject=np.repeat(np.arange(1, 10), 3), activity=np.full(count, 2),
+        trial=np.tile(trials, 9),
+    )  # fmt: skip
+    (folder / "data_subjects_info.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    done = run_script("python make_data.py; edgefl simulate run.toml --dir history --format json", here)
+    assert len((here / "data" / "later.csv").read_text().splitlines()) == 1 + 9 * 15
+    assert json.loads(done.stdout)["rows"][-1]["metrics"]["f1-macro"] > 0.95
+    assert len((here / "data" / "strangers.csv").read_text().splitlines()) == 1 + 2 * 3 * 15
 
 
 def test_an_example_is_short_and_listed() -> None:
