@@ -103,8 +103,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     means: Numbers = 0.0,
     scales: Numbers = 1.0,
     normalise: str = "",
-    target_mean: float = 0.0,
-    target_scale: float = 1.0,
+    target_mean: Numbers = 0.0,
+    target_scale: Numbers = 1.0,
     group: str = "",
 ) -> ConfiguredTask:
     """Returns the task.
@@ -125,8 +125,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         means: an input is (value - mean) / scale; a number for each column, or one for all.
         scales: above 0, likewise.
         normalise: as of `table`; each number of a window counts.
-        target_mean: a target is (value - target_mean) / target_scale.
-        target_scale: above 0.
+        target_mean: a target is (value - target_mean) / target_scale; a number for each column, or one for all.
+        target_scale: above 0, likewise.
         group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
     """
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)

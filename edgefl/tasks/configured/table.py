@@ -44,15 +44,15 @@ VALUE_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.03, "batch_size": 16,
 class TargetColumns:
     """Columns of what is predicted, and of whom or what a row comes from.
 
-    Values become (value - mean) / scale. A class is the label in its column, or where no label is a number, the
-    label's number from 0.
+    Values become (value - mean) / scale, by column. A class is the label in its column, or where no label is a
+    number, the label's number from 0.
     """
 
     columns: tuple[str, ...]
     labels: tuple[str, ...]
     group: str
-    mean: float
-    scale: float
+    mean: tuple[float, ...]
+    scale: tuple[float, ...]
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -67,9 +67,9 @@ class TargetColumns:
         if self.labels:
             whose = f"{part.path}: column {self.columns[0]!r}"
             return read_labels(part.texts[0], self.labels, whose, first_row=part.first_row)
-        targets: Array = (values - np.float32(self.mean)) / np.float32(self.scale)
         if not self.columns:
             return np.zeros(len(values), np.float32)
+        targets: Array = (values - np.array(self.mean, np.float32)) / np.array(self.scale, np.float32)
         return targets[:, 0] if len(self.columns) == 1 else targets
 
     def read_groups(self, part: TablePart) -> Array | None:
@@ -90,8 +90,8 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
     means: Numbers = 0.0,
     scales: Numbers = 1.0,
     normalise: str = "",
-    target_mean: float = 0.0,
-    target_scale: float = 1.0,
+    target_mean: Numbers = 0.0,
+    target_scale: Numbers = 1.0,
     group: str = "",
     missing: Literal["refuse", "drop"] = "refuse",
 ) -> ConfiguredTask:
@@ -109,8 +109,8 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         means: an input is (value - mean) / scale; a number for each column, or one for all.
         scales: above 0, likewise.
         normalise: "fleet" for means and scales of all boards' examples, or "run:ID" for those of an earlier run.
-        target_mean: a target is (value - target_mean) / target_scale.
-        target_scale: above 0.
+        target_mean: a target is (value - target_mean) / target_scale; a number for each column, or one for all.
+        target_scale: above 0, likewise.
         group: column of whom a row comes from, for natural shards.
         missing: whether a row with an empty cell is an error or left out.
     """
@@ -143,8 +143,8 @@ def make_target_columns(  # noqa: PLR0913 one for each option
     target: Names,
     labels: Names,
     group: str,
-    mean: float,
-    scale: float,
+    mean: Numbers,
+    scale: Numbers,
     *,
     inputs: tuple[str, ...],
     is_forecast: bool = False,
@@ -164,9 +164,11 @@ def make_target_columns(  # noqa: PLR0913 one for each option
         split_names(task, "group", (group,), at_most=1)
     if classes and (mean, scale) != (0.0, 1.0):
         raise ConfigError("task.target_mean and target_scale mean nothing with labels; leave them out")
-    mean = float(split_numbers(task, "target_mean", mean, count=1)[0])
-    scale = float(split_numbers(task, "target_scale", scale, count=1, above=0.0)[0])
-    return TargetColumns(columns=columns, labels=classes, group=group, mean=mean, scale=scale)
+    means = split_numbers(task, "target_mean", mean, count=max(1, len(columns)))
+    scales = split_numbers(task, "target_scale", scale, count=max(1, len(columns)), above=0.0)
+    return TargetColumns(
+        columns=columns, labels=classes, group=group, mean=tuple(means.tolist()), scale=tuple(scales.tolist())
+    )
 
 
 def format_targets(targets: TargetColumns) -> dict[str, object]:
@@ -174,8 +176,11 @@ def format_targets(targets: TargetColumns) -> dict[str, object]:
     return {
         "target": targets.columns,
         "labels": targets.labels,
-        "target_mean": targets.mean,
-        "target_scale": targets.scale,
+        # One number where it is that of all columns, as on cards from when there was one for all.
+        **{
+            name: numbers[:1] if len(set(numbers)) == 1 else numbers
+            for name, numbers in (("target_mean", targets.mean), ("target_scale", targets.scale))
+        },
     }
 
 

@@ -52,6 +52,18 @@ def test_columns_become_inputs_in_the_order_of_the_run_file_and_labels_classes(r
     assert (data.inputs.dtype, task.input_shape, task.labels) == (np.float32, (2,), ("closed", "open"))
 
 
+def test_each_target_has_a_mean_and_a_scale_of_its_own_or_all_have_one(readings):
+    two = {"columns": "outdoor", "target": ["indoor", "load"]}
+    rows = [line.split(",") for line in readings.read_text().splitlines()[1:]]
+    values = np.array([[float(row[1]), float(row[4])] for row in rows])
+    own = make_task("table", two | {"target_mean": (22, 10), "target_scale": "6,2"})
+    np.testing.assert_allclose(own.read(str(readings)).targets, (values - [22, 10]) / [6, 2], atol=1e-5)
+    assert (own.shard_options["target_mean"], own.shard_options["target_scale"]) == ("22.0,10.0", "6.0,2.0")
+    same = make_task("table", two | {"target_mean": 10, "target_scale": (2, 2)})
+    np.testing.assert_allclose(same.read(str(readings)).targets, (values - 10) / 2, atol=1e-5)
+    assert (same.shard_options["target_mean"], same.shard_options["target_scale"]) == ("10.0", "2.0")
+
+
 def test_values_and_inputs_are_shifted_and_scaled_as_the_run_file_says(readings):
     task = make_task("table", LOAD | {"means": (20, 10), "scales": 4})
     data = task.read(str(readings))
@@ -149,6 +161,8 @@ def test_a_class_is_its_name_or_its_number_where_no_name_is_a_number(tmp_path, l
         ({"columns": "a", "target": "y,z", "labels": "u,v"}, "task.target must name the one column of the labels"),
         ({"columns": "a", "target": "y", "labels": "u,v", "loss": "mae"}, "cross-entropy or mse where there are lab"),
         ({"columns": "a", "target": "y", "labels": "u,v", "target_mean": 3}, "mean nothing with labels"),
+        ({"columns": "a", "target": "y,z", "target_mean": (1, 2, 3)}, "takes one number, or 2, got 3"),
+        ({"columns": "a", "target": "y,z", "target_scale": (1, 0)}, "above 0, got 0"),
         ({"columns": "a", "target": "y", "loss": "cross-entropy"}, "task.labels must name the classes"),
         (
             {"columns": "a", "target": "y", "loss": "reconstruction"},
