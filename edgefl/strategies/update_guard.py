@@ -177,6 +177,7 @@ class GuardState:
         positions: version -> sketch of the way from the first model, of the newest that devices began with.
         held: the run's first updates by assignment, not judged yet.
         is_open: whether these have been judged.
+        usual_norm: the largest median norm of a version's updates so far.
     """
 
     refusals: dict[str, int] = field(default_factory=dict)
@@ -187,6 +188,7 @@ class GuardState:
     positions: dict[int, Array] = field(default_factory=dict)
     held: dict[str, Update] = field(default_factory=dict)
     is_open: bool = False
+    usual_norm: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -335,7 +337,8 @@ class UpdateGuard:
         peers = [peer.raw_norm for name, peer in self.state.records.items() if name != update.device_id]
         usual = float(compute_low_medians(np.array(peers)[:, None])[0])
         norm = self._measured[1].norm
-        if not norm > usual * self.norm_ratio**MAX_EXCESS_POWER:
+        # Of a model that fits nearly all examples most mini-batches move nothing; one of the others is none too long.
+        if not norm > max(usual * self.norm_ratio**MAX_EXCESS_POWER, self.state.usual_norm):
             return None
         return (
             f"its norm {norm:.3g} is {norm / usual:.3g} times the usual {usual:.3g}, after "
@@ -409,6 +412,7 @@ class UpdateGuard:
         if self.is_adaptive:
             self._record_trust(newest)
             self._record_position(version)
+            self._record_usual_norm(newest)
         state.incoming = {}
         if len(newest) > MAX_RECORDS:
             kept = sorted(newest, key=lambda name: (-newest[name].version, name))[:MAX_RECORDS]
@@ -588,6 +592,11 @@ class UpdateGuard:
             known: way for known, way in state.positions.items() if oldest <= known and known > version - MAX_RECORDS
         }
         state.positions = {version - 1: before, **kept, version: position}
+
+    def _record_usual_norm(self, newest: Mapping[str, UpdateRecord]) -> None:
+        norms = np.array([[record.raw_norm] for record in newest.values()])
+        if len(norms) > MIN_PEERS and math.isfinite(usual := float(compute_low_medians(norms)[0])):
+            self.state.usual_norm = max(self.state.usual_norm, usual)
 
     def _record_damping(self, incoming: Mapping[str, UpdateRecord]) -> None:
         trust = self.state.trust

@@ -151,6 +151,18 @@ def test_a_device_hundreds_of_times_above_its_peers_is_refused_after_some_versio
     assert guard.state.quarantined == {"pi-5"}
 
 
+@pytest.mark.parametrize(("times", "is_refused"), [(0.5, False), (1e4, True)])
+def test_where_nearly_all_examples_fit_a_device_with_one_that_does_not_is_clipped_and_stays(times, is_refused):
+    guard = make_guard()
+    play_version(guard, 0, honest())
+    for version in range(1, 7):
+        vectors = {name: 1e-6 * vector for name, vector in honest(version=version).items()}
+        vectors["pi-5"] = vectors["pi-5"] * 1e6 * times
+        received = play_version(guard, version, vectors)
+    assert ("pi-5" not in received, guard.state.quarantined) == (is_refused, {"pi-5"} if is_refused else set())
+    assert is_refused or np.linalg.norm(received["pi-5"]) < 1e-5
+
+
 def test_a_tensor_that_is_too_long_as_a_whole_keeps_its_direction():
     guard, vectors = make_guard(), honest()
     vectors["pi-3"] = np.array([1.0, 4.0, 2.0]) * 1e6
