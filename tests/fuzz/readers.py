@@ -326,6 +326,8 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "tasks/analyses/analysis.py:pack_result": "encodes",
         "tasks/analyses/analysis.py:read_result": "what `pack_result` made a round before",
         "cli/stats.py:_run_at_coordinator": "the coordinator's own result, over its own TLS",
+        "coordinator/runs/scales.py:_load_result": "the result of a run that this coordinator made",
+        "simulation/simulated_run.py:_find_scales": "the result of a simulation that ended a line before",
         "engine/assembly/job.py:build_job.decode": "any bytes are a result of a part; their number is checked",
         "strategies/job_strategy.py:JobStrategy.aggregate": "any bytes are a result of a job",
         "device/inference/server.py:main": "what the process that became this one wrote a moment before",
