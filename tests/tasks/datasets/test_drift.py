@@ -40,7 +40,7 @@ def test_a_constant_column_that_becomes_another_constant_is_found_on_either_side
 
 
 def test_the_statistic_is_that_of_scipy():
-    stats = pytest.importorskip("scipy.stats")
+    stats = pytest.importorskip("scipy.stats", reason="needs scipy: pip install '.[demo]'")
     rng = np.random.default_rng(2)
     for old, new in (
         (rng.normal(size=211), rng.normal(0.3, 2, size=97)),
