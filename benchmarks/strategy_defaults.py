@@ -86,7 +86,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
+class Setup:
     """What cells are run with: the folder of the data sets, and what trains."""
 
     data: Path | None
@@ -96,7 +96,7 @@ class Means:
         return None if self.data is None or data_set == "digits" else str(self.data / data_set)
 
 
-def simulate_cell(cell: Cell, means: Means, *, length: int, counts_updates: bool) -> Run:
+def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool) -> Run:
     """Runs a strategy for so many rounds, or updates."""
     from edgefl.simulation.simulated_run import simulate  # noqa: PLC0415 in the worker process, behind OMP_NUM_THREADS
     from edgefl.storage.queries.history import read_history  # noqa: PLC0415 likewise
@@ -119,8 +119,8 @@ def simulate_cell(cell: Cell, means: Means, *, length: int, counts_updates: bool
                     "devices": cell.devices,
                     "scheme": scheme,
                     "workers": 0,
-                    "accelerator": means.accelerator,
-                    **({} if (path := means.find_folder(cell.data_set)) is None else {"data": path}),
+                    "accelerator": setup.accelerator,
+                    **({} if (path := setup.find_folder(cell.data_set)) is None else {"data": path}),
                 },
             },
             root=folder,
@@ -135,11 +135,11 @@ def simulate_cell(cell: Cell, means: Means, *, length: int, counts_updates: bool
     )
 
 
-def run_cell(cell: Cell, means: Means, work: int | None) -> Outcome:
+def run_cell(cell: Cell, setup: Setup, work: int | None) -> Outcome:
     """Runs one cell with `work` iterations of all boards, None for the baseline itself."""
     began = time.perf_counter()
     try:
-        done = run_baseline(cell, means) if work is None else run_equal_work(cell, means, work)
+        done = run_baseline(cell, setup) if work is None else run_equal_work(cell, setup, work)
     except Exception as error:  # noqa: BLE001 a strategy that fails is a line of the table
         failure = f"{type(error).__name__}: {error}"
         return Outcome(
@@ -162,17 +162,17 @@ def run_cell(cell: Cell, means: Means, work: int | None) -> Outcome:
     )
 
 
-def run_baseline(cell: Cell, means: Means) -> Run:
-    return simulate_cell(cell, means, length=cell.rounds, counts_updates=False)
+def run_baseline(cell: Cell, setup: Setup) -> Run:
+    return simulate_cell(cell, setup, length=cell.rounds, counts_updates=False)
 
 
-def run_equal_work(cell: Cell, means: Means, work: int) -> Run:
+def run_equal_work(cell: Cell, setup: Setup, work: int) -> Run:
     if cell.strategy == REFERENCE_LINE:
-        return run_baseline(cell, means)
+        return run_baseline(cell, setup)
     counts_updates = is_asynchronous(cell)
     length = estimate_length(cell, work)
     for _ in range(3):
-        done = simulate_cell(cell, means, length=length, counts_updates=counts_updates)
+        done = simulate_cell(cell, setup, length=length, counts_updates=counts_updates)
         if abs(done.iterations / work - 1) <= MOST_OFF:
             return done
         length = max(1, round(length * work / done.iterations))
@@ -211,12 +211,12 @@ def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
             known[cell] = Outcome(**json.loads(kept.read_text()))
     if args.known:
         return known
-    means = Means(data=args.data, accelerator=args.accelerator)
+    setup = Setup(data=args.data, accelerator=args.accelerator)
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         for is_baseline in (True, False):
             missing = [cell for cell in cells if cell not in known and (cell.strategy == BASELINE) == is_baseline]
             running = {
-                pool.submit(run_cell, cell, means, None if is_baseline else known[baseline_of(cell)].iterations): cell
+                pool.submit(run_cell, cell, setup, None if is_baseline else known[baseline_of(cell)].iterations): cell
                 for cell in missing
             }
             for number, future in enumerate(as_completed(running), 1):

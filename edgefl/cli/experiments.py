@@ -119,7 +119,7 @@ def simulate(  # noqa: PLR0913 one per option
         raise UsageError("a simulation needs a run file: edgefl simulate FILE.toml")
     _use_one_thread()
     from edgefl.core.config import load_run  # noqa: PLC0415 fast start
-    from edgefl.simulation.simulated_run import make_reference, restore_scales  # noqa: PLC0415 likewise
+    from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
     config = _apply_options(load_run(file), seed, faults, workers, accelerator)
@@ -154,7 +154,7 @@ def simulate(  # noqa: PLR0913 one per option
     if reference:
         with _silence_recorder(), RunProgressBar() as progress:
             alone = run_simulation(
-                make_reference(restore_scales(config, result)),
+                make_reference(read_scales(config, result)),
                 profiles=profiles,
                 data=data,
                 root=root,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,11 @@ def command(  # noqa: PLR0913 the options of one command
 @click.option(
     "--data", "newer", required=True, type=click.Path(path_type=Path, exists=True), help="File or folder: what is."
 )
-@click.option("--columns", default="", help="Names, numbers and ranges such as 0-9, with commas [default: all].")
+@click.option(
+    "--columns",
+    default="",
+    help="Names, numbers and ranges such as 0-9, with commas [default: all, and the classes].",
+)
 @click.option(
     "--bins",
     type=click.IntRange(2, 1000),
@@ -110,6 +115,8 @@ def drift(  # noqa: PLR0913 the options of one command
     TASK is a task's name, or a run file (TOML) that has its options. psi is the population stability index, ks the
     Kolmogorov-Smirnov statistic. The classes are a row, too.
     """
+    if threshold is not None and math.isnan(threshold):
+        raise UsageError("--threshold must be a number above 0, got nan")
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 fast start
     from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise

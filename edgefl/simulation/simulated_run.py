@@ -38,7 +38,7 @@ from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
-from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, needs_scales
+from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, should_find_scales
 from edgefl.engine.round_loop import run_rounds
 from edgefl.engine.run_summary import RunResult, compute_run_metrics
 from edgefl.simulation.backends.in_process import PLACEHOLDER_TENSORS, AutoBackend, InProcessBackend, NoOpBackend
@@ -81,6 +81,7 @@ log = logging.getLogger(__name__)
 
 REFERENCE_STRATEGY = "local"
 DEFAULT_EXPECTED_ROUNDS = 20
+MAX_SHOWN = 12
 """Expected rounds of work in a run without a number of rounds."""
 
 REFERENCE_FLOPS = 10e9
@@ -132,7 +133,7 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         contextlib.ExitStack() as stack,
     ):
         fleet_data = None if bookkeeping_only else _load_data(run_config, devices)
-        if fleet_data is not None and needs_scales(run_config):
+        if fleet_data is not None and should_find_scales(run_config):
             run_config = _find_scales(run_config, fleet_data, folder)
         simulation = stack.enter_context(closing(_Simulation(run_config, fleet_data)))
         make_private_directory(folder)
@@ -152,12 +153,16 @@ def _find_scales(config: RunConfig, data: FleetData, folder: Path) -> RunConfig:
     ):
         result = _build_result(store, simulation.run(store, folder, None), folder).result
     assert result is not None
-    return apply_scales(config, parse_json(result.read_bytes()))
+    found = parse_json(result.read_bytes())
+    for column in found["columns"]:
+        if column["left_out"]:
+            log.warning("left out of the scales of %s: %s", column["name"], ", ".join(column["left_out"][:MAX_SHOWN]))
+    return apply_scales(config, found)
 
 
-def restore_scales(config: RunConfig, result: RunResult) -> RunConfig:
+def read_scales(config: RunConfig, result: RunResult) -> RunConfig:
     """Returns the settings with the means and scales that a simulated run of them has found."""
-    if not needs_scales(config):
+    if not should_find_scales(config):
         return config
     with Store.open(result.root / DATABASE_NAME, read_only=True) as store:
         return replace(config, task=dict(store.get_run(result.run_id).config["task"]))

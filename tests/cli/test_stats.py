@@ -82,3 +82,5 @@ def test_drift_beyond_the_threshold_ends_with_a_code_of_its_own(run, tmp_path):
     assert (ended.code, "of column heat; 1 of 3 columns are above" in ended.err) == (52, True), ended.err
     assert json.loads(ended.out) == result
     assert run("data", "drift", file, "--reference", old, "--data", old, "--threshold", 0.25).code == 0
+    refused = run(*words, "--threshold", "nan")
+    assert (refused.code, "--threshold must be a number above 0, got nan" in refused.err) == (2, True)

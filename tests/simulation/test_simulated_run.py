@@ -14,7 +14,7 @@ from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, DataError, RunFailedError, StrategyError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.simulation.local_fleet import partition_devices
-from edgefl.simulation.simulated_run import make_reference, restore_scales
+from edgefl.simulation.simulated_run import make_reference, read_scales
 from edgefl.storage.checkpoints import load_model_file
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
@@ -556,7 +556,7 @@ def test_scales_of_the_fleet_are_those_of_the_rows_that_it_trains_on(houses, tmp
     tables = {"run": {"task": "table", "rounds": 3, "local_test_fraction": 0.0}, "simulation": {"workers": 0}}
     config = parse_run({**tables, "task": {**options, "normalise": "fleet"}})
     result = edgefl.simulate(config, devices=houses, root=tmp_path / "fleet")
-    found = restore_scales(config, result)
+    found = read_scales(config, result)
     rows = np.concatenate([np.loadtxt(path, delimiter=",", skiprows=1) for path in houses]).astype(np.float32)
     rows = rows[:, :2].astype(float)
     assert np.array(found.task["means"].split(","), float) == pytest.approx(rows.mean(axis=0), rel=1e-7)

@@ -19,7 +19,7 @@ from edgefl.core.config import RunConfig, check_run_name, parse_run, parse_run_t
 from edgefl.core.errors import ConfigError, NotFoundError, UsageError
 from edgefl.core.protocol import PROTOCOL_VERSION
 from edgefl.core.types import Json
-from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, needs_scales
+from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, should_find_scales
 from edgefl.engine.run_summary import select_device_metrics
 from edgefl.history.diagnosis import diagnose_round
 from edgefl.storage.checkpoints import open_tensor_bytes
@@ -84,19 +84,21 @@ def runs_router(context: ApiContext) -> APIRouter:  # noqa: C901 one function pe
         if abs(priority) > MAX_PRIORITY:
             raise UsageError(f"priority must lie in {-MAX_PRIORITY} to {MAX_PRIORITY}, got {priority}")
         checked = context.check_run(run_config)
-        if not needs_scales(run_config):
+        if not should_find_scales(run_config):
             return {**checked, **encode_run(_queue_run(context, run_config, priority))}
         record, note = _queue_normalised_run(context, run_config, priority)
         return {**checked, "notes": [*checked.get("notes", ()), note], **encode_run(record)}
 
     @router.post("/runs/plan", dependencies=operator_only)
     def plan_run(config: RunBody) -> Json:
-        return {"v": PROTOCOL_VERSION, **context.plan_run(parse_run(config))}
+        parsed = parse_run(config)
+        return {"v": PROTOCOL_VERSION, **_add_scales_note(context, parsed, context.plan_run(parsed))}
 
     @router.post("/run-files", dependencies=operator_only)
     def check_run_file(toml: Annotated[str, Body(embed=True)]) -> Json:
         config = parse_run_text(toml)
-        return {**context.check_run(config), "v": PROTOCOL_VERSION, "config": config.to_json()}
+        checked = _add_scales_note(context, config, context.check_run(config))
+        return {**checked, "v": PROTOCOL_VERSION, "config": config.to_json()}
 
     @router.post("/runs/{run}/stop", dependencies=operator_only)
     def stop_run(run: str) -> Json:
@@ -203,12 +205,40 @@ def _send_result(context: ApiContext, record: RunRecord) -> StreamingResponse:
     return StreamingResponse(_read_chunks(opened), media_type="application/octet-stream", headers=headers)
 
 
+def _plan_scales(context: ApiContext, config: RunConfig, priority: int = 0) -> tuple[str | None, str]:
+    """Returns the earlier run that a run's means and scales are of, None for one that is to be made, and a note.
+
+    Raises:
+        NotFoundError, ConfigError: what is named is no run of these scales, or is not there when they are needed.
+    """
+    asked = find_scales_run(config, context.store)
+    if asked is None:
+        return None, "a run before it asks the boards for mean and deviation of each column"
+    record = context.store.get_run(asked)
+    if record.status.is_final and record.status is not RunStatus.FINISHED:
+        raise ConfigError(
+            f'run {asked} has found no means and scales, it is {record.status}; give normalise = "fleet"'
+        )
+    if not record.status.is_final and record.priority < priority:
+        raise ConfigError(
+            f"run {asked} is to find means and scales, and comes later: its priority must be at least {priority}, "
+            f"got {record.priority}"
+        )
+    return asked, f"means and scales are those of run {asked}"
+
+
+def _add_scales_note(context: ApiContext, config: RunConfig, answer: Json) -> Json:
+    """Returns an answer about a run that is not submitted yet, and whose its means and scales are."""
+    if not should_find_scales(config):
+        return answer
+    return {**answer, "notes": [*answer.get("notes", ()), _plan_scales(context, config)[1]]}
+
+
 def _queue_normalised_run(context: ApiContext, config: RunConfig, priority: int) -> tuple[RunRecord, str]:
     """Queues a run that needs means and scales, after one that finds them if it names none; returns a note, too."""
-    asked = find_scales_run(config, context.store)
+    asked, note = _plan_scales(context, config, priority)
     if asked is not None:
-        record = _queue_run(context, name_scales_run(config, asked), priority)
-        return record, f"means and scales are those of run {asked}"
+        return _queue_run(context, name_scales_run(config, asked), priority), note
     first = make_scales_run(config)
     context.check_run(first)
     # Both or none: the run could not find its means and scales.

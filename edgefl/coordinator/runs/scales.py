@@ -11,7 +11,7 @@ from edgefl.core.config import RunConfig
 from edgefl.core.errors import RunFailedError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
-from edgefl.engine.assembly.normalisation import apply_scales, check_same_columns, find_named_run, needs_scales
+from edgefl.engine.assembly.normalisation import apply_scales, check_same_columns, find_named_run, should_find_scales
 from edgefl.storage.checkpoints import open_tensor_bytes
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.repositories.records import RunRecord, RunStatus
@@ -49,7 +49,7 @@ def record_scales(record: RunRecord, store: Store, directory: CoordinatorDirecto
         RunFailedError: the run that was to find them has none.
     """
     config = RunConfig.from_json(record.config)
-    if not needs_scales(config):
+    if not should_find_scales(config):
         return record
     run_id = find_scales_run(config, store)
     if run_id is None:
@@ -72,8 +72,8 @@ def _record_left_out(run_id: str, result: Json, store: Store) -> None:
     for device_id, names in columns.items():
         more = f" and {len(names) - MAX_SHOWN_COLUMNS} more" if len(names) > MAX_SHOWN_COLUMNS else ""
         message = (
-            f"left out of the scales of {', '.join(names[:MAX_SHOWN_COLUMNS])}{more}: its values lie further apart "
-            "than those of the others by far"
+            f"left out of the scales of {', '.join(names[:MAX_SHOWN_COLUMNS])}{more}: its values lie further from "
+            "the others' median than theirs by far"
         )
         log.warning("run %s: %s is %s", run_id, device_id, message)
         store.record_event(SCALES_LEFT_OUT, message, at=time.time(), run_id=run_id, device_id=device_id)

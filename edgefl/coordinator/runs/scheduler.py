@@ -74,6 +74,7 @@ from edgefl.core.errors import (
 )
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.core.types import Json, Progress, StopRequested
+from edgefl.engine.assembly.normalisation import SCALES_ANALYSIS
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.lineage import Lineage, save_run_record
 from edgefl.storage.repositories.records import RunRecord, RunStatus
@@ -647,7 +648,8 @@ class RunScheduler:
 
         def set_waiting(reason: str) -> None:
             if reason:
-                context.idle_runs.add(run_id, reason, WAITING)
+                is_needed = components.config.strategy.name == SCALES_ANALYSIS
+                context.idle_runs.add(run_id, reason, WAITING, is_needed=is_needed)
             else:
                 context.idle_runs.remove(run_id)
 

@@ -48,9 +48,13 @@ class IdleRuns:
     """Active runs that make no progress: paused, or waiting for boards. One thread writes, any may read."""
 
     _states: dict[str, tuple[str, str]] = field(default_factory=dict)
+    _needed_ids: frozenset[str] = frozenset()
 
-    def add(self, run_id: str, reason: str, status: str = PAUSED) -> None:
+    def add(self, run_id: str, reason: str, status: str = PAUSED, *, is_needed: bool = False) -> None:
+        """Adds a run, or changes its reason; one that `is_needed` finds what the next run begins with."""
         self._states = {**self._states, run_id: (status, reason)}
+        if is_needed:
+            self._needed_ids |= {run_id}
 
     def remove(self, run_id: str) -> None:
         self._states = {name: state for name, state in self._states.items() if name != run_id}
@@ -63,8 +67,10 @@ class IdleRuns:
         waiting = next((run_id for run_id, (status, _) in states.items() if status == WAITING), None)
         if waiting is None or row.get("status") != RunStatus.QUEUED:
             return row
-        reason = f"it comes after run {waiting}, which waits for boards; to begin now: edgefl run stop {waiting}"
-        return {**row, "reason": reason}
+        reason = f"it comes after run {waiting}, which waits for boards"
+        if waiting in self._needed_ids:
+            return {**row, "reason": f"{reason} and finds means and scales of their data"}
+        return {**row, "reason": f"{reason}; to begin now: edgefl run stop {waiting}"}
 
 
 def has_room(directory: Path) -> bool:

@@ -8,20 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from edgefl.core.analyses import has_result
 from edgefl.core.config import MAX_NAME_CHARS, RunConfig, RunSection, StrategySection
 from edgefl.core.errors import ConfigError, RunFailedError
 from edgefl.core.types import Json, Scalar
-from edgefl.tasks.configured.options import FLEET, NORMALISE, NORMALISED_TASKS, OF_RUN, check_normalise
+from edgefl.tasks.configured.options import (
+    FLEET,
+    MAX_COLUMNS,
+    NORMALISE,
+    NORMALISED_TASKS,
+    OF_RUN,
+    check_normalise,
+    split_names,
+)
 
 MEANS, SCALES = "means", "scales"
-ANALYSIS = "column-scales"
+SCALES_ANALYSIS = "column-scales"
 """Strategy of the run that asks the boards."""
 _SUFFIX = "-scales"
 
 
-def needs_scales(config: RunConfig) -> bool:
+def should_find_scales(config: RunConfig) -> bool:
     """Returns whether a run needs the fleet's means and scales: an analysis of the columns as they are does not."""
     is_asked_for = config.run.task in NORMALISED_TASKS and bool(config.task.get(NORMALISE))
     strategy = {"name": config.strategy.name, **config.strategy.options}
@@ -52,7 +61,7 @@ def make_scales_run(config: RunConfig) -> RunConfig:
             local_test_fraction=run.local_test_fraction,
         ),
         task=_remove(config.task),
-        strategy=StrategySection(name=ANALYSIS, options={}),
+        strategy=StrategySection(name=SCALES_ANALYSIS, options={}),
         devices=replace(devices, count=None, fraction=None),
         guard=config.guard,
         simulation=replace(config.simulation, faults=None),
@@ -75,12 +84,13 @@ def check_same_columns(config: RunConfig, asked: Mapping[str, Mapping[str, Scala
         ConfigError: it did not.
     """
     strategy, task = asked.get("strategy", {}).get("name"), asked.get("run", {}).get("task")
-    if strategy != ANALYSIS or task != config.run.task:
+    if strategy != SCALES_ANALYSIS or task != config.run.task:
         raise ConfigError(
-            f"task.{NORMALISE} must name a run of {ANALYSIS} on task {config.run.task}, got one of "
+            f"task.{NORMALISE} must name a run of {SCALES_ANALYSIS} on task {config.run.task}, got one of "
             f"{strategy!s:.40} on {task!s:.40}"
         )
-    if (columns := asked.get("task", {}).get("columns")) != config.task.get("columns"):
+    columns = asked.get("task", {}).get("columns", "")
+    if _split_columns(config.run.task, columns) != _split_columns(config.run.task, config.task.get("columns", "")):
         raise ConfigError(
             f"task.{NORMALISE} must name a run about the same columns, {config.task.get('columns')!s:.80}, got one "
             f"about {columns!s:.80}"
@@ -95,7 +105,8 @@ def apply_scales(config: RunConfig, result: Json) -> RunConfig:
     """
     if not result.get("columns"):
         raise RunFailedError(
-            f"task.{NORMALISE}: no board has told anything: each had fewer than {result.get('min_group')} examples"
+            f"task.{NORMALISE}: no board has told anything: each had fewer than {result.get('min_group')} examples; "
+            f'{NORMALISE} = "{OF_RUN}ID" takes what a run of {SCALES_ANALYSIS} with a smaller min_group has found'
         )
     # Nine digits are all that a float of single precision has.
     numbers = {
@@ -103,6 +114,10 @@ def apply_scales(config: RunConfig, result: Json) -> RunConfig:
         for option, name in ((MEANS, "mean"), (SCALES, "scale"))
     }
     return replace(config, task={**_remove(config.task), **numbers})
+
+
+def _split_columns(task: str, columns: Any) -> tuple[str, ...]:
+    return split_names(task, "columns", columns, at_most=MAX_COLUMNS)
 
 
 def _remove(options: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -189,7 +189,10 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         input_suffixes=SOUND_SUFFIXES,
         defaults=DEFAULTS,
         shard_options=format_options(
-            labels=goal.labels, others=others, sample_rate=sample_rate, seconds=float(seconds)
+            labels=goal.labels,
+            **({"others": others} if others else {}),
+            sample_rate=sample_rate,
+            seconds=float(seconds),
         ),
     )
 

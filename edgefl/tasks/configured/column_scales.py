@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Task, Tensors
 from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec, pack_result
 from edgefl.tasks.analyses.columns import Columns, count_inputs, name_inputs
-from edgefl.tasks.analyses.moments import MAX_ROWS, MAX_VALUE, can_be_sums, sum_powers
+from edgefl.tasks.analyses.moments import MAX_ROWS, can_be_sums, sum_powers
 from edgefl.tasks.analyses.summaries import compute_root
 from edgefl.tasks.configured.options import MAX_COLUMNS
 from edgefl.tasks.metrics.exact_sums import WIDTH, is_carried_on, read_sum
 
 FORMAT_VERSION = 1
+MAX_INPUT = int(np.finfo(np.float32).max)
 MAX_RATIO = 10
 """Of a board's spread to the median board's, and of the scale to it either way."""
 
@@ -76,7 +76,7 @@ class ColumnScales(Analysis):
             return sums
         for column in range(len(self.columns.names)):
             values = self.columns.read(data, column)
-            values = values[np.abs(values) < MAX_VALUE]
+            values = values[np.abs(values) <= MAX_INPUT]
             if len(values) < self._min_group:
                 continue
             sums["counts"][column] = len(values)
@@ -95,6 +95,10 @@ class ColumnScales(Analysis):
             assert squares is not None
             if not can_be_sums(count, total, squares):
                 return f"sum and squares of column {name} are those of no {count} values"
+            if squares > count * MAX_INPUT**2:
+                return (
+                    f"a column of inputs has finite numbers of single precision, the squares of {name} add up to more"
+                )
         return None
 
     def solve(self, model: Tensors, boards: Iterable[BoardSums]) -> dict[str, Array]:  # noqa: ARG002 one round
@@ -118,14 +122,14 @@ def pool_boards(boards: Mapping[str, BoardColumn]) -> dict[str, Any]:
     """Returns count, mean and scale of a column over boards, and the names of those that were left out.
 
     The centre is the median of the boards' means; a board's spread is the root of the mean squared distance of its
-    values from there, and the unit is the median of the spreads above 0. Each board has one vote in both, whatever it
-    says of its number. A board whose spread is more than `MAX_RATIO` units is left out; of the others all values
-    count, exactly. The scale is their standard deviation, over n, at least 1 / `MAX_RATIO` and at most `MAX_RATIO`
-    units.
+    values from there, and the unit is the median of the spreads, of two the larger. Each board has one vote in both,
+    whatever it says of its number. A board whose spread is more than `MAX_RATIO` units is left out; of the others all
+    values count, exactly. The scale is their standard deviation, over n, at least 1 / `MAX_RATIO` and at most
+    `MAX_RATIO` units.
 
     The mean lies within `MAX_RATIO` units of the centre. Centre and unit lie between those of honest boards, while
-    fewer than half of the boards lie, and of those whose values differ from the centre. Where none differs, the scale
-    is 1.
+    fewer than half of the boards lie. Where more than half have one and the same value, those of others are left out,
+    and the scale is 1.
 
     Args:
         boards: what each says of the column; none for a mean of 0 and a scale of 1.
@@ -134,15 +138,13 @@ def pool_boards(boards: Mapping[str, BoardColumn]) -> dict[str, Any]:
         return {"count": 0, "mean": 0.0, "scale": 1.0, "left_out": []}
     centre = statistics.median_low(board.mean for board in boards.values())
     spreads = {name: board.measure_spread(centre) for name, board in boards.items()}
-    varying = [spread for spread in spreads.values() if spread > 0]
-    unit = statistics.median_low(varying) if varying else math.inf
+    unit = statistics.median_high(spreads.values())
     kept = [board for name, board in boards.items() if spreads[name] <= MAX_RATIO * unit]
     count = sum(board.count for board in kept)
     mean = sum((board.count * board.mean for board in kept), Fraction(0)) / count
     mean_square = sum((board.count * board.mean_square for board in kept), Fraction(0)) / count
     deviation = compute_root(max(mean_square - mean * mean, Fraction(0)))
-    if varying:
-        deviation = min(max(deviation, unit / MAX_RATIO), MAX_RATIO * unit)
+    deviation = min(max(deviation, unit / MAX_RATIO), MAX_RATIO * unit)
     return {
         "count": count,
         "mean": float(mean),

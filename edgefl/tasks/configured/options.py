@@ -195,6 +195,10 @@ def make_goal(
     if not classes and not num_values:
         raise ConfigError(f"task.target must name the column that task {task} predicts, or loss be reconstruction")
     num_quantiles = len(found.quantiles) if isinstance(found, Quantile) else 1
+    if num_quantiles > 1 and num_values > 1:
+        raise ConfigError(
+            f"task.loss = {loss!r} has {num_quantiles} quantiles, which are for one target value, got {num_values}"
+        )
     names = metrics or (VALUE_METRICS if isinstance(found, DISTANCES) and not classes else ())
     return Goal(
         labels=classes,

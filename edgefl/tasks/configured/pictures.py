@@ -81,5 +81,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         input_reader=lambda path: read(path)[None],
         input_suffixes=PICTURE_SUFFIXES,
         defaults=DEFAULTS,
-        shard_options=format_options(labels=goal.labels, others=others, size=size, channels=channels),
+        shard_options=format_options(
+            labels=goal.labels, **({"others": others} if others else {}), size=size, channels=channels
+        ),
     )

@@ -81,7 +81,9 @@ class Windows:
         first = starts + self.length + self.ahead - 1
         if self.horizon > 1:
             later = by_row.reshape(len(by_row), -1)[first[:, None] + np.arange(self.horizon)]
-            return np.ascontiguousarray(later.transpose(0, 2, 1)).reshape(len(starts), -1)
+            return np.ascontiguousarray(later.transpose(0, 2, 1)).reshape(
+                len(starts), later.shape[1] * later.shape[2]
+            )
         targets: Array = by_row[first]
         return targets
 
@@ -156,7 +158,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
             window=window,
             step=windows.step,
             ahead=ahead,
-            horizon=horizon,
+            **({"horizon": horizon} if horizon > 1 else {}),
             **format_targets(targets),
         ),
         channels=names,

@@ -64,7 +64,7 @@ class FolderRules:
         return folder if folder in self.labels else self.others
 
     def read_groups(self, names: Collection[str]) -> Array | None:
-        """Returns [n] groups of files, None where there is no rule; a name without the text is a group of its own.
+        """Returns [n] groups of files, None where there is no rule; a name without the text counts whole.
 
         Raises:
             DataError: no name has the text.

@@ -245,8 +245,10 @@ def _is_cut(path: Path) -> bool:
 
 def _read_cut_file(path: Path, task: Task) -> Dataset:
     card = _check_card(path, task.name)
-    for name, text in getattr(task, "shard_options", {}).items():
-        if card.options.get(name) != text:
+    options = getattr(task, "shard_options", {})
+    for name in {**options, **card.options}:
+        text = options.get(name, "none")
+        if card.options.get(name, "none") != text:
             raise DataError(
                 f"shard {path} was cut with {name} = {card.options.get(name, 'none')!r:.200}, the run file has "
                 f"{text!r:.200}; cut it again"

@@ -17,6 +17,7 @@ from edgefl.coordinator.api.runs import runs_router
 from edgefl.coordinator.auth import register_error_handler
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
+from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.store import Store
 
 TABLES = {
@@ -70,7 +71,7 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
         yield Coordinator(store)
 
 
-def test_a_run_that_needs_scales_stands_behind_the_one_that_finds_them(coordinator: Coordinator) -> None:
+def test_a_run_that_should_find_scales_stands_behind_the_one_that_finds_them(coordinator: Coordinator) -> None:
     answer = coordinator.submit(TABLES, priority=3).json()
     first, second = coordinator.store.list_queued_runs()
     assert (first.name, first.strategy, first.priority) == ("house-scales", "column-scales", 3)
@@ -90,6 +91,18 @@ def test_a_run_that_names_an_earlier_one_asks_nobody(coordinator: Coordinator) -
     answer = coordinator.submit(named).json()
     assert len(coordinator.store.list_queued_runs()) == 3
     assert answer["config"]["task"]["normalise"] == f"run:{first.run_id}"
+
+
+def test_scales_that_will_not_be_there_are_refused_when_the_run_is_submitted(coordinator: Coordinator) -> None:
+    coordinator.submit(TABLES)
+    first = coordinator.store.list_queued_runs()[0]
+    named = {**TABLES, "task": {**TABLES["task"], "normalise": f"run:{first.run_id}"}}
+    later = coordinator.submit(named, priority=5).json()
+    assert "comes later: its priority must be at least 5, got 0" in later["message"]
+    coordinator.store.set_run_status(first.run_id, RunStatus.STOPPED, at=1.0)
+    stopped = coordinator.submit(named).json()
+    assert 'has found no means and scales, it is stopped; give normalise = "fleet"' in stopped["message"]
+    assert len(coordinator.store.list_queued_runs()) == 1
 
 
 def test_neither_is_queued_where_this_fleet_cannot_be_asked(coordinator: Coordinator) -> None:

@@ -7,9 +7,10 @@ import pytest
 
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.runs.scales import find_scales_run, record_scales
+from edgefl.coordinator.runs.stalls import WAITING, IdleRuns
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import ConfigError, NotFoundError, RunFailedError
-from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, needs_scales
+from edgefl.engine.assembly.normalisation import make_scales_run, name_scales_run, should_find_scales
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunStatus, SavedModelRow
@@ -25,6 +26,15 @@ CONFIG = parse_run(
     }
 )
 COLUMNS = [{"name": "heat", "mean": 1 / 3, "scale": 2e-9}, {"name": "damp", "mean": -5e7, "scale": 1.0}]
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_run_behind_the_one_that_finds_its_scales_is_not_told_to_stop_that(is_needed):
+    runs = IdleRuns()
+    runs.add("r1", "waiting for 3 more boards", WAITING, is_needed=is_needed)
+    reason = runs.apply_to({"run_id": "r2", "status": "queued"})["reason"]
+    assert reason.startswith("it comes after run r1, which waits for boards")
+    assert ("edgefl run stop r1" in reason, "finds means and scales" in reason) == (not is_needed, is_needed)
 
 
 @pytest.fixture
@@ -64,7 +74,7 @@ def test_the_run_that_asks_is_about_the_same_boards_and_the_examples_that_they_t
     assert (asked.devices.min, asked.devices.groups, asked.devices.count) == (3, ("ground",), None)
     assert asked.run.local_test_fraction == 0.25
     assert dict(asked.task) == {"columns": "heat,damp", "target": "load"}
-    assert not needs_scales(asked)
+    assert not should_find_scales(asked)
     assert RunConfig.from_json(asked.to_json()) == asked
 
 

@@ -10,6 +10,7 @@ from edgefl.core.analyses import BoardSums
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Dataset
 from edgefl.tasks.analyses.analysis import RESULT
+from edgefl.tasks.analyses.moments import sum_powers
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.configured.column_scales import MAX_RATIO, BoardColumn, pool_boards
 from edgefl.tasks.registry import make_task
@@ -87,6 +88,19 @@ def test_a_board_that_claims_all_examples_moves_mean_and_scale_within_the_bound(
     assert 1.8 / MAX_RATIO <= found["scale"] <= MAX_RATIO * 2.3
 
 
+@pytest.mark.parametrize("lie", [1e20, 3e38, 1e44])
+def test_a_column_that_is_constant_on_most_boards_is_so_whatever_another_says(lie):
+    honest = {f"board-{number}": board_of([7] * 20) for number in range(4)}
+    rogue = BoardColumn(count=10**12, mean=Fraction(lie), mean_square=Fraction(lie) ** 2)
+    found = pool_boards({**honest, "rogue": rogue})
+    assert (found["mean"], found["scale"], found["left_out"]) == (7, 1, ["rogue"])
+
+
+def test_of_two_boards_one_may_be_constant():
+    found = pool_boards({"still": board_of([3] * 10), "moving": board_of([3, 5] * 5)})
+    assert (found["mean"], found["left_out"]) == (3.5, [])
+
+
 def test_boards_that_are_constants_of_their_own_have_the_deviation_between_them():
     found = pool_boards({f"board-{height}": board_of([height] * 6) for height in (100, 300, 200)})
     assert (found["mean"], found["left_out"]) == (200, [])
@@ -101,6 +115,7 @@ def test_sums_of_no_values_are_a_fault():
         ("counts", 1, 0, "column damp are those of no 0 values"),
         ("counts", 1, 10, "column damp are those of no 10 values"),
         ("sums", (2, 0, 18), 1, "none of finite numbers"),
+        ("sums", (2, 1), sum_powers(np.array([1e42]))[1], "single precision, the squares of site add up to more"),
     ):
         sums = analysis.measure({}, data)
         sums[name][place] = value

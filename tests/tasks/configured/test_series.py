@@ -73,6 +73,17 @@ def test_a_horizon_has_the_rows_that_follow_a_column_after_the_other(tmp_path):
     assert read_targets(tmp_path, 10, **both) == [[0, 0.5, 50, 50.5], [2, 2.5, 52, 52.5]]
 
 
+def test_a_file_too_short_for_a_horizon_has_no_window_beside_one_that_has(tmp_path):
+    folder = tmp_path / "board"
+    folder.mkdir()
+    for name, num_rows in (("a", 10), ("b", 5)):
+        write_rows(folder / f"{name}.csv", [(i, 100 + i, "a") for i in range(num_rows)])
+    task = make_task("series", COUNTING | {"ahead": 1, "horizon": 3})
+    assert task.read(str(folder)).targets.tolist() == [[104, 105, 106]]
+    with pytest.raises(DataError, match="holds no 7 rows of one group for a window"):
+        task.read(str(folder / "b.csv"))
+
+
 def test_no_horizon_reaches_into_another_group(tmp_path):
     assert read_targets(tmp_path, 20, ahead=1, horizon=4, group="g") == [
         [104, 105, 106, 107],
@@ -148,6 +159,10 @@ def test_the_first_weights_of_gated_units_lie_where_torch_draws_them():
         (
             {"columns": "a", "window": 8, "target": "t,u", "horizon": 513},
             "task.horizon = 513 of 2 target columns are 1,026 values, at most are 1,024",
+        ),
+        (
+            {"columns": "a", "window": 8, "target": "t", "horizon": 2, "loss": "quantile:0.1,0.9"},
+            "'quantile:0.1,0.9' has 2 quantiles, which are for one target value, got 2",
         ),
         ({**STATES, "horizon": 2}, "task.horizon of several rows is for a target of values without labels, got 2"),
         ({"columns": "a", "window": 8, "target": "a"}, "task.columns must not name 'a'"),

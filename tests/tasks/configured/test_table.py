@@ -204,6 +204,10 @@ def test_shards_are_cut_with_the_options_of_a_run_file_and_taken_by_those_alone(
     assert len(load_task_data(make_task("table", options), paths[0])) == read_metadata(paths[0]).num_examples
     with pytest.raises(DataError, match="was cut with columns = 'indoor,outdoor', the run file has 'outdoor'"):
         load_task_data(make_task("table", {"columns": "outdoor", "target": "load"}), paths[0])
+    card = paths[0].with_suffix(".json")
+    card.write_text(card.read_text().replace('"options": {', '"options": {"horizon": "3", '))
+    with pytest.raises(DataError, match="was cut with horizon = '3', the run file has 'none'; cut it again"):
+        load_task_data(make_task("table", options), paths[0])
 
 
 @pytest.mark.parametrize(("columns", "message"), [("indoor,attic", "no column 'attic'"), ("house", "must hold num")])
