@@ -26,6 +26,8 @@ NEEDS_DATA = {
     "people": "motionsense/data_subjects_info.csv",
     "transfer": "fashion-mnist/train-images-idx3-ubyte.gz",
 }
+LONG = {"transfer"}
+"""Examples whose commands take minutes; a small form of each is run with the others."""
 REACHED = {
     "multi_label": r"the fleet: accuracy 0\.9\d+, f1-macro 0\.9[5-9]",
     "transfer": r"lora: accuracy 0\.9[3-9]\d, .*\nhead: accuracy 0\.8[6-9]\d, first round \d\d?,\d+ bytes down",
@@ -76,7 +78,11 @@ def run_script(script: str, here: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "folder", [path.parent for path in sorted(EXAMPLES.glob("*/README.md"))], ids=lambda path: path.name
+    "folder",
+    [
+        pytest.param(path.parent, id=path.parent.name, marks=[pytest.mark.slow] if path.parent.name in LONG else [])
+        for path in sorted(EXAMPLES.glob("*/README.md"))
+    ],
 )
 def test_the_commands_of_an_example_run(folder: Path, tmp_path: Path) -> None:
     if needed := NEEDS_DATA.get(folder.name):
