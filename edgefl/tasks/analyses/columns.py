@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -94,24 +94,40 @@ def select_columns(task: Task, text: str, *, by_channel: bool = False, option: s
     Raises:
         ConfigError: the task does not say the shape of an example, there is no such column, or they are too many.
     """
-    num_inputs, classes = count_inputs(task), list_classes(task)
+    inputs, classes = list_input_columns(task, by_channel=by_channel), list_classes(task)
     num_targets = 0 if classes else _count_target_values(task)
-    channels = getattr(task, "channels", None) if by_channel else None
-    inputs = name_inputs(task, num_inputs) if channels is None else tuple(map(str, channels))
-    names = (*inputs, *_name_targets(num_targets))
+    names = (*inputs.names, *_name_targets(num_targets))
     chosen = _parse_columns(text, names, option) if text.strip() else range(len(names))
     if not 0 < len(chosen) <= MAX_COLUMNS:
         raise ConfigError(
             f"{option} must be 1 to {MAX_COLUMNS} columns at a time, task {task.name} has {len(chosen)}; "
             f"name some, such as 0-{MAX_COLUMNS - 1}"
         )
-    return Columns(
+    return replace(
+        inputs,
         names=tuple(names[place] for place in chosen),
         places=tuple(chosen),
-        num_inputs=len(inputs),
         num_targets=num_targets,
         classes=classes,
-        width=num_inputs // len(inputs),
+    )
+
+
+def list_input_columns(task: Task, *, by_channel: bool = False) -> Columns:
+    """Returns all input columns of a task, by channel as `select_columns`, without targets and classes.
+
+    Raises:
+        ConfigError: the task does not say the shape of an example.
+    """
+    size = count_inputs(task)
+    channels = getattr(task, "channels", None) if by_channel else None
+    names = _name_inputs(task, size) if channels is None else tuple(map(str, channels))
+    return Columns(
+        names=names,
+        places=tuple(range(len(names))),
+        num_inputs=len(names),
+        num_targets=0,
+        classes=(),
+        width=size // len(names),
     )
 
 
@@ -154,7 +170,7 @@ def _count_target_values(task: Task) -> int:
     return count // len(loss.quantiles) if isinstance(loss, Quantile) else count
 
 
-def name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:
+def _name_inputs(task: Task, num_inputs: int) -> tuple[str, ...]:
     """Returns the names of the inputs: the task's `columns`, else their numbers from 0.
 
     Raises:

@@ -14,7 +14,7 @@ from edgefl.core.analyses import BoardSums, ColumnScalesSettings
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Task, Tensors
 from edgefl.tasks.analyses.analysis import Analysis, make_exact_spec, pack_result
-from edgefl.tasks.analyses.columns import Columns, count_inputs, name_inputs
+from edgefl.tasks.analyses.columns import list_input_columns
 from edgefl.tasks.analyses.moments import MAX_ROWS, can_be_sums, sum_powers
 from edgefl.tasks.analyses.summaries import compute_root
 from edgefl.tasks.configured.options import MAX_COLUMNS
@@ -58,8 +58,9 @@ class ColumnScales(Analysis):
     def __init__(self, task: Task, settings: ColumnScalesSettings) -> None:
         """Raises ConfigError: the task does not say the shape of an example, or has too many columns."""
         self._task_name, self._min_group = task.name, settings.min_group
-        self.columns = _find_columns(task)
-        count = len(self.columns.names)
+        self.columns = list_input_columns(task, by_channel=True)
+        if (count := len(self.columns.names)) > MAX_COLUMNS:
+            raise ConfigError(f"column-scales takes at most {MAX_COLUMNS} columns, task {task.name} has {count}")
         self.request_spec = (make_exact_spec("none", 1),)
         self.sums_spec = (make_exact_spec("counts", count), make_exact_spec("sums", count, 2, WIDTH))
 
@@ -156,23 +157,6 @@ def pool_boards(boards: Mapping[str, BoardColumn]) -> dict[str, Any]:
 def to_divisor(deviation: float) -> float:
     """Returns the deviation, or 1 where it is nothing in single precision, in which inputs are divided."""
     return deviation if deviation >= float(np.finfo(np.float32).tiny) else 1.0
-
-
-def _find_columns(task: Task) -> Columns:
-    """Returns the task's channels, or else its input columns."""
-    size = count_inputs(task)
-    channels = getattr(task, "channels", None)
-    names = name_inputs(task, size) if channels is None else tuple(map(str, channels))
-    if len(names) > MAX_COLUMNS:
-        raise ConfigError(f"column-scales takes at most {MAX_COLUMNS} columns, task {task.name} has {len(names)}")
-    return Columns(
-        names=names,
-        places=tuple(range(len(names))),
-        num_inputs=len(names),
-        num_targets=0,
-        classes=(),
-        width=size // len(names),
-    )
 
 
 def _read_column(count: int, sums: Array) -> BoardColumn:
