@@ -33,10 +33,17 @@ from edgefl.core.protocol import JoinToken
 from edgefl.storage import database
 from edgefl.storage.store import Store
 
+LONGEST = Path(__file__).parent / "test_examples.py"
+
 
 def pytest_configure() -> None:
     """Lets tests start what `requirements` finds in folders to which only root's PATH leads."""
     os.environ["PATH"] = os.pathsep.join(FOLDERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with the file that takes longest, so that no other worker waits for its end."""
+    items.sort(key=lambda item: item.path != LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -486,14 +486,14 @@ class UpdateGuard:
         limit = self._bound_norm(record.norm, trust, raw_norms, reasons)
         if not reasons:
             return None
-        counted = min(record.norm, float(compute_low_medians(raw_norms[:, None])[0]))
+        counted = min(record.norm, self._find_usual(raw_norms))
         share = limit / counted if 0 < limit < counted else 1.0
         return TensorClip(peaks=peaks, scales=scales, norm=limit, share=share, specs=specs, reason="; ".join(reasons))
 
     def _bound_norm(self, norm: float, trust: DeviceTrust, norms: Array, reasons: list[str]) -> float:
         """Returns the most norm of an update, by those of the others; adds why it is too long to the reasons."""
-        usual = float(compute_low_medians(norms[:, None])[0])
-        limit = most = self._compute_most(norms)
+        usual, limit = self._find_usual(norms), self._compute_most(norms)
+        most = limit
         is_opposed = self._is_opposed(trust)
         if is_opposed:
             limit = usual
@@ -509,9 +509,15 @@ class UpdateGuard:
                 reasons.append("what it adds beside the others' direction grows far faster than theirs")
         return limit
 
+    def _find_usual(self, norms: Array) -> float:
+        """Returns the others' low median, or the run's largest where most moved nothing; infinity while unknown."""
+        usual = float(compute_low_medians(norms[:, None])[0])
+        return usual if math.isfinite(usual) else self.state.usual_norm or math.inf
+
     def _compute_most(self, norms: Array) -> float:
         assert self.norm_ratio is not None
-        return compute_most_norm(norms, self.norm_ratio)
+        most = compute_most_norm(norms, self.norm_ratio)
+        return most if math.isfinite(most) else self._find_usual(norms) * self.norm_ratio
 
     def _record_trust(self, newest: Mapping[str, UpdateRecord]) -> None:
         names, incoming = list(newest), self.state.incoming

@@ -163,6 +163,18 @@ def test_where_nearly_all_examples_fit_a_device_with_one_that_does_not_is_clippe
     assert is_refused or np.linalg.norm(received["pi-5"]) < 1e-5
 
 
+def test_where_most_others_move_nothing_the_largest_median_of_the_run_bounds_an_update():
+    guard = make_guard()
+    play_version(guard, 0, honest())
+    for version in (1, 2):
+        vectors = dict.fromkeys(honest(), np.zeros(3)) | {"pi-5": 1e6 * DIRECTION}
+        guard.pop_clipped()
+        received = play_version(guard, version, vectors)
+    assert np.linalg.norm(received["pi-5"]) == pytest.approx(4.0 * guard.state.usual_norm, rel=1e-5)
+    assert "times the usual 4.8" in guard.pop_clipped()[-1].reason
+    assert not guard.state.quarantined
+
+
 def test_a_tensor_that_is_too_long_as_a_whole_keeps_its_direction():
     guard, vectors = make_guard(), honest()
     vectors["pi-3"] = np.array([1.0, 4.0, 2.0]) * 1e6
