@@ -15,6 +15,7 @@ from fuzz import (
     broker_readers,
     bundle_readers,
     codec_readers,
+    compiled_readers,
     device_readers,
     file_readers,
     join_readers,
@@ -255,6 +256,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-tensors": _entry(storage_readers.tensors, "storage/state_serialisation.py:_read_arrays"),
         "disk-job-results": _entry(storage_readers.job_results, "storage/checkpoints.py:open_tensor_bytes"),
         "disk-checkpoints": _entry(storage_readers.checkpoint_notes, "storage/checkpoints.py:_read_manifest"),
+        "compiled-tasks": _entry(
+            compiled_readers.artefacts,
+            "tasks/compiled/artefact.py:parse_artefact",
+            "tasks/compiled/artefact.py:CompiledManifest.parse",
+        ),
         "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
         "disk-base-names": _entry(
             storage_readers.base_names, "tasks/adaptation/base_catalogue.py:BaseCatalogue._read_names"

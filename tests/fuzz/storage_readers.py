@@ -198,7 +198,7 @@ def states(_folder: Path) -> Reader:
         ))),
     )  # fmt: skip
     content = encode_state(state)
-    return Reader(feed=lambda data: decode_state(data, State), seeds=tuple(_safetensors_seeds(content)))
+    return Reader(feed=lambda data: decode_state(data, State), seeds=tuple(safetensors_seeds(content)))
 
 
 def tensors(_folder: Path) -> Reader:
@@ -213,7 +213,7 @@ def tensors(_folder: Path) -> Reader:
             content=seed.content, form=seed.form, close=lambda found, mark=mark, close=seed.close: mark + close(found)
         )
         for mark, content in ((b"u", update), (b"m", model))
-        for seed in _safetensors_seeds(content)
+        for seed in safetensors_seeds(content)
     ]
     feed = lambda data: (decode_tensors if data[:1] == b"u" else decode_model)(data[1:])  # noqa: E731 as long as its name
     return Reader(feed=feed, seeds=tuple(seeds))
@@ -230,7 +230,7 @@ def job_results(folder: Path) -> Reader:
             assert len(file.read()) == num_bytes
 
     content = encode_model({"result": np.frombuffer(b"what a job found", np.uint8)})
-    return Reader(feed=feed, seeds=tuple(_safetensors_seeds(content)))
+    return Reader(feed=feed, seeds=tuple(safetensors_seeds(content)))
 
 
 def checkpoint_notes(folder: Path) -> Reader:
@@ -352,7 +352,7 @@ def base_names(folder: Path) -> Reader:
     return Reader(feed=feed, seeds=(Seed(content=seed, form=Form.JSON),))
 
 
-def _safetensors_seeds(content: bytes) -> list[Seed]:
+def safetensors_seeds(content: bytes, key: str = "edgefl") -> list[Seed]:
     """All of the file, its header, and the JSON in the header's metadata."""
     size = int.from_bytes(content[:8], "little")
     header, rest = content[8 : 8 + size], content[8 + size :]
@@ -362,10 +362,10 @@ def _safetensors_seeds(content: bytes) -> list[Seed]:
 
     def deep(found: bytes) -> bytes:
         value = json.loads(header)
-        value["__metadata__"]["edgefl"] = found.decode(errors="replace")
+        value["__metadata__"][key] = found.decode(errors="replace")
         return close(json.dumps(value).encode())
 
-    inner = json.loads(header)["__metadata__"]["edgefl"].encode()
+    inner = json.loads(header)["__metadata__"][key].encode()
     return [
         Seed(content=content),
         Seed(content=header, form=Form.JSON, close=close),
