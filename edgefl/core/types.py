@@ -902,7 +902,8 @@ class Task(Protocol):
 
     A class that inherits from this one writes `name` and `read`, and has a `model` (`DenseModel`, `TorchModel`) that
     brings the other three methods; or it writes those itself. Its `loss` is the model's: a name, a `Loss`, or a
-    function of torch tensors (outputs, targets) that returns one number for each example.
+    function of torch tensors (outputs, targets) that returns one number for each example. A method
+    `augment(inputs, targets, rng)`, where it has one, changes each batch that is trained on.
     """
 
     @property

@@ -16,6 +16,7 @@ from edgefl.core.errors import EdgeflError, TaskError, format_install_command
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from, list_entry_points
 from edgefl.core.settings import OptionType, check_options, list_options
 from edgefl.core.types import Scalar, Task
+from edgefl.tasks.augmentation import find_augment
 from edgefl.tasks.losses.registry import find_loss
 
 KIND = ExtensionKind(
@@ -63,7 +64,8 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: 
 
     Raises:
         TaskError: there is no such task, its module is not allowed or cannot be imported, or its class is no task's.
-        ConfigError: an option that the task does not have, a value that it rejects, or a loss that there is not.
+        ConfigError: an option that the task does not have, a value that it rejects, a loss that there is not, or an
+            augmentation that is no function.
     """
     factory = find_task_factory(name)
     check_options(name, options or {}, list_options(factory), table=table)
@@ -74,6 +76,7 @@ def make_task(name: str, options: Mapping[str, Scalar] | None = None, *, table: 
     except (Exception, SystemExit) as error:  # another author's code may raise anything
         raise TaskError(f"task {name}: making it raised {type(error).__name__}: {error}") from error
     find_loss(task)
+    find_augment(task)
     return task
 
 

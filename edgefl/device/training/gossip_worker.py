@@ -31,6 +31,7 @@ from edgefl.strategies.peer_algorithms.gossip_node import (
 )
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.retries import RateLimitedLog
+from edgefl.tasks.augmentation import AUGMENT, augment_batches
 from edgefl.tasks.local_algorithms.local_training import run_gossip_instruction, train_node
 
 log = logging.getLogger(__name__)
@@ -110,7 +111,11 @@ class GossipWorker:
         result = run_gossip_instruction(
             node,
             cached_task.learner,
-            self._load_training_data(instruction, cached_task),
+            augment_batches(
+                cached_task.task,
+                self._load_training_data(instruction, cached_task),
+                derive_rng(*seed_key, AUGMENT),
+            ),
             replace(instruction.plan, messages=messages),
             derive_rng(*seed_key),
             clock=time.monotonic,
@@ -297,13 +302,14 @@ class GossipWorker:
                 return is_leaving()
 
             try:
-                rng = derive_rng(instruction.seed, self._device_id, engine.algorithm.iterations)
+                seed_key = instruction.seed, self._device_id, engine.algorithm.iterations
+                data = self._load_training_data(instruction, cached_task)
                 done, loss, _ = train_node(
                     engine,
                     cached_task.learner,
-                    self._load_training_data(instruction, cached_task),
+                    augment_batches(cached_task.task, data, derive_rng(*seed_key, AUGMENT)),
                     plan,
-                    rng,
+                    derive_rng(*seed_key),
                     clock=time.monotonic,
                     on_iteration=on_iteration,
                 )

@@ -22,6 +22,7 @@ from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.adaptation.base_file import AdaptPlan, load_base
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import check_min_group, make_analysis
+from edgefl.tasks.augmentation import find_augment
 from edgefl.tasks.datasets.shards import (
     get_metadata_path,
     inspect_shard,
@@ -142,6 +143,10 @@ class TaskCache:
         if self._bases is None:
             raise TaskError(f"task {task.name} trains a part of its model, and this process has no bases")
         names = AdaptedTask(task, plan.section).parts.base_names  # before anything is fetched
+        if find_augment(task) is not None:
+            log.info(
+                "task %s augments its examples: each batch goes through the base, no features are kept", task.name
+            )
         return AdaptedTask(task, plan.section, load_base(self._bases.fetch(plan), names))
 
     def load_data(self, cached_task: CachedTask) -> Dataset:
@@ -166,10 +171,13 @@ class TaskCache:
         """Returns a trainer's training data, as features of a frozen base where there is one.
 
         They stay in memory as long as the base and the shard are the same, so that an epoch of a head does not go
-        through the base. `on_batch` is called while they are computed.
+        through the base; a task that augments its examples has others in every epoch. `on_batch` is called while
+        they are computed.
         """
         training, test = self.load_split(cached_task, test_fraction)
         if not isinstance(cached_task.learner, AdaptedLearner) or isinstance(training, FeatureDataset):
+            return training
+        if find_augment(cached_task.task) is not None:
             return training
         features = cached_task.learner.make_features(training, on_batch)
         cached_task.splits[test_fraction] = features, test

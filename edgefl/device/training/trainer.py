@@ -54,6 +54,7 @@ from edgefl.device.training.job_worker import is_part, run_part
 from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeLink
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
+from edgefl.tasks.augmentation import AUGMENT, augment_batches
 from edgefl.tasks.datasets.shards import compute_root_fraction
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
@@ -486,7 +487,7 @@ class DeviceTrainer:
             algorithm_state = self._client_state.get_step_state(instruction.run, plan.algorithm)
         result = train(
             learner,
-            data,
+            augment_batches(cached_task.task, data, derive_rng(*instruction.seed_key, AUGMENT)),
             plan,
             derive_rng(*instruction.seed_key),
             clock=time.monotonic,

@@ -42,6 +42,7 @@ from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
+from edgefl.tasks.augmentation import AUGMENT, augment_batches, find_augment
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,
@@ -254,7 +255,7 @@ class SimulatedTrainer:
         exchange = None if self._split is None else self._split.start(instruction, source)
         result = train(
             self._learner if self._split is None else self._split.front,
-            data,
+            augment_batches(self._task, data, derive_rng(*origin, AUGMENT)),
             plan,
             derive_rng(*origin),
             clock=lambda: 0.0,
@@ -299,7 +300,7 @@ class SimulatedTrainer:
         result = run_gossip_instruction(
             engine,
             self._learner,
-            data,
+            augment_batches(self._task, data, derive_rng(*origin, AUGMENT)),
             replace(instruction.plan, iterations=iterations),
             derive_rng(*origin),
             clock=lambda: 0.0,
@@ -366,7 +367,7 @@ class SimulatedTrainer:
         """Returns a device's training examples, cached while there is room."""
         if device_id not in self._datasets:
             dataset = self._data.pool.take(rows)
-            if isinstance(self._learner, AdaptedLearner):
+            if isinstance(self._learner, AdaptedLearner) and find_augment(self._task) is None:
                 dataset = self._learner.make_features(dataset)
             self._datasets[device_id] = dataset
             self._dataset_bytes += dataset.inputs.nbytes

@@ -10,6 +10,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Scalar
+from edgefl.tasks.augmentation import make_signal_augment
 from edgefl.tasks.configured.image_models import make_image_model
 from edgefl.tasks.configured.options import ConfiguredTask, Names, Numbers, check_range, format_options, make_goal
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN
@@ -152,6 +153,8 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
     metrics: Names = "",
     others: str = "",
     group_before: str = "",
+    time_shift: float = 0.0,
+    jitter: float = 0.0,
 ) -> ConfiguredTask:
     """Returns the task.
 
@@ -167,10 +170,14 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         metrics: by name.
         others: label of files in folders of any other name; without it such folders are refused.
         group_before: text in files' names before which stands whom they are from, for natural shards.
+        time_shift: most seconds by which a recording that is trained on is moved, up to half of `seconds`.
+        jitter: noise in it, as a part of its standard deviation, 0 to 1.
     """
     check_range("sample_rate", sample_rate, MIN_RATE, MAX_RATE)
     check_range("seconds", seconds, MIN_SECONDS, MAX_SECONDS)
     check_range("mel_bands", mel_bands, MIN_BANDS, MAX_BANDS)
+    check_range("time_shift", time_shift, 0.0, seconds / 2.0)
+    check_range("jitter", jitter, 0.0, 1.0)
     if ":" in model:
         raise ConfigError(f"model of task {NAME} must be one for spectrograms, such as cnn-small, got {model!r}")
     goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
@@ -187,6 +194,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         reader=lambda path: read_class_folders(path, NAME, rules, SOUND_SUFFIXES, read),
         input_reader=lambda path: read(path)[None],
         input_suffixes=SOUND_SUFFIXES,
+        augment=make_signal_augment(time_shift=round(time_shift * sample_rate), jitter=jitter, is_sound=True),
         defaults=DEFAULTS,
         shard_options=format_options(
             labels=goal.labels,

@@ -13,6 +13,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_text import is_safe_text
 from edgefl.core.types import Array, Dataset, Scalar, Task
+from edgefl.tasks.augmentation import Augment
 from edgefl.tasks.classification import TrainableModel
 from edgefl.tasks.losses.registry import CLASS_LOSSES, make_loss
 from edgefl.tasks.losses.value_losses import AbsoluteError, Huber, Quantile, Reconstruction, SquaredError
@@ -65,6 +66,7 @@ class ConfiguredTask(Task):
         channels: names along the first axis of an example, where it has more axes.
         input_reader: returns the inputs of a file without targets, where they are no numbers in it.
         input_suffixes: of such files, in lower case.
+        augment: changes a batch that is trained on; None for no change.
     """
 
     name: str
@@ -78,6 +80,7 @@ class ConfiguredTask(Task):
     channels: tuple[str, ...] | None = None
     input_reader: Callable[[Path], Array] | None = None
     input_suffixes: tuple[str, ...] = ()
+    augment: Augment | None = None
 
     @property
     def labels(self) -> tuple[str, ...]:

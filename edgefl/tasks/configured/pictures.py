@@ -9,6 +9,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Scalar
+from edgefl.tasks.augmentation import make_picture_augment
 from edgefl.tasks.configured.image_models import make_image_model
 from edgefl.tasks.configured.options import (
     ConfiguredTask,
@@ -44,6 +45,9 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
     scales: Numbers = 0.25,
     others: str = "",
     group_before: str = "",
+    flip: bool = False,
+    shift: int = 0,
+    brightness: float = 0.0,
 ) -> ConfiguredTask:
     """Returns the task.
 
@@ -60,8 +64,13 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         scales: above 0, likewise.
         others: label of files in folders of any other name; without it such folders are refused.
         group_before: text in files' names before which stands whom they are from, for natural shards.
+        flip: mirrors each second picture that is trained on, left and right.
+        shift: most pixels by which such a picture is moved in each direction, up to half of `size`.
+        brightness: such a picture's pixels are multiplied by a factor within 1 ± brightness, 0 to 1.
     """
     check_range("size", size, MIN_SIZE, MAX_SIZE)
+    check_range("shift", shift, 0, size // 2)
+    check_range("brightness", brightness, 0.0, 1.0)
     if channels not in {1, 3}:
         raise ConfigError(f"task.channels must be 1 for grey or 3 for colours, got {channels}")
     goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
@@ -80,6 +89,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         reader=lambda path: read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read),
         input_reader=lambda path: read(path)[None],
         input_suffixes=PICTURE_SUFFIXES,
+        augment=make_picture_augment(flip=flip, shift=shift, brightness=brightness),
         defaults=DEFAULTS,
         shard_options=format_options(
             labels=goal.labels, **({"others": others} if others else {}), size=size, channels=channels

@@ -11,6 +11,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.tasks.augmentation import make_signal_augment
 from edgefl.tasks.classification import TrainableModel, validate_choice
 from edgefl.tasks.configured.options import (
     MAX_COLUMNS,
@@ -108,6 +109,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     target_mean: Numbers = 0.0,
     target_scale: Numbers = 1.0,
     group: str = "",
+    time_shift: int = 0,
+    jitter: float = 0.0,
 ) -> ConfiguredTask:
     """Returns the task.
 
@@ -130,6 +133,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         target_mean: a target is (value - target_mean) / target_scale; a number for each column, or one for all.
         target_scale: above 0, likewise.
         group: column of what a row is part of, such as a recording, in which windows stay; for natural shards.
+        time_shift: most rows by which a window that is trained on is moved, up to half of it; for classes.
+        jitter: noise in it, as a part of each column's standard deviation in the window, 0 to 1.
     """
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
     windows = _make_windows(len(names), window, step, ahead, horizon)
@@ -137,6 +142,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         NAME, target, labels, group, target_mean, target_scale, inputs=names, is_forecast=ahead > 0
     )
     _check_forecast(targets, horizon)
+    _check_augment(targets, window, time_shift, jitter)
     goal = make_goal(
         NAME,
         labels=targets.labels,
@@ -162,6 +168,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
             **format_targets(targets),
         ),
         channels=names,
+        augment=make_signal_augment(time_shift=time_shift, jitter=jitter),
     )
 
 
@@ -186,6 +193,15 @@ def _check_forecast(targets: TargetColumns, horizon: int) -> None:
         raise ConfigError(
             f"task.horizon = {horizon} of {len(targets.numbers)} target columns are {count:,} values, at most are "
             f"{MAX_FORECAST:,}"
+        )
+
+
+def _check_augment(targets: TargetColumns, window: int, time_shift: int, jitter: float) -> None:
+    check_range("time_shift", time_shift, 0, window // 2)
+    check_range("jitter", jitter, 0.0, 1.0)
+    if time_shift and targets.numbers:
+        raise ConfigError(
+            f"task.time_shift = {time_shift} is for classes: a value belongs to the rows of its window; leave it out"
         )
 
 

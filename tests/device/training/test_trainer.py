@@ -19,6 +19,7 @@ from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
 from edgefl.tasks.analyses.registry import make_analysis
+from edgefl.tasks.classification import ClassificationTask
 from edgefl.tasks.datasets.shards import ShardMetadata, split_train_test, write_shard
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.metrics.exact_sums import read_sum
@@ -161,6 +162,23 @@ def test_the_same_work_gives_the_same_bytes_also_from_another_process(device, tm
     assert len(half) < 0.6 * len(first[1])
     exact, rounded = decode_body(first[1], device.shapes), decode_body(half, device.shapes)
     assert all(np.allclose(exact[name], rounded[name], atol=1e-2) for name in exact)
+
+
+def test_a_task_that_augments_trains_the_same_after_a_restart_and_is_evaluated_on_what_it_read(
+    device, tmp_path, shard, monkeypatch
+):
+    plain, judged = device.train(), device.evaluate()
+    monkeypatch.setattr(
+        ClassificationTask,
+        "augment",
+        lambda self, inputs, targets, rng: (inputs + rng.normal(size=inputs.shape), targets),
+        raising=False,
+    )
+    first = device.train()
+    restarted = Device(tmp_path / "other", {"digits": str(shard)})
+    assert plain[1] != first[1] == restarted.train()[1] == device.train()[1]
+    assert device.train(version=1)[1] != first[1]
+    assert device.evaluate()[0] == judged[0] == restarted.evaluate()[0]
 
 
 def test_a_trainer_evaluates_on_its_test_split_and_an_evaluator_on_all_it_has(device, tmp_path, shard):

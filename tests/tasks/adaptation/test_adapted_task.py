@@ -1,13 +1,17 @@
 """A task of which a part is trained: gradients by hand and by differences, whole models, frozen statistics."""
 
 from collections import OrderedDict
+from functools import partial
 
 import numpy as np
 import pytest
+from digit_shards import digit_shard
 
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.metrics import NO_METRICS
 from edgefl.core.types import Dataset, Task, TrainConfig, derive_rng
+from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.tasks.adaptation import adapted_learner
 from edgefl.tasks.adaptation.adapted_learner import FeatureDataset
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
@@ -254,6 +258,18 @@ def test_features_of_a_frozen_start_train_the_rest_just_so(section, size):
 def test_there_are_no_features_where_something_before_them_is_trained(section):
     learner = adapt(section)[0].learner()
     assert learner.make_features(DATA) is DATA
+
+
+def test_a_board_keeps_no_features_of_examples_that_are_augmented(tmp_path, monkeypatch):
+    task, _ = adapt({"method": "head"})
+    learner, path = task.learner(), digit_shard(tmp_path / "digits.npz", 40)
+    cache = TaskCache(lambda: {"digits": str(path)}, accelerator="cpu", threads=1)
+    make = partial(
+        CachedTask, name="digits", task=task, model_spec=task.shapes(), learner=learner, metrics=NO_METRICS
+    )
+    assert isinstance(cache.load_training(make(), 0.2), FeatureDataset)
+    monkeypatch.setattr(type(task), "augment", lambda self, inputs, targets, rng: (inputs, targets), raising=False)
+    assert cache.load_training(make(), 0.2).inputs.shape[1:] == (8, 8)
 
 
 def test_features_that_are_too_large_are_not_kept(monkeypatch):
