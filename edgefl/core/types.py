@@ -834,10 +834,10 @@ class Journal(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Examples in memory, row by row.
+    """Examples, row by row.
 
     Attributes:
-        inputs: [n, ...] numbers.
+        inputs: [n, ...] numbers; those of a large shard stay in its files, and are read by row numbers or ranges.
         targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them.
         weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
         groups: [n] whom or what an example comes from, for natural shards; None where that is not known.

@@ -197,6 +197,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/array_files.py:read_npz",
             "tasks/datasets/array_files.py:_read_member",
         ),
+        "shard-in-place": _entry(shard_readers.shards_in_place, "tasks/datasets/array_files.py:_store_member"),
         "shard-card": _entry(shard_readers.cards, "tasks/datasets/shards.py:read_metadata"),
         "shard-idx": _entry(
             shard_readers.idx_files,

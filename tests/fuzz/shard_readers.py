@@ -17,8 +17,9 @@ import numpy as np
 from fuzz.codec_readers import npz_seeds
 from fuzz.reader import MIB, Form, Reader, Seed
 
+from edgefl.core.errors import DataError
 from edgefl.device.inference.onnx_model import read_inputs
-from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx
+from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx, read_npz
 from edgefl.tasks.datasets.cifar import read_test_batch
 from edgefl.tasks.datasets.class_folders import read_picture, read_sound
 from edgefl.tasks.datasets.sample_updates import read_sample_update
@@ -62,6 +63,21 @@ def shards(folder: Path) -> Reader:
 
     seeds = (Seed(content=npz(PIXELS)), Seed(content=npz(PIXELS, packed=True)), *npz_seeds(PIXELS))
     return Reader(feed=feed, seeds=seeds, words=NPY_WORDS)
+
+
+def shards_in_place(folder: Path) -> Reader:
+    """An array that stays in its file, as those of large shards do."""
+    path = folder / "in-place.npz"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            with path.open("rb") as file:
+                np.asarray(read_npz(file, tuple(PIXELS), in_place=("inputs",))["inputs"])
+        except (OSError, ValueError) as error:  # as a shard's reader
+            raise DataError(str(error)) from None
+
+    return Reader(feed=feed, seeds=(Seed(content=npz(PIXELS)), *npz_seeds(PIXELS)), words=NPY_WORDS)
 
 
 def cards(folder: Path) -> Reader:

@@ -28,6 +28,7 @@ from edgefl.system.processes import serve_call
 from edgefl.tasks.datasets.shards import load_task_data
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import is_torch_task
+from edgefl.tasks.stored_arrays import select_rows
 
 BATCH_SIZES = (8, 64)
 MEASURE_S = 1.0
@@ -166,7 +167,7 @@ def measure_iterations_s(
     if len(data) < batch_size:  # short batches would count as full ones
         data = data.take(np.arange(batch_size) % max(1, len(data)))
     plan = TrainConfig(iterations=UNLIMITED_ITERATIONS, batch_size=batch_size, learning_rate=0.0)
-    full_batches = data.take(np.arange(len(data) // batch_size * batch_size))
+    full_batches = select_rows(data, slice(len(data) // batch_size * batch_size))
     train(learner, full_batches, plan, derive_rng(0, "profile"), clock=time.perf_counter, on_iteration=is_enough)
     return [later - earlier for earlier, later in itertools.pairwise(end_times)]
 

@@ -34,6 +34,7 @@ from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.noop import NoopLearner
 from edgefl.tasks.registry import make_task
+from edgefl.tasks.stored_arrays import select_rows
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class TaskCache:
                 f"block {block} of task {cached_task.name} is rows {start} to {stop} of a shard of {len(data)}; "
                 "cut the shards again"
             )
-        return data.take(slice(start, stop))
+        return select_rows(data, slice(start, stop))
 
     def compute_fingerprint(self, task: str | None = None) -> object:
         """Returns a value that changes when any shard does, or that of one task."""

@@ -15,6 +15,7 @@ from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.tasks.losses.registry import find_loss, has_classes
 from edgefl.tasks.losses.value_losses import Quantile, Reconstruction
+from edgefl.tasks.stored_arrays import iterate_blocks
 
 MAX_COLUMNS = 1024
 MAX_EXAMPLE_NUMBERS = 10_000_000
@@ -51,17 +52,18 @@ class Columns:
         is_input = place < self.num_inputs
         array = data.inputs if is_input else data.targets
         expected = self.num_inputs * self.width if is_input else self.num_targets
-        flat = array.reshape(len(data), -1) if len(data) else np.zeros((0, expected))
-        if flat.shape[1] != expected:
-            what = "inputs" if is_input else "targets"
-            raise DataError(
-                f"an example must have {expected} {what}, as its task says, the shard has {flat.shape[1]}"
-            )
-        if is_input:
-            start = place * self.width
-            return flat[:, start : start + self.width].astype(np.float64).reshape(-1)
-        values: Array = flat[:, place - self.num_inputs].astype(np.float64)
-        return values
+        width = self.width if is_input else 1
+        start = place * width if is_input else place - self.num_inputs
+        found = [np.zeros(0)]
+        for block in iterate_blocks(array):
+            flat = block.reshape(len(block), -1)
+            if flat.shape[1] != expected:
+                what = "inputs" if is_input else "targets"
+                raise DataError(
+                    f"an example must have {expected} {what}, as its task says, the shard has {flat.shape[1]}"
+                )
+            found.append(flat[:, start : start + width].astype(np.float64).reshape(-1))
+        return np.concatenate(found)
 
     def count_classes(self, data: Dataset) -> Array:
         """Returns the number of examples of each class, [classes] int64.

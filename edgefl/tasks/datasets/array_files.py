@@ -19,12 +19,13 @@ import zipfile
 import zlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset
+from edgefl.tasks.stored_arrays import FileRows, StoredArray
 
 MAX_UNPACKED_BYTES = 4 * 1024**3
 """Maximum total size of the arrays of one archive."""
@@ -32,7 +33,11 @@ MIN_RATIO_CHECK_BYTES = 64 * 1024**2
 MAX_EXPANSION_RATIO = 100
 """Maximum expansion of an archive over `MIN_RATIO_CHECK_BYTES`: beyond it are zip bombs, not measurements."""
 MAX_MEMBERS = 65_536
+CHECK_BYTES = 1024 * 1024
+"""Bytes of an array in place that are read at once for its checksum."""
 _NPY_MAGIC = b"\x93NUMPY"
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Before the bytes of an archive's member: lengths of its name and of more fields (PKWARE, APPNOTE, 4.3.7)."""
 
 # Raised by zipfile, its decompressors and NumPy for damaged headers. RuntimeError and its NotImplementedError: for
 # apparent encryption, or an unknown method or version.
@@ -62,8 +67,13 @@ PUBLISHED_MD5 = {
 """MD5 of the decompressed bytes, so that a recompressed file is still recognised."""
 
 
-def read_npz(file: IO[bytes], names: Collection[str] | None = None) -> dict[str, Array]:
+def read_npz(
+    file: IO[bytes], names: Collection[str] | None = None, *, in_place: Collection[str] = (), is_checked: bool = False
+) -> dict[str, Array]:
     """Returns the arrays of an open `.npz` file by name; with `names`, these.
+
+    Those of `in_place` stay in the file, as `StoredArray`, where they lie there unpacked and row by row. With
+    `is_checked` their checksums are not computed.
 
     Raises:
         ValueError: it is damaged, no archive of arrays, lacks one of `names`, holds objects, or would unpack to more
@@ -79,7 +89,11 @@ def read_npz(file: IO[bytes], names: Collection[str] | None = None) -> dict[str,
             if missing := sorted(set(names or ()) - set(infos)):
                 raise ValueError(f"it has no array {missing[0]!r}, only {', '.join(infos)[:200] or 'others'}")
             requested = infos if names is None else {name: infos[name] for name in names}
-            return {name: _read_member(archive, info) for name, info in requested.items()}
+            return {
+                name: (_store_member(file, archive, info, is_checked=is_checked) if name in in_place else None)
+                or _read_member(archive, info)
+                for name, info in requested.items()
+            }
     except _READ_ERRORS as error:
         raise ValueError(str(error) or type(error).__name__) from None
 
@@ -122,18 +136,42 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Array:
     return array
 
 
-def _check_header(file: IO[bytes], num_bytes: int) -> None:
-    """Checks that the declared array is as large as the following data."""
+def _store_member(
+    file: IO[bytes], archive: zipfile.ZipFile, info: zipfile.ZipInfo, *, is_checked: bool
+) -> Array | None:
+    """Returns numbers that stay in their file; None where they are packed there, none, or lie column by column."""
+    with archive.open(info) as member:
+        shape, is_by_column, dtype = _check_header(member, info.file_size)
+        start = member.tell()
+        is_by_row = len(shape) == 1 or not is_by_column
+        if info.compress_type != zipfile.ZIP_STORED or not is_by_row or not shape or 0 in shape:
+            return None
+        if dtype.kind not in "biufc":
+            return None
+        while not is_checked and member.read(CHECK_BYTES):
+            pass
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER.size)
+    name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
+    start += info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    if start + math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:
+        raise ValueError(f"it ends within its array {info.filename.removesuffix('.npy')!r}")
+    return StoredArray([FileRows(file.fileno(), str(file.name), start, shape, dtype)]).to_array()
+
+
+def _check_header(file: IO[bytes], num_bytes: int) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Checks that the declared array is as large as the following data; returns shape, order by column and type."""
     version = np.lib.format.read_magic(file)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
         raise ValueError(f"an array of format {version[0]}.{version[1]}, only 1.0 and 2.0 are read")
-    shape, _, dtype = readers[version](file)
+    shape, is_by_column, dtype = readers[version](file)
     if dtype.hasobject:
         raise ValueError("it holds pickled objects, which are not read")
     declared_bytes, num_left = math.prod(shape) * dtype.itemsize, num_bytes - file.tell()
     if min(shape, default=0) < 0 or declared_bytes != num_left:
         raise ValueError(f"an array of {list(shape)} {dtype} has {declared_bytes} bytes, {num_left} are there")
+    return shape, is_by_column, dtype
 
 
 def read_image_set(folder: Path, task: str, part: str) -> Dataset:

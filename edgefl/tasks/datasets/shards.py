@@ -28,6 +28,7 @@ from edgefl.tasks.datasets.csv_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
 from edgefl.tasks.registry import CONFIGURED, make_task
+from edgefl.tasks.stored_arrays import StoredArray, is_stored, iterate_blocks, select_rows
 
 # A service with a user of its own must be able to read its operator's files.
 SHARD_FILE_MODE = 0o644
@@ -45,6 +46,10 @@ _SURVEYS: Mapping[str, Callable[..., Survey]] = {
 """What counts the examples of a configured task's shard without its run file."""
 
 HASH_BYTES = 8
+MAX_BYTES_IN_MEMORY = 32 * 1024**2
+"""Bytes of a shard's files up to which it is held in memory; the inputs of a larger one stay in its files."""
+MAX_OPEN_FILES = 256
+"""Files of a folder, the largest, that stay open for that; the inputs of the others are held in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,11 +198,15 @@ def read_shard(
                 f"numbers{classes}) for {task}; put it into a folder and name the folder: it needs no card there. "
                 "See docs/tutorials/first-task.md, Your data in a file"
             )
-        return _read_file(shard_path, task, input_shape, num_classes)
+        is_large = bool(_select_in_place([shard_path]))
+        return _read_file(shard_path, task, input_shape, num_classes, in_place=is_large)
     files = list_shard_files(shard_path)
     if not files:
         raise DataError(f"shard folder {shard_path} holds no .npz file yet")
-    return _concatenate([_read_file(file, task, input_shape, num_classes) for file in files], shard_path)
+    in_place = _select_in_place(files)
+    return _concatenate(
+        [_read_file(file, task, input_shape, num_classes, in_place=file in in_place) for file in files], shard_path
+    )
 
 
 def list_shard_files(folder: Path) -> list[Path]:
@@ -253,7 +262,7 @@ def _read_cut_file(path: Path, task: Task) -> Dataset:
                 f"shard {path} was cut with {name} = {card.options.get(name, 'none')!r:.200}, the run file has "
                 f"{text!r:.200}; cut it again"
             )
-    arrays = _load_arrays(path, None)
+    arrays = _load_arrays(path, None, in_place=bool(_select_in_place([path])), is_checked=True)
     if missing := [name for name in _ARRAYS if name not in arrays]:
         raise DataError(f"shard {path} has no array {missing[0]!r}; cut it again")
     if wrong := [name for name, array in arrays.items() if array.ndim == 0 or array.dtype.kind not in "fiub"]:
@@ -310,10 +319,25 @@ def check_shard(task: Task, path: str) -> ShardReport:
     )
 
 
-def _read_file(path: Path, task: str, input_shape: tuple[int, ...] | None, num_classes: int | None) -> Dataset:
-    if get_metadata_path(path).exists():
+def _select_in_place(files: list[Path]) -> set[Path]:
+    """Returns the files whose inputs are read when they are needed, and not before: the largest of a large shard."""
+    try:
+        sizes = {file: file.stat().st_size for file in files}
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
+    if sum(sizes.values()) <= MAX_BYTES_IN_MEMORY:
+        return set()
+    return set(sorted(sizes, key=lambda file: -sizes[file])[:MAX_OPEN_FILES])
+
+
+def _read_file(
+    path: Path, task: str, input_shape: tuple[int, ...] | None, num_classes: int | None, *, in_place: bool
+) -> Dataset:
+    has_card = get_metadata_path(path).exists()
+    if has_card:
         _check_card(path, task)
-    data = _load_file(path)
+    arrays = _load_arrays(path, _ARRAYS, in_place=in_place, is_checked=has_card)
+    data = Dataset(inputs=arrays["inputs"], targets=arrays["labels"])
     _check_dataset(data, path, input_shape)
     _check_values(data, path, num_classes)
     return data
@@ -331,17 +355,12 @@ def _check_card(path: Path, task: str) -> ShardMetadata:
     return card
 
 
-def _load_arrays(path: Path, names: Collection[str] | None) -> dict[str, Array]:
+def _load_arrays(path: Path, names: Collection[str] | None, *, in_place: bool, is_checked: bool) -> dict[str, Array]:
     try:
         with path.open("rb") as file:
-            return read_npz(file, names)
+            return read_npz(file, names, in_place=_ARRAYS[:1] if in_place else (), is_checked=is_checked)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
-
-
-def _load_file(path: Path) -> Dataset:
-    arrays = _load_arrays(path, _ARRAYS)
-    return Dataset(inputs=arrays["inputs"], targets=arrays["labels"])
 
 
 def _check_dataset(data: Dataset, path: Path, shape: tuple[int, ...] | None) -> None:
@@ -364,15 +383,21 @@ def _check_values(data: Dataset, path: Path, num_classes: int | None) -> None:
     if low < 0 or (num_classes is not None and high >= num_classes):
         limit = "" if num_classes is None else f"..{num_classes - 1}"
         raise DataError(f"labels of shard {path} must lie in 0{limit}, got {low if low < 0 else high}")
-    if np.issubdtype(data.inputs.dtype, np.inexact) and not np.isfinite(data.inputs).all():
-        row = int(np.argwhere(~np.isfinite(data.inputs))[0][0])
-        raise DataError(f"inputs of shard {path} hold a NaN or an infinity, first in row {row}")
+    row = 0
+    for block in iterate_blocks(data.inputs) if np.issubdtype(data.inputs.dtype, np.inexact) else ():
+        if not np.isfinite(block).all():
+            row += int(np.argwhere(~np.isfinite(block))[0][0])
+            raise DataError(f"inputs of shard {path} hold a NaN or an infinity, first in row {row}")
+        row += len(block)
 
 
 def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
     if len({part.inputs.shape[1:] for part in parts}) > 1:
         raise DataError(f"the files of shard folder {folder} hold inputs of different shapes")
-    return Dataset.concatenate(parts)
+    if not any(is_stored(part.inputs) for part in parts):
+        return Dataset.concatenate(parts)
+    stored = StoredArray.concatenate([part.inputs for part in parts])
+    return Dataset(inputs=stored, targets=np.concatenate([part.targets for part in parts]))
 
 
 def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:
@@ -387,7 +412,7 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     if not 0.0 <= test_fraction < 1.0:
         raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
     in_test = compute_sample_hashes(data.inputs, salt) < np.uint64(test_fraction * 2.0**64)
-    return data.take(np.flatnonzero(~in_test)), data.take(np.flatnonzero(in_test))
+    return select_rows(data, np.flatnonzero(~in_test)), select_rows(data, np.flatnonzero(in_test))
 
 
 def compute_root_fraction(data: Dataset, num_examples: int) -> float:
@@ -397,11 +422,12 @@ def compute_root_fraction(data: Dataset, num_examples: int) -> float:
 
 def compute_sample_hashes(inputs: Array, salt: str = "") -> Array:
     """Returns [n] uint64, uniform, the same for equal samples on every machine."""
-    rows = np.ascontiguousarray(inputs).astype(inputs.dtype.newbyteorder("<"), copy=False)
     start = hashlib.blake2b(digest_size=HASH_BYTES, key=hashlib.sha256(salt.encode()).digest())
-    digests = []
-    for row in rows.reshape(len(rows), -1).view(np.uint8) if rows.size else ():
-        digest = start.copy()
-        digest.update(row.data)
-        digests.append(digest.digest())
-    return np.frombuffer(b"".join(digests), dtype="<u8")
+    digests = bytearray()
+    for block in iterate_blocks(inputs) if inputs.size else ():
+        rows = np.ascontiguousarray(block).astype(inputs.dtype.newbyteorder("<"), copy=False)
+        for row in rows.reshape(len(rows), -1).view(np.uint8):
+            digest = start.copy()
+            digest.update(row.data)
+            digests += digest.digest()
+    return np.frombuffer(bytes(digests), dtype="<u8")

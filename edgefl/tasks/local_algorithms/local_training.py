@@ -15,6 +15,7 @@ from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
 from edgefl.tasks.local_algorithms.personal_training import PulledAlgorithm, list_parts
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
+from edgefl.tasks.stored_arrays import is_stored, iterate_stored_batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +137,7 @@ class _TrainingLoop:
         algorithm.start(learner)
         if state and isinstance(algorithm, StatefulLocalAlgorithm):
             algorithm.restore(state)
-        for rows in _iterate_batches(len(self._data), self._plan.batch_size, self._rng):
-            batch = self._data.take(rows)
+        for batch in _iterate_batches(self._data, self._plan.batch_size, self._rng):
             self.loss_sum += len(batch) * learner.gradient(batch)
             algorithm.step(learner, batch)
             self.iterations, self.num_seen = self.iterations + 1, self.num_seen + len(batch)
@@ -151,12 +151,15 @@ class _TrainingLoop:
         algorithm.finish(learner)
 
 
-def _iterate_batches(num_examples: int, batch_size: int, rng: Generator) -> Iterator[Array]:
-    """Yields row numbers endlessly: every example once per epoch; an epoch's last batch may be short."""
+def _iterate_batches(data: Dataset, batch_size: int, rng: Generator) -> Iterator[Dataset]:
+    """Yields batches endlessly: every example once per epoch, of which one batch may be short."""
     while True:
-        order = rng.permutation(num_examples)
-        for start in range(0, num_examples, batch_size):
-            yield order[start : start + batch_size]
+        if is_stored(data.inputs):
+            yield from iterate_stored_batches(data, batch_size, rng)
+            continue
+        order = rng.permutation(len(data))
+        for start in range(0, len(data), batch_size):
+            yield data.take(order[start : start + batch_size])
 
 
 def _reseed(learner: Learner, rng: Generator) -> None:

@@ -1,0 +1,198 @@
+"""Rows that stay in their file: an array larger than a board's memory, of which batches are read.
+
+Rows are read by offset and not mapped: mapped pages count as the process's memory until they are given back, and a
+mapped file that becomes shorter ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeGuard, cast
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.random import Generator
+
+from edgefl.core.errors import DataError
+from edgefl.core.types import Array, Dataset
+
+BLOCK_BYTES = 512 * 1024
+"""Bytes of consecutive rows that are read at once, and keep together in an epoch."""
+BUFFER_BYTES = 32 * BLOCK_BYTES
+"""Bytes of rows that are in memory while batches are made of them."""
+MAX_GAP_BYTES = 64 * 1024
+"""Bytes between two rows that are rather read than skipped."""
+
+
+class FileRows:
+    """Rows of an array in a file, which stays open, and so readable, as long as this is used.
+
+    Args:
+        descriptor: of the file; this duplicates it.
+        name: of the file, for messages.
+        offset: of the first row, in bytes.
+        shape: [n, ...] of the array, whose rows lie one after the other.
+        dtype: of its numbers.
+    """
+
+    def __init__(self, descriptor: int, name: str, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.shape, self.dtype, self._name, self._offset = shape, dtype, name, offset
+        self._descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> Array:
+        """Returns the rows [start, stop).
+
+        Raises:
+            DataError: the file became shorter, or cannot be read.
+        """
+        start, stop, _ = rows.indices(len(self))
+        found = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
+        room = memoryview(cast("Any", found.reshape(-1).view(np.uint8)))
+        place = self._offset + start * (found.nbytes // max(1, len(found)))
+        while room:
+            try:
+                num_read = os.preadv(self._descriptor, [room], place)
+            except OSError as error:
+                raise DataError(f"{self._name} cannot be read: {error.strerror}") from None
+            if not num_read:
+                raise DataError(f"{self._name} became shorter while it was in use; copy it again")
+            room, place = room[num_read:], place + num_read
+        return found
+
+
+class StoredArray(NDArrayOperatorsMixin):
+    """An array [n, ...] in files, or chosen rows of it; rows are read when they are indexed.
+
+    All else that an array can do reads it whole.
+
+    Args:
+        parts: one after the other, of rows of one shape; those of small files may be in memory.
+        rows: numbers of rows, in order; None for all.
+    """
+
+    def __init__(self, parts: Sequence[FileRows | Array], rows: Array | None = None) -> None:
+        self._parts, self._rows = tuple(parts), rows
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.dtype = np.result_type(*(part.dtype for part in parts)) if len(parts) > 1 else parts[0].dtype
+        self.shape = (int(self._ends[-1]) if rows is None else len(rows), *parts[0].shape[1:])
+        self.ndim, self.size = len(self.shape), int(np.prod(self.shape, dtype=np.int64))
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, at least 1."""
+        return max(1, self.nbytes // max(1, len(self)))
+
+    def to_array(self) -> Array:
+        """Returns itself, for those who index rows of an array and need not know where they are."""
+        return cast("Array", self)
+
+    def select(self, rows: Array | slice) -> Array:
+        """Returns these rows of it, still in their files."""
+        return StoredArray(self._parts, self._find_rows(rows)).to_array()
+
+    @classmethod
+    def concatenate(cls, arrays: Sequence[Array]) -> Array:
+        """Returns the rows of all arrays, of which some may be in files."""
+        whole = [StoredArray([array]) if not is_stored(array) else array for array in arrays]
+        assert all(array._rows is None for array in whole)  # noqa: SLF001 files are put together before a choice of rows
+        return cls([part for array in whole for part in array._parts]).to_array()  # noqa: SLF001 likewise
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice) or (isinstance(key, np.ndarray) and key.ndim == 1):
+            return self._read(self._find_rows(key))
+        return np.asarray(self)[key]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("an array in a file cannot be had without a copy")
+        whole: Array = self[:]
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        return getattr(ufunc, method)(*(np.asarray(one) if is_stored(one) else one for one in inputs), **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(np.asarray(self), name)
+
+    def _find_rows(self, rows: Array | slice) -> Array:
+        """Returns the numbers of rows among those of all parts; raises as an array's index."""
+        if isinstance(rows, slice):
+            chosen = np.arange(*rows.indices(len(self)))
+        else:
+            if rows.dtype == bool and len(rows) != len(self):
+                raise IndexError(f"a mask of {len(rows)} rows for {len(self)}")
+            chosen = np.flatnonzero(rows) if rows.dtype == bool else rows
+            if len(chosen) and not (-len(self) <= chosen.min() and chosen.max() < len(self)):
+                raise IndexError(f"rows {chosen.min()} to {chosen.max()} of {len(self)}")
+            chosen = np.where(chosen < 0, chosen + len(self), chosen)
+        found: Array = chosen if self._rows is None else self._rows[chosen]
+        return found
+
+    def _read(self, rows: Array) -> Array:
+        """Returns rows by number: near ones together, and no more than a block at once."""
+        found = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        order = np.argsort(rows, kind="stable")
+        ordered = rows[order]
+        block_rows = max(1, BLOCK_BYTES // self.row_bytes)
+        whose = np.searchsorted(self._ends, ordered, side="right")
+        is_new = np.diff(ordered) > max(1, MAX_GAP_BYTES // self.row_bytes)
+        is_new |= np.diff(ordered // block_rows) > 0
+        is_new |= np.diff(whose) > 0
+        for run in np.split(np.arange(len(rows)), np.flatnonzero(is_new) + 1) if len(rows) else ():
+            part = self._parts[whose[run[0]]]
+            numbers = ordered[run] - (self._ends[whose[run[0]]] - len(part))
+            found[order[run]] = part[int(numbers[0]) : int(numbers[-1]) + 1][numbers - numbers[0]]
+        return found
+
+
+def is_stored(array: object) -> TypeGuard[StoredArray]:
+    """Returns whether an array lies in files."""
+    return isinstance(array, StoredArray)
+
+
+def select_rows(data: Dataset, rows: Array | slice) -> Dataset:
+    """Returns the examples of these rows, as `Dataset.take`; inputs in files stay there."""
+    if not is_stored(data.inputs):
+        return data.take(rows)
+    without = replace(data, inputs=np.empty((len(data), 0), np.uint8)).take(rows)
+    return replace(without, inputs=data.inputs.select(rows))
+
+
+def iterate_blocks(array: Array) -> Iterator[Array]:
+    """Yields the rows of an array, of one in files a block at a time."""
+    num_rows = max(1, len(array) if not is_stored(array) else BLOCK_BYTES // array.row_bytes)
+    for start in range(0, len(array), num_rows):
+        yield array[start : start + num_rows]
+
+
+def iterate_stored_batches(data: Dataset, batch_size: int, rng: Generator) -> Iterator[Dataset]:
+    """Yields batches of one epoch of examples in files: every example once, one batch may be short.
+
+    Blocks of consecutive rows come in random order, and the rows of `BUFFER_BYTES` of them are shuffled, so that the
+    file is read in long pieces.
+    """
+    assert is_stored(data.inputs)
+    row_bytes = data.inputs.row_bytes
+    block_rows = max(1, BLOCK_BYTES // row_bytes)
+    buffer_rows = max(1, BUFFER_BYTES // row_bytes // batch_size) * batch_size
+    starts = rng.permutation(-(-len(data) // block_rows)) * block_rows
+    order = np.concatenate([np.arange(start, min(start + block_rows, len(data))) for start in starts])
+    for first in range(0, len(data), buffer_rows):
+        held = data.take(order[first : first + buffer_rows])
+        shuffled = rng.permutation(len(held))
+        for start in range(0, len(held), batch_size):
+            yield held.take(shuffled[start : start + batch_size])
+        del held  # before the next is read
