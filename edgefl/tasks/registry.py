@@ -159,8 +159,12 @@ def is_torch_task(task: Task) -> bool:
 
 
 def list_backends() -> list[str]:
-    """Returns the training backends of this machine: `numpy`, and `torch` where installed."""
-    return ["numpy", *(["torch"] if _is_installed("torch") else [])]
+    """Returns the training backends of this machine: `numpy`, and `onnx` and `torch` where installed.
+
+    `onnx` trains what was compiled where torch is (`edgefl task compile`).
+    """
+    packages = {"onnx": "onnxruntime", "torch": "torch"}
+    return ["numpy", *(name for name, package in packages.items() if _is_installed(package))]
 
 
 def _is_installed(name: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fuzz.reader import Reader
+import numpy as np
+from fuzz.reader import Reader, Seed
 from fuzz.storage_readers import safetensors_seeds
 
 from edgefl.core.types import TensorKind, TensorSpec
 from edgefl.tasks.compiled.artefact import CompiledManifest, CompiledTask, encode_artefact, parse_artefact
+from edgefl.tasks.compiled.board.graph_reader import read_graph
 
 
 def make_example() -> CompiledTask:
@@ -40,3 +42,57 @@ def make_example() -> CompiledTask:
 def artefacts(_folder: Path) -> Reader:
     content = encode_artefact(make_example())
     return Reader(feed=parse_artefact, seeds=tuple(safetensors_seeds(content, "manifest")))
+
+
+def _encode(number: int, content: bytes | str | int) -> bytes:
+    """Returns one field of a protobuf message: a number below 128, or content shorter than 16 kB."""
+    if isinstance(content, int):
+        return bytes(
+            [number << 3 & 127 | (128 if number > 15 else 0), *([number >> 4] if number > 15 else []), content]
+        )
+    content = content.encode() if isinstance(content, str) else content
+    head = number << 3 | 2
+    tag = [head] if head < 128 else [head & 127 | 128, head >> 7]
+    return bytes([*tag, len(content) & 127 | 128, len(content) >> 7]) + content
+
+
+def _tensor(name: str, kind: int, dims: tuple[int, ...], *values: bytes) -> bytes:
+    return b"".join([*(_encode(1, size) for size in dims), _encode(2, kind), *values, _encode(8, name)])
+
+
+def _value(number: int, name: str, kind: int, *sizes: int) -> bytes:
+    shape = b"".join(_encode(1, _encode(1, size)) for size in sizes)
+    return _encode(number, _encode(1, name) + _encode(2, _encode(1, _encode(1, kind) + _encode(2, shape))))
+
+
+def _node(operator: str, inputs: tuple[str, ...], output: str, *attributes: bytes) -> bytes:
+    names = b"".join(_encode(1, name) for name in inputs) + _encode(2, output)
+    return _encode(1, names + _encode(4, operator) + b"".join(_encode(5, attribute) for attribute in attributes))
+
+
+def graphs(_folder: Path) -> Reader:
+    """ONNX files; what one is made of is written here by hand, so that this needs no onnx."""
+    steps = _node("Neg", ("a",), "b") + _encode(2, "steps") + _value(11, "a", 1) + _value(12, "b", 1)
+    floats = np.array([0.5, -1.0], "<f4").tobytes()
+    nodes = (
+        _node("Gemm", ("x", "w"), "y", _encode(1, "transB") + _encode(3, 1) + _encode(20, 2)),
+        _node("Constant", (), "c", _encode(1, "value") + _encode(5, _tensor("", 7, (2,), _encode(7, b"\x02\x03")))),
+        _node("Constant", (), "d", _encode(1, "value_ints") + _encode(8, b"\x02\x03")),
+        _node("Constant", (), "e", _encode(1, "value_float") + b"\x15" + floats[:4]),
+        _node("ConstantOfShape", ("c",), "z"),
+        _node("Range", ("e", "e", "e"), "r"),
+        _node("Scan", ("y",), "s", _encode(1, "body") + _encode(6, steps)),
+    )
+    constants = (
+        _encode(5, _tensor("w", 1, (1, 2), _encode(9, floats))),
+        _encode(5, _tensor("v", 1, (2,), _encode(4, floats))),
+        _encode(5, _tensor("u", 11, (1,), _encode(10, floats))),
+    )
+    ends = _value(11, "x", 1, 4, 2) + _value(12, "y", 1, 4, 1)
+    graph = b"".join([*nodes, _encode(2, "graph"), *constants, ends])
+    model = _encode(1, 8) + _encode(2, "edgefl") + _encode(7, graph) + _encode(8, _encode(1, "") + _encode(2, 18))
+
+    def feed(content: bytes) -> None:
+        read_graph(content, {"Gemm", "Constant", "ConstantOfShape", "Range", "Scan", "Neg"}, 18)
+
+    return Reader(feed=feed, seeds=(Seed(content=model),), words=(b"\xff\xff\xff\xff\x0f", b"\x80" * 9, b"Loop"))

@@ -262,6 +262,12 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/compiled/artefact.py:parse_artefact",
             "tasks/compiled/artefact.py:CompiledManifest.parse",
         ),
+        "compiled-graphs": _entry(
+            compiled_readers.graphs,
+            "tasks/compiled/board/graph_reader.py:_read_tensor",
+            "tasks/compiled/board/protobuf_fields.py:unpack",
+            "tasks/compiled/board/protobuf_fields.py:_to_float",
+        ),
         "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
         "disk-base-names": _entry(
             storage_readers.base_names, "tasks/adaptation/base_catalogue.py:BaseCatalogue._read_names"
@@ -318,6 +324,9 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "compression/error_feedback.py:ErrorFeedback.state": "encodes",
         "compression/codec.py:PerLayerStage.encode": "encodes",
         "compression/entropy/zstd.py:_shuffle_bytes": "encodes",
+        "tasks/compiled/board/bound_graph.py:make_session": (
+            "a graph that `compiled-graphs` has read; what a runtime does with more is not for a fuzzer of Python"
+        ),
         "tasks/datasets/shards.py:compute_sample_hashes": "of hashes that were computed a line before",
         "tasks/local_algorithms/scaffold.py:ClientControlVariate.to_arrays": "encodes",
         "tasks/local_algorithms/scaffold.py:_decode_server_variate": (

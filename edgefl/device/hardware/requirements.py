@@ -20,6 +20,7 @@ from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import Confinement
+from edgefl.tasks.compiled.plan import ONNX, TORCH, CompiledPlan, select_backend
 from edgefl.tasks.datasets.shards import get_metadata_path
 from edgefl.tasks.registry import CONFIGURED, is_torch_task, list_backends, list_numpy_models, make_task
 
@@ -75,14 +76,14 @@ def make_confinement(state_dir: Path, name: str, readable: Sequence[str], accele
 
 
 def find_unsupported_backends(facts: Json) -> dict[str, str]:
-    """Returns the backends (`numpy`, `torch`) that this board cannot train with, and why."""
+    """Returns the backends (`numpy`, `onnx`, `torch`) that this board cannot train with, and why."""
     bits, memory = facts.get("userland_bits"), facts.get("memory_bytes")
     if bits is not None and bits < MIN_USERLAND_BITS:
         reason = (
             f"its userland has {bits} bits ({facts.get('architecture')}), for which there are no wheels of numpy, "
             f"torch and onnxruntime; {EVALUATE_ONLY_NOTE} only; install a 64-bit system to train"
         )
-        return {"numpy": reason, "torch": reason}
+        return {"numpy": reason, "onnx": reason, "torch": reason}
     if memory is not None and memory < MIN_TORCH_BOARD_BYTES:
         return {
             "torch": f"its {_format_mb(memory)} of memory are too few for torch, "
@@ -116,8 +117,16 @@ def make_measurable_task(name: str) -> Task:
     return make_task(task, {"model": model} if model else {})
 
 
-def check_requirements(name: str, options: Mapping[str, Scalar], root: Path = Path("/")) -> None:
-    """Checks, before heavy imports, that this board can train a task.
+def should_run_graphs(plan: CompiledPlan | None, root: Path = Path("/")) -> bool:
+    """Returns whether this board trains by a compiled task: it has no torch, or all boards do."""
+    usable = list_usable_backends(probe(root, run=no_program))
+    return plan is not None and select_backend(usable, plan, needs_torch=True) == ONNX
+
+
+def check_requirements(
+    name: str, options: Mapping[str, Scalar], root: Path = Path("/"), *, compiled: CompiledPlan | None = None
+) -> None:
+    """Checks, before heavy imports, that this board can train a task, by its compiled form where there is one.
 
     Raises:
         TaskError: it cannot; the message suggests an alternative.
@@ -125,6 +134,8 @@ def check_requirements(name: str, options: Mapping[str, Scalar], root: Path = Pa
     """
     facts = probe(root, run=no_program)
     needs_torch = is_torch_task(make_task(name, options))
+    if needs_torch and should_run_graphs(compiled, root):
+        return
     reason = find_unsupported_backends(facts).get("torch" if needs_torch else "numpy", "") or (
         _find_torch_memory_shortage(root) if needs_torch else ""
     )
@@ -159,7 +170,10 @@ def _select_training_path(name: str, usable: Sequence[str], read_traits: Callabl
     if "torch" in usable:
         return "torch"
     numpy_models = format_numpy_models(name) if "numpy" in usable else ""
-    return f"numpy, with {numpy_models}" if numpy_models else "none"
+    small = f"numpy, with {numpy_models}" if numpy_models else "none"
+    if ONNX not in usable:
+        return small
+    return f"onnx, once compiled, or {small}" if numpy_models else "onnx, once compiled"
 
 
 def _format_mb(size: int) -> str:
@@ -205,7 +219,11 @@ def _find_training_blocker(
         return "its role is evaluator"
     if "numpy" in missing:
         return missing["numpy"]
-    if not names or "torch" in usable or not all(_needs_torch(name, read_traits) for name in names):
+    if (
+        not names
+        or not {ONNX, TORCH}.isdisjoint(usable)
+        or not all(_needs_torch(name, read_traits) for name in names)
+    ):
         return None
     torch_reason = missing.get("torch", "torch is not installed")
     numpy_models = {name: format_numpy_models(name) for name in names}

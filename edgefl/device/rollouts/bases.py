@@ -1,4 +1,4 @@
-"""Bases of models on the card: fetched once by their SHA-256, kept for later runs, the oldest removed."""
+"""Bases of models and compiled tasks on the card: fetched once by their SHA-256, the newest kept."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ from edgefl.device.rollouts.download import PART_SUFFIX, DownloadSource, RemoteF
 from edgefl.system.atomic_files import compute_sha256
 from edgefl.system.retries import Backoff
 from edgefl.tasks.adaptation.base_file import AdaptPlan
+from edgefl.tasks.compiled.plan import CompiledPlan
 
 log = logging.getLogger(__name__)
 
 FOLDER = "bases"
 """In the device's state directory."""
-MAX_BASES = 3
-"""Bases that stay on the card; an older one is fetched again if a run needs it."""
+MAX_BASES = 4
+"""Files that stay on the card; an older one is fetched again if a run needs it."""
 MAX_TRIES = 8
 INITIAL_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
 
 
+FilePlan = AdaptPlan | CompiledPlan
+"""What an instruction says of a file."""
+
+
 class BaseFiles:
-    """Files of bases in one folder; used by the training thread.
+    """Files of bases and compiled tasks in one folder; used by the training thread.
 
     Args:
         folder: of the files.
@@ -46,8 +51,8 @@ class BaseFiles:
         self._verified: set[str] = set()
         self._received_bytes = 0
 
-    def fetch(self, plan: AdaptPlan) -> Path:
-        """Returns the verified file of a base, fetched unless it is here; goes on with one that broke off.
+    def fetch(self, plan: FilePlan) -> Path:
+        """Returns the verified file of a plan, fetched unless it is here; goes on with one that broke off.
 
         Raises:
             NetworkError: the coordinator is away, or this is stopping; what has arrived stays.
@@ -73,7 +78,7 @@ class BaseFiles:
         received, self._received_bytes = self._received_bytes, 0
         return received
 
-    def _download(self, plan: AdaptPlan) -> None:
+    def _download(self, plan: FilePlan) -> None:
         backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=derive_rng(time.time_ns()))
         for remaining in reversed(range(MAX_TRIES)):
             try:
@@ -86,10 +91,10 @@ class BaseFiles:
             else:
                 return
 
-    def _try_download(self, plan: AdaptPlan) -> None:
+    def _try_download(self, plan: FilePlan) -> None:
         assert self._get_source is not None
         remote = RemoteFile(
-            what="the base",
+            what="the base" if isinstance(plan, AdaptPlan) else "the compiled task",
             path=f"{BASES_PATH}/{plan.sha256}",
             sha256=plan.sha256,
             num_bytes=plan.num_bytes,

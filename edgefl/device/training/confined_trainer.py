@@ -22,10 +22,16 @@ from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
 from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
+from edgefl.core.protocol import ADAPT_KEY, COMPILED_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
-from edgefl.device.hardware.requirements import CONFINED_FOLDER, TaskTraits, make_confinement, read_task_traits
+from edgefl.device.hardware.requirements import (
+    CONFINED_FOLDER,
+    TaskTraits,
+    make_confinement,
+    read_task_traits,
+    should_run_graphs,
+)
 from edgefl.device.peers.peer_connection import MakePeerTransport, PeerTransport, get_peer_addresses
 from edgefl.device.training.gossip_worker import INSTRUCTION_FILE, load_node_instruction
 from edgefl.device.training.process_link import (
@@ -41,6 +47,7 @@ from edgefl.system.atomic_files import make_private_directory, write_atomic
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks import registry as tasks
 from edgefl.tasks.adaptation.base_file import AdaptPlan
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.local_algorithms import registry as local_algorithms
 
 log = logging.getLogger(__name__)
@@ -235,9 +242,12 @@ class ConfiningTrainer(DeviceTrainer):
             sampler.start()
         try:
             self._update_node(header)
-            if (adapt := AdaptPlan.parse(header.get(ADAPT_KEY))) is not None:
-                self._task_cache.get_shard_path(str(header.get("task")))  # before much is fetched for nothing
-                self._bases.fetch(adapt)  # here: the process has no connection
+            adapt = AdaptPlan.parse(header.get(ADAPT_KEY))
+            compiled = CompiledPlan.parse(header.get(COMPILED_KEY))
+            for plan in [adapt, compiled if should_run_graphs(compiled) else None]:
+                if plan is not None:
+                    self._task_cache.get_shard_path(str(header.get("task")))  # before much is fetched for nothing
+                    self._bases.fetch(plan)  # here: the process has no connection
             answer, result = self._call(str(header.get("task")), name, header, body)
             if self._is_aborted and answer.get("is_aborted"):
                 raise TrainingAbortedError

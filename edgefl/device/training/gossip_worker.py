@@ -157,7 +157,9 @@ class GossipWorker:
             instruction = parse_instruction(self._device_id, header)
             with self._training_lock:
                 if instruction.plan.node is not None:
-                    cached_task = self._tasks.get(instruction.task, instruction.options, adapt=instruction.adapt)
+                    cached_task = self._tasks.get(
+                        instruction.task, instruction.options, adapt=instruction.adapt, compiled=instruction.compiled
+                    )
                     self._start_session(instruction, cached_task, b"", instruction.plan.node)
         except FullModelRequiredError:
             self._discard_session()

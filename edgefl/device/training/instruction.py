@@ -16,6 +16,7 @@ from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import (
     ADAPT_KEY,
+    COMPILED_KEY,
     INSTRUCTION_VERSION,
     PERSONAL_KEY,
     ReadinessPhase,
@@ -29,6 +30,7 @@ from edgefl.device.training.split_exchange import SplitPlan
 from edgefl.device.training.task_cache import AnalysisRequest, TaskCache
 from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.analyses.registry import parse_analysis
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.job import Job
 
 log = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class ParsedInstruction:
         split: where the network is cut; None where this board trains all of it.
         analysis: what is to be summed; None of a training.
         adapt: what of the model is trained, and its base; None where all is trained.
+        compiled: the file by which a board without torch trains; None where the task was not compiled.
         has_personal: this board has a personal copy of the model, which is evaluated beside it.
         header: as received, stored for a reboot.
     """
@@ -84,6 +87,7 @@ class ParsedInstruction:
     split: SplitPlan | None
     analysis: AnalysisRequest | None
     adapt: AdaptPlan | None
+    compiled: CompiledPlan | None
     has_personal: bool
     header: Json
 
@@ -125,6 +129,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         split=SplitPlan.parse(header.get("split")),
         analysis=parse_analysis(header),
         adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
+        compiled=CompiledPlan.parse(header.get(COMPILED_KEY)),
         has_personal=header.get(PERSONAL_KEY) is True,
         header=header,
     )
@@ -240,7 +245,8 @@ class ReadinessHandler:
         check_version(__version__, str(header["edgefl"]))
         name, options, requirements = str(header["task"]), dict(header.get("options", {})), header.get("needs", {})
         self._task_cache.get_shard_path(name)
-        check_requirements(name, options, self._root)
+        compiled = CompiledPlan.parse(header.get(COMPILED_KEY))
+        check_requirements(name, options, self._root, compiled=compiled)
         _check_free("memory", read_available_memory_bytes(self._root), int(requirements.get("memory_bytes", 0)))
         _check_free("disk", shutil.disk_usage(self._state_dir).free, int(requirements.get("disk_bytes", 0)))
         cached_task = self._task_cache.get(
@@ -249,6 +255,7 @@ class ReadinessHandler:
             after=_get_cut(header),
             analysis=parse_analysis(header),
             adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
+            compiled=CompiledPlan.parse(header.get(COMPILED_KEY)),
         )
         fingerprint = model_fingerprint(cached_task.model_spec)
         if fingerprint != header["layout"]:
@@ -266,6 +273,7 @@ class ReadinessHandler:
             after=_get_cut(header),
             analysis=parse_analysis(header),
             adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
+            compiled=CompiledPlan.parse(header.get(COMPILED_KEY)),
         )
         if isinstance(cached_task.task, Job):  # it has no model, and its shard holds no examples
             return

@@ -16,6 +16,8 @@ from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import NO_METRICS, MetricSet
 from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
+from edgefl.device.hardware.health import read_available_memory_bytes
+from edgefl.device.hardware.requirements import should_run_graphs
 from edgefl.device.rollouts.bases import BaseFiles
 from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner, FeatureDataset
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
@@ -23,6 +25,7 @@ from edgefl.tasks.adaptation.base_file import AdaptPlan, load_base
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import check_min_group, make_analysis
 from edgefl.tasks.augmentation import find_augment
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.datasets.shards import (
     get_metadata_path,
     inspect_shard,
@@ -40,6 +43,8 @@ log = logging.getLogger(__name__)
 
 MAX_TASKS = 2
 MAX_LISTED_BLOCKS = 10
+MAX_ARENA_BYTES = 2 * 1024**3
+"""Of a compiled task's tensors, where the machine does not say what is free."""
 
 BlockRanges = Mapping[int, tuple[int, int]]
 AnalysisRequest = tuple[str, Mapping[str, Scalar]]
@@ -96,6 +101,7 @@ class TaskCache:
         after: str | None = None,
         analysis: AnalysisRequest | None = None,
         adapt: AdaptPlan | None = None,
+        compiled: CompiledPlan | None = None,
     ) -> CachedTask:
         """Returns a task with these options.
 
@@ -105,18 +111,21 @@ class TaskCache:
             after: a module: only the layers up to it, and their tensors.
             analysis: what is to be summed over its examples; the tensors are then those of the request.
             adapt: what is trained; its base is fetched unless it is here.
+            compiled: the file by which it trains without torch; likewise, unless this board trains with torch.
 
         Raises:
             EdgeflError: the board has no shard for it, or it cannot be created.
         """
         # Before anything is imported or called: only tasks with a shard, set by the owner, may run on this board.
         self.get_shard_path(name)
-        key = f"{name} {sorted(options.items())} {after or ''} {adapt or ''}"
+        key = f"{name} {sorted(options.items())} {after or ''} {adapt or ''} {compiled or ''}"
         if analysis is not None:
             check_min_group(analysis[1], self._get_min_group())
             key += f" {analysis[0]} {sorted(analysis[1].items())}"
         if key not in self._cached:
             task = make_task(name, options)
+            if compiled is not None and should_run_graphs(compiled):
+                task = self._make_graph_task(task, compiled)
             if adapt is not None:
                 task = self._adapt_task(task, adapt)
             self._cached[key] = (
@@ -139,6 +148,14 @@ class TaskCache:
         return CachedTask(
             name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
         )
+
+    def _make_graph_task(self, task: Task, plan: CompiledPlan) -> Task:
+        from edgefl.tasks.compiled.board.graph_task import load_graph_task  # noqa: PLC0415 only for compiled tasks
+
+        if self._bases is None:
+            raise TaskError(f"task {task.name} trains by a compiled file, and this process has no folder for it")
+        path = self._bases.fetch(plan)
+        return load_graph_task(task, path, max_arena_bytes=read_available_memory_bytes() or MAX_ARENA_BYTES)
 
     def _adapt_task(self, task: Task, plan: AdaptPlan) -> Task:
         if self._bases is None:

@@ -257,6 +257,7 @@ class DeviceTrainer:
                     after=after,
                     analysis=instruction.analysis,
                     adapt=instruction.adapt,
+                    compiled=instruction.compiled,
                 )
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)

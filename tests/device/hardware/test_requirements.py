@@ -20,12 +20,14 @@ from edgefl.device.hardware.requirements import (
     TaskTraits,
     check_requirements,
     find_unsupported_backends,
+    format_numpy_models,
     get_training_facts,
     read_task_traits,
     select_training_paths,
 )
 from edgefl.device.training.instruction import ReadinessHandler
 from edgefl.device.training.task_cache import TaskCache
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.registry import CONFIGURED, NUMPY_MODELS, is_torch_task, make_task
 
 BLOCKED = Path(__file__).parents[2] / "e2e" / "without_torch"
@@ -44,13 +46,12 @@ def facts_of(root):
 def test_a_small_board_trains_what_numpy_trains_takes_smaller_models_and_says_why_it_has_no_torch(zero):
     facts = facts_of(zero)
     assert select_training_paths(["digits", "mnist", "motionsense"], facts) == {
-        "digits": "numpy", "mnist": "numpy, with model 2nn, mlp, mlp-tanh or logistic",
-        "motionsense": "numpy, with model mlp or logistic",
+        "digits": "numpy", "mnist": "onnx, once compiled, or numpy, with model 2nn, mlp, mlp-tanh or logistic",
+        "motionsense": "onnx, once compiled, or numpy, with model mlp or logistic",
     }  # fmt: skip
     told = get_training_facts("trainer", ["mnist"], facts)
-    assert (told["backends"], told["trains"]) == (["numpy"], False)
+    assert (told["backends"], told["trains"]) == (["numpy", "onnx"], True)
     assert told["backend_reasons"]["torch"].startswith("its 437 MB of memory are too few for torch")
-    assert told["trains_reason"].endswith("it trains mnist with model 2nn, mlp, mlp-tanh or logistic in NumPy")
     assert get_training_facts("trainer", ["mnist", "digits"], facts)["trains"] is True
 
 
@@ -58,7 +59,7 @@ def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evalua
     facts = facts_of(plant(tmp_path, PI_3))
     assert find_unsupported_backends(facts) == find_unsupported_backends({}) == {}
     assert get_training_facts("trainer", ["mnist", "digits"], facts) == {
-        "backends": ["numpy", "torch"], "trains": True, "paths": {"digits": "numpy", "mnist": "torch"},
+        "backends": ["numpy", "onnx", "torch"], "trains": True, "paths": {"digits": "numpy", "mnist": "torch"},
     }  # fmt: skip
     told = get_training_facts("evaluator", ["digits"], facts)
     assert (told["trains"], told["trains_reason"]) == (False, "its role is evaluator")
@@ -67,8 +68,10 @@ def test_a_board_of_1_gb_or_one_that_does_not_say_is_not_held_back_and_an_evalua
     )
 
 
-def test_without_torch_a_board_trains_if_one_of_its_tasks_needs_none():
+def test_without_torch_and_onnxruntime_a_board_trains_if_one_of_its_tasks_needs_none():
     program = """
+import sys
+sys.modules["onnxruntime"] = None
 from edgefl.device.hardware.requirements import get_training_facts
 for tasks in (["mnist"], ["mnist", "digits"], ["digits"], []):
     told = get_training_facts("trainer", tasks)
@@ -115,6 +118,7 @@ def test_a_task_that_fits_is_checked_without_a_word_and_one_that_does_not_names_
         TaskError, match=r"cannot train mnist with model cnn: its 437 MB .*; with model 2nn, mlp, mlp-tanh or log"
     ):
         check_requirements("mnist", {"model": "cnn"}, zero)
+    check_requirements("mnist", {"model": "cnn"}, zero, compiled=CompiledPlan("ab" * 32, 1000))
 
 
 def test_a_board_whose_memory_is_full_now_says_so_before_torch_is_loaded(tmp_path):
@@ -161,11 +165,10 @@ def test_a_32_bit_board_trains_nothing_and_says_why():
 def test_the_doctor_says_how_a_small_board_trains_and_what_holds_it_back(zero, tmp_path):
     (training, board) = device_checks.check_board("trainer", ["digits", "mnist"], zero)
     assert (training.level, training.text) == (
-        "ok", "it trains digits with numpy, mnist with numpy, with model 2nn, mlp, mlp-tanh or logistic",
-    )  # fmt: skip
+        "ok",
+        f"it trains digits with numpy, mnist with onnx, once compiled, or numpy, with {format_numpy_models('mnist')}",
+    )
     assert (board.level, board.text) == ("ok", "nothing holds it back, now or since it was switched on")
-    (training, _) = device_checks.check_board("trainer", ["mnist"], zero)
-    assert training.level == "warning"
     hot = plant(tmp_path / "hot", PI_3)
     (_, board) = device_checks.check_board("trainer", ["digits"], hot)
     assert (board.level, board.remedy) == ("warning", "a better power supply and cable")

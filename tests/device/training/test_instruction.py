@@ -111,7 +111,7 @@ def test_a_run_that_does_not_begin_is_forgotten(trainer):
 
 def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
     class Tasks:
-        def get(self, name, options, *, after=None, analysis=None, adapt=None):
+        def get(self, name, options, *, after=None, analysis=None, adapt=None, compiled=None):
             return type("Warm", (), {"name": "digits", "task": TASK, "model_spec": TASK.shapes()})
 
         def load_split(self, cached_task, test_fraction):

@@ -1,0 +1,76 @@
+"""A graph in onnxruntime, bound to arrays that stay; the only file of this room that imports onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from edgefl.core.errors import DataError, TaskError
+from edgefl.core.types import Array
+
+MAX_ARENA_BYTES = 2 * 1024**3
+"""Most memory of a graph's own tensors, unless the caller knows better."""
+_SAME_AS_REQUESTED = 1
+"""The arena grows by what is asked for; by powers of two it takes up to twice as much."""
+
+
+class BoundGraph:
+    """A session whose inputs and outputs are arrays that stay, so that nothing is copied.
+
+    Attributes:
+        outputs: arrays by name, which `run` fills.
+    """
+
+    def __init__(self, session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        self._session, self._inputs, self.outputs = session, inputs, outputs
+        self._binding = session.io_binding()
+        for name in [entry.name for entry in session.get_inputs()]:
+            _bind(self._binding.bind_input, name, inputs[name])
+        for name, array in outputs.items():
+            _bind(self._binding.bind_output, name, array)
+
+    def run(self) -> Mapping[str, Array]:
+        """Returns the filled `outputs`; raises `DataError` where the graph fails, or takes too much memory."""
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
+            if "Available memory" in str(error):
+                raise DataError("the compiled task cannot be run: it takes more memory than it may have") from None
+            raise DataError(f"the compiled task cannot be run: {str(error).splitlines()[0]:.300}") from None
+        return self.outputs
+
+
+def _bind(bind: Callable[..., None], name: str, array: Array) -> None:
+    bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def make_session(graph: bytes, threads: int | None, max_arena_bytes: int) -> Any:
+    """Returns a session of a checked graph.
+
+    Args:
+        graph: an ONNX file.
+        threads: of the runtime; None for as many as there are cores.
+        max_arena_bytes: of the tensors that it computes.
+
+    Raises:
+        TaskError: onnxruntime is missing.
+        DataError: it cannot load the graph.
+    """
+    try:
+        import onnxruntime  # noqa: PLC0415 its memory is only needed to train with it
+    except ImportError:
+        raise TaskError("onnxruntime is not installed; pip install onnxruntime") from None
+    onnxruntime.disable_telemetry_events()  # what a board computes is nobody else's business
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads or 0, 1
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
+    options.add_session_config_entry("session.use_env_allocators", "1")
+    kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    arena = onnxruntime.OrtArenaCfg({"max_mem": max_arena_bytes, "arena_extend_strategy": _SAME_AS_REQUESTED})
+    onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
+    try:
+        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
+        raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None

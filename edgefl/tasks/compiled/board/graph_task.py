@@ -1,0 +1,86 @@
+"""A task that trains by its compiled file: its data and metrics are the task's own, its learner runs the graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from edgefl.core.errors import TaskError
+from edgefl.core.types import Array, Dataset, ModelSpec, Task
+from edgefl.tasks.compiled.artefact import CompiledTask
+from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES
+from edgefl.tasks.compiled.board.graph_check import check_model, load_compiled_task
+from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
+from edgefl.tasks.learners.numpy_learner import Prepare, to_features
+from edgefl.tasks.losses.registry import find_loss
+
+
+class GraphTask(Task):
+    """A task with a learner that needs no torch.
+
+    Args:
+        task: as it was made from the run's options.
+        compiled: its checked file.
+        max_arena_bytes: of the graphs' own tensors.
+
+    Raises:
+        TaskError: the file is of another model.
+    """
+
+    def __init__(self, task: Task, compiled: CompiledTask, *, max_arena_bytes: int = MAX_ARENA_BYTES) -> None:
+        self._task, self._compiled, self._max_arena_bytes = task, compiled, max_arena_bytes
+        self._shapes = _find_shapes(task, compiled)
+        check_model(compiled.manifest, self._shapes, task.name)
+
+    def __getattr__(self, name: str) -> Any:
+        # Labels, metrics, loss and whatever else a task may declare.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._task, name)
+
+    @property
+    def name(self) -> str:
+        return self._task.name
+
+    def shapes(self) -> ModelSpec:
+        return self._shapes
+
+    def init(self, seed: int) -> dict[str, Array]:
+        return self._task.init(seed)
+
+    def read(self, path: str) -> Dataset:
+        return self._task.read(path)
+
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> OnnxLearner:  # noqa: ARG002 on the CPU
+        """Returns a learner on the CPU; raises `TaskError` where only the task's own learner knows its loss."""
+        loss = find_loss(self._task)
+        if loss is None:
+            raise TaskError(f"task {self.name} has no loss that a compiled task could count with; give it one")
+        return OnnxLearner(
+            self._compiled, get_prepare(self._task), loss, threads=threads, max_arena_bytes=self._max_arena_bytes
+        )
+
+
+def load_graph_task(task: Task, path: Path, *, max_arena_bytes: int = MAX_ARENA_BYTES) -> GraphTask:
+    """Returns a task that trains by the compiled one in a file.
+
+    Raises:
+        DataError: the file cannot be read, or asks for something that it should not need.
+        TaskError: it is of another model.
+    """
+    return GraphTask(task, load_compiled_task(path), max_arena_bytes=max_arena_bytes)
+
+
+def get_prepare(task: Task) -> Prepare:
+    """Returns the function from a shard's raw inputs to the network's, without making a learner."""
+    owner = getattr(task, "model", None) or task
+    prepare: Prepare = getattr(owner, "prepare", None) or to_features
+    return prepare
+
+
+def _find_shapes(task: Task, compiled: CompiledTask) -> ModelSpec:
+    """Returns the task's own tensors; those of the file where only torch knows them, which this machine lacks."""
+    try:
+        return task.shapes()
+    except TaskError:
+        return compiled.manifest.model

@@ -1,0 +1,120 @@
+"""Training from a compiled task: the same numbers as NumPy's learner of the same network, whatever the batch."""
+
+import itertools
+
+import numpy as np
+import pytest
+from tasks.compiled.board.dense_graphs import BATCH_SIZE, MODEL, change_graph, helper, make_compiled
+
+from edgefl.core.errors import DataError, TaskError
+from edgefl.core.types import Dataset
+from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
+from edgefl.tasks.learners.numpy_learner import to_features
+from edgefl.tasks.losses.class_losses import CrossEntropy
+
+
+def make_learner(compiled=None, **options):
+    learner = OnnxLearner(compiled or make_compiled(), to_features, CrossEntropy(), threads=1, **options)
+    learner.load(MODEL.init(3))
+    return learner
+
+
+def make_examples(count, *, seed=1, weights=None):
+    rng = np.random.default_rng(seed)
+    return Dataset(
+        inputs=rng.standard_normal((count, 4)).astype(np.float32), targets=rng.integers(0, 3, count), weights=weights
+    )
+
+
+def make_reference():
+    learner = MODEL.learner()
+    learner.load(MODEL.init(3))
+    return learner
+
+
+@pytest.mark.parametrize("count", [1, 2, BATCH_SIZE - 1, BATCH_SIZE, BATCH_SIZE + 1, 3 * BATCH_SIZE + 2])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_batch_of_any_size_gives_the_gradient_of_all_its_examples(count, is_weighted):
+    weights = np.linspace(0.0, 2.0, count) if is_weighted else None
+    batch, ours, theirs = make_examples(count, weights=weights), make_learner(), make_reference()
+    kept = dict(ours.gradients)
+    assert ours.gradient(batch) == pytest.approx(theirs.gradient(batch), rel=1e-5, abs=1e-7)
+    for name, gradient in theirs.gradients.items():
+        np.testing.assert_allclose(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+        assert ours.gradients[name] is kept[name]
+    np.testing.assert_allclose(ours.evaluate(batch), theirs.evaluate(batch), rtol=1e-5)
+    np.testing.assert_allclose(ours.logits(batch.inputs), theirs.logits(batch.inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_examples_of_weight_0_alone_move_nothing():
+    learner = make_learner()
+    assert learner.gradient(make_examples(3, weights=np.zeros(3))) == 0
+    assert not any(gradient.any() for gradient in learner.gradients.values())
+
+
+def test_what_is_changed_in_place_is_what_the_graph_gets():
+    learner, batch = make_learner(), make_examples(5)
+    before = learner.gradient(batch)
+    for name, parameter in learner.parameters.items():
+        np.subtract(parameter, 0.1 * learner.gradients[name], out=parameter)
+    after = learner.gradient(batch)
+    assert after < before
+    reference = MODEL.learner()
+    reference.load({name: value for name, value in learner.read().items() if name != "seen"})
+    assert after == pytest.approx(reference.gradient(batch), rel=1e-5)
+
+
+def test_a_buffer_moves_with_each_batch_of_several_examples_and_is_read():
+    learner = make_learner()
+    for count in (4, 1, 2):
+        learner.gradient(make_examples(count))
+    assert list(learner.read()) == [*MODEL.init(0), "seen"]
+    assert learner.read()["seen"] == 2
+
+
+def test_frozen_tensors_have_no_gradient_and_the_others_still_do():
+    learner, reference, batch = make_learner(), make_reference(), make_examples(5)
+    learner.freeze(["fc1.weight", "fc1.bias"], needed=["fc1.bias"])
+    learner.gradient(batch)
+    reference.gradient(batch)
+    assert sorted(learner.gradients) == ["fc1.bias", "fc2.bias", "fc2.weight"]
+    np.testing.assert_allclose(learner.gradients["fc2.weight"], reference.gradients["fc2.weight"], rtol=1e-4)
+    with pytest.raises(TaskError, match="cannot freeze 'seen', a statistic"):
+        learner.freeze(["seen"])
+
+
+def test_noise_is_drawn_from_the_seed():
+    learner, batch = make_learner(make_compiled(has_noise=True)), make_examples(5)
+
+    def draw(seed):
+        learner.reseed(seed)
+        return [learner.gradient(batch) for _ in range(3)]
+
+    first = draw(5)
+    assert (draw(5), len(set(first))) == (first, 3)
+    assert draw(6) != first
+
+
+def test_examples_and_targets_of_another_task_are_refused_in_a_line():
+    learner, batch = make_learner(), make_examples(2)
+    with pytest.raises(TaskError, match=r"takes examples of shape \[4\], got \[3\]"):
+        learner.gradient(Dataset(inputs=batch.inputs[:, :3], targets=batch.targets))
+    with pytest.raises(TaskError, match="a label is 3"):
+        learner.gradient(Dataset(inputs=batch.inputs, targets=np.array([0, 3])))
+
+
+def test_a_graph_that_computes_too_large_a_tensor_ends_with_its_batch_and_not_with_the_process():
+    def add_bomb(model):
+        names = ["loss_0", *(f"bomb_{step}" for step in range(30))]
+        for node in model.graph.node:
+            node.output[:] = ["loss_0" if name == "loss" else name for name in node.output]
+        nodes = [helper.make_node("Unsqueeze", ["loss_0", "zero"], ["bomb_0"])]
+        nodes += [
+            helper.make_node("Concat", [before, before], [after], axis=0)
+            for before, after in itertools.pairwise(names[1:])
+        ]
+        model.graph.node.extend([*nodes, helper.make_node("ReduceMax", [names[-1]], ["loss"], keepdims=0)])
+
+    learner = make_learner(change_graph(make_compiled(), add_bomb), max_arena_bytes=64 * 1024**2)
+    with pytest.raises(DataError, match="takes more memory than it may have"):
+        learner.gradient(make_examples(3))
