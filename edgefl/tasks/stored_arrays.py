@@ -191,8 +191,10 @@ def iterate_stored_batches(data: Dataset, batch_size: int, rng: Generator) -> It
     starts = rng.permutation(-(-len(data) // block_rows)) * block_rows
     order = np.concatenate([np.arange(start, min(start + block_rows, len(data))) for start in starts])
     for first in range(0, len(data), buffer_rows):
-        held = data.take(order[first : first + buffer_rows])
+        plain = Dataset.take(data, order[first : first + buffer_rows])
+        # As of the data's own class: if it augments, batches are augmented and not the buffer.
+        held = replace(data, inputs=plain.inputs, targets=plain.targets, weights=plain.weights, groups=plain.groups)
         shuffled = rng.permutation(len(held))
         for start in range(0, len(held), batch_size):
             yield held.take(shuffled[start : start + batch_size])
-        del held  # before the next is read
+        del plain, held  # before the next is read

@@ -2,12 +2,14 @@ import gc
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from edgefl.core.errors import DataError
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
+from edgefl.tasks.augmentation import augment_batches
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.shards import (
     MAX_BYTES_IN_MEMORY,
@@ -188,6 +190,21 @@ def test_an_epoch_in_blocks_has_every_example_once_in_as_many_batches(large, exa
         assert np.array_equal(np.sort(orders[-1]), np.arange(len(data)))
         assert all(np.array_equal(one.inputs[-1], examples.inputs[one.targets[-1]]) for one in batches[::9])
     assert not np.array_equal(*orders)
+
+
+def test_batches_of_a_file_are_augmented_one_by_one(large):
+    sizes = []
+
+    def augment(inputs, targets, rng):
+        sizes.append(len(inputs))
+        return inputs + 1, targets
+
+    data = read_shard(str(large), "own")
+    task = SimpleNamespace(name="own", augment=augment)
+    batch = next(iterate_stored_batches(augment_batches(task, data, derive_rng(1)), 64, derive_rng(1)))
+    plain = next(iterate_stored_batches(data, 64, derive_rng(1)))
+    assert sizes == [64]
+    assert np.array_equal(batch.inputs, plain.inputs + 1)
 
 
 def test_training_on_a_file_learns_and_repeats_itself(large):
