@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -26,9 +27,10 @@ NEEDS_DATA = {
     "people": "motionsense/data_subjects_info.csv",
     "transfer": "fashion-mnist/train-images-idx3-ubyte.gz",
 }
-LONG = {"transfer"}
+LONG = {"detector", "transfer"}
 """Examples whose commands take minutes; a small form of each is run with the others."""
 REACHED = {
+    "detector": r"boxes:MeanAveragePrecision=0\.9[5-9]\d*(?s:.*)boxes:MeanAveragePrecision=0\.9[5-9]",
     "multi_label": r"the fleet: accuracy 0\.9\d+, f1-macro 0\.9[5-9]",
     "transfer": r"lora: accuracy 0\.9[3-9]\d, .*\nhead: accuracy 0\.8[6-9]\d, first round \d\d?,\d+ bytes down",
     "people": r"one with all data, later walks: 0\.9\d+ .*\nthe fleet's (?:\+|-0\.0[01]\d|-0\.020)",
@@ -46,6 +48,7 @@ REACHED = {
 BARS = {"motion_time_series": 0.85, "own_strategy": 0.9, "without_coordinator": 0.85, "own_codec": 0.9}
 """What the last round of a simulated history has to reach."""
 NEAR_REFERENCE = {
+    "detector": "boxes:MeanAveragePrecision",
     "forecasting": "r2",
     "keyword_spotting": "accuracy",
     "multi_label": "f1-macro",
@@ -122,6 +125,36 @@ def test_a_base_of_transfer_serves_other_classes_where_the_real_data_is_absent(t
     base = (here / "base.safetensors").stat().st_size
     assert rows["lora"][0]["bytes_down"] > 3 * base > rows["lora"][1]["bytes_down"]
     assert 10 * rows["lora"][-1]["bytes_up"] < rows["all"][-1]["bytes_up"]
+
+
+def test_a_small_detector_learns_and_its_metric_is_that_of_all_boxes_of_the_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = shutil.copytree(EXAMPLES / "detector", tmp_path / "detector")
+    run_file = here / "run.toml"
+    run_file.write_text(run_file.read_text().replace("rounds = 14", "rounds = 2"))
+    run = "edgefl simulate run.toml --dir history --format json"
+    done = run_script(
+        f"export PYTHONPATH=.:$PYTHONPATH EDGEFL_ALLOW_MODULES=detector,boxes; python make_data.py; {run}", here
+    )
+    assert json.loads(done.stdout)["rows"][-1]["metrics"]["boxes:MeanAveragePrecision"] > 0.35
+    monkeypatch.syspath_prepend(str(here))
+    metric = importlib.import_module("boxes").MeanAveragePrecision()
+    outputs, targets = np.full((3, 6, 8, 8), -9.0), np.zeros((3, 6, 8, 8))
+    outputs[:, 2:] = 0.0
+    for row, column in ((1, 1), (5, 5)):  # two ellipses of 8x8 pixels in each picture
+        targets[:, [0, 2, 3], row, column] = 1.0, 2.0, 2.0
+        outputs[:, [0, 2, 3], row, column] = 3.0, 2.0, 2.0
+    outputs[0, 2, 1, 1] = 0.9  # too narrow: less than half of it is covered
+    outputs[1, [0, 2, 3], 5, 5] = -9.0, 0.0, 0.0  # never found
+    outputs[2, [0, 2, 3], 1, 5] = 4.0, 2.0, 2.0  # there is nothing, and it is the surest of all
+    whole = metric.partial(outputs, targets)
+    parts = [metric.partial(outputs[rows], targets[rows]) for rows in (slice(0, 1), slice(1, 3), slice(0, 0))]
+    assert {name: sum(part[name] for part in parts).tolist() for name in whole} == {
+        name: array.tolist() for name, array in whole.items()
+    }
+    assert (whole["true"].tolist(), whole["found"][1].sum()) == ([6.0, 0.0], 4.0)
+    assert metric.combine(whole) == pytest.approx(4 / 6 * 4 / 6)  # 4 of 6 found, and of 6 that were as sure
 
 
 def test_people_are_told_apart_by_their_steps_where_the_real_data_is_absent(

@@ -1,0 +1,58 @@
+"""A task: what is where in a picture? A network without anchors; it says in each cell whether a centre lies there."""
+
+import numpy as np
+import torch
+from boxes import CELL, GRID, HEAT, LABELS, SIDE, Array
+from torch import nn
+
+from edgefl.core.types import Dataset, Task
+from edgefl.tasks.learners.torch_learner import TorchModel
+
+NUM_MAPS = len(LABELS) + 4
+
+
+def build_network() -> nn.Module:
+    """Returns a module from [n, 1, 32, 32] to maps [n, 6, 8, 8]: logits of centres, then sizes and places."""
+    head = nn.Conv2d(32, NUM_MAPS, 1)
+    nn.init.constant_(head.bias[HEAT], -2.0)  # most cells are empty
+    sizes = (1, 16, 2), (16, 32, 2), (32, 32, 1), (32, 32, 1)
+    layers = [(nn.Conv2d(i, o, 3, step, 1), nn.GroupNorm(4, o), nn.ReLU()) for i, o, step in sizes]
+    return nn.Sequential(*(layer for group in layers for layer in group), head)
+
+
+class Detector(Task):
+    """Scenes and their boxes from one `.npz` file; targets are maps like the outputs, with 1 where a centre lies."""
+
+    name = "detector:Detector"
+    metrics = {"boxes:MeanAveragePrecision": "max"}  # noqa: RUF012 read only
+    num_outputs, input_shape = NUM_MAPS, (1, SIDE, SIDE)
+    model = TorchModel(build=build_network, prepare=lambda x: (x.astype(np.float32) - 128) / 64)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Focal loss of the centres and distance of sizes and places there (Zhou et al., Objects as Points, 2019)."""
+        heat, wanted = torch.sigmoid(outputs[:, HEAT]).clamp(1e-4, 1 - 1e-4), targets[:, HEAT]
+        near = (1 - wanted) ** 4 * heat**2 * torch.log(1 - heat)
+        centres = torch.where(wanted == 1, (1 - heat) ** 2 * torch.log(heat), near).sum((1, 2, 3))
+        is_centre = (wanted == 1).any(1, keepdim=True)
+        boxes = (is_centre * (outputs - targets).abs()[:, len(LABELS) :]).sum((1, 2, 3))
+        return (0.5 * boxes - centres) / is_centre.sum((1, 2, 3)).clamp(min=1)
+
+    def read(self, path: str) -> Dataset:
+        with np.load(path) as file:
+            scenes, objects = file["scenes"], file["boxes"]
+        targets = np.zeros((len(scenes), NUM_MAPS, GRID, GRID), np.float32)
+        rows, columns = np.mgrid[:GRID, :GRID]
+        for maps, boxes in zip(targets, objects, strict=True):
+            for label, x, y, width, height in boxes[boxes[:, 0] >= 0] / (1, CELL, CELL, CELL, CELL):
+                row, column = int(y), int(x)
+                distance = ((rows - row) / height) ** 2 + ((columns - column) / width) ** 2
+                maps[int(label)] = np.maximum(maps[int(label)], np.exp(-8.0 * distance))
+                maps[len(LABELS) :, row, column] = width, height, x - column - 0.5, y - row - 0.5
+        return Dataset(inputs=scenes[:, None], targets=targets)
+
+    def augment(self, inputs: Array, targets: Array, rng: np.random.Generator) -> tuple[Array, Array]:
+        """Mirrors half of the scenes of a batch, left and right; where in its cell a centre lies changes its sign."""
+        is_mirrored = rng.random(len(inputs)) < 0.5
+        inputs[is_mirrored], targets[is_mirrored] = inputs[is_mirrored, ..., ::-1], targets[is_mirrored, ..., ::-1]
+        targets[is_mirrored, -2] *= -1
+        return inputs, targets
