@@ -34,8 +34,10 @@ from edgefl.core.config import (
     parse_run,
 )
 from edgefl.core.errors import CodecError
+from edgefl.core.safe_parsing import format_toml
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
+from edgefl.device.collect.settings import load_collect_file
 from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.simulated_run import simulate
@@ -87,7 +89,7 @@ def test_no_text_names_a_path_of_the_machine_that_it_was_written_on():
     shipped = [ROOT / "Makefile", *(path for path in (ROOT / "provisioning").rglob("*") if path.is_file())]
     for path, text in {**PAGES, **{path: path.read_text() for path in shipped}}.items():
         plain = re.sub(r'"(\$\w+)"', r"\1", text)  # "$folder"/name of a script
-        for found in re.findall(r"(?<![\w./~…:<>})*+-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", plain):
+        for found in re.findall(r"(?<![\w./~…:<>})*+#-])/[a-z][\w.+-]*(?:/[\w.+-]*)*", plain):
             is_bare = found in {"/home", "/opt", "/root", "/tmp"}
             assert is_bare or f"{found}/".startswith((*A_BOARD_S, *A_ROUTE)), f"{path.name}: {found}"
 
@@ -173,6 +175,9 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
         elif table.keys() <= SETTINGS.keys():
             for section, values in table.items():
                 assert from_mapping(SETTINGS[section], values, section)
+        elif table.keys() == {"collect", "sources"}:
+            (tmp_path / "collect.toml").write_text(format_toml(table))
+            assert load_collect_file(tmp_path / "collect.toml").sources, name
         elif table.keys() == {"fault"}:
             (tmp_path / "faults.toml").write_text("".join(f"[[fault]]\n{toml(one)}" for one in table["fault"]))
             assert load_faults(tmp_path / "faults.toml")

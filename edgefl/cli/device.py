@@ -20,7 +20,7 @@ from edgefl.cli.device_join import (
 )
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
-from edgefl.cli.sources import FILE_TYPE, allow_module_option, load_device_state, state_option
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, allow_module_option, load_device_state, state_option
 from edgefl.core.errors import DataError, NetworkError, NotFoundError, WrongCaError
 
 if TYPE_CHECKING:
@@ -206,6 +206,19 @@ def start(
         if threads is not None:
             state.update(threads=threads)
         run_agent(state, load_update_config(signers))
+
+
+@command.command()
+@click.argument("file", type=EXISTING_FILE_TYPE)
+@allow_module_option
+def collect(file: Path) -> None:
+    """Make a shard of what sensors say, as FILE describes, until SIGTERM or Ctrl-C; beside the agent."""
+    from edgefl.system.processes import reduce_memory  # noqa: PLC0415 fast start
+
+    reduce_memory()  # before all other imports
+    from edgefl.device.collect.collector import run_collector  # noqa: PLC0415 likewise
+
+    run_collector(file)
 
 
 @command.command()

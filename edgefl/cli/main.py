@@ -92,6 +92,7 @@ EXAMPLES = {
     "data shard": "data shard digits --devices 3 --out shards",
     "demo": "demo --devices 3",
     "device apply-update": "device apply-update systemctl restart edgefl-device",
+    "device collect": "device collect /etc/edgefl/collect.toml",
     "device infer": "device infer --input rows.csv",
     "device join": "device join coordinator.local:8000 --token-file token --shard digits=device-01.npz",
     "device probe": "device probe --json",

@@ -15,6 +15,7 @@ from fuzz import (
     broker_readers,
     bundle_readers,
     codec_readers,
+    collect_readers,
     compiled_readers,
     device_readers,
     file_readers,
@@ -297,6 +298,24 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/state_dir.py:check_not_locked_out",
         ),
         "disk-logbook": _entry(device_readers.logbooks, "device/diagnostics/json_log.py:read_lines"),
+        "collect-file": _entry(collect_readers.collect_files, "device/collect/settings.py:load_collect_file"),
+        "collect-messages": _entry(
+            collect_readers.messages,
+            "device/collect/mqtt_source.py:MqttSource._on_message",
+            "device/collect/readings.py:parse_payload",
+        ),
+        "collect-csv": _entry(
+            collect_readers.csv_lines,
+            "device/collect/line_source.py:LineParser._split",
+            "device/collect/line_source.py:parse_time",
+        ),
+        "collect-json": _entry(collect_readers.json_lines, "device/collect/line_source.py:LineParser.parse_line"),
+        "collect-places": _entry(collect_readers.places, "device/collect/line_source.py:FilePlace.parse"),
+        "disk-collected": _entry(
+            collect_readers.states,
+            "device/collect/store_state.py:read_store_state",
+            "device/collect/row_store.py:count_whole_rows",
+        ),
         "confined-process": _entry(device_readers.confined_messages, "system/process_messages.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
         "bundle": _entry(

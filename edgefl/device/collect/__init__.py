@@ -1,0 +1,1 @@
+"""Collector: a process of its own that makes a shard of what a board's sensors say."""

@@ -1,0 +1,261 @@
+"""Collector: reads the sources of a collect file, makes rows of them and keeps those, until it is stopped.
+
+Whatever a source does, the others go on: its errors are counted and logged. A full card stops no collecting either:
+rows wait, up to `MAX_PENDING`, and then the sources are not read, which those of files make up for later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from edgefl.core.errors import ConfigError, StoreError
+from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
+from edgefl.device.collect.alignment import Row, RowMaker
+from edgefl.device.collect.line_source import LinesSource
+from edgefl.device.collect.mqtt_source import MqttSource
+from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource, Source, Value, parse_value
+from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
+from edgefl.device.collect.settings import (
+    CollectFile,
+    LinesSection,
+    MqttSection,
+    OwnSection,
+    SourceSettings,
+    check_columns,
+    load_collect_file,
+)
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+POLL_S, BUSY_POLL_S = 0.5, 0.01
+NUM_BUSY = 500
+"""Readings of a turn after which there are probably more."""
+COMMIT_ROWS, MAX_PENDING = 1000, 10_000
+MAX_OWN_READINGS = 10_000
+RETRY_S = 10.0
+JUMP_S = 2.0
+REPORT_S = 3600.0
+
+KIND = ExtensionKind(
+    noun="source",
+    group="edgefl.sources",
+    is_declared=inherits_from(Source),
+    declaration="it must inherit from edgefl.device.collect.readings.Source",
+    error=ConfigError,
+)
+
+
+class Collector:
+    """Collector of one folder.
+
+    Args:
+        settings: of the collect file.
+        sources: by name, open.
+        store: for the rows.
+        counts: to which the sources add what they leave out.
+        clock: seconds since 1970; it may jump.
+        monotonic: seconds; it does not.
+    """
+
+    def __init__(
+        self,
+        settings: CollectFile,
+        sources: Mapping[str, ReadingSource],
+        store: RowStore,
+        counts: Counts,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._sources, self._store, self._counts = settings.collect, sources, store, counts
+        self._clock, self._monotonic = clock, monotonic
+        self._maker = RowMaker(
+            [name for source in sources.values() for name in source.columns],
+            every_s=self._settings.every_s,
+            hold_s=self._settings.hold_s,
+            drops_missing=self._settings.missing == "drop",
+            first_span=store.state.span + 1,
+        )
+        self._pending: list[Row] = []
+        self._offset_s = clock() - monotonic()
+        self._committed_s = self._reported_s = monotonic()
+        self._pause_s = 0.0
+        self._log = RateLimitedLog(log)
+        for name, source in sources.items():
+            if isinstance(source, ResumableSource):
+                source.resume(store.state.positions.get(name, ""))
+
+    def run(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
+        """Collects until `stopping` is set, and keeps what is pending then."""
+        pause_s = 0.0
+        while not stopping.wait(pause_s):
+            pause_s = self.step()
+            on_turn()
+        self.flush()
+
+    def step(self) -> float:
+        """Reads every source once and keeps what is due; returns the seconds until the next call."""
+        now_s, num_readings = self._check_clock(), 0
+        if len(self._pending) >= MAX_PENDING:
+            self._maker.restart()
+        else:
+            readings = [reading for name in self._sources for reading in self._read(name)]
+            num_readings = len(readings)
+            self._pending += self._maker.update(readings, now_s)
+        since_s = self._monotonic() - self._committed_s
+        if since_s >= max(self._settings.flush_s, self._pause_s) or (
+            len(self._pending) >= COMMIT_ROWS and since_s >= self._pause_s
+        ):
+            self.flush()
+        if self._monotonic() - self._reported_s >= REPORT_S:
+            self._reported_s = self._monotonic()
+            log.info("%s", self.format_report())
+        if num_readings >= NUM_BUSY:
+            return BUSY_POLL_S
+        return min(POLL_S, self._settings.every_s or POLL_S)
+
+    def flush(self) -> bool:
+        """Writes what is pending; returns whether that was possible. Nothing is written where nothing is new."""
+        self._committed_s = self._monotonic()
+        positions = {
+            name: source.position for name, source in self._sources.items() if isinstance(source, ResumableSource)
+        }
+        if not self._pending and positions == dict(self._store.state.positions):
+            return True
+        self._counts["dropped_rows"] += self._maker.num_dropped
+        self._maker.num_dropped = 0
+        counts = {name: count for name, count in dict(self._counts).items() if count}
+        try:
+            self._store.commit(self._pending, positions, counts, self._clock())
+        except StoreError as error:
+            self._pause_s = RETRY_S
+            self._log.warning("store", "%d rows wait: %s", len(self._pending), error)
+            return False
+        self._pause_s = 0.0
+        self._pending = []
+        return True
+
+    def format_report(self) -> str:
+        """Returns one line of what is kept, and what was left out."""
+        state = self._store.state
+        today = max(state.written.items(), default=("today", 0))
+        left_out = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count) or "nothing"
+        return (
+            f"{state.num_rows} rows in {state.num_bytes / 1e6:.1f} MB kept, {today[1] / 1e6:.1f} MB written on "
+            f"{today[0]}; left out: {left_out}"
+        )
+
+    def _check_clock(self) -> float:
+        """Returns the time; after a jump of the clock the values from before it do not count."""
+        now_s = self._clock()
+        offset_s = now_s - self._monotonic()
+        if abs(offset_s - self._offset_s) > JUMP_S:
+            log.warning("the clock jumped by %.1f s; rows begin a new span", offset_s - self._offset_s)
+            self._counts["clock_jumps"] += 1
+            self._maker.restart()
+        self._offset_s = offset_s
+        return now_s
+
+    def _read(self, name: str) -> list[Reading]:
+        try:
+            return list(self._sources[name].read())
+        except Exception as error:  # a source of another author may raise anything, and the others go on
+            self._counts[f"{name}.errors"] += 1
+            if self._log.is_due(f"error {name}"):
+                log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
+            return []
+
+
+class OwnSource:
+    """Source of another author, whose values are checked like those of a stranger."""
+
+    def __init__(
+        self, name: str, source: Any, texts: tuple[str, ...], counts: Counts, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._name, self._source, self._texts, self._counts, self._clock = name, source, set(texts), counts, clock
+        self.columns = tuple(map(str, source.columns))
+
+    def read(self) -> list[Reading]:
+        readings, now_s = list[Reading](), self._clock()
+        for found, _ in zip(self._source.read(), range(MAX_OWN_READINGS), strict=False):
+            values = {}
+            for column, value in found.items():
+                with self._count_refused():
+                    values[column] = self._parse(column, value)
+            if values:
+                readings.append(Reading(values=values, time_s=now_s))
+        return readings
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _parse(self, column: str, value: object) -> Value:
+        if column not in self.columns:
+            raise ValueError("it is no column of this source")
+        return parse_value(value, is_text=column in self._texts)
+
+    @contextlib.contextmanager
+    def _count_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            self._counts[f"{self._name}.refused"] += 1
+
+
+def make_source(settings: SourceSettings, texts: tuple[str, ...], counts: Counts) -> ReadingSource:
+    """Returns a source, connected or about to be.
+
+    Raises:
+        ConfigError: its settings make no sense, or it is of a module that is not allowed.
+    """
+    match settings.section:
+        case MqttSection():
+            return MqttSource(settings.name, settings.section, texts, counts)
+        case LinesSection():
+            return LinesSource(settings.name, settings.section, texts, counts)
+        case OwnSection(options=options):
+            kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines"))
+            try:
+                return OwnSource(settings.name, kind(**options), texts, counts)
+            except Exception as error:  # noqa: BLE001 another author's constructor may raise anything
+                raise ConfigError(
+                    f"sources.{settings.name}: {settings.kind} cannot be made: {type(error).__name__}: {error}"
+                ) from None
+
+
+def run_collector(path: Path) -> None:
+    """Collects as a collect file says until SIGTERM or Ctrl-C.
+
+    Raises:
+        ConfigError: the file makes no sense.
+        StoreError: the folder cannot be used.
+    """
+    settings, stopping = load_collect_file(path), threading.Event()
+    limits = StoreLimits(max_bytes=int(settings.collect.max_mb * 1e6), max_age_s=settings.collect.max_days * 86_400)
+    counts: Counts = Counter()
+    sources = {one.name: make_source(one, settings.collect.texts, counts) for one in settings.sources}
+    columns = [str(name) for source in sources.values() for name in source.columns]
+    check_columns(columns, settings.collect.texts)
+    with open_row_store(Path(settings.collect.folder), columns, limits) as store:
+        counts.update(store.state.counts)
+        collector, liveness = Collector(settings, sources, store, counts), LivenessMonitor()
+        for source in sources.values():
+            if isinstance(source, MqttSource):
+                source.start()
+        log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
+        try:
+            with on_stop_signal(stopping.set), run_watchdog(SystemdNotifier.from_environment(), liveness):
+                collector.run(stopping, liveness.record_progress)
+        finally:
+            for source in sources.values():
+                source.close()
+        log.info("%s", collector.format_report())

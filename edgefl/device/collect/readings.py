@@ -1,0 +1,155 @@
+"""Readings of sensors: the protocol of sources, and values out of payloads.
+
+Payloads are of strangers: a value is a finite number that a float32 holds, a short text of visible characters, or
+missing. Everything else is refused with a `ValueError`, which a source counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from edgefl.core.safe_parsing import parse_message
+from edgefl.core.safe_text import is_safe_text
+
+MAX_TEXT_CHARS = 64
+MAX_NUMBER = 3.4e38
+"""Tasks read columns as float32."""
+MISSING_TEXTS = frozenset({"", "-", "n/a", "na", "nan", "none", "null", "unavailable", "unknown"})
+SWITCH_TEXTS = {"on": 1.0, "true": 1.0, "off": 0.0, "false": 0.0}
+
+Value = float | str | None
+"""Of a column; None where the sensor says that it has none."""
+Counts = Counter[str]
+"""What was refused or lost, by source and reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Values of some columns at one time, in seconds since 1970."""
+
+    values: Mapping[str, Value]
+    time_s: float
+
+
+class Source(Protocol):
+    """Source of readings; one of another author inherits from this class.
+
+    Its constructor takes the keys of its table as keywords.
+
+    Attributes:
+        columns: names of all columns that it has values of.
+    """
+
+    columns: Sequence[str] = ()
+
+    def read(self) -> Iterable[Mapping[str, object]]:
+        """Returns what is new since the last call, oldest first, by column; does not wait."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the source has opened."""
+
+
+class ReadingSource(Protocol):
+    """Source as the collector uses it."""
+
+    @property
+    def columns(self) -> Sequence[str]: ...
+
+    def read(self) -> Sequence[Reading]:
+        """Returns what is new since the last call; does not wait."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class ResumableSource(Protocol):
+    """Source that goes on where it was: `position` covers all that `read` has returned."""
+
+    @property
+    def position(self) -> str: ...
+
+    def resume(self, position: str) -> None: ...
+
+
+def parse_payload(payload: bytes) -> object:
+    """Returns the value of a JSON payload, or a payload of plain text as text.
+
+    Raises:
+        ValueError: neither, or a text of more than `MAX_TEXT_CHARS`.
+    """
+    try:
+        return parse_message(payload)
+    except ValueError:
+        text = payload.decode()
+    if len(text) > MAX_TEXT_CHARS:
+        raise ValueError(f"it is no JSON, and a text of {len(text)} characters, at most are {MAX_TEXT_CHARS}")
+    return text
+
+
+def parse_pointer(text: str) -> tuple[str, ...]:
+    """Returns the keys of a JSON pointer (RFC 6901) such as `#/ENERGY/Power`; none for an empty one.
+
+    Raises:
+        ValueError: it does not begin with a slash.
+    """
+    text = text.removeprefix("#")
+    if not text:
+        return ()
+    if not text.startswith("/"):
+        raise ValueError(f"a JSON pointer begins with a slash, got {text!r:.80}")
+    return tuple(key.replace("~1", "/").replace("~0", "~") for key in text[1:].split("/"))
+
+
+def find_value(document: object, pointer: Sequence[str]) -> object:
+    """Returns the value that a pointer leads to.
+
+    Raises:
+        KeyError: this document does not have it, as in a message about something else.
+    """
+    for key in pointer:
+        if isinstance(document, dict) and key in document:
+            document = document[key]
+        elif isinstance(document, list) and key.isascii() and key.isdecimal() and len(key) < 9:
+            if int(key) >= len(document):
+                raise KeyError(key)
+            document = document[int(key)]
+        else:
+            raise KeyError(key)
+    return document
+
+
+def parse_value(value: object, *, is_text: bool) -> Value:
+    """Returns a value of a column; switches (on, off, true, false) are 1 and 0 in one of numbers.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() in MISSING_TEXTS):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower() if is_text else float(value)
+    if not isinstance(value, str | int | float) or (isinstance(value, str) and len(value) > MAX_TEXT_CHARS):
+        raise ValueError(f"a value is a number or a text of at most {MAX_TEXT_CHARS} characters")
+    if is_text:
+        text = str(value).strip()
+        if not is_safe_text(text):
+            raise ValueError("a text has characters that are not visible")
+        return text
+    return _parse_number(value)
+
+
+def _parse_number(value: str | float) -> float:
+    text = value.strip().lower() if isinstance(value, str) else ""
+    try:
+        number = SWITCH_TEXTS[text] if text in SWITCH_TEXTS else float(value)
+    except (ValueError, OverflowError):
+        # No value goes into the log.
+        raise ValueError("it is no number") from None
+    if not abs(number) <= MAX_NUMBER:
+        raise ValueError("a number must be finite, and no larger than a float32 holds")
+    return number

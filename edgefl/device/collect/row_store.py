@@ -1,0 +1,248 @@
+"""Row store: a shard of CSV segments that only grow, and a state file that says how much of them counts.
+
+A commit appends whole lines to the newest segment, syncs it, and then replaces the state file, which holds the
+segment's length and where each source was. What a crash leaves behind that length is cut off at the next start, and
+the sources go on where the state says, so that no row is torn, lost after a commit or there twice. Each row ends with
+the CRC-32 of its text: a copy proves itself without the state, and a reader of a line that is being written, which
+lacks its last cell, leaves it for later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import io
+import logging
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.store_state import STATE_NAME, Segment, StoreState, encode_state, read_store_state
+from edgefl.system.atomic_files import make_private_directory, make_store_error, remove_temporary_files, write_atomic
+
+log = logging.getLogger(__name__)
+
+LOCK_NAME = ".collect.lock"
+NUM_SEGMENTS = 16
+"""In which a full store is cut: so much of it goes at once."""
+MAX_SEGMENT_BYTES = 8 * 1024**2
+MAX_DAYS_SHOWN = 31
+_PATTERN = "rows-*.csv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """Most bytes and seconds of rows; 0 seconds for no limit."""
+
+    max_bytes: int
+    max_age_s: float = 0.0
+
+    @property
+    def segment_bytes(self) -> int:
+        return min(MAX_SEGMENT_BYTES, self.max_bytes // NUM_SEGMENTS)
+
+
+class RowStore:
+    """Store of rows in a folder; one process at a time, by `open_row_store`.
+
+    Attributes:
+        state: as of the last commit.
+    """
+
+    def __init__(self, folder: Path, state: StoreState, limits: StoreLimits) -> None:
+        self._folder, self.state, self._limits = folder, state, limits
+
+    def commit(
+        self, rows: Sequence[Row], positions: Mapping[str, str], counts: Mapping[str, int], now_s: float
+    ) -> None:
+        """Stores rows, positions and counts together, durably, or nothing of them.
+
+        Raises:
+            StoreFullError: no room.
+            StoreError: they cannot be written, for another reason.
+        """
+        state = replace(self.state, positions=dict(positions), counts=dict(counts))
+        content = b""
+        if rows:
+            state, content = self._append_rows(state, rows)
+        state, removed = self._select_kept(state, now_s)
+        state = _count_written(state, len(content), now_s)
+        try:
+            if content:
+                _append(self._folder / state.segments[-1].name, content, state.segments[-1].num_bytes - len(content))
+            write_atomic(self._folder / STATE_NAME, encode_state(state))
+        except OSError as error:
+            self._cut_back()
+            raise make_store_error(self._folder, error) from None
+        except StoreError:
+            self._cut_back()
+            raise
+        self.state = state
+        for segment in removed:
+            with contextlib.suppress(OSError):  # the next start removes what the state does not name
+                (self._folder / segment.name).unlink()
+
+    def restore(self) -> None:
+        """Makes the folder what the state says: removes what was not committed.
+
+        Raises:
+            StoreError: it cannot be changed.
+        """
+        names = {segment.name for segment in self.state.segments}
+        try:
+            remove_temporary_files(self._folder)
+            for path in self._folder.glob(_PATTERN):
+                if path.name not in names:
+                    path.unlink()
+            self.state = replace(self.state, segments=tuple(self._restore_segments()))
+        except OSError as error:
+            raise make_store_error(self._folder, error) from None
+
+    def _restore_segments(self) -> Iterator[Segment]:
+        for segment in self.state.segments:
+            path = self._folder / segment.name
+            size = path.stat().st_size if path.is_file() else 0
+            if size > segment.num_bytes:
+                os.truncate(path, segment.num_bytes)
+            if size >= segment.num_bytes:
+                yield segment
+                continue
+            log.warning(
+                "%s has %d bytes, %d were written: the card or somebody lost rows", path, size, segment.num_bytes
+            )
+            num_rows, num_bytes = count_whole_rows(path)
+            if num_rows:
+                os.truncate(path, num_bytes)
+                yield replace(segment, num_rows=num_rows, num_bytes=num_bytes)
+
+    def _append_rows(self, state: StoreState, rows: Sequence[Row]) -> tuple[StoreState, bytes]:
+        """Returns the state with rows in its last segment, and what is to be appended to that."""
+        content = encode_rows(rows)
+        segments, number = list(state.segments), state.number
+        if not segments or self._is_full(segments[-1], rows[-1].time_s):
+            number += 1
+            segments.append(Segment(name=f"rows-{number:08d}.csv", first_s=rows[0].time_s))
+            content = f"time,{','.join(state.columns)},span,check\n".encode() + content
+        last = segments[-1]
+        segments[-1] = replace(
+            last,
+            num_rows=last.num_rows + len(rows),
+            num_bytes=last.num_bytes + len(content),
+            last_s=rows[-1].time_s,
+        )
+        return replace(state, segments=tuple(segments), number=number, span=rows[-1].span), content
+
+    def _is_full(self, segment: Segment, now_s: float) -> bool:
+        age_s = self._limits.max_age_s / NUM_SEGMENTS
+        return segment.num_bytes >= self._limits.segment_bytes or bool(age_s and now_s - segment.first_s >= age_s)
+
+    def _select_kept(self, state: StoreState, now_s: float) -> tuple[StoreState, list[Segment]]:
+        """Returns the state without the oldest segments, too many or too old, and those; the last one stays."""
+        segments, removed = list(state.segments), []
+        while len(segments) > 1 and (
+            sum(segment.num_bytes for segment in segments) > self._limits.max_bytes
+            or (self._limits.max_age_s and now_s - segments[0].last_s > self._limits.max_age_s)
+        ):
+            removed.append(segments.pop(0))
+        return replace(state, segments=tuple(segments)), removed
+
+    def _cut_back(self) -> None:
+        """Removes what a failed commit has appended; where that fails too, the next append or start does it."""
+        with contextlib.suppress(OSError, StoreError):
+            self.restore()
+
+
+@contextlib.contextmanager
+def open_row_store(folder: Path, columns: Sequence[str], limits: StoreLimits) -> Iterator[RowStore]:
+    """Yields the store in a folder, which is made where there is none, locked for this process.
+
+    Raises:
+        StoreBusyError: another collector uses it.
+        ConfigError: it holds other columns.
+        StoreError: it cannot be used, or its state is damaged.
+    """
+    make_private_directory(folder)
+    try:
+        lock = (folder / LOCK_NAME).open("w")
+    except OSError as error:
+        raise make_store_error(folder, error) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusyError(f"another collector writes into {folder}; stop it, or take another folder") from None
+        state = read_store_state(folder) or StoreState(columns=tuple(columns))
+        if state.columns != tuple(columns):
+            raise ConfigError(
+                f"{folder} holds rows of {', '.join(state.columns):.200}, the collect file has "
+                f"{', '.join(columns):.200}; take another folder"
+            )
+        store = RowStore(folder, state, limits)
+        store.restore()
+        yield store
+
+
+def encode_rows(rows: Sequence[Row]) -> bytes:
+    """Returns lines of time, values, span and the CRC-32 of what stands before."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="")
+    for row in rows:
+        start = text.tell()
+        writer.writerow([f"{row.time_s:.3f}", *map(_format_cell, row.values), row.span])
+        text.seek(start)
+        line = text.read()
+        text.write(f",{zlib.crc32(line.encode()):08x}\n")
+    return text.getvalue().encode()
+
+
+def count_whole_rows(path: Path) -> tuple[int, int]:
+    """Returns how many rows of a segment are whole, up to the first that is not, and how many bytes they end at."""
+    num_rows = num_bytes = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                is_header = not num_bytes and line.startswith(b"time,") and line.endswith(b",check\n")
+                if not is_header and not _is_whole(line):
+                    break
+                num_rows += not is_header
+                num_bytes += len(line)
+    except FileNotFoundError:
+        return 0, 0
+    return num_rows, num_bytes
+
+
+def _is_whole(line: bytes) -> bool:
+    text, _, check = line.rpartition(b",")
+    return check == b"%08x\n" % zlib.crc32(text)
+
+
+def _format_cell(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.9g}"
+
+
+def _append(path: Path, content: bytes, start: int) -> None:
+    """Appends to a file of `start` bytes, durably; what lies behind them goes."""
+    with path.open("ab") as file:
+        os.fchmod(file.fileno(), 0o600)
+        if file.tell() != start:
+            file.truncate(start)
+        file.write(content)
+        file.flush()
+        os.fdatasync(file.fileno())
+
+
+def _count_written(state: StoreState, num_bytes: int, now_s: float) -> StoreState:
+    """Returns the state with what this commit writes, itself included, counted to today."""
+    day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
+    written = dict(sorted(state.written.items())[-MAX_DAYS_SHOWN:])
+    written[day] = written.get(day, 0) + num_bytes
+    written[day] += len(encode_state(replace(state, written=written)))
+    return replace(state, written=written)

@@ -1,0 +1,193 @@
+"""Collect file: the TOML file that says what a board collects, where it keeps it, and how much of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from edgefl.core.errors import ConfigError
+from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_toml
+from edgefl.core.settings import REST, Faults, from_mapping, suggest_name
+from edgefl.core.types import Scalar
+
+MAX_SOURCES, MAX_COLUMNS = 100, 1000
+MAX_HOLD_S = 366 * 86_400
+OWN_COLUMNS = ("time", "span", "check")
+"""That the collector adds to each row."""
+_COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectSection:
+    """`[collect]`: what rows are, and how many of them stay.
+
+    Attributes:
+        folder: of the shard: absolute, made where there is none.
+        every_s: seconds between rows; 0 for a row for each reading of a single source.
+        hold_s: a column keeps its last value for so long; later it is missing.
+        missing: a row with a missing value is left out, or kept with an empty cell.
+        texts: columns of texts, such as of labels; the others hold numbers.
+        max_mb: megabytes of rows; the oldest go first.
+        max_days: older rows go; 0 for no limit.
+        flush_s: rows are written so often; a crash loses no more of those of MQTT.
+    """
+
+    folder: str
+    every_s: float = field(default=10.0, metadata={"at_least": 0, "at_most": 86_400})
+    hold_s: float = field(default=60.0, metadata={"above": 0, "at_most": MAX_HOLD_S})
+    missing: Literal["drop", "keep"] = "drop"
+    texts: tuple[str, ...] = ()
+    max_mb: float = field(default=100.0, metadata={"at_least": 0.1, "at_most": 2000})
+    max_days: float = field(default=0.0, metadata={"at_least": 0, "at_most": 36_600})
+    flush_s: float = field(default=30.0, metadata={"at_least": 0, "at_most": 3600})
+
+    def __post_init__(self) -> None:
+        if not Path(self.folder).is_absolute():
+            raise ConfigError(f"collect.folder must be an absolute path, got {self.folder!r:.80}")
+        if 0 < self.every_s < 0.01:
+            raise ConfigError(f"collect.every_s must be 0 or at least 0.01, got {self.every_s:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MqttSection:
+    """Source `mqtt`: topics of a broker.
+
+    Attributes:
+        host: of the broker, which speaks MQTT 5.
+        columns: by name, TOPIC for plain payloads or TOPIC#/KEY/KEY for a value of a JSON object.
+        port: 1883 at first, with `tls` 8883.
+        login_file: a file whose first line is the user and whose second is the password.
+        tls: whether the connection is encrypted.
+        ca_file: authority of the broker's certificate; none for those of the system.
+        retained: whether values count that the broker has kept, of any age.
+        max_message_bytes: larger messages are left out.
+        max_per_s: messages of a second; more are left out.
+    """
+
+    host: str
+    columns: Mapping[str, Scalar]
+    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
+    login_file: str = ""
+    tls: bool = False
+    ca_file: str = ""
+    retained: bool = False
+    max_message_bytes: int = field(default=65_536, metadata={"at_least": 64, "at_most": 1_048_576})
+    max_per_s: int = field(default=1000, metadata={"at_least": 1, "at_most": 10_000})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinesSection:
+    """Source `lines`: lines that are appended to a CSV file with a line of names, or to a file of JSON lines.
+
+    Attributes:
+        path: of the file, which need not be there yet; `.jsonl` and `.ndjson` are JSON lines.
+        columns: by name, the name of a CSV column, or for JSON lines a pointer such as #/battery/volt.
+        time: column or pointer of the time, in seconds since 1970 or ISO 8601; that of the reading at first.
+    """
+
+    path: str
+    columns: Mapping[str, Scalar]
+    time: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSection:
+    """A source of another author: `kind` is `module:Class`.
+
+    Attributes:
+        options: keywords of its constructor.
+    """
+
+    options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
+
+
+SourceSection = MqttSection | LinesSection | OwnSection
+_SECTIONS: Mapping[str, type[Any]] = {"mqtt": MqttSection, "lines": LinesSection}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceSettings:
+    """Name, kind and settings of a source."""
+
+    name: str
+    kind: str
+    section: SourceSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectFile:
+    """A whole collect file."""
+
+    collect: CollectSection
+    sources: tuple[SourceSettings, ...]
+
+
+def load_collect_file(path: Path) -> CollectFile:
+    """Returns the settings in a collect file.
+
+    Raises:
+        ConfigError: it cannot be read, or settings make no sense: all of them.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            table = parse_toml(file.read(MAX_TOML_CHARS + 1))
+    except OSError as error:
+        raise ConfigError(f"the collect file {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"the collect file {path} is no TOML: {error}") from None
+    faults, collect, sources = Faults(), None, list[SourceSettings]()
+    for key in set(table) - {"collect", "sources"}:
+        faults.messages.append(f"unknown table [{key:.80}]: {suggest_name(key, ('collect', 'sources'))}")
+    with faults:
+        collect = from_mapping(CollectSection, table.get("collect", {}), "collect")
+    with faults:
+        tables = table.get("sources", {})
+        if not isinstance(tables, Mapping) or not 1 <= len(tables) <= MAX_SOURCES:
+            raise ConfigError(f"a collect file must have 1 to {MAX_SOURCES} tables [sources.NAME]")
+        for name, section in tables.items():
+            with faults:
+                sources.append(_parse_source(name, section))
+    faults.check()
+    assert collect is not None
+    if not collect.every_s and len(sources) > 1:
+        raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {len(sources)}")
+    return CollectFile(collect=collect, sources=tuple(sources))
+
+
+def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
+    """Checks the columns of all sources together.
+
+    Raises:
+        ConfigError: none or too many, a name that cannot be one or is there twice, or a text that is no column.
+    """
+    faults = Faults()
+    if not 1 <= len(names) <= MAX_COLUMNS:
+        faults.messages.append(f"sources must have 1 to {MAX_COLUMNS} columns in all, got {len(names)}")
+    for name in dict.fromkeys(names):
+        if not _COLUMN_NAME.fullmatch(name) or name in OWN_COLUMNS:
+            faults.messages.append(
+                f"a column's name must be a letter and up to 63 letters, digits or ._- and none of "
+                f"{', '.join(OWN_COLUMNS)}, got {name!r:.80}"
+            )
+        if (count := names.count(name)) > 1:
+            faults.messages.append(f"column {name!r:.80} must be of one source, it is of {count}")
+    for text in texts:
+        if text not in names:
+            faults.messages.append(f"collect.texts: {text!r:.80} is no column; {suggest_name(text, names)}")
+    faults.check()
+
+
+def _parse_source(name: str, table: object) -> SourceSettings:
+    path = f"sources.{name:.40}"
+    if not _SOURCE_NAME.fullmatch(name):
+        raise ConfigError(f"a source's name must be up to 32 letters, digits, _ or -, got {name!r:.80}")
+    if not isinstance(table, Mapping) or not isinstance(kind := table.get("kind"), str):
+        raise ConfigError(f"{path}.kind is missing: one of {', '.join(_SECTIONS)}, or module:Class")
+    if kind not in _SECTIONS and ":" not in kind:
+        raise ConfigError(f"{path}.kind must be one of {', '.join(_SECTIONS)}, or module:Class, got {kind!r:.80}")
+    rest = {key: value for key, value in table.items() if key != "kind"}
+    return SourceSettings(name=name, kind=kind, section=from_mapping(_SECTIONS.get(kind, OwnSection), rest, path))

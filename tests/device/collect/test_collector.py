@@ -1,0 +1,300 @@
+"""The collector with real files, a real broker and, as a process, with signals that no process can answer."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from random import Random
+
+import paho.mqtt.client as mqtt
+import pytest
+from paho.mqtt.enums import CallbackAPIVersion
+from peer_boards import eventually
+from requirements import PARTS, needs
+
+from edgefl.core.errors import ConfigError, StoreFullError
+from edgefl.device.collect import collector as module
+from edgefl.device.collect.collector import Collector, OwnSource
+from edgefl.device.collect.readings import Reading, Source
+from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_row_store
+from edgefl.device.collect.settings import CollectFile, CollectSection, load_collect_file
+from edgefl.device.collect.store_state import read_store_state
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.tasks.datasets.csv_files import read_table
+
+pytestmark = pytest.mark.timeout(60)
+LIMITS = StoreLimits(max_bytes=10**7)
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Sensor:
+    """A source that says what it is told to."""
+
+    columns = ("a",)
+
+    def __init__(self):
+        self.pending, self.is_broken = [], False
+
+    def read(self):
+        if self.is_broken:
+            raise RuntimeError("no sensor")
+        found, self.pending = self.pending, []
+        return found
+
+    def close(self):
+        pass
+
+
+class Site:
+    """A collector of one sensor, with clocks that are set by hand."""
+
+    def __init__(self, folder, store, sources, **settings):
+        self.wall, self.mono, self.counts, self.store = Clock(), Clock(), Counter(), store
+        section = CollectSection(folder=str(folder), **settings)
+        self.collector = Collector(
+            CollectFile(collect=section, sources=()),
+            sources,
+            store,
+            self.counts,
+            clock=self.wall,
+            monotonic=self.mono,
+        )
+
+    def wait(self, seconds):
+        self.wall.now_s += seconds
+        self.mono.now_s += seconds
+        return self.collector.step()
+
+
+@contextmanager
+def _site(folder, sensor, **settings):
+    with open_row_store(folder, sensor.columns, LIMITS) as store:
+        yield Site(folder, store, {"sensor": sensor}, **settings)
+
+
+def _times(folder, column="time"):
+    return [float(time) for part in read_table(folder, "table", (column,)) for time in part.numbers[:, 0]]
+
+
+def test_rows_are_written_together_and_what_is_pending_at_a_stop_too(tmp_path):
+    sensor = Sensor()
+    with _site(tmp_path, sensor, every_s=1, flush_s=10) as site:
+        site.wait(0)
+        sensor.pending = [Reading(values={"a": 5.0}, time_s=1000.2)]
+        site.wait(3)
+        assert site.store.state.num_rows == 0
+        site.wait(7)
+        assert site.store.state.num_rows == 10
+        site.wait(2)
+        stopping = threading.Event()
+        stopping.set()
+        site.collector.run(stopping)
+    assert _times(tmp_path) == list(range(1001, 1013))
+
+
+def test_a_source_that_fails_is_counted_and_the_collector_goes_on(tmp_path):
+    sensor, other = Sensor(), Sensor()
+    other.columns = ("b",)
+    with open_row_store(tmp_path, ("a", "b"), LIMITS) as store:
+        site = Site(tmp_path, store, {"sensor": sensor, "other": other}, every_s=1, flush_s=0, missing="keep")
+        sensor.is_broken = True
+        site.wait(0)
+        other.pending = [Reading(values={"b": 1.0}, time_s=1000.5)]
+        site.wait(1)
+        assert site.counts["sensor.errors"] == 2
+        assert store.state.num_rows == 1
+
+
+def test_a_jump_of_the_clock_begins_a_span_and_doubles_no_row(tmp_path):
+    sensor = Sensor()
+    with _site(tmp_path, sensor, every_s=1, flush_s=0) as site:
+        for jump_s in (0, -50, 100_000):
+            site.wall.now_s += jump_s
+            site.wait(0.5)
+            sensor.pending = [Reading(values={"a": 1.0}, time_s=site.wall.now_s)]
+            site.wait(2)
+        assert site.counts["clock_jumps"] == 2
+    assert list(zip(_times(tmp_path), _times(tmp_path, "span"), strict=True)) == [
+        (1001.0, 1.0), (1002.0, 1.0), (954.0, 2.0), (955.0, 2.0), (100956.0, 3.0), (100957.0, 3.0),
+    ]  # fmt: skip
+
+
+def test_rows_wait_for_room_on_a_full_card_and_sources_are_not_read_when_too_many_wait(tmp_path, monkeypatch):
+    sensor = Sensor()
+    monkeypatch.setattr(module, "MAX_PENDING", 3)
+    with _site(tmp_path, sensor, every_s=0, flush_s=0) as site:
+        commit, is_full = site.store.commit, [True]
+
+        def commit_if_room(*values):
+            if is_full[0]:
+                raise StoreFullError("no room")
+            commit(*values)
+
+        monkeypatch.setattr(site.store, "commit", commit_if_room)
+        for number in range(5):
+            sensor.pending.append(Reading(values={"a": float(number)}, time_s=site.wall.now_s))
+            site.wait(1)
+        assert len(sensor.pending) == 2
+        is_full[0] = False
+        for _ in range(3):
+            site.wait(20)
+        assert not sensor.pending
+    assert _times(tmp_path, "a") == [0, 1, 2, 3, 4]
+
+
+def test_values_of_another_author_s_source_are_checked():
+    class Own(Source):
+        columns = ("a", "word")
+
+        def read(self):
+            yield {"a": 1, "word": "x\ny"}
+            yield {"a": "2.5", "b": 3}
+            yield {"a": float("nan")}
+
+    counts = Counter()
+    found = OwnSource("own", Own(), ("word",), counts).read()
+    assert [reading.values for reading in found] == [{"a": 1.0}, {"a": 2.5}]
+    assert counts == {"own.refused": 3}
+
+
+def _write_file(file, folder, kind, **tables):
+    settings = {"folder": str(folder), "flush_s": 0.05, **tables.pop("collect", {})}
+    lines = ["[collect]", *(f"{key} = {json.dumps(value)}" for key, value in settings.items())]
+    lines += [
+        "[sources.one]",
+        f'kind = "{kind}"',
+        *(f"{key} = {json.dumps(value)}" for key, value in tables.items() if key != "columns"),
+    ]
+    lines += ["[sources.one.columns]", *(f"{key} = {json.dumps(value)}" for key, value in tables["columns"].items())]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+@contextmanager
+def _process(path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgefl", "device", "collect", str(path)], stderr=subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _count(folder):
+    state = read_store_state(folder)
+    return state.num_rows if state else 0
+
+
+@pytest.mark.extended
+def test_no_line_is_torn_lost_or_there_twice_through_twenty_kills_and_rotations(tmp_path):
+    folder, log, luck = tmp_path / "shard", tmp_path / "app.jsonl", Random(7)
+    path = _write_file(
+        tmp_path / "c.toml", folder, "lines", path=str(log), columns={"a": "/n"}, collect={"every_s": 0, "max_mb": 50}
+    )
+    ledger, stopping = [], threading.Event()
+
+    def write():
+        while not stopping.wait(0.002):
+            with log.open("a") as file:
+                for _ in range(5):
+                    file.write(json.dumps({"n": len(ledger)}) + "\n")
+                    ledger.append(len(ledger))
+            if len(ledger) % 4000 == 0:
+                log.rename(tmp_path / f"app.jsonl.{len(ledger)}")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(20):
+            before = _count(folder)
+            with _process(path) as process:
+                eventually(lambda: _count(folder) > before, timeout_s=30)  # noqa: B023 within this turn
+                time.sleep(luck.uniform(0.0, 0.2))
+                process.send_signal(signal.SIGKILL)
+    finally:
+        stopping.set()
+        writer.join()
+    with _process(path) as process:
+        eventually(lambda: _count(folder) >= len(ledger), timeout_s=30)
+        process.terminate()
+        assert process.wait(20) == 0
+    assert _times(folder, "a") == ledger
+    assert sum(count_whole_rows(segment)[0] for segment in folder.glob("*.csv")) == len(ledger)
+
+
+@contextmanager
+def _mosquitto(folder, *settings):
+    port = find_free_port()
+    config = folder / "mosquitto.conf"
+    config.write_text("\n".join([f"listener {port} 127.0.0.1", *(settings or ["allow_anonymous true"])]) + "\n")
+    process = subprocess.Popen([PARTS["mosquitto"].path(), "-c", str(config)], stderr=subprocess.DEVNULL)
+    try:
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def _publisher(port):
+    client = mqtt.Client(CallbackAPIVersion.VERSION2)
+
+    def is_connected():
+        try:
+            return client.connect("127.0.0.1", port) == mqtt.MQTT_ERR_SUCCESS
+        except OSError:
+            return False
+
+    eventually(is_connected)
+    client.loop_start()
+    yield client
+    client.disconnect()
+    client.loop_stop()
+
+
+@needs("mosquitto")
+def test_messages_of_a_real_broker_become_rows_and_bad_ones_are_counted(tmp_path):
+    columns = {"t": "zigbee2mqtt/Living room#/temperature", "power": "shelly/power"}
+    with _mosquitto(tmp_path) as port, _publisher(port) as client:
+        client.publish("shelly/power", b"99", qos=1, retain=True).wait_for_publish(5)
+        path = _write_file(
+            tmp_path / "c.toml", tmp_path / "shard", "mqtt", host="127.0.0.1", port=port, columns=columns,
+            max_message_bytes=100, collect={"every_s": 0.05},
+        )  # fmt: skip
+        with _process(path) as process:
+
+            def says():
+                client.publish("zigbee2mqtt/Living room", json.dumps({"temperature": 21.5, "battery": 3}))
+                client.publish("zigbee2mqtt/Living room", b"{" * 50)
+                client.publish("zigbee2mqtt/Living room", b"1" * 101)
+                client.publish("shelly/power", b"7", qos=1).wait_for_publish(5)
+                return _count(tmp_path / "shard") > 5
+
+            eventually(says, timeout_s=30)
+            process.terminate()
+            assert process.wait(20) == 0
+    (part, *_) = read_table(tmp_path / "shard", "table", ("t", "power"))
+    assert {tuple(row) for row in part.numbers.tolist()} == {(21.5, 7.0)}
+    counts = read_store_state(tmp_path / "shard").counts
+    assert set(counts) >= {"one.retained", "one.too_large", "one.refused"}
+
+
+def test_a_module_that_is_not_allowed_is_no_source(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(f'[collect]\nfolder = "{tmp_path}"\n[sources.own]\nkind = "my_sensors:Cpu"\nport = 3\n')
+    (settings,) = load_collect_file(path).sources
+    with pytest.raises(ConfigError, match="my_sensors"):
+        module.make_source(settings, (), Counter())

@@ -1,0 +1,109 @@
+"""What a collector reads: its file, messages of any broker, lines of any program, and what a crash left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import paho.mqtt.client as mqtt
+from fuzz.reader import Form, Reader, Seed
+
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.line_source import LinesSource
+from edgefl.device.collect.mqtt_source import MqttSource
+from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.collect.settings import LinesSection, MqttSection, load_collect_file
+from edgefl.device.collect.store_state import STATE_NAME
+
+FILE = b"""[collect]
+folder = "/srv/room"
+every_s = 10
+texts = ["door"]
+[sources.zigbee]
+kind = "mqtt"
+host = "127.0.0.1"
+columns.temperature = "zigbee2mqtt/Living room#/temperature"
+[sources.log]
+kind = "lines"
+path = "/var/log/app.csv"
+time = "at"
+columns.door = "state"
+[sources.own]
+kind = "my_sensors:Cpu"
+port = 3
+"""
+MESSAGES = (b'{"t":21.5,"x":[{"y":"ON"}],"door":"open","u":"\\u00e9"}', b"21.5", b"ON", b"unavailable", b'{"t":null}')
+CSV = b'at;A;word\n2026-01-01T10:00:00+01:00;1,5;open\n1700000000;2;"a;b"\n'
+JSON_LINES = b'{"at":1700000000.5,"a":{"b":1},"word":"open"}\n{"at":"2026-01-01","a":{"b":null}}\n'
+
+
+def collect_files(folder: Path) -> Reader:
+    path = folder / "collect.toml"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        load_collect_file(path)
+
+    return Reader(feed=feed, seeds=(Seed(content=FILE, form=Form.TOML),))
+
+
+def messages(_folder: Path) -> Reader:
+    columns = {"t": "room#/t", "switch": "room#/x/0/y", "door": "room#/door", "plain": "room"}
+    source = MqttSource("mqtt", MqttSection(host="h", columns=columns), ("door",), Counter())
+
+    def feed(data: bytes) -> None:
+        message = mqtt.MQTTMessage(topic=b"room")
+        message.payload = data
+        source._on_message(None, None, message)
+        source.read()
+
+    return Reader(feed=feed, seeds=tuple(Seed(content=content, form=Form.JSON) for content in MESSAGES))
+
+
+def csv_lines(folder: Path) -> Reader:
+    section = LinesSection(path=str(folder / "app.csv"), columns={"a": "A", "word": "word"}, time="at")
+    return _lines(section, Seed(content=CSV, form=Form.TEXT))
+
+
+def json_lines(folder: Path) -> Reader:
+    section = LinesSection(path=str(folder / "app.jsonl"), columns={"a": "/a/b", "word": "/word"}, time="/at")
+    return _lines(section, Seed(content=JSON_LINES, form=Form.TEXT))
+
+
+def _lines(section: LinesSection, seed: Seed) -> Reader:
+    def feed(data: bytes) -> None:
+        Path(section.path).write_bytes(data)
+        source = LinesSource("lines", section, ("word",), Counter())
+        source.read()
+        source.close()
+
+    return Reader(feed=feed, seeds=(seed,))
+
+
+def places(folder: Path) -> Reader:
+    path = folder / "app.csv"
+    path.write_bytes(CSV)
+    section = LinesSection(path=str(path), columns={"a": "A"})
+
+    def feed(data: bytes) -> None:
+        source = LinesSource("lines", section, (), Counter())
+        source.resume(data.decode(errors="replace"))
+        source.close()
+
+    return Reader(feed=feed, seeds=(Seed(content=f"{path.stat().st_ino}:3:123".encode(), form=Form.TEXT),))
+
+
+def states(folder: Path) -> Reader:
+    limits, row = StoreLimits(max_bytes=10_000), Row(1.0, (2.0,), 1)
+    with open_row_store(folder, ("a",), limits) as store:
+        store.commit([row], {"tail": "1:2:3"}, {"tail.refused": 3}, 1000.0)
+        (segment,) = folder.glob("*.csv")
+    content = (folder / STATE_NAME).read_bytes()
+
+    def feed(data: bytes) -> None:
+        (folder / STATE_NAME).write_bytes(data)
+        segment.write_bytes(b"time,a,span,check\n")
+        with open_row_store(folder, ("a",), limits) as store:
+            store.commit([row], {}, {}, 2000.0)
+
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.JSON),))
