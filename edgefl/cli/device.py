@@ -242,6 +242,7 @@ def status(root: Path | None, style: str) -> None:
         "max_temperature_c": device.max_temperature_c,
         "confine": device.confine,
         "min_group": device.min_group,
+        "drift_references": dict(device.drift_references),
         "confinement_gaps": find_gaps(),
         "addresses": list(device.addresses),
         **_check_reachability(state),

@@ -29,6 +29,7 @@ DEFAULT_PORT = 8000
 MAX_FILE_BYTES = 64 * 1024
 MAX_TOKEN_CHARS = 8192
 NO_LIMIT = "none"
+FIRST_DATA = "first"
 
 
 def _parse_limit(_context: click.Context, _option: click.Parameter, value: str | None) -> str | float | None:
@@ -284,16 +285,31 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
     type=click.IntRange(1, 1_000_000),
     help="Least number of examples that statistics and other analyses may be about; 5 at first.",
 )
+@click.option(
+    "--drift",
+    "drifts",
+    multiple=True,
+    metavar="TASK=REFERENCE",
+    help="Compare the task's newest data with `first`, that of its first work from now on, or with a file or folder; "
+    "`none` ends it.",
+)
 def set_(
-    *, root: Path | None, max_temperature: str | float | None, confine: str | None, min_group: int | None
+    *,
+    root: Path | None,
+    max_temperature: str | float | None,
+    confine: str | None,
+    min_group: int | None,
+    drifts: tuple[str, ...],
 ) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if max_temperature is None and confine is None and min_group is None:
+    if max_temperature is None and confine is None and min_group is None and not drifts:
         raise UsageError(
-            "nothing to set; give --max-temperature CELSIUS, or none for no limit, --confine POLICY, or --min-group N"
+            "nothing to set; give --max-temperature CELSIUS, or none for no limit, --confine POLICY, --min-group N, "
+            "or --drift TASK=first"
         )
+    references = [_parse_reference(text) for text in drifts]
     state = DeviceStateDir.load(root)
     save_temperature_limit(state, max_temperature)
     if max_temperature is not None:
@@ -306,6 +322,33 @@ def set_(
     if min_group is not None:
         state.update(min_group=min_group)
         click.echo(f"{state.device_id} says nothing about fewer than {min_group} examples")
+    for task, reference in references:
+        _save_reference(state, task, reference)
+
+
+def _parse_reference(text: str) -> tuple[str, str]:
+    """Returns task and reference of a `--drift`: `first`, `none`, or an absolute path."""
+    task, separator, reference = text.rpartition("=")
+    if not separator or not task or not reference:
+        raise UsageError(f"--drift must be TASK=first, TASK=PATH or TASK=none, got {text!r:.200}")
+    if reference in {FIRST_DATA, NO_LIMIT}:
+        return task, reference
+    path = Path(reference).absolute()
+    if not path.exists():
+        raise UsageError(f"--drift {text!r:.200}: {path} does not exist; give `first`, `none`, a file or a folder")
+    return task, str(path)
+
+
+def _save_reference(state: Any, task: str, reference: str) -> None:
+    """Saves what a task's data is compared with, and removes what was kept of an earlier one."""
+    from edgefl.device.drift_watch import list_reference_paths  # noqa: PLC0415 fast start
+
+    others = {name: source for name, source in state.settings.drift_references.items() if name != task}
+    state.update(drift_references=others if reference == NO_LIMIT else {**others, task: reference})
+    for path in list_reference_paths(state.root, task):
+        path.unlink(missing_ok=True)
+    what = {NO_LIMIT: "nothing", FIRST_DATA: "that of its next work"}.get(reference, reference)
+    click.echo(f"{state.device_id} compares new data of {task} with {what}")
 
 
 def save_temperature_limit(state: Any, max_temperature: str | float | None) -> None:

@@ -6,11 +6,14 @@ Fleets bound them before an update is journaled, and before any strategy sees it
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from edgefl.core.safe_text import escape_start
 from edgefl.core.types import (
     DeviceInfo,
     DeviceThroughput,
@@ -23,6 +26,12 @@ from edgefl.core.types import (
 
 CLAIM_BOUNDED = "claim-bounded"
 """Kind of the event: a device claimed more than was possible, or more than may count."""
+DATA_DRIFTED = "data-drifted"
+"""Kind of the event: what a device says of its data's drift is above `LARGE_DRIFT` for the first time."""
+LARGE_DRIFT = 0.25
+"""Population stability index above which a change is commonly called large (Siddiqi, 2006)."""
+MAX_DRIFT_TASKS, MAX_DRIFT = 16, 1e6
+MAX_NAME_CHARS = 80
 EXAMPLES_CHANGED = "examples-changed"
 """Kind of the event: a device reported another number of examples than before."""
 DEFAULT_WEIGHT_RATIO = 2.0
@@ -259,3 +268,74 @@ def _count_possible_iterations(seconds: float, speeds: Mapping[str, DeviceThroug
     measured = [speed.seconds_per_iteration for speed in speeds.values() if speed.seconds_per_iteration]
     fastest_s = statistics.median_high(measured) / MAX_SPEED_RATIO if measured else MIN_ITERATION_S
     return 1 + math.ceil(max(0.0, seconds) / max(fastest_s, 1e-9))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftClaim:
+    """What a device says of its newest data against its reference: the column that moved most.
+
+    Attributes:
+        column: its name.
+        psi: population stability index, at least 0.
+        ks: Kolmogorov-Smirnov statistic, 0 to 1; None of classes.
+        num_reference, num_newer: examples of the two.
+    """
+
+    column: str
+    psi: float
+    ks: float | None
+    num_reference: int
+    num_newer: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.psi > LARGE_DRIFT
+
+    def __str__(self) -> str:
+        ks = "" if self.ks is None else f", ks {self.ks:.2g}"
+        return f"psi {self.psi:.2g}{ks} of {self.column}, {self.num_newer} examples against {self.num_reference}"
+
+
+def parse_drift_claim(value: object) -> DriftClaim | None:
+    """Returns what was said of one task's data; None for what makes no sense."""
+    if not isinstance(value, Mapping):
+        return None
+    column, psi, ks = value.get("column"), value.get("psi"), value.get("ks")
+    counts = [value.get(name) for name in ("num_reference", "num_newer")]
+    is_right = (
+        isinstance(column, str)
+        and _is_number(psi, MAX_DRIFT)
+        and (ks is None or _is_number(ks, 1.0))
+        and all(_is_number(count, MAX_EXAMPLES) and isinstance(count, int) for count in counts)
+    )
+    if not is_right:
+        return None
+    return DriftClaim(
+        column=escape_start(str(column), MAX_NAME_CHARS),
+        psi=float(cast("float", psi)),
+        ks=None if ks is None else float(ks),
+        num_reference=int(cast("int", counts[0])),
+        num_newer=int(cast("int", counts[1])),
+    )
+
+
+def parse_drift(facts: Mapping[str, Any]) -> dict[str, DriftClaim]:
+    """Returns `drift` of a device's capabilities by task, the largest first; drops what makes no sense."""
+    reported = facts.get("drift")
+    if not isinstance(reported, Mapping):
+        return {}
+    claims = {
+        escape_start(str(task), MAX_NAME_CHARS): claim
+        for task, value in itertools.islice(reported.items(), MAX_DRIFT_TASKS)
+        if (claim := parse_drift_claim(value)) is not None
+    }
+    return dict(sorted(claims.items(), key=lambda item: -item[1].psi))
+
+
+def format_drift(claims: Mapping[str, DriftClaim]) -> str | None:
+    """Returns the claims as one line; None where there are none."""
+    return "; ".join(f"{task}: {claim}" for task, claim in claims.items()) or None
+
+
+def _is_number(value: object, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most

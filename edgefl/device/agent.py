@@ -366,6 +366,7 @@ class Agent:
             on_alive=self.liveness.record_progress,
             get_source=self._get_download_source,
             get_min_group=lambda: state.settings.min_group,
+            get_drift_references=lambda: state.settings.drift_references,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

@@ -106,8 +106,10 @@ class CapabilityReporter:
                 "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }
             examples, shard_errors = self._trainer.count_examples(), self._trainer.get_shard_errors()
+            drift = self._trainer.measure_drift()
             shard_facts = {
                 **({"blocks": blocks} if blocks else {}),
+                **({"drift": drift} if drift else {}),
                 **({"shard_errors": shard_errors} if shard_errors else {}),
             }
             self._publish(Capabilities(facts={**facts, **shard_facts, **device_facts}, shards=examples))

@@ -50,7 +50,8 @@ class DeviceSettings:
     `addresses` are HOST:PORT, best first; `broker_host` None means the host of the address in use; `shards` maps a
     task to a path; `threads` None means all cores; `peer_port` is its listening port for neighbours; above
     `max_temperature_c` it pauses between iterations, None means no limit; `confine` is one of `CONFINE_POLICIES`;
-    an analysis is about no fewer than `min_group` of its examples.
+    an analysis is about no fewer than `min_group` of its examples; `drift_references` has by task what its newest
+    data is compared with, a path or `first`.
     """
 
     device_id: str
@@ -67,6 +68,7 @@ class DeviceSettings:
     max_temperature_c: float | None = None
     confine: str = "auto"
     min_group: int = DEFAULT_MIN_GROUP
+    drift_references: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def broker_hosts(self) -> tuple[str, ...]:
@@ -272,6 +274,9 @@ def _parse_settings(path: Path, value: object) -> DeviceSettings:
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 65536:
             raise ConfigError(f"{path} is damaged: {name} must be a number up to 65535, got {number!r:.40}")
+    references = settings.drift_references
+    if not isinstance(references, dict) or not _is_text_list([*references.values()]):
+        raise ConfigError(f"{path} is damaged: drift_references must be a table of texts, got {references!r:.80}")
     _check_limits(path, settings)
     if settings.confine not in CONFINE_POLICIES:
         raise ConfigError(

@@ -77,7 +77,8 @@ def open_atomic(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
                 fcntl.flock(file, fcntl.LOCK_EX)  # so that `remove_temporary_files` leaves it alone
             yield file
             file.flush()
-            os.fchmod(file.fileno(), mode)
+            if mode != 0o600:  # which it has: a confined process may change none
+                os.fchmod(file.fileno(), mode)
             _give_to_owner(file.fileno(), path.parent)
             os.fsync(file.fileno())
         Path(name).replace(path)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 
+from edgefl.device.drift_watch import list_reference_paths
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.state_dir import DeviceStateDir
 
@@ -79,6 +80,25 @@ def test_the_least_group_of_an_analysis_is_the_owner_s_and_five_at_first(run, jo
     assert (find(), limit(joined)) == (20, 75.0)
     assert run("device", "set", "--min-group", 0, "--state", joined).code == 2
     refused(["device", "set", "--state", joined], 2, "--min-group N")
+
+
+def test_what_new_data_is_compared_with_is_the_owner_s_and_nothing_at_first(run, joined, refused, tmp_path):
+    def find():
+        return json.loads(run("device", "status", "--state", joined, "--format", "json").out)["drift_references"]
+
+    assert find() == {}
+    june = tmp_path / "june.csv"
+    june.write_text("a\n1\n")
+    setting = ["device", "set", "--state", joined, "--drift"]
+    assert "that of its next work" in run(*setting, "digits=first", "--drift", f"own:Task={june}").out
+    assert find() == {"digits": "first", "own:Task": str(june)}
+    (joined / "drift").mkdir()
+    kept = list_reference_paths(joined, "digits")[0]
+    kept.write_bytes(b"of an earlier setting")
+    assert "compares new data of digits with nothing" in run(*setting, "digits=none").out
+    assert (find(), kept.exists()) == ({"own:Task": str(june)}, False)
+    for text, message in (("digits", "must be TASK=first"), ("digits=", "must be"), ("digits=gone.npz", "not exist")):
+        refused([*setting, text], 2, message)
 
 
 def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run, joined, refused):

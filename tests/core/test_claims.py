@@ -5,12 +5,16 @@ import math
 import pytest
 
 from edgefl.core.claims import (
+    MAX_DRIFT_TASKS,
     MAX_EXAMPLES,
+    MAX_NAME_CHARS,
     TOTAL_ITERATIONS,
     BoundedClaim,
     ClaimLimits,
     bound_reported_examples,
     compute_weight_limit,
+    format_drift,
+    parse_drift,
 )
 from edgefl.core.types import (
     DeviceInfo,
@@ -163,3 +167,42 @@ def test_a_report_of_more_examples_counts_in_steps():
     }
     assert bound_reported_examples({}, {"t": HUGE, "u": True, "v": "9", "w": -1}) == {"t": MAX_EXAMPLES}
     assert bound_reported_examples(former, {"t": 3}) == {"t": 3}
+
+
+DRIFT = {"column": "a", "psi": 0.5, "ks": None, "num_reference": 200, "num_newer": 100}
+
+
+def test_of_drifts_the_largest_comes_first_and_is_large_above_a_quarter():
+    found = parse_drift({"drift": {"small": {**DRIFT, "psi": 0.25}, "large": DRIFT}})
+    assert [(task, claim.is_large) for task, claim in found.items()] == [("large", True), ("small", False)]
+    assert format_drift(found) == (
+        "large: psi 0.5 of a, 100 examples against 200; small: psi 0.25 of a, 100 examples against 200"
+    )
+    assert format_drift(parse_drift({})) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"column": 3},
+        {"psi": math.nan},
+        {"psi": -0.1},
+        {"psi": True},
+        {"psi": "1"},
+        {"psi": 10**400},
+        {"ks": 1.5},
+        {"num_newer": 2.0},
+        {"num_reference": -1},
+        {"num_newer": 2**60},
+    ],
+)
+def test_a_drift_that_cannot_be_is_not_believed(change):
+    assert parse_drift({"drift": {"digits": {**DRIFT, **change}, "mnist": DRIFT}}).keys() == {"mnist"}
+
+
+def test_what_a_device_says_of_drift_is_bounded():
+    many = {f"t{number}\n" * 99: {**DRIFT, "column": "\x1b" * 999} for number in range(1000)}
+    found = parse_drift({"drift": many})
+    assert len(found) == MAX_DRIFT_TASKS
+    assert {len(text) for task, claim in found.items() for text in (task, claim.column)} == {MAX_NAME_CHARS}
+    assert [parse_drift({"drift": value}) for value in (None, [DRIFT], "x", {"digits": [1]})] == [{}] * 4

@@ -100,12 +100,14 @@ class Site:
         self.address: str | None = None
         self.speed = {}
         self.faults = {}
+        self.drift = {}
         self.trainer = SimpleNamespace(
             current=None,
             compute_shard_fingerprint=lambda: self.stamps,
             list_blocks=dict,
             count_examples=lambda: {"digits": 9},
             get_shard_errors=lambda: self.faults,
+            measure_drift=lambda: self.drift,
             read_task_traits=read_task_traits,
             confinement_gaps=["no Landlock"],
         )
@@ -146,7 +148,9 @@ def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotte
     assert site.told[0].shards == {"digits": 9}
     assert state.settings.shards == {"digits": "/data/digits.npz"}
     site.faults, site.stamps = {}, ("another",)
-    tells(shard_errors=None)
+    tells(shard_errors=None, drift=None)
+    site.drift, site.stamps = {"digits": {"psi": 0.4}}, ("a third",)
+    tells(drift={"digits": {"psi": 0.4}})
     site.speed = {"steps_per_s": {"digits": 812.0}}
     site.speeds.version += 1
     tells(steps_per_s={"digits": 812.0})

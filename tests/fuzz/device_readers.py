@@ -17,8 +17,10 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
 from edgefl.core.errors import ClonedError, EdgeflError
+from edgefl.core.types import Dataset
 from edgefl.device.diagnostics.diagnostic_report import format_summary, read_report
 from edgefl.device.diagnostics.json_log import read_page
+from edgefl.device.drift_watch import DriftReference, encode_reference, read_reference
 from edgefl.device.enrolment.certificates import create_key
 from edgefl.device.hardware.step_rate import _load
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
@@ -47,6 +49,19 @@ from edgefl.device.updates.protocol import (
 )
 from edgefl.device.updates.slots import Slots
 from edgefl.system.process_messages import read_message
+
+
+def drift_references(folder: Path) -> Reader:
+    """What a device keeps of the data that newer data is compared with."""
+    path = folder / "reference.npz"
+    sample = Dataset(inputs=np.arange(12.0).reshape(4, 3), targets=np.arange(4))
+    seed = encode_reference(DriftReference(source="first", options={"columns": "a"}, num_examples=9, sample=sample))
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        read_reference(path)
+
+    return Reader(feed=feed, seeds=(Seed(content=seed),))
 
 
 def confined_messages(_folder: Path) -> Reader:

@@ -316,6 +316,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/store_state.py:read_store_state",
             "device/collect/row_store.py:count_whole_rows",
         ),
+        "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
         "confined-process": _entry(device_readers.confined_messages, "system/process_messages.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
         "bundle": _entry(

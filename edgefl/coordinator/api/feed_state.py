@@ -13,6 +13,7 @@ from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signa
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
 from edgefl.coordinator.runs.stalls import PAUSED, WAITING, IdleRuns
+from edgefl.core.claims import format_drift, parse_drift
 from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import (
@@ -170,10 +171,13 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
     if info is None:
         return None
     state, heartbeat = registry.get_state(device_id), registry.get_heartbeat(device_id)
+    drift = parse_drift(info.capabilities)
     row: Json = {
         "device_id": device_id,
         "presence": registry.format_presence(device_id),
         "problem": find_problem(info),
+        "drift": format_drift(drift),
+        "drifted": any(claim.is_large for claim in drift.values()),
         "role": str(info.role),
         "groups": list(info.groups),
         "tasks": list(info.tasks),
@@ -231,6 +235,8 @@ def _list_problems(device: Json) -> Iterator[tuple[str, str]]:
         yield "bad", device["cloned"]
     if device.get("problem"):
         yield "bad", device["problem"]
+    if device.get("drifted"):
+        yield "warn", f"data has drifted: {device['drift']}"
     if device["presence"] in _PROBLEM_PRESENCES:
         yield _PROBLEM_PRESENCES[device["presence"]], device["presence"]
     if device.get("throttled"):

@@ -22,7 +22,7 @@ from edgefl.coordinator.fleet.presence import (
     PresenceRecord,
     PresenceTracker,
 )
-from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples
+from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples, format_drift, parse_drift
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
@@ -41,6 +41,7 @@ DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
         "silent_s": None,
         "cloned": None,
         "problem": None,
+        "drift": None,
         **dict.fromkeys(_HEARTBEAT_FIELDS),
         "seconds_per_iteration": None,
     }
@@ -82,6 +83,13 @@ class ExamplesChanged(DeviceEvent):
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataDrifted(DeviceEvent):
+    """A device's newest data is far from its reference, and was not before; `reason` says which task and column."""
+
+    reason: str
+
+
 class DeviceRemoved(DeviceEvent):
     """A device was removed from the fleet; it will never answer."""
 
@@ -93,6 +101,7 @@ RegistryEvent = (
     | DeviceAdded
     | DeviceChanged
     | ExamplesChanged
+    | DataDrifted
     | DeviceRemoved
     | CloneRejected
 )
@@ -309,6 +318,7 @@ class DeviceRegistry:
                         **({"silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
+                        "drift": format_drift(parse_drift(entry.info.capabilities)),
                         "problem": find_problem(entry.info) if "shard_errors" in entry.info.capabilities else None,
                         **({name: getattr(heartbeat, name) for name in _HEARTBEAT_FIELDS} if heartbeat else {}),
                         "seconds_per_iteration": entry.seconds_per_iteration,
@@ -395,6 +405,8 @@ class DeviceRegistry:
             ]
             if changes:
                 self._event_bus.enqueue([ExamplesChanged(device_id=device_id, reason="; ".join(changes))])
+            if drifted := _find_new_drift(entry.info.capabilities, capabilities.facts):
+                self._event_bus.enqueue([DataDrifted(device_id=device_id, reason=drifted)])
             entry.info = replace(
                 entry.info,
                 capabilities=capabilities.facts,
@@ -501,6 +513,14 @@ def find_problem(info: DeviceInfo) -> str | None:
     """Returns what keeps a device from data that it was given: an unreadable shard, a missing module."""
     errors = parse_shard_errors(info.capabilities)
     return "; ".join(f"shard of {task}: {reason}" for task, reason in errors.items()) or None
+
+
+def _find_new_drift(former: Mapping[str, Any], facts: Mapping[str, Any]) -> str | None:
+    """Returns which large drifts a device tells of that it did not before, as one line; None where there are none."""
+    known = {task for task, claim in parse_drift(former).items() if claim.is_large}
+    return format_drift(
+        {task: claim for task, claim in parse_drift(facts).items() if claim.is_large and task not in known}
+    )
 
 
 def _parse_blocks(reported: object) -> dict[str, tuple[int, ...]]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from edgefl.coordinator.fleet.presence import CloneRejected, PresenceChanged, SessionConflict
 from edgefl.coordinator.fleet.registry import (
+    DataDrifted,
     DeviceRegistry,
     DeviceRestarted,
     ExamplesChanged,
     RegistryEvent,
     parse_shard_errors,
 )
-from edgefl.core.claims import EXAMPLES_CHANGED
+from edgefl.core.claims import DATA_DRIFTED, EXAMPLES_CHANGED
 from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Capabilities, Heartbeat, ProgressReport, StatusMessage, Topic
 from edgefl.core.types import Json, Progress
@@ -186,11 +187,12 @@ class TelemetryWriter:
             self._pending.capabilities[device_id] = capabilities, self._clock()
 
     def _on_registry_event(self, event: RegistryEvent) -> None:
-        if isinstance(event, ExamplesChanged) and not self._rate_limit.is_due(event.device_id):
+        limited = ExamplesChanged | DataDrifted
+        if isinstance(event, limited) and not self._rate_limit.is_due(f"{type(event).__name__} {event.device_id}"):
             return
         if isinstance(event, CloneRejected) and not event.detected:
             return
-        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneRejected | ExamplesChanged):
+        if isinstance(event, PresenceChanged | SessionConflict | DeviceRestarted | CloneRejected | limited):
             with self._lock:
                 self._pending.events.append((event, self._clock()))
 
@@ -225,6 +227,9 @@ class TelemetryWriter:
                 self._store.record_event("device-cloned", event.reason, at=at, device_id=event.device_id)
             case ExamplesChanged():
                 self._store.record_event(EXAMPLES_CHANGED, event.reason, at=at, device_id=event.device_id)
+            case DataDrifted():
+                log.warning("%s: its data has drifted: %s", event.device_id, event.reason)
+                self._store.record_event(DATA_DRIFTED, event.reason, at=at, device_id=event.device_id)
             case DeviceRestarted():
                 self._store.record_event("device-restarted", "a new agent", at=at, device_id=event.device_id)
 

@@ -162,7 +162,12 @@ def _complete_enrolment(
                 options.role,
             )
         if previous is not None:
-            device = replace(device, max_temperature_c=previous.max_temperature_c, min_group=previous.min_group)
+            device = replace(
+                device,
+                max_temperature_c=previous.max_temperature_c,
+                min_group=previous.min_group,
+                drift_references=previous.drift_references,
+            )
         cert_pem = parse_certificate(reply, key_pem)
         return save_enrolment(root, device, key_pem=key_pem, cert_pem=cert_pem, ca_pem=coordinator.ca_pem)
 

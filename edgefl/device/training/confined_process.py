@@ -120,6 +120,7 @@ class TrainingProcess:
             on_alive=self._report_alive,
             bases_dir=Path(setup.bases),
             get_min_group=lambda: setup.min_group,
+            get_drift_references=lambda: setup.drift_references,
         )
 
     def run(self) -> None:
@@ -159,7 +160,8 @@ class TrainingProcess:
         except EdgeflError as error:
             return {"error": str(error)}
         counts = self._trainer.count_examples()
-        errors = self._trainer.get_shard_errors()
+        errors, drift = self._trainer.get_shard_errors(), self._trainer.measure_drift()
+        facts |= {"drift": drift[name]} if name in drift else {}
         return {**facts, **({"num_examples": counts[name]} if name in counts else {"error": errors.get(name, "")})}
 
     def _receive(self) -> None:

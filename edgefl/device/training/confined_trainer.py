@@ -25,6 +25,7 @@ from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import ADAPT_KEY, COMPILED_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import GossipConfig, Json
+from edgefl.device.drift_watch import FIRST
 from edgefl.device.hardware.requirements import (
     CONFINED_FOLDER,
     TaskTraits,
@@ -118,6 +119,7 @@ class ConfiningTrainer(DeviceTrainer):
         self._get_policy, self._next_incarnation, self._silence_s = get_policy, next_incarnation, silence_s
         self._get_temperature_limit_c = get_temperature_limit_c
         self._get_min_group: Callable[[], int] = options.get("get_min_group", lambda: DEFAULT_MIN_GROUP)
+        self._get_drift_references: Callable[[], Mapping[str, str]] = options.get("get_drift_references", dict)
         self._shards: Callable[[], Mapping[str, str]] = options["shards"]
         self._accelerator, self._threads = str(options["accelerator"]), options.get("threads")
         self._make_transport: MakePeerTransport | None = options.get("make_transport")
@@ -187,6 +189,12 @@ class ConfiningTrainer(DeviceTrainer):
     def get_shard_errors(self) -> dict[str, str]:
         others = {name: self._describe(name).get("error") for name in self._list_confined_tasks()}
         return {**super().get_shard_errors(), **{name: error for name, error in others.items() if error}}
+
+    def measure_drift(self) -> Json:
+        confined_tasks = self._list_confined_tasks()
+        drifts = self._task_cache.measure_drift(without=confined_tasks)
+        of_processes = {name: self._describe(name).get("drift") for name in confined_tasks}
+        return drifts | {name: drift for name, drift in of_processes.items() if drift is not None}
 
     def read_task_traits(self, name: str) -> TaskTraits:
         """Returns what a task (TASK or TASK/MODEL) needs; raises as `make_task`."""
@@ -293,14 +301,15 @@ class ConfiningTrainer(DeviceTrainer):
     def _get_process(self, task: str) -> ConfinedProcess:
         """Returns the process of a task, started unless it runs with the same settings."""
         path = self._task_cache.get_shard_path(task)
-        key = task, path, self._get_temperature_limit_c(), self._get_min_group()
+        reference = self._get_drift_references().get(task)
+        key = task, path, self._get_temperature_limit_c(), self._get_min_group(), reference
         if self._process is not None and self._process_key == key:
             return self._process
         self._stop_process()
         if self._get_policy() == "always" and self.confinement_gaps:
             raise TaskError(f"this board cannot confine, and its settings say always: {self.confinement_gaps[0]}")
         make_private_directory(self._bases.folder)
-        readable = [path, str(self._bases.folder)]
+        readable = [path, str(self._bases.folder), *([] if reference in {None, FIRST} else [str(reference)])]
         confinement = make_confinement(self._state_dir, self._get_scratch(task).name, readable, self._accelerator)
         setup = TrainingSetup(
             device_id=self._device_id,
@@ -313,6 +322,7 @@ class ConfiningTrainer(DeviceTrainer):
             max_temperature_c=self._get_temperature_limit_c(),
             bases=str(self._bases.folder),
             min_group=self._get_min_group(),
+            drift_references={} if reference is None else {task: reference},
         )
         self._process_key = key
         self._process = ConfinedProcess(setup, confinement, on_message=self._on_message, silence_s=self._silence_s)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
+from edgefl.core.claims import parse_drift_claim
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.protocol import JOB_LOG, MAX_BODY_BYTES, parse_job_log
 from edgefl.core.safe_text import escape_text
@@ -53,6 +54,7 @@ class TrainingSetup:
     max_temperature_c: float | None
     bases: str
     min_group: int
+    drift_references: Mapping[str, str]
 
 
 def parse_reply(reply: Json) -> Json:
@@ -240,4 +242,6 @@ def parse_description(facts: Json) -> Json:
     count, error = facts.get("num_examples"), facts.get("error")
     if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 2**53:
         result["num_examples"] = count
+    if (drift := parse_drift_claim(facts.get("drift"))) is not None:
+        result["drift"] = asdict(drift)
     return {**result, **({"error": escape_text(str(error)[:MAX_TEXT_CHARS])} if error else {})}

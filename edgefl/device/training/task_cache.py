@@ -15,7 +15,8 @@ from pathlib import Path
 from edgefl.core.analyses import DEFAULT_MIN_GROUP
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.metrics import NO_METRICS, MetricSet
-from edgefl.core.types import Dataset, Learner, ModelSpec, Scalar, Task
+from edgefl.core.types import Dataset, Json, Learner, ModelSpec, Scalar, Task
+from edgefl.device.drift_watch import DriftWatch
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import should_run_graphs
 from edgefl.device.rollouts.bases import BaseFiles
@@ -65,6 +66,7 @@ class CachedTask:
     blocks: BlockRanges = field(default_factory=dict)
     splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
     analysis: Analysis | None = None
+    options: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 class TaskCache:
@@ -76,6 +78,7 @@ class TaskCache:
         threads: how many cores to use, None for all.
         bases: files of what is trained on; None where there are none.
         get_min_group: returns the least number of examples that an analysis may be about.
+        drift: watches the data; None where nothing does.
     """
 
     def __init__(
@@ -86,10 +89,11 @@ class TaskCache:
         threads: int | None,
         bases: BaseFiles | None = None,
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
+        drift: DriftWatch | None = None,
     ) -> None:
         self._bases = bases
         self._shards, self._accelerator, self._threads = shards, accelerator, threads
-        self._get_min_group = get_min_group
+        self._get_min_group, self._drift = get_min_group, drift
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
         self._shard_errors: dict[str, str] = {}
 
@@ -133,6 +137,7 @@ class TaskCache:
                 if analysis is None
                 else _create_analysed(name, task, analysis)
             )
+            self._cached[key].options = dict(options)
         self._cached.move_to_end(key)
         while len(self._cached) > MAX_TASKS:
             self._cached.popitem(last=False)
@@ -174,6 +179,8 @@ class TaskCache:
         if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
             cached_task.data, cached_task.blocks = load_task_data(cached_task.task, path), _read_block_ranges(path)
             cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
+        if self._drift is not None:
+            self._drift.record_reference(cached_task.task, cached_task.name, cached_task.options, cached_task.data)
         return cached_task.data
 
     def load_split(self, cached_task: CachedTask, test_fraction: float) -> tuple[Dataset, Dataset]:
@@ -238,6 +245,10 @@ class TaskCache:
             with _tolerate_errors(name, path, self._shard_errors):
                 counts[name] = inspect_shard(name, path).num_examples
         return counts
+
+    def measure_drift(self, *, without: Collection[str] = ()) -> Json:
+        """Returns how far the data has moved, by task, as `DriftWatch.measure`."""
+        return {} if self._drift is None else self._drift.measure(self._shards(), without=without)
 
     def get_shard_errors(self) -> dict[str, str]:
         """Returns the read errors of the last count, by task."""

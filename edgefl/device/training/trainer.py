@@ -36,6 +36,8 @@ from edgefl.core.types import (
     Tensors,
     derive_rng,
 )
+from edgefl.device.drift_watch import FOLDER as DRIFT_FOLDER
+from edgefl.device.drift_watch import DriftWatch
 from edgefl.device.hardware.health import HealthSampler, ThermalPacer
 from edgefl.device.peers.peer_connection import MakePeerTransport
 from edgefl.device.rollouts.bases import FOLDER as BASES_FOLDER
@@ -97,6 +99,7 @@ class DeviceTrainer:
             there is none.
         bases_dir: of the files of bases; None for one in `state_dir`.
         get_min_group: returns the least number of examples that an analysis may be about.
+        get_drift_references: returns by task what its data is compared with, as `DriftWatch`.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -117,6 +120,7 @@ class DeviceTrainer:
         get_source: Callable[[], DownloadSource] | None = None,
         bases_dir: Path | None = None,
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
+        get_drift_references: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._get_source = get_source
         self._health_sampler, self._on_alive = health_sampler, on_alive
@@ -127,7 +131,12 @@ class DeviceTrainer:
             bases_dir or state_dir / BASES_FOLDER, get_source, should_continue=self._should_continue_fetching
         )
         self._task_cache = TaskCache(
-            shards, accelerator=accelerator, threads=threads, bases=self._bases, get_min_group=get_min_group
+            shards,
+            accelerator=accelerator,
+            threads=threads,
+            bases=self._bases,
+            get_min_group=get_min_group,
+            drift=DriftWatch(state_dir / DRIFT_FOLDER, get_drift_references, get_min_group),
         )
         self._client_state = ClientState(state_dir)
         self._training_lock = threading.Lock()
@@ -228,6 +237,10 @@ class DeviceTrainer:
     def get_shard_errors(self) -> dict[str, str]:
         """Returns the read errors of the last `count_examples`, by task."""
         return self._task_cache.get_shard_errors()
+
+    def measure_drift(self) -> Json:
+        """Returns how far the data has moved from its reference, by task."""
+        return self._task_cache.measure_drift()
 
     def list_blocks(self) -> dict[str, list[int]]:
         """Returns the blocks of each redundant shard, by task; others are omitted."""

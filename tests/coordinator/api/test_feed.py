@@ -314,6 +314,17 @@ def test_what_needs_attention_is_told_the_worst_first_and_no_more_than_a_page_ca
     assert rows[-1] == {"level": "warn", "text": f"{61 - MAX_ATTENTION + 1} more"}
 
 
+def test_a_board_whose_data_has_drifted_needs_attention_and_a_small_drift_is_only_shown(site: Site) -> None:
+    for name, psi in (("a", 0.1), ("b", 0.3)):
+        claim = {"column": "heat", "psi": psi, "ks": None, "num_reference": 9, "num_newer": 8}
+        facts = {"drift": {"table": claim}}
+        site.registry.add(name, node_id=ord(name), role="trainer", groups=(), examples={}, facts=facts)
+    rows = [make_device_row(site.registry, name) for name in ("a", "b")]
+    assert [row["drift"] for row in rows] == [f"table: psi {psi} of heat, 8 examples against 9" for psi in (0.1, 0.3)]
+    told = [(row["device_id"], row["text"]) for row in list_attention(rows, [], 0.0) if "drift" in row["text"]]
+    assert told == [("b", "data has drifted: table: psi 0.3 of heat, 8 examples against 9")]
+
+
 def test_a_board_whose_signatures_end_or_whose_list_lags_behind_needs_attention(site: Site) -> None:
     day = 86400
 

@@ -8,6 +8,7 @@ from small_fleet import SmallFleet
 
 from edgefl.coordinator.fleet.presence import CloneRejected, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
+    DataDrifted,
     DeviceAdded,
     DeviceChanged,
     DeviceRemoved,
@@ -269,6 +270,22 @@ def test_a_shard_that_a_device_cannot_read_is_its_problem(fleet):
     fleet.registry.record_capabilities("pi", Capabilities(facts=facts, shards={}))
     (row,) = fleet.registry.list_status_rows()
     assert row["problem"] == "shard of cifar:Cifar: No module named 'cifar'"
+
+
+def test_a_drift_is_told_when_it_becomes_large_and_not_at_every_report(fleet):
+    fleet.add("pi")
+    fleet.take()
+
+    def report(psi):
+        claim = {"column": "3", "psi": psi, "ks": 0.5, "num_reference": 200, "num_newer": 100}
+        facts = {} if psi is None else {"drift": {"digits": claim}}
+        fleet.registry.record_capabilities("pi", Capabilities(facts=facts, shards={}))
+        return [event.reason for event in fleet.take() if isinstance(event, DataDrifted)]
+
+    told = "digits: psi 0.31, ks 0.5 of 3, 100 examples against 200"
+    assert [report(psi) for psi in (0.2, 0.31, 0.4, None, 0.31)] == [[], [told], [], [], [told]]
+    (row,) = fleet.registry.list_status_rows()
+    assert row["drift"] == told
 
 
 def test_many_threads_may_use_it_at_once():

@@ -13,7 +13,7 @@ from edgefl.coordinator.auth import RejectedRequestLog
 from edgefl.coordinator.fleet import telemetry_writer as module
 from edgefl.coordinator.fleet.registry import MAX_ERROR_CHARS, MAX_SHARD_ERRORS, parse_shard_errors
 from edgefl.coordinator.fleet.telemetry_writer import SETTLING_TIME_S, TelemetryWriter, record_capabilities
-from edgefl.core.claims import EXAMPLES_CHANGED
+from edgefl.core.claims import DATA_DRIFTED, EXAMPLES_CHANGED
 from edgefl.core.errors import StoreFullError
 from edgefl.core.protocol import Capabilities, Heartbeat, Topic
 from edgefl.storage import store as retention
@@ -185,6 +185,15 @@ def test_a_report_of_other_numbers_of_examples_is_an_event_that_says_what_counts
     site.diary.flush()
     (row,) = [row for row in site.rows("events") if row["kind"] == EXAMPLES_CHANGED]
     assert (row["device_id"], row["message"]) == ("pi", "digits: 5 before, reported 40000, counted 10005")
+
+
+def test_a_large_drift_is_an_event(site: Site) -> None:
+    claim = {"column": "a\nb", "psi": 0.5, "ks": None, "num_reference": 200, "num_newer": 100}
+    report = Capabilities(facts={"drift": {"digits": claim}}, shards={})
+    site.diary.on_message("pi", Topic.CAPABILITIES, report.dump())
+    site.diary.flush()
+    (row,) = [row for row in site.rows("events") if row["kind"] == DATA_DRIFTED]
+    assert (row["device_id"], row["message"]) == ("pi", "digits: psi 0.5 of a b, 100 examples against 200")
 
 
 @pytest.mark.parametrize(

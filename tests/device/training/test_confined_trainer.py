@@ -7,11 +7,13 @@ from digit_shards import digit_shard
 
 from edgefl.compression.codec import make_codec
 from edgefl.core.config import AdaptSection
-from edgefl.core.types import derive_rng
+from edgefl.core.types import Dataset, derive_rng
+from edgefl.device.drift_watch import list_reference_paths
 from edgefl.device.hardware import requirements
 from edgefl.device.training.confined_trainer import ConfiningTrainer, is_built_in
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks.adaptation.base_file import AdaptPlan
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 from edgefl.tasks.registry import make_task
 
 pytestmark = pytest.mark.extended
@@ -137,6 +139,29 @@ def test_what_is_built_in_trains_in_the_agent_and_always_confines_that_too_with_
         assert confined[1] == free[1]
         assert confined[0]["metrics"]["loss"] == free[0]["metrics"]["loss"]
         assert always.trainer.evaluate(board.header(task="digits"), b"")[0]["error"].startswith("CodecError")
+    finally:
+        always.trainer.close()
+
+
+def test_a_confined_process_keeps_what_a_run_leaves_on_the_board(board, tmp_path):
+    own = Board(tmp_path)
+    assert own.root != board.root  # which allows the module
+    assert "error" not in own.train(codec="ef|topk:0.5", run="kept")[0]
+    own.trainer.close()
+    assert [path.name for path in own.root.glob("confined/*/residuals/*")] == ["kept.npz"]
+
+
+def test_the_drift_of_a_confined_task_is_measured_in_its_process(tmp_path):
+    always = Board(tmp_path, "always", get_drift_references=lambda: {"digits": "first"})
+    try:
+        always.train(task="digits")
+        (kept,) = list_reference_paths(always.root, "digits")[1:]
+        assert kept.exists()
+        paler = Dataset(inputs=np.full((120, 8, 8), 3, np.uint8), targets=np.arange(120) % 10)
+        write_shard(tmp_path / "digits.npz", paler, ShardMetadata(task="digits"))
+        drift = always.trainer.measure_drift()
+        assert drift.keys() == {"digits"}
+        assert (drift["digits"]["num_newer"], drift["digits"]["psi"] > 1.0) == (120, True)
     finally:
         always.trainer.close()
 

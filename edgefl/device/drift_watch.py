@@ -1,0 +1,214 @@
+"""Drift of a board's data: its newest examples against those of its first training, or of a file of its owner's.
+
+Off unless the owner names a task. A reference is a bounded sample of examples in the state directory, made when the
+task's data is first loaded for work. It is compared with a sample of the same size whenever the shard has changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.analyses import DEFAULT_MIN_GROUP
+from edgefl.core.errors import DataError, EdgeflError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Dataset, Json, Scalar, Task, derive_rng
+from edgefl.system.atomic_files import write_atomic
+from edgefl.tasks.datasets.array_files import read_npz
+from edgefl.tasks.datasets.shards import load_task_data
+from edgefl.tasks.registry import make_task
+
+log = logging.getLogger(__name__)
+
+FIRST = "first"
+"""A reference: the data with which the board first worked."""
+FOLDER = "drift"
+MIN_EXAMPLES = 100
+"""Of fewer examples chance alone makes a large index."""
+MAX_SAMPLES = 2000
+MAX_SAMPLE_BYTES = 8 * 1024**2
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftReference:
+    """What newer data is compared with.
+
+    Attributes:
+        source: `FIRST` or a path, as the owner said.
+        options: of the task, with which the data is read.
+        num_examples: of the shard at that time.
+        sample: some of its examples, or of those of the path.
+    """
+
+    source: str
+    options: Mapping[str, Scalar]
+    num_examples: int
+    sample: Dataset
+
+
+class DriftWatch:
+    """References of a board's tasks, and the drift from them.
+
+    Args:
+        folder: of the references; made when there is one.
+        get_references: returns by task `FIRST`, or the path of the owner's reference; without it a task is left out.
+        get_min_group: returns the least number of examples that anything is said of.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        get_references: Callable[[], Mapping[str, str]],
+        get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
+    ) -> None:
+        self._folder, self._get_references, self._get_min_group = folder, get_references, get_min_group
+        self._made: dict[str, str] = {}
+        self._failed: dict[str, str] = {}
+
+    def record_reference(self, task: Task, name: str, options: Mapping[str, Scalar], data: Dataset) -> None:
+        """Makes the reference of a task by its name, from its data, unless there is one or none is wanted."""
+        source = self._get_references().get(name)
+        path = get_reference_path(self._folder, name)
+        if source is None or self._failed.get(name) == source or (self._made.get(name) == source and path.exists()):
+            return
+        self._made[name] = source
+        found = self._load(name)
+        if found is not None and found.source == source:
+            return
+        try:
+            of_reference = data if source == FIRST else load_task_data(task, source)
+            reference = DriftReference(
+                source=source, options=options, num_examples=len(data), sample=_draw_sample(of_reference, name)
+            )
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a confined process changes no modes
+            write_atomic(path, encode_reference(reference))
+        except (EdgeflError, OSError) as error:
+            self._failed[name] = source  # a path that cannot be read must not be read at each assignment
+            log.warning("no reference for the drift of task %s: %s", name, error)
+
+    def measure(self, shards: Mapping[str, str], *, without: Collection[str] = ()) -> Json:
+        """Returns by task the largest drift of a column, of tasks that have a reference and enough newer examples.
+
+        Newer are the examples behind those that the shard had at first, or all where it has no more than then.
+        """
+        drifts: Json = {}
+        for name, source in self._get_references().items():
+            reference = self._load(name) if name in shards and name not in without else None
+            if reference is None or reference.source != source:
+                continue
+            try:
+                task = make_task(name, reference.options)
+                drift = self._compare(task, name, reference, load_task_data(task, shards[name]))
+            except Exception as error:  # a custom loader may raise anything, and the board must survive
+                is_known = isinstance(error, EdgeflError)
+                log.warning("the drift of task %s is unknown: %s", name, error, exc_info=not is_known)
+                continue
+            drifts |= {} if drift is None else {name: drift}
+        return drifts
+
+    def _compare(self, task: Task, name: str, reference: DriftReference, data: Dataset) -> Json | None:
+        from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 boards without it need not have it loaded
+
+        first_row = reference.num_examples if len(data) > reference.num_examples else 0
+        if len(data) - first_row < max(MIN_EXAMPLES, self._get_min_group()):
+            return None
+        newer = _draw_sample(data, name, first_row)
+        largest = measure_drift(task, reference.sample, newer)[0]
+        return {
+            "column": largest.name,
+            "psi": round(largest.psi, 4),
+            "ks": None if largest.ks is None else round(largest.ks, 4),
+            "num_reference": reference.num_examples,
+            "num_newer": len(data) - first_row,
+        }
+
+    def _load(self, name: str) -> DriftReference | None:
+        """Returns a reference; None where there is none or it is damaged, so that the next work makes it anew."""
+        path = get_reference_path(self._folder, name)
+        try:
+            return read_reference(path)
+        except FileNotFoundError:
+            return None
+        except DataError as error:
+            log.warning("%s is left out: %s", path, error)
+            return None
+
+
+def get_reference_path(folder: Path, name: str) -> Path:
+    """Returns where the reference of a task lies; its name may hold any character."""
+    return folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.npz"
+
+
+def list_reference_paths(root: Path, name: str) -> list[Path]:
+    """Returns where references of a task lie in a state directory: the agent's, and that of a confined process."""
+    path = get_reference_path(root / FOLDER, name)
+    return [path, *root.glob(f"*/*/{FOLDER}/{path.name}")]
+
+
+def read_reference(path: Path) -> DriftReference:
+    """Returns a reference in a file.
+
+    Raises:
+        DataError: it is damaged, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    try:
+        with path.open("rb") as file:
+            arrays = read_npz(file, ("about", "inputs", "targets"))
+        about = parse_json(arrays["about"].tobytes())
+        source, options, num_examples = about["source"], about["options"], about["num_examples"]
+        sample = Dataset(inputs=arrays["inputs"], targets=arrays["targets"])
+        is_right = (
+            about["v"] == FORMAT_VERSION
+            and isinstance(source, str)
+            and isinstance(options, dict)
+            and isinstance(num_examples, int)
+            and sample.inputs.ndim > 0
+            and sample.targets.ndim > 0
+            and 0 < len(sample.inputs) == len(sample)
+        )
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"no reference of drift ({type(error).__name__}: {error})") from None
+    if not is_right:
+        raise DataError(f"no reference of drift of version {FORMAT_VERSION}")
+    return DriftReference(source=source, options=options, num_examples=num_examples, sample=sample)
+
+
+def encode_reference(reference: DriftReference) -> bytes:
+    """Returns a reference as the bytes of its file."""
+    about = {
+        "v": FORMAT_VERSION,
+        "source": reference.source,
+        "options": dict(reference.options),
+        "num_examples": reference.num_examples,
+    }
+    content = io.BytesIO()
+    np.savez(
+        content,
+        about=np.array([*json.dumps(about).encode()], np.uint8),
+        inputs=reference.sample.inputs,
+        targets=reference.sample.targets,
+    )
+    return content.getvalue()
+
+
+def _draw_sample(data: Dataset, name: str, first_row: int = 0) -> Dataset:
+    """Returns some of the examples from a row on, the same for as many."""
+    count = len(data) - first_row
+    if count < 1:
+        raise DataError("the data has no examples")
+    row_bytes = max(1, (data.inputs.nbytes + data.targets.nbytes) // len(data))
+    size = min(count, MAX_SAMPLES, max(1, MAX_SAMPLE_BYTES // row_bytes))
+    rows = np.sort(derive_rng("drift", name).choice(count, size, replace=False))
+    taken = data.take(first_row + rows)
+    return Dataset(inputs=taken.inputs, targets=taken.targets)

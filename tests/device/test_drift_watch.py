@@ -1,0 +1,129 @@
+"""A board's newest data against that of its first work."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from edgefl.core.types import Dataset
+from edgefl.device.drift_watch import MAX_SAMPLES, MIN_EXAMPLES, DriftWatch, get_reference_path, read_reference
+from edgefl.device.training.task_cache import TaskCache
+from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
+
+RUNNING = {"columns": "speed,heat", "target": "wear"}
+
+
+def make_rows(num_rows, *, heat=0.0, seed=1):
+    rng = np.random.default_rng(seed)
+    numbers = rng.standard_normal((num_rows, 3)) + np.array([5.0, heat, 0.0])
+    return "\n".join(",".join(f"{number:.4f}" for number in row) for row in numbers) + "\n"
+
+
+@pytest.fixture
+def board(tmp_path):
+    """A cache of tasks over one CSV file, whose drift is watched as `references` says."""
+    shard, references = tmp_path / "log.csv", {"table": "first"}
+    shard.write_text("speed,heat,wear\n" + make_rows(400))
+    shards = {"table": str(shard)}
+    watch = DriftWatch(tmp_path / "drift", lambda: references)
+    cache = TaskCache(lambda: shards, accelerator="cpu", threads=1, drift=watch)
+
+    def work():
+        cache.load_data(cache.get("table", RUNNING))
+
+    def append(text):
+        with shard.open("a") as file:
+            file.write(text)
+
+    return SimpleNamespace(
+        shard=shard, shards=shards, references=references, cache=cache, work=work, append=append,
+        folder=tmp_path / "drift", kept=get_reference_path(tmp_path / "drift", "table"),
+    )  # fmt: skip
+
+
+def test_the_rows_that_are_new_are_compared_with_those_of_the_first_work(board):
+    assert board.cache.measure_drift() == {}
+    board.work()
+    assert board.cache.measure_drift()["table"]["psi"] == 0.0
+    board.append(make_rows(300, seed=2))
+    board.work()
+    still = board.cache.measure_drift()["table"]
+    assert still["psi"] < 0.15
+    assert (still["num_reference"], still["num_newer"]) == (400, 300)
+    board.shard.write_text(board.shard.read_text().partition("\n")[0] + "\n" + make_rows(400))
+    board.append(make_rows(200, heat=2.0, seed=3))
+    moved = board.cache.measure_drift()["table"]
+    assert (moved["column"], moved["num_newer"]) == ("heat", 200)
+    assert moved["psi"] > 1.0
+    assert moved["ks"] == pytest.approx(0.68, abs=0.1)  # 2 Φ(1) - 1
+
+
+def test_a_shard_that_has_no_more_rows_than_then_is_compared_as_a_whole(board):
+    board.work()
+    board.shard.write_text("speed,heat,wear\n" + make_rows(400, heat=-2.0, seed=4))
+    found = board.cache.measure_drift()["table"]
+    assert (found["column"], found["num_newer"]) == ("heat", 400)
+
+
+def test_of_few_new_rows_nothing_is_said_nor_below_the_owner_s_least(board):
+    board.work()
+    board.append(make_rows(MIN_EXAMPLES - 1, heat=9.0))
+    assert board.cache.measure_drift() == {}
+    board.append(make_rows(1, heat=9.0))
+    assert board.cache.measure_drift()["table"]["num_newer"] == MIN_EXAMPLES
+    strict = DriftWatch(board.folder, lambda: board.references, lambda: MIN_EXAMPLES + 1)
+    assert strict.measure(board.shards) == {}
+
+
+def test_nothing_is_kept_nor_read_of_a_task_that_nobody_watches(board):
+    board.references.clear()
+    board.work()
+    assert not board.folder.exists()
+    board.references["table"] = "first"
+    board.work()
+    board.references.clear()
+    board.shard.unlink()
+    assert board.cache.measure_drift() == {}
+
+
+def test_the_owner_may_name_the_reference_and_one_that_is_not_there_is_a_line(board, tmp_path, caplog):
+    board.references["table"] = str(tmp_path / "june.csv")
+    board.work()
+    board.work()
+    assert caplog.text.count("no reference for the drift of task table") == 1
+    assert board.cache.measure_drift() == {}
+    june = tmp_path / "june-at-last.csv"
+    june.write_text("speed,heat,wear\n" + make_rows(500, heat=3.0))
+    board.references["table"] = str(june)
+    board.work()
+    board.append(make_rows(100, seed=5))
+    found = board.cache.measure_drift()["table"]
+    assert (found["column"], found["num_reference"]) == ("heat", 400)
+    assert found["psi"] > 1.0
+
+
+def test_a_damaged_reference_is_left_out_and_made_anew_by_the_next_process(board, caplog):
+    board.work()
+    whole = board.kept.read_bytes()
+    board.kept.write_bytes(whole[:-30])
+    assert board.cache.measure_drift() == {}
+    assert "is left out" in caplog.text
+    watch = DriftWatch(board.folder, lambda: board.references)
+    TaskCache(lambda: board.shards, accelerator="cpu", threads=1, drift=watch).load_data(
+        board.cache.get("table", RUNNING)
+    )
+    assert len(read_reference(board.kept).sample) == 400
+
+
+def test_a_reference_is_a_sample_however_large_the_shard_is(tmp_path):
+    path, count = tmp_path / "pi.npz", 3 * MAX_SAMPLES
+    labels = np.arange(count) % 10
+    write_shard(path, Dataset(inputs=np.zeros((count, 8, 8), np.uint8), targets=labels), ShardMetadata(task="digits"))
+    cache = TaskCache(
+        lambda: {"digits": str(path)}, accelerator="cpu", threads=1,
+        drift=DriftWatch(tmp_path / "drift", lambda: {"digits": "first"}),
+    )  # fmt: skip
+    cache.load_data(cache.get("digits", {}))
+    kept = read_reference(get_reference_path(tmp_path / "drift", "digits"))
+    assert (len(kept.sample), kept.num_examples) == (MAX_SAMPLES, count)
+    assert cache.measure_drift()["digits"]["psi"] == 0.0
