@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "FedPer": {"adapt": {"local": ["fc2.*"]}},
     "FedRep": {"adapt": {"local": ["fc2.*"]}, "strategy": {"head_epochs": 2}},
     "Ditto": {"strategy": {"personal_lambda": 1.0}},
+    "APFL": {"strategy": {"personal_mixture": 0.5}},
 }
 
 

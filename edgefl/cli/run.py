@@ -384,7 +384,9 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
         raise ConfigError("adapt: a Flower app sends whole models; leave it out")
     built = build_run(config, "check")
     if built.has_personal:
-        raise ConfigError("strategy.personal_lambda: a Flower app keeps no copies on its nodes; leave it out")
+        raise ConfigError(
+            "strategy.personal_lambda and personal_mixture: a Flower app keeps no copies on its nodes; leave them out"
+        )
     if built.strategy.root_examples:
         raise ConfigError(f"{config.strategy.name} trains on examples of the coordinator, and a Flower app has none")
     partition_scheme = scheme or config.simulation.scheme or default_scheme(config.run.task)

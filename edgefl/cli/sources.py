@@ -347,14 +347,18 @@ Source = ApiSource | DirectorySource
 def load_model(source: Source, row: Json, local: Path | None = None) -> dict[str, Array]:
     """Returns a model's tensors, checked against its SHA-256, with those of a board's file that stayed there.
 
-    A personal copy takes the place of the model's own tensors.
+    A personal copy takes the place of the model's own tensors, or is mixed with them.
 
     Raises:
         DataError: the board's file cannot be read, has a tensor that the model has too, or a copy of another model.
     """
     from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 fast start
     from edgefl.tasks.datasets.array_files import read_npz  # noqa: PLC0415 likewise
-    from edgefl.tasks.local_algorithms.personal_training import remove_prefix  # noqa: PLC0415 likewise
+    from edgefl.tasks.local_algorithms.personal_training import (  # noqa: PLC0415 likewise
+        MIXTURE,
+        make_personal_model,
+        remove_prefix,
+    )
 
     with source.open_model_file(row["sha256"]) as path:
         model = load_model_file(path)
@@ -367,12 +371,12 @@ def load_model(source: Source, row: Json, local: Path | None = None) -> dict[str
         raise DataError(f"--local {local}: cannot be read: {error}") from None
     if copy := remove_prefix(found):
         for name, tensor in copy.items():
-            if name not in model or model[name].shape != tensor.shape:
+            if name != MIXTURE and (name not in model or model[name].shape != tensor.shape):
                 raise DataError(
                     f"--local {local}: has a personal copy of {name!r} {tensor.shape}, which the model has not; "
                     "it is of another run"
                 )
-        return {**model, **copy}
+        return {**model, **make_personal_model(copy, model)}
     if both := sorted(model.keys() & found.keys()):
         raise DataError(f"--local {local}: has tensor {both[0]!r}, which the model has too; it is of another run")
     return {**model, **found}

@@ -209,7 +209,7 @@ def is_stateful_training(plan: TrainConfig, codec: str, shapes: ModelSpec) -> bo
         shapes: the model's tensors.
     """
     has_state = plan.node is not None or plan.keeps_state or has_error_feedback(codec)
-    has_state = has_state or plan.personal_lambda is not None
+    has_state = has_state or plan.has_personal
     return has_state or not all(spec.shared for spec in shapes)
 
 

@@ -308,7 +308,8 @@ class TrainConfig:
     may then be 0, for an exchange alone. Otherwise `messages` are those sent beside the model. With `collective` the
     budget is that of each of its all-reduces. With `head_epochs` the tensors that stay on the device are trained
     alone for so many passes, and then the budget trains the others alone (FedRep). With `personal_lambda` the budget
-    is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto).
+    is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto). So it is
+    with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL).
     """
 
     algorithm: str = Algorithm.SGD
@@ -321,6 +322,7 @@ class TrainConfig:
     weight_decay: float = field(default=0.0, metadata={"at_least": 0})
     head_epochs: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
     personal_lambda: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1000})
+    personal_mixture: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -328,9 +330,14 @@ class TrainConfig:
     node: GossipConfig | None = None
     collective: CollectiveConfig | None = None
 
+    @property
+    def has_personal(self) -> bool:
+        """Whether a personal copy of the model is trained beside it."""
+        return self.personal_lambda is not None or self.personal_mixture is not None
+
     def count_iterations(self, num_examples: int) -> int | None:
         """Returns the iterations on so many examples unless finished early; None where seconds decide."""
-        head, num_models = self.count_head_iterations(num_examples), 1 if self.personal_lambda is None else 2
+        head, num_models = self.count_head_iterations(num_examples), 2 if self.has_personal else 1
         if self.epochs is not None:
             return head + num_models * self._count_in_passes(self.epochs, num_examples)
         return None if self.iterations is None else head + num_models * self.iterations
@@ -356,13 +363,14 @@ class TrainConfig:
         self._check_personal(table)
 
     def _check_personal(self, table: str) -> None:
-        names = [name for name in ("head_epochs", "personal_lambda") if getattr(self, name) is not None]
+        settings = "head_epochs", "personal_lambda", "personal_mixture"
+        names = [name for name in settings if getattr(self, name) is not None]
         unfit = {
             "scaffold": self.algorithm == Algorithm.SCAFFOLD,
             "seconds": self.seconds is not None,
             "keep_optimizer": self.keeps_state,
-            "collectives": self.collective is not None and self.personal_lambda is not None,
-            "head_epochs": len(names) > 1,
+            "collectives": self.collective is not None and self.has_personal,
+            **dict.fromkeys(names[:-1], True),
         }
         if names and (found := [name for name, is_set in unfit.items() if is_set]):
             raise ConfigError(

@@ -15,6 +15,9 @@ from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
 from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
 from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
 
+PERSONAL_SETTINGS = ("personal_lambda", "personal_mixture")
+"""Settings of a strategy that give each device a personal copy of the model."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptedModel:
@@ -135,7 +138,7 @@ def check_head_epochs(plan: object, shapes: ModelSpec, *, plans_iterations: bool
 
 
 def check_personal(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec, *, plans_iterations: bool) -> bool:
-    """Returns whether devices have personal copies of the model (Ditto).
+    """Returns whether devices have personal copies of the model (Ditto, APFL).
 
     Args:
         strategy: of the run.
@@ -146,8 +149,8 @@ def check_personal(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec
     Raises:
         ConfigError: they do, and something in the run file does not go with it.
     """
-    value = config.strategy.options.get("personal_lambda")
-    if value is None:
+    chosen = {name: value for name, value in config.strategy.options.items() if name in PERSONAL_SETTINGS}
+    if not chosen:
         return False
     unfit = {
         "nodes of a graph, which have models of their own": strategy.has_nodes,
@@ -159,7 +162,8 @@ def check_personal(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec
         "tensors that stay on the devices beside it": any(not spec.shared for spec in shapes),
     }
     if found := [name for name, is_set in unfit.items() if is_set]:
-        raise ConfigError(f"strategy.personal_lambda = {value} does not go with {found[0]}; leave one of them out")
+        name, value = next(iter(chosen.items()))
+        raise ConfigError(f"strategy.{name} = {value} does not go with {found[0]}; leave one of them out")
     return True
 
 

@@ -64,6 +64,8 @@ class StrategyConfig:
             others (FedRep); None trains all together (FedPer).
         personal_lambda: λ of Ditto: each device trains as much again a copy v of the model that stays there, held to
             the model w that it received by λ/2·|v - w|²; None trains no copy.
+        personal_mixture: a of APFL at first: each device trains as much again a copy v that stays there, so that the
+            mixture a·v + (1 - a)·w with the model is good; a adapts on each device. None trains no copy.
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """
@@ -79,6 +81,7 @@ class StrategyConfig:
     weight_decay: float = _copy_field("weight_decay")
     head_epochs: float | None = _copy_field("head_epochs")
     personal_lambda: float | None = _copy_field("personal_lambda")
+    personal_mixture: float | None = _copy_field("personal_mixture")
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""

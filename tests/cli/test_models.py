@@ -58,6 +58,9 @@ def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untra
     np.savez(local, **copy)
     loaded = load_model(source, row, local)
     assert all(np.array_equal(loaded[name], shared[name] + 1) for name in shared), "a personal copy takes its place"
+    np.savez(local, **copy, **{"personal/-mixture": np.full(len(shared), 0.5)})
+    mixed = load_model(source, row, local)
+    assert all(np.allclose(mixed[name], shared[name] + 0.5) for name in shared), "or is mixed with it"
     np.savez(local, **copy, **{"personal/fc9.weight": np.zeros(3)})
     with pytest.raises(DataError, match=r"personal copy of 'fc9.weight' \(3,\), which the model has not"):
         load_model(source, row, local)

@@ -183,6 +183,7 @@ def test_heads_trained_first_cost_their_time_and_change_what_is_sent(tmp_path, w
         ({"strategy": {"name": "esync", "personal_lambda": 1.0}}, "does not go with esync or fltrust"),
         ({"strategy": {"name": "redundant", "personal_lambda": 1.0}}, "does not go with redundant"),
         ({"strategy": {"name": "dsgd", "personal_lambda": 1.0}}, "does not go with nodes of a graph"),
+        ({"strategy": {"name": "esync", "personal_mixture": 1.0}}, "personal_mixture = 1.0 does not go with esync"),
         (
             {"aggregation": {"collective": "ring"}, "guard": {"enabled": False, "max_weight_ratio": 0.0}},
             "does not go with aggregation.collective",
@@ -223,9 +224,10 @@ def test_copies_cost_their_time_and_memory_and_leave_the_shared_model_as_it_is(t
     assert needed["ditto"] > needed["plain"]
 
 
-def test_boards_keep_the_same_copies_as_virtual_ones(tmp_path):
+@pytest.mark.parametrize("setting", ["personal_lambda", "personal_mixture"])
+def test_boards_keep_the_same_copies_as_virtual_ones(tmp_path, setting):
     config = tables({}, evaluate_on="devices")
-    config["strategy"] |= {"personal_lambda": 0.5}
+    config["strategy"] |= {setting: 0.5}
     live = edgefl.run(config, devices=2, scheme="iid", root=tmp_path / "live")
     virtual = simulate(config, devices=2, scheme="iid", root=tmp_path / "virtual")
     assert live.status == "finished"
@@ -246,13 +248,14 @@ def test_heads_of_their_own_suit_boards_of_their_own_kind_better_than_one_model_
         ("fedper", {"local": ["fc2.*"]}, {}),
         ("fedrep", {"local": ["fc2.*"]}, {"head_epochs": 2}),
         ("ditto", {}, {"personal_lambda": 1.0}),
+        ("apfl", {}, {"personal_mixture": 0.5}),
     ):
         config = tables(adapt, rounds=20, evaluate_on="devices")
         config["strategy"] |= {"epochs": 1, **strategy}
         config["simulation"]["scheme"] = "dirichlet:0.1"
         metrics = simulate(config, devices=8, root=tmp_path / name).metrics
         accuracy[name] = metrics["accuracy"]
-        if name == "ditto":
+        if name in {"ditto", "apfl"}:
             assert metrics["personal-accuracy"] > accuracy["shared"] + 0.02
             assert accuracy[name] == accuracy["shared"]
     assert accuracy["fedper"] > accuracy["shared"] + 0.02

@@ -50,6 +50,8 @@ MODEL_COPIES_IN_MEMORY = 4
 """Weights, gradients, the encoded update, and the state of a local algorithm."""
 PERSONAL_COPIES_IN_MEMORY = 3
 """A personal copy as it is kept, the model that it is held to, and the model at the start."""
+MIXED_COPIES_IN_MEMORY = 6
+"""The copy as it is kept and as it is trained, the mixture, and the model at the start and at both ends of a step."""
 BASE_COPIES_IN_MEMORY = 3
 """A frozen tensor as it came, as the network has it, and with an adapter added or, until frozen, its gradient."""
 MODEL_COPIES_ON_DISK = 2
@@ -470,7 +472,10 @@ def create_admission_requirements(
 
 
 def _count_needed_memory(run: RunComponents) -> int:
-    copies = MODEL_COPIES_IN_MEMORY + (PERSONAL_COPIES_IN_MEMORY if run.has_personal else 0)
+    copies = MODEL_COPIES_IN_MEMORY
+    if run.has_personal:
+        is_mixed = run.config.strategy.options.get("personal_mixture") is not None
+        copies += MIXED_COPIES_IN_MEMORY if is_mixed else PERSONAL_COPIES_IN_MEMORY
     return copies * count_device_bytes(run) + BASE_COPIES_IN_MEMORY * count_base_bytes(run)
 
 

@@ -182,8 +182,11 @@ class ClientState:
 
     def get_personal_copy(self, run: str, model_spec: ModelSpec) -> Model | None:
         """Returns the run's personal copy of the model, or None when missing or of other shapes."""
-        kept = self.get_local_tensors(run, list_kept_specs(model_spec))
-        return None if kept is None else remove_prefix(kept)
+        for has_mixture in (True, False):
+            kept = self.get_local_tensors(run, list_kept_specs(model_spec, has_mixture=has_mixture))
+            if kept is not None:
+                return remove_prefix(kept)
+        return None
 
     def update_personal_copy(self, run: str, copy: Model) -> None:
         """Stores the personal copy on disk at once, as local tensors; not that of a diverged training."""

@@ -60,6 +60,7 @@ from edgefl.tasks.augmentation import AUGMENT, augment_batches
 from edgefl.tasks.datasets.shards import compute_root_fraction
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
+from edgefl.tasks.local_algorithms.personal_training import make_personal_model
 from edgefl.tasks.local_algorithms.scaffold import get_start_version
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 
@@ -371,10 +372,10 @@ class DeviceTrainer:
             result, extra = self._run_training(instruction, cached_task, learner, data)
         else:
             learner, result, extra, split_header = self._train_front(instruction, cached_task, body, data)
-        if instruction.plan.personal_lambda is None:
+        if result.personal is None:
             self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
         else:
-            self._client_state.update_personal_copy(instruction.run, learner.read())
+            self._client_state.update_personal_copy(instruction.run, dict(result.personal))
         encoded = self._encode_update(instruction, cached_task, result.displacement)
         self._client_state.save(only_when_due=not instruction.is_durable)
         metrics = {
@@ -509,9 +510,9 @@ class DeviceTrainer:
             algorithm_state=algorithm_state,
             local_names=[spec.name for spec in cached_task.model_spec if not spec.shared],
             personal=(
-                None
-                if plan.personal_lambda is None
-                else self._client_state.get_personal_copy(instruction.run, cached_task.model_spec)
+                self._client_state.get_personal_copy(instruction.run, cached_task.model_spec)
+                if plan.has_personal
+                else None
             ),
         )
         if variate is not None:
@@ -583,8 +584,9 @@ class DeviceTrainer:
         if not instruction.has_personal:
             found = evaluate(learner, data, cached_task.metrics)
         else:
-            copy = self._client_state.get_personal_copy(instruction.run, cached_task.model_spec) or learner.read()
-            found = evaluate(learner, data, make_task_metrics(cached_task.task, has_personal=True), copy)
+            copy = self._client_state.get_personal_copy(instruction.run, cached_task.model_spec)
+            own = make_personal_model(copy, learner.read())
+            found = evaluate(learner, data, make_task_metrics(cached_task.task, has_personal=True), own)
         return {"metrics": {"num_examples": len(data), "loss": found.loss, "accuracy": found.accuracy}}, found.sums
 
     def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:

@@ -50,6 +50,7 @@ from edgefl.tasks.local_algorithms.local_training import (
     start_node,
     train,
 )
+from edgefl.tasks.local_algorithms.personal_training import make_personal_model
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.noop import NoopLearner
@@ -343,8 +344,9 @@ class SimulatedTrainer:
             raise DataError("the local test split holds no examples")
         memory = self._states.get(device_id or "", _LocalState())
         self._load_model(memory, model)
-        copy = (memory.personal_copy or self._learner.read()) if self._task_spec.has_personal else None
-        found = evaluate(self._learner, data, self._metrics, copy)
+        has_personal = self._task_spec.has_personal
+        own = make_personal_model(memory.personal_copy, self._learner.read()) if has_personal else None
+        found = evaluate(self._learner, data, self._metrics, own)
         return EvaluationMetrics(
             num_examples=len(data), loss=found.loss, accuracy=found.accuracy, sums=found.sums,
             values=self._metrics.combine([found.sums]),
@@ -393,9 +395,8 @@ class SimulatedTrainer:
         elif result.algorithm_state is not None:
             state.algorithm = instruction.plan.algorithm
             state.step_state = {name: np.array(array) for name, array in result.algorithm_state.items()}
-        if instruction.plan.personal_lambda is not None:
-            copy = self._learner.read()
-            state.personal_copy = copy if is_finite(copy) else state.personal_copy
+        if result.personal is not None:
+            state.personal_copy = dict(result.personal) if is_finite(result.personal) else state.personal_copy
         elif self._local_tensor_names:
             values = self._learner.read()
             local_tensors = {name: values[name] for name in self._local_tensor_names}

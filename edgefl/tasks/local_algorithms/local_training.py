@@ -13,7 +13,7 @@ from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, T
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
-from edgefl.tasks.local_algorithms.personal_training import PulledAlgorithm, list_parts
+from edgefl.tasks.local_algorithms.personal_training import MixedAlgorithm, PulledAlgorithm, list_parts
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
 from edgefl.tasks.stored_arrays import is_stored, iterate_stored_batches
 
@@ -24,7 +24,8 @@ class LocalTrainingResult:
 
     `displacement` is w_end - w_start for every tensor in the task's order, integer buffers included; `loss` is
     the mean over the examples trained on, each at the moment it was used; `num_examples` is the shard's size.
-    `algorithm_state` is the state passed to the run's next instruction by a plan that keeps it.
+    `algorithm_state` is the state passed to the run's next instruction by a plan that keeps it. `personal` is the
+    device's personal copy, where the plan trains one.
     """
 
     displacement: dict[str, Array]
@@ -33,6 +34,7 @@ class LocalTrainingResult:
     loss: float
     compute_s: float
     algorithm_state: Mapping[str, Array] | None = None
+    personal: Mapping[str, Array] | None = None
 
 
 def train(  # noqa: PLR0913 the last three by name
@@ -53,7 +55,8 @@ def train(  # noqa: PLR0913 the last three by name
     With `plan.head_epochs` the local tensors are trained alone at first, then the others alone, each for at least one
     iteration (Collins et al., Exploiting Shared Representations for Personalized Federated Learning (FedRep), ICML
     2021, algorithm 1). With `plan.personal_lambda` a personal copy is trained after the model, for as many
-    iterations, and the learner holds it afterwards; the result is of the model.
+    iterations, and the learner holds it afterwards; the result is of the model. With `plan.personal_mixture` it is
+    trained beside the model, batch by batch, each of which counts as two iterations.
 
     Args:
         learner: holds the model to start from; afterwards the trained one.
@@ -78,13 +81,15 @@ def train(  # noqa: PLR0913 the last three by name
         raise DataError("the training part of the shard holds no examples")
     algorithm = algorithm or make_local_algorithm(plan)
     _reseed(learner, rng)
-    start, limit = learner.read(), plan.count_iterations(len(data))
+    start, limit, kept = learner.read(), plan.count_iterations(len(data)), None
     loop = _TrainingLoop(data, plan, rng, clock, on_iteration)
     # The coordinator handles a diverging model; here it only must not stop the device.
     with np.errstate(over="ignore", invalid="ignore"):
         if plan.head_epochs is None:
+            mixed = _make_mixed(algorithm, plan, personal)
             limit_of_model = limit if limit is None or plan.personal_lambda is None else limit // 2
-            loop.run(learner, algorithm, limit_of_model, algorithm_state if plan.keeps_state else None)
+            loop.run(learner, mixed or algorithm, limit_of_model, algorithm_state if plan.keeps_state else None)
+            kept = None if mixed is None else mixed.make_copy(learner)
         else:
             for part, limit in list_parts(learner, plan, len(data), local_names):
                 loop.run(part, make_local_algorithm(plan), limit)
@@ -92,6 +97,7 @@ def train(  # noqa: PLR0913 the last three by name
         if plan.personal_lambda is not None:
             learner.load(personal or start)
             loop.run(learner, PulledAlgorithm(make_local_algorithm(plan), start, plan.personal_lambda), limit)
+            kept = learner.read()
     return LocalTrainingResult(
         displacement=displacement,
         iterations=loop.iterations,
@@ -99,7 +105,17 @@ def train(  # noqa: PLR0913 the last three by name
         loss=loss,
         compute_s=clock() - loop.started_s,
         algorithm_state=_get_algorithm_state(algorithm) if plan.keeps_state else None,
+        personal=kept,
     )
+
+
+def _make_mixed(
+    algorithm: LocalAlgorithm, plan: TrainConfig, personal: Mapping[str, Array] | None
+) -> MixedAlgorithm | None:
+    if plan.personal_mixture is None:
+        return None
+    beside = make_local_algorithm(plan)
+    return MixedAlgorithm(algorithm, beside, personal, plan.personal_mixture, plan.learning_rate)
 
 
 class _TrainingLoop:
@@ -140,7 +156,8 @@ class _TrainingLoop:
         for batch in _iterate_batches(self._data, self._plan.batch_size, self._rng):
             self.loss_sum += len(batch) * learner.gradient(batch)
             algorithm.step(learner, batch)
-            self.iterations, self.num_seen = self.iterations + 1, self.num_seen + len(batch)
+            self.iterations += getattr(algorithm, "gradients_per_batch", 1)
+            self.num_seen += len(batch)
             elapsed_s = self._clock() - self.started_s
             if self._on_iteration(self.iterations, elapsed_s / self.iterations):
                 break

@@ -51,7 +51,8 @@ def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
         if not getattr(task, "labels", ()):
             raise ConfigError(
                 f"task {task.name} declares no metrics, and has no classes whose accuracy could be told of personal "
-                'copies; declare some, such as metrics = {"rmse": "min"}, or leave strategy.personal_lambda out'
+                'copies; declare some, such as metrics = {"rmse": "min"}, or leave strategy.personal_lambda out, and '
+                "personal_mixture"
             )
         declared = {"accuracy": "max"}
     if declared is None:

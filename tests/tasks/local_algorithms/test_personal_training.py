@@ -1,13 +1,15 @@
-"""Training of what stays on a board: FedRep and Ditto against plain loops over the same formulas."""
+"""Training of what stays on a board: FedRep, Ditto and APFL against plain loops over the same formulas."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Dataset, TrainConfig
+from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.local_algorithms.personal_training import MIXTURE, make_personal_model
 
 RATE, DECAY = 0.1, 0.01
 
@@ -150,6 +152,68 @@ def test_the_model_that_is_sent_is_what_it_is_without_a_copy(algorithm):
         assert np.array_equal(value, beside.displacement[name])
 
 
+@pytest.mark.parametrize(("share", "rate"), [(0.25, 0.1), (0.9, 0.3)])
+def test_a_copy_is_trained_in_a_mixture_with_the_model_whose_share_adapts(share, rate):
+    plan = TrainConfig(iterations=3, personal_mixture=share, batch_size=12, learning_rate=rate, weight_decay=DECAY)
+    received, data, kept = TwoLayers().read(), some_data(), None
+    copy = dict(received)
+    for number in range(3):
+        learner = TwoLayers()
+        learner.load(received)
+        found = run(plan, learner=learner, local=(), personal=kept)
+        model = dict(received)
+        for step in range(3):
+            mixed = {name: share * copy[name] + (1 - share) * model[name] for name in model}
+            (_, *slopes), (_, *steps) = (compute_gradients(**each, data=data) for each in (mixed, model))
+            slope = sum(((copy[n] - model[n]) * g).sum() for n, g in zip(("body", "head"), slopes, strict=True))
+            for name, of_mixture, of_model in zip(("body", "head"), slopes, steps, strict=True):
+                copy[name] = copy[name] - rate * (share * of_mixture + DECAY * copy[name])
+                model[name] = model[name] - rate * (of_model + DECAY * model[name])
+            if step == 0:
+                share = min(1.0, max(0.0, share - rate * slope))
+        kept = found.personal
+        assert kept[MIXTURE] == pytest.approx([share, share], rel=1e-9)
+        for name, value in copy.items():
+            np.testing.assert_allclose(kept[name], value, rtol=1e-9)
+            np.testing.assert_allclose(learner.read()[name], model[name], rtol=1e-9)
+            np.testing.assert_allclose(found.displacement[name], model[name] - received[name], rtol=1e-9)
+            own = make_personal_model(kept, received)[name]
+            np.testing.assert_allclose(own, share * value + (1 - share) * received[name], rtol=1e-9)
+        received = {name: value + 0.1 * number for name, value in received.items()}
+    assert found.iterations == 6 == plan.count_iterations(12)
+    assert share not in {0.25, 0.9}
+
+
+def test_a_share_of_one_is_training_alone_and_buffers_are_the_copys_own():
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+    layers = torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    learner, data = TorchLearner(torch.nn.Sequential(*layers), loss="mse"), some_data()
+    data = Dataset(inputs=data.inputs.astype(np.float32), targets=data.targets.astype(np.float32))
+    first = learner.read()
+    far = {name: np.asarray(array + 1) for name, array in first.items()} | {MIXTURE: np.ones(len(first))}
+    plan = TrainConfig(iterations=2, batch_size=12, learning_rate=0.0)
+
+    def trained(plan, start, personal=None):
+        learner.load(start)
+        rng = np.random.default_rng(5)
+        found = train(learner, data, plan, rng, clock=lambda: 0.0, on_iteration=lambda *_: False, personal=personal)
+        return learner.read(), found.personal
+
+    alone = [trained(plan, start)[0] for start in (first, {name: far[name] for name in first})]
+    model, copy = trained(replace(plan, personal_mixture=0.5), first, far)
+    assert make_personal_model(copy, first).keys() == first.keys()
+    for name in first:
+        np.testing.assert_allclose(model[name], alone[0][name], rtol=1e-6)
+        np.testing.assert_allclose(copy[name], alone[1][name], rtol=1e-6)
+    assert not np.allclose(copy["1.running_mean"], model["1.running_mean"])
+    with pytest.raises(DataError, match=r"shares of a personal copy must be 9 numbers from 0 to 1, got \[2\."):
+        make_personal_model({**copy, MIXTURE: np.full(9, 2.0)}, first)
+    half = np.where([name.startswith("1.") for name in sorted(first)], 1.0, 0.5)
+    own = make_personal_model({**copy, MIXTURE: half}, first)
+    np.testing.assert_array_equal(own["1.num_batches_tracked"], copy["1.num_batches_tracked"])
+    np.testing.assert_allclose(own["0.bias"], 0.5 * (copy["0.bias"] + first["0.bias"]), rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
@@ -160,6 +224,8 @@ def test_the_model_that_is_sent_is_what_it_is_without_a_copy(algorithm):
             "plan.personal_lambda must be a number at least 0 and at most 1000",
         ),
         ({"epochs": 1.0, "personal_lambda": 1e9}, "plan.personal_lambda must be .*at most 1000"),
+        ({"epochs": 1.0, "personal_mixture": 0.5}, "personal_mixture = 0.5 goes .*not with personal_lambda"),
+        ({"epochs": 1.0, "personal_mixture": 1.5}, "plan.personal_mixture must be a number above 0 and at most 1"),
     ],
 )
 def test_a_copy_that_cannot_be_trained_is_one_clear_line(settings, told):
