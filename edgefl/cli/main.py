@@ -46,7 +46,7 @@ COMMANDS = {
     "run": ("edgefl.cli.run:command", "Submit, watch, stop and resume training runs"),
     "signing": ("edgefl.cli.signing:command", "Sign releases and task packs for the boards"),
     "simulate": ("edgefl.cli.experiments:simulate", "Run on a virtual fleet, in virtual time"),
-    "task": ("edgefl.cli.starters.task:command", "Begin a task of your own"),
+    "task": ("edgefl.cli.starters.task:command", "Begin a task of your own, or compile one"),
     "stats": ("edgefl.cli.stats:command", "Ask the boards for figures of their data, without any example"),
     "user": ("edgefl.cli.fleet.users:remote_command", "Name people who may use a coordinator, from afar"),
     "top": ("edgefl.cli.fleet.devices:top", "Watch boards, run and events in this terminal"),

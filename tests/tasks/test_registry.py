@@ -130,7 +130,8 @@ import sys, importlib, pkgutil
 sys.modules["torch"] = None
 import edgefl.tasks
 for found in pkgutil.walk_packages(edgefl.tasks.__path__, "edgefl.tasks."):
-    importlib.import_module(found.name)
+    if not found.name.startswith("edgefl.tasks.compiler."):  # imported where a task is compiled, with torch and onnx
+        importlib.import_module(found.name)
 assert not {"sklearn", "scipy", "rich", "sqlalchemy", "fastapi", "pydantic", "flwr"} & set(sys.modules)
 from edgefl.core.errors import TaskError
 from edgefl.tasks.registry import make_task

@@ -1,1 +1,1 @@
-"""Files to begin with: tasks of one's own from templates; `files` also serves `edgefl strategies new`."""
+"""Tasks of one's own: from templates, or compiled; `files` also serves `edgefl strategies new`."""

@@ -1,4 +1,4 @@
-"""`edgefl task`: begins a task of one's own as a folder of a few short files that work as they are."""
+"""`edgefl task`: begins a task of one's own as a folder of a few short files that work as they are; compiles one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 
 from edgefl.cli.output import FullHelpGroup
 from edgefl.cli.sources import FOLDER_TYPE
+from edgefl.cli.starters.compile import command as compile_command
 from edgefl.core.errors import DataError, UsageError, format_install_command
 
 BACKENDS = ("numpy", "torch")
@@ -47,7 +48,10 @@ KINDS = {
 
 @click.group("task", cls=FullHelpGroup)
 def command() -> None:
-    """Begin a task of your own."""
+    """Begin a task of your own, or compile one."""
+
+
+command.add_command(compile_command)
 
 
 @command.command()

@@ -66,7 +66,11 @@ class TorchLoss:
         Raises:
             TaskError: a user's function returns something else.
         """
-        expected, loss = self._to_tensor(targets), self._loss
+        return self.compute_from(outputs, self._to_tensor(targets))
+
+    def compute_from(self, outputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """Returns the loss of each example, [n], of targets in torch; raises as `compute`."""
+        loss = self._loss
         if isinstance(loss, FunctionLoss):
             return self._call_function(loss.function, outputs, expected)
         if isinstance(loss, CrossEntropy):
@@ -92,7 +96,7 @@ class TorchLoss:
         values: torch.Tensor = self._functional.cross_entropy(
             outputs,
             classes,
-            weight=weights,
+            weight=None if weights is None else weights.to(outputs.dtype),
             label_smoothing=loss.label_smoothing,
             ignore_index=IGNORED_CLASS,
             reduction="none",
@@ -104,7 +108,10 @@ class TorchLoss:
         if isinstance(loss, Reconstruction):
             return self._compute_elements(loss.of, outputs, targets)
         if isinstance(loss, Quantile):
-            levels, missing = self._to_tensor(np.array(loss.quantiles, np.float32)), targets - outputs
+            levels, missing = (
+                self._to_tensor(np.array(loss.quantiles, np.float32)).to(outputs.dtype),
+                targets - outputs,
+            )
             return self._torch.maximum(levels * missing, (levels - 1.0) * missing)
         if isinstance(loss, Poisson):
             return outputs.exp() - targets * outputs + self._torch.xlogy(targets, targets) - targets

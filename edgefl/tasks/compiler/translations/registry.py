@@ -1,0 +1,42 @@
+"""Forms in ONNX by ATen operator, as `torch.onnx.export` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from onnxscript import opset18 as op
+
+from edgefl.tasks.compiler.translations import convolution, normalisation, pooling
+from edgefl.tasks.compiler.translations.nodes import Value, ints, number
+
+aten = torch.ops.aten
+
+
+def hardtanh(x: Value, minimum: float = -1.0, maximum: float = 1.0) -> Value:
+    return op.Clip(x, number(minimum), number(maximum))
+
+
+def hardtanh_backward(grad: Value, x: Value, minimum: float, maximum: float) -> Value:
+    is_inside = op.And(op.Greater(x, number(minimum)), op.Less(x, number(maximum)))
+    return op.Where(is_inside, grad, number(0.0))
+
+
+def empty_permuted(size: Any, physical_layout: Any, **_: Any) -> Value:
+    """Returns zeros for memory that will be written over."""
+    return op.Expand(number(0.0), ints(*size))
+
+
+TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.avg_pool2d.default: pooling.avg_pool2d,
+    aten.avg_pool2d_backward.default: pooling.avg_pool2d_backward,
+    aten.convolution_backward.default: convolution.convolution_backward,
+    aten.empty_permuted.default: empty_permuted,
+    aten.hardtanh.default: hardtanh,
+    aten.hardtanh_backward.default: hardtanh_backward,
+    aten.max_pool2d_with_indices.default: pooling.max_pool2d_with_indices,
+    aten.max_pool2d_with_indices_backward.default: pooling.max_pool2d_with_indices_backward,
+    aten._native_batch_norm_legit.no_stats: normalisation.batch_norm_without_statistics,  # noqa: SLF001 torch's name
+    aten.native_batch_norm_backward.default: normalisation.native_batch_norm_backward,
+}

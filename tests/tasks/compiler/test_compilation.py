@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+onnx = pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
+pytest.importorskip("onnxscript", reason="needs onnxscript: pip install '.[export]'")
+
+from onnxscript import opset18  # noqa: E402 after what it needs
+from tasks.compiler.networks import NETWORKS, Example  # noqa: E402
+
+from edgefl.core.errors import TaskError  # noqa: E402
+from edgefl.tasks.compiled.artefact import PERMITTED_OPERATORS  # noqa: E402
+from edgefl.tasks.compiler import onnx_files  # noqa: E402
+from edgefl.tasks.compiler.compilation import compile_task, format_loss  # noqa: E402
+from edgefl.tasks.compiler.gradient_check import MEDIAN_BOUND, GraphRunner  # noqa: E402
+from edgefl.tasks.compiler.translations import registry  # noqa: E402
+from edgefl.tasks.losses.registry import make_loss  # noqa: E402
+from edgefl.tasks.registry import make_task  # noqa: E402
+
+LOSSES = ["binary-cross-entropy", "huber:0.5", "quantile:0.1,0.5,0.9", "poisson"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_kind_of_layer_has_the_gradient_that_torch_has_in_double_precision(name):
+    task = NETWORKS[name]()
+    compiled, report = compile_task(task, name="example", batch_size=4, data=task.read(""))
+    assert {spec.name for spec in compiled.manifest.model} == set(task.init(1))
+    assert max(report.check.median.values()) < MEDIAN_BOUND / 2
+    assert report.check.num_real == report.check.num_steps // 2
+    assert set(compiled.manifest.operators) <= set(PERMITTED_OPERATORS)
+    assert 0 < compiled.manifest.flops < 10**9
+    assert 0 < compiled.manifest.peak_bytes < 10**7
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_of_values_is_compiled_and_named_as_a_board_makes_it(loss):
+    task = Example(lambda: torch.nn.Linear(4, 3), (4,), loss, ())
+    compiled, report = compile_task(task, name="example", batch_size=5)
+    assert max(report.check.worst.values()) < 1e-5
+    assert make_loss(compiled.manifest.loss) == make_loss(loss)
+    assert compiled.manifest.target_shape == (3,)
+
+
+def test_a_loss_is_named_with_its_settings():
+    for name in (*LOSSES, "reconstruction:huber:2", "cross-entropy"):
+        assert make_loss(format_loss(make_loss(name))) == make_loss(name)
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    network = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))  # noqa: E731
+    return compile_task(Example(network, (4,)), name="example", batch_size=3)[0]
+
+
+@pytest.mark.extended
+def test_dropout_keeps_what_its_random_input_says_and_an_example_of_weight_0_counts_for_nothing(dropped):
+    rng = np.random.default_rng(0)
+    feeds = {
+        "param:0.weight": rng.standard_normal((8, 4), np.float32), "param:0.bias": np.zeros(8, np.float32),
+        "param:2.weight": rng.standard_normal((3, 8), np.float32), "param:2.bias": np.zeros(3, np.float32),
+        "batch:inputs": rng.standard_normal((3, 4), np.float32), "batch:targets": np.array([0, 1, 2]),
+        "batch:weights": np.array([1.0, 3.0, 0.0], np.float32),
+    }  # fmt: skip
+    assert dropped.manifest.noise == ((3, 8),)
+    runner = GraphRunner(dropped.train)
+    noise = np.full((3, 8), 0.9, np.float32)
+    noise[:, :4] = 0.1
+    found = runner.run({**feeds, "noise:0": noise})
+    assert not found["grad:0.weight"][:4].any()
+    assert found["grad:0.weight"][4:].all()
+
+    other = {**feeds, "batch:inputs": feeds["batch:inputs"].copy()}
+    other["batch:inputs"][2] = 7.0
+    assert np.array_equal(runner.run({**other, "noise:0": noise})["grad:0.weight"], found["grad:0.weight"])
+
+    hidden = feeds["batch:inputs"] @ feeds["param:0.weight"].T * np.where(noise >= 0.5, 2.0, 0.0)
+    logits = hidden @ feeds["param:2.weight"].T
+    each = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(3), feeds["batch:targets"]]
+    assert found["loss"] == pytest.approx((each[0] + 3.0 * each[1]) / 4.0, rel=1e-5)
+
+
+@pytest.mark.extended
+def test_a_batch_without_weight_has_a_gradient_of_0(dropped):
+    feeds = {name: np.ones(shape, np.float32) for name, shape in (
+        ("param:0.weight", (8, 4)), ("param:0.bias", 8), ("param:2.weight", (3, 8)), ("param:2.bias", 3),
+        ("batch:inputs", (3, 4)), ("noise:0", (3, 8)))}  # fmt: skip
+    feeds |= {"batch:targets": np.zeros(3, np.int64), "batch:weights": np.zeros(3, np.float32)}
+    found = GraphRunner(dropped.train).run(feeds)
+    assert all(np.isfinite(value).all() and not value.any() for value in found.values())
+
+
+@pytest.mark.extended
+def test_an_evaluation_returns_outputs_and_the_weighted_sum_of_losses(dropped):
+    feeds = {"param:0.weight": np.eye(8, 4, dtype=np.float32), "param:0.bias": np.zeros(8, np.float32),
+             "param:2.weight": np.eye(3, 8, dtype=np.float32), "param:2.bias": np.zeros(3, np.float32),
+             "batch:inputs": np.eye(3, 4, dtype=np.float32), "batch:targets": np.zeros(3, np.int64),
+             "batch:weights": np.array([2.0, 0.0, 1.0], np.float32)}  # fmt: skip
+    found = GraphRunner(dropped.evaluate).run(feeds)
+    assert np.array_equal(found["outputs"], np.eye(3))
+    right, wrong = np.log(2 + np.e) - 1.0, np.log(2 + np.e)
+    assert found["loss"] == pytest.approx(2.0 * right + wrong, rel=1e-6)
+
+
+@pytest.mark.extended
+def test_a_wrong_gradient_is_refused_with_the_name_of_its_tensor(monkeypatch):
+    def wrong(grad, x, minimum, maximum):
+        return opset18.Mul(grad, opset18.Constant(value_float=0.999))
+
+    table = MappingProxyType({**registry.TRANSLATIONS, torch.ops.aten.hardtanh_backward.default: wrong})
+    monkeypatch.setattr(onnx_files, "TRANSLATIONS", table)
+    network = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Hardtanh(), torch.nn.Linear(8, 3))  # noqa: E731
+    with pytest.raises(TaskError, match=r"the median relative error of grad:0.\w+ is .*nothing was written"):
+        compile_task(Example(network, (4,)), name="example", batch_size=3)
+
+
+@pytest.mark.extended
+def test_an_operator_without_a_form_in_onnx_is_refused_with_the_layer_that_has_it():
+    class Sorted(torch.nn.Module):
+        def forward(self, x):
+            return torch.linalg.eigvalsh(x[:, :, None] * x[:, None])
+
+    network = lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), Sorted())  # noqa: E731
+    with pytest.raises(TaskError, match=r"cannot be compiled: operator aten.*_linalg_eigh.*\(in 1, a Sorted\)$"):
+        compile_task(Example(network, (4,)), name="example", batch_size=3)
+
+
+def test_a_task_in_numpy_needs_no_compiling_and_one_without_a_shape_needs_data():
+    with pytest.raises(TaskError, match="one in NumPy needs no torch as it is"):
+        compile_task(make_task("mnist", {"model": "logistic"}), name="mnist")
+    task = Example(lambda: torch.nn.Linear(4, 3), None)
+    with pytest.raises(TaskError, match=r"does not say the shape of its inputs \(input_shape\)"):
+        compile_task(task, name="example")
