@@ -337,6 +337,8 @@ READERS: Mapping[str, Entry] = MappingProxyType(
 
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
+        "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
+        "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",
         "compression/entropy/zstd.py:compress": "encodes",
         "compression/entropy/zstd.py:_decompress_empty": (
             "reads nothing: the end of a stream that `decompress` reads"
