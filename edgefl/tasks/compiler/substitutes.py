@@ -220,11 +220,11 @@ def _pool_max(name: str) -> Callable[..., torch.Tensor]:
     def pool(x: torch.Tensor, output_size: Any, return_indices: bool = False) -> torch.Tensor:
         rank = int(name[-2])
         sizes = _to_sizes(output_size, x.shape[-rank:])
-        if return_indices or any(size % wanted for size, wanted in zip(x.shape[-rank:], sizes, strict=True)):
+        if return_indices or any(size % requested for size, requested in zip(x.shape[-rank:], sizes, strict=True)):
             raise TaskError(
                 f"adaptive max pooling of {list(x.shape[-rank:])} to {list(sizes)} has no form in ONNX yet"
             )
-        kernel = [size // wanted for size, wanted in zip(x.shape[-rank:], sizes, strict=True)]
+        kernel = [size // requested for size, requested in zip(x.shape[-rank:], sizes, strict=True)]
         pooled: torch.Tensor = getattr(functional, name)(x, kernel)
         return pooled
 
@@ -232,8 +232,8 @@ def _pool_max(name: str) -> Callable[..., torch.Tensor]:
 
 
 def _to_sizes(output_size: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = (output_size,) * len(sizes) if isinstance(output_size, int) else tuple(output_size)
-    return tuple(size if new is None else int(new) for new, size in zip(wanted, sizes, strict=True))
+    requested = (output_size,) * len(sizes) if isinstance(output_size, int) else tuple(output_size)
+    return tuple(size if new is None else int(new) for new, size in zip(requested, sizes, strict=True))
 
 
 _PURE_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
