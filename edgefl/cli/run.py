@@ -39,14 +39,14 @@ NUM_COMPLETED = 50
 LINE_INTERVAL_S = 60.0
 MAX_UNREACHABLE_S = 60.0
 PLAN_COLUMNS = (
-    "device_id", "takes_part", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down", "measured_in",
-    "reason",
+    "device_id", "takes_part", "backend", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down",
+    "measured_in", "reason",
 )  # fmt: skip
 _GOAL_FORMATS = {
     "rounds": "{} rounds", "updates": "{} updates", "seconds": "{} s", "bytes": "{} bytes", "accuracy": "accuracy {}",
     "until": "{}",
 }  # fmt: skip
-_OPTIONAL_PLAN_COLUMNS = ("codec", "measured_in", "reason")
+_OPTIONAL_PLAN_COLUMNS = ("backend", "codec", "measured_in", "reason")
 
 
 def _complete_runs(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

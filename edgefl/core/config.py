@@ -18,6 +18,7 @@ from edgefl.core.settings import REST, Faults, from_mapping
 from edgefl.core.types import Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
+Backend = Literal["auto", "onnx", "torch", "numpy"]
 JoinPolicy = Literal["anytime", "start"]
 RequirePolicy = Literal["any", "all"]
 TimeoutPolicy = Literal["aggregate", "reassign", "none"]
@@ -73,6 +74,11 @@ class RunSection:
         evaluate_every: rounds from one evaluation to the next.
         evaluate_on: where models are evaluated; auto takes the coordinator, else evaluators, else the devices.
         init: a safetensors file to start from.
+        backend: what boards train a model of torch with: `torch`, `onnx` (all by the compiled task), or `numpy`,
+            which refuses a model that needs torch; `auto` takes torch where a board has it, and elsewhere the
+            compiled task, which the coordinator makes when the run starts.
+        compiled: a compiled task that the coordinator has, by name or SHA-256 (`edgefl base add FILE`); None for one
+            that it makes itself where `backend` asks for it.
         deadline_s: an assignment that takes longer is given up.
         min_updates: closes a synchronous round with so many; None waits for all that were asked and are still there.
         round_timeout_s: bounds that wait; then `on_timeout` applies once, and after the same time again the run ends.
@@ -99,6 +105,8 @@ class RunSection:
     evaluate_every: int = field(default=1, metadata={"at_least": 1})
     evaluate_on: EvaluateOn = "auto"
     init: str | None = None
+    backend: Backend = "auto"
+    compiled: str | None = None
     deadline_s: float | None = field(default=None, metadata={"above": 0})
     min_updates: int | None = field(default=None, metadata={"at_least": 1})
     round_timeout_s: float | None = field(default=None, metadata={"above": 0})

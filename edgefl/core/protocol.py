@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Self
@@ -46,8 +46,10 @@ PERSONAL_KEY = "has_personal"
 """Entry of an instruction: true where devices have personal copies of the model."""
 ADAPT_KEY = "adapt"
 """Key in the header of instructions: what of the model is trained, and the base that it is trained on."""
-COMPILED_KEY = "compiled"
-"""Key in the header of instructions: the file by which boards without torch train."""
+COMPILED_KEY, FOR_ALL_KEY = "compiled", "is_for_all"
+"""Key in the header of instructions, the file by which boards train without torch; in it, whether all boards do."""
+TORCH, ONNX, NUMPY = "torch", "onnx", "numpy"
+"""What a board trains with."""
 BASE_TRAFFIC_KEY = "base_bytes"
 """Key in the header of answers: bytes of base and compiled task that the device has fetched meanwhile."""
 BASES_PATH = "/edgefl/v1/bases"
@@ -134,6 +136,23 @@ JOIN_TOKEN_VARIABLE = "EDGEFL_JOIN_TOKEN"  # noqa: S105 its name, no secret
 TOKEN_PREFIX = "efl1."  # noqa: S105 the format's mark, no secret
 MAX_TOKEN_CHARS = 4096
 _ADDRESS = re.compile(r"(?:\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})\Z")
+
+
+def select_backend(backends: Collection[str], compiled: Mapping[str, Any] | None, *, needs_torch: bool) -> str | None:
+    """Returns what a board trains a task with; None where it cannot.
+
+    Args:
+        backends: that the board has, and has the memory for.
+        compiled: of the instruction's header; None where the task was not compiled.
+        needs_torch: whether the task's model is one of torch.
+    """
+    if not needs_torch:
+        return NUMPY if NUMPY in backends else None
+    if compiled is None:
+        return TORCH if TORCH in backends else None
+    if ONNX in backends and (compiled.get(FOR_ALL_KEY) or TORCH not in backends):
+        return ONNX
+    return TORCH if TORCH in backends and not compiled.get(FOR_ALL_KEY) else None
 
 
 def validate_slug(text: str, what: str = "device name") -> str:

@@ -321,9 +321,8 @@ def test_boards_without_torch_say_so_and_get_no_training_of_a_task_that_needs_it
     write_images(shards)
     with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards)], kind=LocalFleet) as fleet:
         facts = fleet.make_client().get("/edgefl/v1/devices/small")["capabilities"]
-        assert (facts["trains"], facts["backends"]) == (False, ["numpy"])
-        assert facts["trains_reason"].startswith("torch is not installed, and mnist needs it")
-        (tmp_path / "cnn.toml").write_text('[run]\ntask = "mnist"\nrounds = 1\n')
+        assert (facts["trains"], facts["backends"]) == (True, ["numpy", "onnx"])
+        (tmp_path / "cnn.toml").write_text('[run]\ntask = "mnist"\nrounds = 1\nbackend = "torch"\n')
         ended = tools.as_operator(fleet, "run", "submit", tmp_path / "cnn.toml")
         assert (ended.code, "no device can train task mnist: small have no torch" in ended.line) == (5, True)
         config = {"run": {"task": "mnist", "rounds": 1, "evaluate_on": "none"}, "task": {"model": "logistic"}}
@@ -337,7 +336,8 @@ def test_a_board_without_torch_judges_and_runs_a_model_that_needed_torch(tools: 
     write_images(shards)
     large = LocalDeviceSpec(name="large", shards={"mnist": str(shards)})
     with tools.fleet(tmp_path / "fleet", [without_torch(tools, shards), large], kind=LocalFleet) as fleet:
-        run = fleet.submit(parse_run({"run": {"task": "mnist", "rounds": 2}, "task": {"model": "cnn-small"}}))
+        asked = {"run": {"task": "mnist", "rounds": 2, "backend": "torch"}, "task": {"model": "cnn-small"}}
+        run = fleet.submit(parse_run(asked))
         fleet.wait_for_run(run)
         assert {row["device_id"] for row in fleet.list_history("updates", run=run)} == {"large"}
         assert {row["device_id"] for row in fleet.list_history("evaluations", run=run)} == {"large"}

@@ -25,7 +25,7 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
 from edgefl.core.metrics import NO_METRICS, MetricSet
-from edgefl.core.protocol import ReadinessPhase
+from edgefl.core.protocol import COMPILED_KEY, FOR_ALL_KEY, NUMPY, ONNX, TORCH, ReadinessPhase, select_backend
 from edgefl.core.types import (
     DeviceInfo,
     EvaluateInstruction,
@@ -43,6 +43,7 @@ from edgefl.storage.lineage import Lineage
 log = logging.getLogger(__name__)
 
 NO_TORCH = f"it has no torch, and can only use finished models; on the board: install {DISTRIBUTION}[train]"
+NO_ONNX = "it has no onnxruntime for a compiled task; on the board: pip install onnxruntime"
 NO_NUMPY = "it says that it cannot train; edgefl device probe, on the board, says why"
 MAX_REASON_CHARS = 300
 EncodeChanges = Callable[[Tensors, Indices, int], bytes | None]
@@ -104,6 +105,11 @@ class RunSpec:
     min_devices: int = 1
     wait_s: float | None = None
 
+    @property
+    def compiled(self) -> Json | None:
+        """What instructions say of the compiled task; None where there is none."""
+        return self.header.get(COMPILED_KEY)
+
 
 class EligibilityFilter:
     """Decides which devices take part in a run. Evaluators with a shard for its task always do."""
@@ -115,12 +121,12 @@ class EligibilityFilter:
     def is_eligible(self, info: DeviceInfo) -> bool:
         """Returns whether a device may get instructions of this run."""
         run = self._run
-        if run.needs_torch and not has_torch(info):
+        if (run.needs_torch or info.role != Role.EVALUATOR) and find_training_blocker(
+            info, needs_torch=run.needs_torch, compiled=run.compiled
+        ):
             return False
         if info.role == Role.EVALUATOR:
             return run.task in info.tasks
-        if find_training_blocker(info, needs_torch=run.needs_torch):
-            return False
         is_member = self._members is None or info.device_id in self._members
         return is_member and is_selected(info, task=run.task, groups=run.groups, names=run.names)
 
@@ -146,21 +152,24 @@ def explain_missing_shard(info: DeviceInfo, task: str) -> str:
     return f"it has no shard for task {task!r}"
 
 
-def find_training_blocker(info: DeviceInfo, *, needs_torch: bool) -> str:
-    """Returns why a device cannot train, in its own words if it gave any; empty if it can."""
+def find_training_blocker(info: DeviceInfo, *, needs_torch: bool, compiled: Json | None = None) -> str:
+    """Returns why a device cannot train, in its own words if it gave any; empty if it can.
+
+    Args:
+        info: the device.
+        needs_torch: whether the task's model is one of torch.
+        compiled: of the run's header; None where its task was not compiled.
+    """
     backends = info.capabilities.get("backends")
-    backend = "torch" if needs_torch else "numpy"
-    if not isinstance(backends, list) or backend in backends:
+    if not isinstance(backends, list) or select_backend(backends, compiled, needs_torch=needs_torch) is not None:
         return ""
+    is_for_all = compiled is not None and compiled.get(FOR_ALL_KEY)
+    backend = (ONNX if is_for_all else TORCH) if needs_torch else NUMPY
     reasons = info.capabilities.get("backend_reasons")
     reason = reasons.get(backend) if isinstance(reasons, Mapping) else None
-    return reason[:MAX_REASON_CHARS] if isinstance(reason, str) else (NO_TORCH if needs_torch else NO_NUMPY)
-
-
-def has_torch(info: DeviceInfo) -> bool:
-    """Returns whether a device has torch; True if it does not report its backends."""
-    backends = info.capabilities.get("backends")
-    return not isinstance(backends, list) or "torch" in backends
+    if isinstance(reason, str):
+        return reason[:MAX_REASON_CHARS]
+    return {TORCH: NO_TORCH, ONNX: NO_ONNX, NUMPY: NO_NUMPY}[backend]
 
 
 class AdmissionStatus(StrEnum):
@@ -274,7 +283,7 @@ class Candidates:
             return f"it is an {info.role}, and trains nothing"
         if self.run.task not in info.tasks:
             return f"{explain_missing_shard(info, self.run.task)}; on the board: edgefl device shard add"
-        return find_training_blocker(info, needs_torch=self.run.needs_torch)
+        return find_training_blocker(info, needs_torch=self.run.needs_torch, compiled=self.run.compiled)
 
 
 class HealthSnapshot(Mapping[str, HealthMetrics]):

@@ -57,7 +57,7 @@ from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.claims import CLAIM_BOUNDED
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
-from edgefl.core.protocol import ADAPT_KEY, BASE_TRAFFIC_KEY, IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
+from edgefl.core.protocol import ADAPT_KEY, BASE_TRAFFIC_KEY, COMPILED_KEY, IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     DeviceAvailable,
@@ -640,17 +640,18 @@ class LiveFleet:
 
 
 def add_base_traffic(reply: Reply, run_header: Json, device_id: str | None, claimed: dict[str, int]) -> Reply:
-    """Returns a reply with the bytes of the base that its device says it has fetched.
+    """Returns a reply with the bytes of base and compiled task that its device says it has fetched.
 
     In all of a run, until its coordinator starts again, a device is believed no more than `MAX_BASE_DOWNLOADS` of the
-    base: `claimed` has the bytes by device, and is updated.
+    files: `claimed` has the bytes by device, and is updated.
     """
-    fetched, plan = reply.header.get(BASE_TRAFFIC_KEY), run_header.get(ADAPT_KEY)
-    if plan is None or device_id is None:
+    fetched = reply.header.get(BASE_TRAFFIC_KEY)
+    plans = run_header.get(ADAPT_KEY, {}).get("base_bytes", 0), run_header.get(COMPILED_KEY, {}).get("bytes", 0)
+    if not any(plans) or device_id is None:
         return reply
     if isinstance(fetched, bool) or not isinstance(fetched, int) or fetched <= 0:
         return reply
-    before, base_bytes = claimed.get(device_id, 0), int(plan["base_bytes"])
+    before, base_bytes = claimed.get(device_id, 0), sum(map(int, plans))
     counted = min(fetched, base_bytes, MAX_BASE_DOWNLOADS * base_bytes - before)
     claimed[device_id] = before + counted
     return replace(reply, bytes_down=reply.bytes_down + counted)

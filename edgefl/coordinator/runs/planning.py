@@ -23,10 +23,11 @@ from edgefl.coordinator.execution.fleet_view import (
     is_selected,
 )
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.runs.compilation import expect_compiled
 from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import EVALUATOR_NAME, MAX_PEER_BYTES
+from edgefl.core.protocol import COMPILED_KEY, EVALUATOR_NAME, MAX_PEER_BYTES, select_backend
 from edgefl.core.types import (
     DeviceInfo,
     Json,
@@ -91,7 +92,7 @@ class RunValidator:
         Raises:
             EdgeflError: the run cannot work with this fleet.
         """
-        return self._check_run(self._build_run(config, "check"))
+        return self._check_run(self._build(config, "check"))
 
     def plan(self, config: RunConfig) -> Json:
         """Returns the plan of a valid run.
@@ -99,13 +100,16 @@ class RunValidator:
         Raises:
             EdgeflError: as `check`.
         """
-        run = self._build_run(config, "plan")
+        run = self._build(config, "plan")
         return {**self._check_run(run), **plan_run(run, self._registry, self._store)}
+
+    def _build(self, config: RunConfig, run_id: str) -> RunComponents:
+        return expect_compiled(self._build_run(config, run_id), self._registry)
 
     def _check_run(self, run: RunComponents) -> Json:
         check_message_size(run.strategy, run.model)
         check_members(run, self._registry)
-        check_trainers(run.config, self._registry, needs_torch=run.needs_torch)
+        check_trainers(run.config, self._registry, needs_torch=run.needs_torch, compiled=run.header.get(COMPILED_KEY))
         check_root_shard(run.config, run.strategy, self._registry)
         trainers = [info for info in self._registry.list_devices() if _is_selected(info, run.config)]
         examples = [info.examples.get(run.config.run.task) or 0 for info in trainers]
@@ -184,7 +188,8 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
     devices, task, selection = run.config.devices, run.config.run.task, run.policy.selection
     memory = info.capabilities.get("memory_bytes")
     needed = _count_needed_memory(run)
-    blocker = find_training_blocker(info, needs_torch=run.needs_torch)
+    compiled = run.header.get(COMPILED_KEY)
+    blocker = find_training_blocker(info, needs_torch=run.needs_torch, compiled=compiled)
     checks = (
         (info.role != Role.TRAINER, f"it is an {info.role}, and trains nothing"),
         (bool(devices.names) and info.device_id not in devices.names, "the run file names others"),
@@ -285,6 +290,9 @@ def _create_row(  # noqa: PLR0913 the columns of a row
 ) -> Json:
     examples = info.examples.get(run.config.run.task) if info is not None else None
     row: Json = {"device_id": device_id, "takes_part": not reason, "reason": reason, "examples": examples}
+    backends = info.capabilities.get("backends") if info is not None else None
+    if isinstance(backends, list) and not reason and run.encode_input is None:
+        row["backend"] = select_backend(backends, run.header.get(COMPILED_KEY), needs_torch=run.needs_torch)
     for instruction in instructions or ():
         iterations = _compute_iterations(instruction.plan, examples, run.config.run.local_test_fraction)
         bytes_up, bytes_down = sizes.compute_up_bytes(instruction), sizes.compute_down_bytes(instruction)
@@ -612,7 +620,9 @@ def check_root_shard(config: RunConfig, strategy: Any, registry: DeviceRegistry)
         )
 
 
-def check_trainers(config: RunConfig, registry: DeviceRegistry, *, needs_torch: bool) -> None:
+def check_trainers(
+    config: RunConfig, registry: DeviceRegistry, *, needs_torch: bool, compiled: Json | None = None
+) -> None:
     """Checks that at least one trainer that the run file selects can train its task.
 
     A run that selects no device yet passes: devices may join later.
@@ -627,7 +637,9 @@ def check_trainers(config: RunConfig, registry: DeviceRegistry, *, needs_torch: 
         if info.role == Role.TRAINER
         and is_selected(info, task=config.run.task, groups=devices.groups, names=devices.names)
     ]
-    reasons = {info.device_id: find_training_blocker(info, needs_torch=needs_torch) for info in selected}
+    reasons = {
+        info.device_id: find_training_blocker(info, needs_torch=needs_torch, compiled=compiled) for info in selected
+    }
     if not all(reasons.values()) or not selected:
         return
     names = sorted(reasons)

@@ -23,6 +23,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.compilation import Compiler, may_compile
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
     JOURNAL_REPLAYED,
@@ -433,7 +434,7 @@ class RunScheduler:
         """Executes one run. An error of its task or strategy ends the run, never the coordinator."""
         run_id = record.run_id
         try:
-            record = self._record_scales(record)
+            record = self._record_compiled(self._record_scales(record))
             self._execute(record, self._build_run(record))
         except InterruptedRunError as error:
             self._end_run(run_id, RunStatus.INTERRUPTED, str(error))
@@ -463,8 +464,18 @@ class RunScheduler:
             return record_scales(record, self._context.store, self._context.directory)
 
     def _assemble(self, record: RunRecord) -> RunComponents:
-        config = pin_base(RunConfig.from_json(record.config), record.run_id, self._context.directory)
-        return self._context.build_run(config, record.run_id)
+        context, run_id = self._context, record.run_id
+        return context.build_run(pin_base(RunConfig.from_json(record.config), run_id, context.directory), run_id)
+
+    def _record_compiled(self, record: RunRecord) -> RunRecord:
+        """Compiles the task of a run that starts, where boards without torch are to train it."""
+        context = self._context
+        if is_started(record.run_id, context.directory) or not may_compile(
+            RunConfig.from_json(record.config), context.registry
+        ):
+            return record
+        compiler = Compiler(context.directory.bases, context.registry, context.store)
+        return compiler.record_compiled(record, self._build_run(record))
 
     def _record_base(self, components: RunComponents, run_id: str) -> None:
         """Keeps which base a run began with; one that would go on with another waits for the operator."""

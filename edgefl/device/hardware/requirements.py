@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import EdgeflError, TaskError
+from edgefl.core.protocol import ONNX, TORCH, select_backend
 from edgefl.core.types import Json, Role, Scalar, Task
 from edgefl.device.hardware.board_reader import no_program
 from edgefl.device.hardware.capabilities import probe
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import Confinement
-from edgefl.tasks.compiled.plan import ONNX, TORCH, CompiledPlan, select_backend
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.datasets.shards import get_metadata_path
 from edgefl.tasks.registry import CONFIGURED, is_torch_task, list_backends, list_numpy_models, make_task
 
@@ -119,8 +120,10 @@ def make_measurable_task(name: str) -> Task:
 
 def should_run_graphs(plan: CompiledPlan | None, root: Path = Path("/")) -> bool:
     """Returns whether this board trains by a compiled task: it has no torch, or all boards do."""
+    if plan is None:
+        return False
     usable = list_usable_backends(probe(root, run=no_program))
-    return plan is not None and select_backend(usable, plan, needs_torch=True) == ONNX
+    return select_backend(usable, plan.to_json(), needs_torch=True) == ONNX
 
 
 def check_requirements(

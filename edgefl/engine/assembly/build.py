@@ -39,6 +39,7 @@ from edgefl.engine.adapted_model import (
     make_adapted_model,
 )
 from edgefl.engine.assembly.analysis import build_analysis
+from edgefl.engine.assembly.compiled import make_compiled_header
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
 from edgefl.engine.assembly.rules import choose_evaluation, make_divergence_rule, make_goal, make_policy
@@ -77,6 +78,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")
     if config.strategy.name in ANALYSES:
         return build_analysis(config, run_id, task)
+    compiled = make_compiled_header(task, config, bases)
     task, first, adapted = _make_first_model(task, config, bases)
     shapes_on_board = task.shapes()
     shapes = tuple(spec for spec in shapes_on_board if spec.shared)
@@ -127,6 +129,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         header={
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
+            **compiled,
         },
         layout=model_fingerprint(task.shapes() if split is None else trained),
         shapes=shapes,

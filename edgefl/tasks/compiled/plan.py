@@ -1,18 +1,16 @@
-"""The plan of a run whose task was compiled: what an instruction says of it, and which boards train by it."""
+"""The plan of a run whose task was compiled: what an instruction says of the file."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
 from edgefl.core.errors import DataError
+from edgefl.core.protocol import FOR_ALL_KEY
 from edgefl.core.safe_parsing import SHA256
 from edgefl.core.types import Json
 from edgefl.tasks.compiled.artefact import MAX_ARTEFACT_BYTES
-
-TORCH, ONNX, NUMPY = "torch", "onnx", "numpy"
-"""What a board trains with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +38,7 @@ class CompiledPlan:
             return None
         if not isinstance(header, Mapping):
             raise DataError("the instruction's compiled task must be a table")
-        sha256, num_bytes, is_for_all = header.get("sha256"), header.get("bytes"), header.get("is_for_all", False)
+        sha256, num_bytes, is_for_all = header.get("sha256"), header.get("bytes"), header.get(FOR_ALL_KEY, False)
         if not isinstance(sha256, str) or not SHA256.match(sha256):
             raise DataError(f"the instruction's compiled task must be named by its SHA-256, got {sha256!r:.80}")
         if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or not 0 < num_bytes <= MAX_ARTEFACT_BYTES:
@@ -55,19 +53,4 @@ class CompiledPlan:
 
     def to_json(self) -> Json:
         """Returns the header that `parse` reads."""
-        return {"sha256": self.sha256, "bytes": self.num_bytes, "is_for_all": self.is_for_all}
-
-
-def select_backend(backends: Collection[str], plan: CompiledPlan | None, *, needs_torch: bool) -> str | None:
-    """Returns what a board trains a task with; None where it cannot.
-
-    Args:
-        backends: that the board has, and has the memory for.
-        plan: of the run; None where its task was not compiled.
-        needs_torch: whether the task's model is one of torch.
-    """
-    if not needs_torch:
-        return NUMPY if NUMPY in backends else None
-    if plan is not None and ONNX in backends and (plan.is_for_all or TORCH not in backends):
-        return ONNX
-    return TORCH if TORCH in backends and (plan is None or not plan.is_for_all) else None
+        return {"sha256": self.sha256, "bytes": self.num_bytes, FOR_ALL_KEY: self.is_for_all}

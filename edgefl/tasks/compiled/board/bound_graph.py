@@ -65,6 +65,8 @@ def make_session(graph: bytes, threads: int | None, max_arena_bytes: int) -> Any
     options.intra_op_num_threads, options.inter_op_num_threads = threads or 0, 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # A plan of all tensors' places takes a tenth more memory, and no step is faster by it.
+    options.enable_mem_pattern = False
     # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
     options.add_session_config_entry("session.use_env_allocators", "1")
     kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT

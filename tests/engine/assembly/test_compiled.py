@@ -1,0 +1,70 @@
+"""The compiled task of a run file: in the header of instructions by its SHA-256, or refused in one line."""
+
+import hashlib
+
+import pytest
+from tasks.compiled.board.dense_graphs import MODEL, SEEN, change_graph, helper, make_compiled
+
+from edgefl.core.config import parse_run
+from edgefl.core.errors import ConfigError, DataError, NotFoundError, TaskError
+from edgefl.core.types import Task
+from edgefl.engine.assembly.compiled import make_compiled_header
+from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
+from edgefl.tasks.compiled.artefact import encode_artefact
+from edgefl.tasks.learners.torch_learner import TorchModel
+
+
+class Dense(Task):
+    """The network of the hand-drawn graphs, said to be of torch."""
+
+    name = "dense"
+
+    def __init__(self, *more):
+        tensors = (*MODEL.shapes(), *more)
+        self.model = TorchModel(build=lambda: None, tensors=tensors)
+
+    def read(self, path):
+        raise AssertionError(path)
+
+
+def make_config(task="dense", **run):
+    return parse_run({"run": {"task": task, **run}})
+
+
+@pytest.fixture
+def bases(tmp_path):
+    source = tmp_path / "dense.compiled"
+    source.write_bytes(encode_artefact(make_compiled()))
+    BaseCatalogue(tmp_path / "bases").add(source, "dense")
+    return tmp_path / "bases"
+
+
+@pytest.mark.parametrize(("backend", "is_for_all"), [("auto", False), ("onnx", True)])
+def test_a_compiled_task_that_is_named_is_offered_by_its_hash(bases, backend, is_for_all):
+    content = encode_artefact(make_compiled())
+    header = make_compiled_header(Dense(SEEN), make_config(backend=backend, compiled="dense"), bases)
+    expected = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content), "is_for_all": is_for_all}
+    assert header == {"compiled": expected}
+    assert make_compiled_header(Dense(SEEN), make_config(backend=backend), bases) == {}
+
+
+def test_what_does_not_go_together_is_refused(bases, tmp_path):
+    with pytest.raises(ConfigError, match=r"run.compiled = 'dense' means nothing with backend = 'torch'"):
+        make_compiled_header(Dense(SEEN), make_config(backend="torch", compiled="dense"), bases)
+    with pytest.raises(ConfigError, match=r"run.backend = 'numpy', and the model of task dense needs torch"):
+        make_compiled_header(Dense(SEEN), make_config(backend="numpy"), bases)
+    with pytest.raises(NotFoundError, match=r"no base 'other'"):
+        make_compiled_header(Dense(SEEN), make_config(compiled="other"), bases)
+    with pytest.raises(ConfigError, match=r"run.compiled = 'dense': only a coordinator has"):
+        make_compiled_header(Dense(SEEN), make_config(compiled="dense"), None)
+    with pytest.raises(TaskError, match=r"tensor 'seen' is int64 .* there and absent here"):
+        make_compiled_header(Dense(), make_config(compiled="dense"), bases)
+
+    def loop(model):
+        model.graph.node.append(helper.make_node("Loop", ["loss"], ["x"]))
+
+    hostile = tmp_path / "hostile.compiled"
+    hostile.write_bytes(encode_artefact(change_graph(make_compiled(), loop)))
+    BaseCatalogue(bases).add(hostile, "hostile")
+    with pytest.raises(DataError, match="operator 'Loop' is not permitted"):
+        make_compiled_header(Dense(SEEN), make_config(compiled="hostile"), bases)
