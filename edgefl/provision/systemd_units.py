@@ -34,6 +34,7 @@ class SystemdInstallation:
     shards: Mapping[str, str] = field(default_factory=dict)
     has_gpu: bool = False
     has_broker: bool = False
+    has_collector: bool = False
 
     @property
     def user(self) -> str:
@@ -47,7 +48,8 @@ class SystemdInstallation:
     def enabled_units(self) -> tuple[str, ...]:
         """The units to enable."""
         if self.kind == "device":
-            return "edgefl-join.service", "edgefl-device.service"
+            collector = ("edgefl-collect.service",) if self.has_collector else ()
+            return "edgefl-join.service", "edgefl-device.service", *collector
         broker = ("edgefl-broker.service",) if self.has_broker else ()
         return (*broker, "edgefl-coordinator.service")
 

@@ -251,6 +251,15 @@ def test_a_devices_units_have_the_paths_of_this_installation_and_show_its_data(s
     assert systemd("--gpu").count("# /etc/systemd/system/") == 3, "without --out the units are printed"
 
 
+def test_a_collector_has_a_unit_beside_those_of_its_device(systemd, run, tmp_path):
+    told = systemd("--collect", "--out", tmp_path, "--python", "/opt/mine/bin/python")
+    unit = (tmp_path / "edgefl-collect.service").read_text()
+    assert "ExecStart=/opt/mine/bin/python -m edgefl device collect /etc/edgefl/collect.toml" in unit
+    assert "InaccessiblePaths=-/var/lib/edgefl\n" in unit, "the board's key"
+    assert "enable --now edgefl-join.service edgefl-device.service edgefl-collect.service" in told
+    assert "are for devices" in run("provision", "systemd", "--coordinator", "--collect").err
+
+
 def test_a_coordinator_with_its_broker_apart_is_written_once(systemd, tmp_path):
     words = ("--coordinator", "--broker", "--out", tmp_path)
     assert "wrote" in systemd(*words)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import wave
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import paho.mqtt.client as mqtt
 from fuzz.reader import Form, Reader, Seed
 
 from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.file_store import check_example
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
@@ -91,6 +95,26 @@ def places(folder: Path) -> Reader:
         source.close()
 
     return Reader(feed=feed, seeds=(Seed(content=f"{path.stat().st_ino}:3:123".encode(), form=Form.TEXT),))
+
+
+def examples(_folder: Path) -> Reader:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(b"ab" * 40)
+    chunks = [(b"IHDR", b"\0" * 13), (b"IDAT", b"abc"), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
+        for kind, data in chunks
+    )
+
+    def feed(data: bytes) -> None:
+        check_example(data, {b"RIFF": ".wav", b"\x89PNG": ".png"}.get(data[:4], ".jpg"))
+
+    seeds = (file.getvalue(), png, b"\xff\xd8\xff\xe0abc\xff\xd9")
+    return Reader(feed=feed, seeds=tuple(Seed(content=content) for content in seeds), refuses=(ValueError,))
 
 
 def states(folder: Path) -> Reader:

@@ -306,11 +306,12 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "collect-csv": _entry(
             collect_readers.csv_lines,
-            "device/collect/line_source.py:LineParser._split",
-            "device/collect/line_source.py:parse_time",
+            "device/collect/line_parser.py:LineParser._split",
+            "device/collect/line_parser.py:parse_time",
         ),
-        "collect-json": _entry(collect_readers.json_lines, "device/collect/line_source.py:LineParser.parse_line"),
+        "collect-json": _entry(collect_readers.json_lines, "device/collect/line_parser.py:LineParser.parse_line"),
         "collect-places": _entry(collect_readers.places, "device/collect/line_source.py:FilePlace.parse"),
+        "collect-examples": _entry(collect_readers.examples, "device/collect/file_store.py:check_example"),
         "disk-collected": _entry(
             collect_readers.states,
             "device/collect/store_state.py:read_store_state",

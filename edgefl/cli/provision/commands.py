@@ -79,6 +79,9 @@ def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None)
 @click.option("--shard", "shards", multiple=True, metavar="TASK=PATH", help="Data that the device is to see; repeat.")
 @click.option("--gpu", "has_gpu", is_flag=True, help="Let the device use the GPU.")
 @click.option("--broker", "has_broker", is_flag=True, help="Run the coordinator's broker as a unit of its own.")
+@click.option(
+    "--collect", "has_collector", is_flag=True, help="Run the device's collector, of /etc/edgefl/collect.toml."
+)
 def systemd(  # noqa: PLR0913 one argument per option
     *,
     kind: units.MachineKind,
@@ -88,10 +91,13 @@ def systemd(  # noqa: PLR0913 one argument per option
     shards: tuple[str, ...],
     has_gpu: bool,
     has_broker: bool,
+    has_collector: bool,
 ) -> None:
     """Print, write or install hardened units for this machine, with the paths of this installation."""
-    if kind == "coordinator" and (has_gpu or shards):
-        raise UsageError("--gpu and --shard are for devices; a coordinator's test shard stands in its own options")
+    if kind == "coordinator" and (has_gpu or shards or has_collector):
+        raise UsageError(
+            "--gpu, --shard and --collect are for devices; a coordinator's test shard stands in its own options"
+        )
     if kind == "device" and has_broker:
         raise UsageError("--broker is for a coordinator: edgefl provision systemd --coordinator --broker")
     installation = units.SystemdInstallation(
@@ -100,6 +106,7 @@ def systemd(  # noqa: PLR0913 one argument per option
         shards=dict(_parse_shard(text) for text in shards),
         has_gpu=has_gpu,
         has_broker=has_broker,
+        has_collector=has_collector,
     )
     if installs:
         for path in units.install_units(installation):

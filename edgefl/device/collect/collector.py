@@ -18,12 +18,15 @@ from typing import Any
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import Row, RowMaker
+from edgefl.device.collect.file_store import open_file_store
+from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource, Source, Value, parse_value
 from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
 from edgefl.device.collect.settings import (
     CollectFile,
+    FolderSection,
     LinesSection,
     MqttSection,
     OwnSection,
@@ -222,6 +225,8 @@ def make_source(settings: SourceSettings, texts: tuple[str, ...], counts: Counts
             return MqttSource(settings.name, settings.section, texts, counts)
         case LinesSection():
             return LinesSource(settings.name, settings.section, texts, counts)
+        case FolderSection():
+            raise ConfigError(f"sources.{settings.name} is a folder of files, and no source of rows")
         case OwnSection(options=options):
             kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines"))
             try:
@@ -239,23 +244,44 @@ def run_collector(path: Path) -> None:
         ConfigError: the file makes no sense.
         StoreError: the folder cannot be used.
     """
-    settings, stopping = load_collect_file(path), threading.Event()
+    settings = load_collect_file(path)
     limits = StoreLimits(max_bytes=int(settings.collect.max_mb * 1e6), max_age_s=settings.collect.max_days * 86_400)
+    if settings.folders:
+        _collect_files(settings, limits)
+    else:
+        _collect_rows(settings, limits)
+
+
+def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
+    section = settings.collect
+    with open_file_store(Path(section.folder), limits, section.evict) as store:
+        collector = FolderCollector(settings.folders, store, Counter(store.state.counts), flush_s=section.flush_s)
+        log.info("collecting files into %s", section.folder)
+        _run(collector)
+
+
+def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     counts: Counts = Counter()
     sources = {one.name: make_source(one, settings.collect.texts, counts) for one in settings.sources}
     columns = [str(name) for source in sources.values() for name in source.columns]
     check_columns(columns, settings.collect.texts)
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)
-        collector, liveness = Collector(settings, sources, store, counts), LivenessMonitor()
+        collector = Collector(settings, sources, store, counts)
         for source in sources.values():
             if isinstance(source, MqttSource):
                 source.start()
         log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
         try:
-            with on_stop_signal(stopping.set), run_watchdog(SystemdNotifier.from_environment(), liveness):
-                collector.run(stopping, liveness.record_progress)
+            _run(collector)
         finally:
             for source in sources.values():
                 source.close()
-        log.info("%s", collector.format_report())
+
+
+def _run(collector: Collector | FolderCollector) -> None:
+    """Runs a collector until SIGTERM or Ctrl-C, watched by systemd where that started it."""
+    stopping, liveness = threading.Event(), LivenessMonitor()
+    with on_stop_signal(stopping.set), run_watchdog(SystemdNotifier.from_environment(), liveness):
+        collector.run(stopping, liveness.record_progress)
+    log.info("%s", collector.format_report())

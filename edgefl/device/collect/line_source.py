@@ -1,26 +1,25 @@
 """Source `lines`: lines that another program appends to a CSV file or to a file of JSON lines, through its rotation.
 
-A rotated file is read to its end before the new one, also after a restart where it lies beside that one. The position
-names the file by inode and by a checksum of its beginning, since an inode may be used again. A line counts once it
-has its end.
+A rotated file is read to its end before those that followed it, also after a restart where they lie beside each
+other, not compressed, under names with a number or a date behind. The position names the file by inode and by a
+checksum of its beginning, since an inode may be used again. A line counts once it has its end.
 """
 
 from __future__ import annotations
 
-import csv
+import contextlib
 import logging
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import IO
 
-from edgefl.core.errors import ConfigError
-from edgefl.core.safe_parsing import parse_message
-from edgefl.device.collect.readings import Counts, Reading, Value, find_value, parse_pointer, parse_value
+from edgefl.device.collect.line_parser import LineParser
+from edgefl.device.collect.readings import Counts, Reading
 from edgefl.device.collect.settings import LinesSection
 from edgefl.system.retries import RateLimitedLog
 
@@ -29,12 +28,9 @@ log = logging.getLogger(__name__)
 MAX_LINE_BYTES = 65_536
 BLOCK_BYTES = 2 * MAX_LINE_BYTES
 MAX_SIBLINGS = 1000
-MAX_CELLS = 10_000
 START_BYTES = 256
 """Of a file, whose checksum says that it is the same one."""
-MAX_TIME_S = 1e11
-JSON_SUFFIXES = (".jsonl", ".ndjson")
-_DELIMITERS = (",", ";", "\t")
+_ROTATED = re.compile(r"[.-]\d[\dT:_.-]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +107,9 @@ class LinesSource:
             return
         try:
             place = FilePlace.parse(position)
-            siblings = [path for _, path in zip(range(MAX_SIBLINGS), self._path.parent.iterdir(), strict=False)]
-        except (OSError, ValueError):
-            siblings, place = [], FilePlace(0, 0, 0)
-        for path in [self._path, *(path for path in siblings if path.name.startswith(self._path.name))]:
+        except ValueError:
+            place = FilePlace(0, 0, 0)
+        for path in [self._path, *self._list_rotated()]:
             if place.is_in(path) and self._open(path):
                 self._offset = place.offset
                 return
@@ -137,9 +132,9 @@ class LinesSource:
             self._is_skipping, end = True, len(block)
             self._offset += end
             return []
-        if not end and self._is_rotated():
+        if not end and (following := self._find_following()) is not None:
             self.close()
-            return self.read() if self._open(self._path) else []
+            return self.read() if self._open(following) else []
         self._offset += end
         lines = block[:end].split(b"\n")[:-1]
         if self._is_skipping and lines:
@@ -160,14 +155,34 @@ class LinesSource:
             return False
         return True
 
-    def _is_rotated(self) -> bool:
-        """Returns whether another file with something in it has taken the place of this one."""
+    def _find_following(self) -> Path | None:
+        """Returns the next file once this one was rotated and that has something in it; None until then."""
         assert self._file is not None
+        own = os.fstat(self._file.fileno())
         try:
-            status = self._path.stat()
+            newest = self._path.stat()
         except OSError:
-            return False
-        return status.st_size > 0 and status.st_ino != os.fstat(self._file.fileno()).st_ino
+            return None
+        if not newest.st_size or newest.st_ino == own.st_ino:
+            return None
+        later = [(newest.st_mtime_ns, self._path)]
+        for path in self._list_rotated():
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if status.st_ino != own.st_ino and own.st_mtime_ns < status.st_mtime_ns < newest.st_mtime_ns:
+                    later.append((status.st_mtime_ns, path))
+        return min(later)[1]
+
+    def _list_rotated(self) -> list[Path]:
+        """Returns the files beside the source's whose names are its own and a number or a date."""
+        try:
+            siblings = [path for _, path in zip(range(MAX_SIBLINGS), self._path.parent.iterdir(), strict=False)]
+        except OSError:
+            return []
+        start = self._path.name
+        return [
+            path for path in siblings if path.name.startswith(start) and _ROTATED.fullmatch(path.name[len(start) :])
+        ]
 
     def _parse(self, lines: Sequence[bytes]) -> list[Reading]:
         now_s, readings = self._clock(), list[Reading]()
@@ -187,105 +202,3 @@ class LinesSource:
             if reading is not None:
                 readings.append(reading)
         return readings
-
-
-class LineParser:
-    """Parser of lines of one file; of a CSV file the first line is read by `read_header`."""
-
-    def __init__(self, section: LinesSection, texts: Sequence[str], path: str) -> None:
-        self._is_json = Path(section.path).suffix in JSON_SUFFIXES
-        self._places = {column: str(place) for column, place in section.columns.items()}
-        self._texts, self._time = set(texts), section.time
-        self._header: list[str] | None = None
-        self._delimiter = ","
-        try:
-            places = [*self._places.values(), *([self._time] if self._time else [])]
-            self._pointers = {place: parse_pointer(place) for place in places if self._is_json}
-        except ValueError as error:
-            raise ConfigError(f"{path}.columns of JSON lines: {error}") from None
-        if not section.path.startswith("/"):
-            raise ConfigError(f"{path}.path must be an absolute path, got {section.path!r:.80}")
-
-    @property
-    def needs_header(self) -> bool:
-        return self._header is None and not self._is_json
-
-    def read_header(self, line: bytes) -> None:
-        text = line.decode("utf-8-sig", errors="replace")
-        self._delimiter = max(_DELIMITERS, key=text.count)
-        try:
-            self._header = [cell.strip() for cell in self._split(text)]
-        except ValueError:
-            self._header = []  # no line fits it, and each is counted
-
-    def forget_header(self) -> None:
-        self._header = None
-
-    def parse_line(self, line: bytes, now_s: float) -> Reading | None:
-        """Returns the reading of a line, at its own time or else at `now_s`; None for an empty one.
-
-        Raises:
-            ValueError: it cannot be read, has no time where it must, or a value is none.
-        """
-        if not line.strip():
-            return None
-        cells = parse_message(line) if self._is_json else self._read_cells(line.decode())
-        time_s = now_s
-        if self._time:
-            try:
-                time_s = parse_time(self._find(cells, self._time))
-            except KeyError:
-                raise ValueError(f"it has no {self._time:.80}") from None
-        values = dict[str, Value]()
-        for column, place in self._places.items():
-            try:
-                values[column] = parse_value(self._find(cells, place), is_text=column in self._texts)
-            except KeyError:
-                continue
-            except ValueError as error:
-                raise ValueError(f"{column}: {error}") from None
-        return Reading(values=values, time_s=time_s)
-
-    def _find(self, cells: object, place: str) -> object:
-        return find_value(cells, self._pointers[place] if self._is_json else (place,))
-
-    def _read_cells(self, line: str) -> dict[str, str]:
-        cells, header = self._split(line), self._header or []
-        if len(cells) != len(header):
-            raise ValueError(f"it has {len(cells)} cells, the first line {len(header)}")
-        if self._delimiter == ";":
-            cells = [
-                cell.replace(",", ".") if name not in self._texts else cell
-                for cell, name in zip(cells, header, strict=True)
-            ]
-        return dict(zip(header, cells, strict=True))
-
-    def _split(self, text: str) -> list[str]:
-        try:
-            cells = next(csv.reader([text.rstrip("\r\n")], delimiter=self._delimiter, strict=True), [])
-        except csv.Error as error:
-            raise ValueError(str(error)) from None
-        if len(cells) > MAX_CELLS:
-            raise ValueError(f"it has {len(cells)} cells, at most are {MAX_CELLS}")
-        return cells
-
-
-def parse_time(value: object) -> float:
-    """Returns a time in seconds since 1970, of such a number or an ISO 8601 text; without a zone it is the board's.
-
-    Raises:
-        ValueError: it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ValueError("a time is seconds since 1970 or an ISO 8601 text")  # noqa: TRY004 of a stranger's value
-    try:
-        time_s = float(value)
-    except ValueError:
-        try:
-            time_s = datetime.fromisoformat(str(value).strip()).timestamp()
-        except (ValueError, OverflowError, OSError):
-            # No cell goes into the log.
-            raise ValueError("a time is seconds since 1970 or an ISO 8601 text of this era") from None
-    if not 0 <= time_s <= MAX_TIME_S:
-        raise ValueError("a time is out of range; it is in seconds since 1970")
-    return time_s

@@ -120,7 +120,8 @@ class MqttSource:
             self._log.warning("refused", "the broker of source %s refuses the collector: %s", self._name, reason)
             return
         log.info("source %s is connected to its broker", self._name)
-        client.subscribe([(topic, 1) for topic in self._paths])
+        # Of a value that is lost in a broken connection the next one is as good: without acknowledgements.
+        client.subscribe([(topic, 0) for topic in self._paths])
 
     def _on_connect_fail(self, _client: mqtt.Client, _data: Any) -> None:
         host, port = self._address

@@ -11,28 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import io
 import logging
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
-from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
+from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.collect.alignment import Row
-from edgefl.device.collect.store_state import STATE_NAME, Segment, StoreState, encode_state, read_store_state
-from edgefl.system.atomic_files import make_private_directory, make_store_error, remove_temporary_files, write_atomic
+from edgefl.device.collect.store_state import (
+    Segment,
+    StoreState,
+    count_written,
+    lock_folder,
+    read_store_state,
+    save_store_state,
+)
+from edgefl.system.atomic_files import make_private_directory, make_store_error, remove_temporary_files
 
 log = logging.getLogger(__name__)
 
-LOCK_NAME = ".collect.lock"
 NUM_SEGMENTS = 16
 """In which a full store is cut: so much of it goes at once."""
 MAX_SEGMENT_BYTES = 8 * 1024**2
-MAX_DAYS_SHOWN = 31
 _PATTERN = "rows-*.csv"
 
 
@@ -72,11 +75,11 @@ class RowStore:
         if rows:
             state, content = self._append_rows(state, rows)
         state, removed = self._select_kept(state, now_s)
-        state = _count_written(state, len(content), now_s)
+        state = count_written(state, len(content), now_s)
         try:
             if content:
                 _append(self._folder / state.segments[-1].name, content, state.segments[-1].num_bytes - len(content))
-            write_atomic(self._folder / STATE_NAME, encode_state(state))
+            save_store_state(self._folder, state)
         except OSError as error:
             self._cut_back()
             raise make_store_error(self._folder, error) from None
@@ -168,15 +171,7 @@ def open_row_store(folder: Path, columns: Sequence[str], limits: StoreLimits) ->
         StoreError: it cannot be used, or its state is damaged.
     """
     make_private_directory(folder)
-    try:
-        lock = (folder / LOCK_NAME).open("w")
-    except OSError as error:
-        raise make_store_error(folder, error) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StoreBusyError(f"another collector writes into {folder}; stop it, or take another folder") from None
+    with lock_folder(folder):
         state = read_store_state(folder) or StoreState(columns=tuple(columns))
         if state.columns != tuple(columns):
             raise ConfigError(
@@ -237,12 +232,3 @@ def _append(path: Path, content: bytes, start: int) -> None:
         file.write(content)
         file.flush()
         os.fdatasync(file.fileno())
-
-
-def _count_written(state: StoreState, num_bytes: int, now_s: float) -> StoreState:
-    """Returns the state with what this commit writes, itself included, counted to today."""
-    day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
-    written = dict(sorted(state.written.items())[-MAX_DAYS_SHOWN:])
-    written[day] = written.get(day, 0) + num_bytes
-    written[day] += len(encode_state(replace(state, written=written)))
-    return replace(state, written=written)

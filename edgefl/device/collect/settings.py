@@ -31,8 +31,9 @@ class CollectSection:
         hold_s: a column keeps its last value for so long; later it is missing.
         missing: a row with a missing value is left out, or kept with an empty cell.
         texts: columns of texts, such as of labels; the others hold numbers.
-        max_mb: megabytes of rows; the oldest go first.
-        max_days: older rows go; 0 for no limit.
+        max_mb: megabytes of rows or files; the oldest go first.
+        evict: of files, the oldest go first, or with `balanced` the oldest of the class that has most.
+        max_days: older rows and files go; 0 for no limit.
         flush_s: rows are written so often; a crash loses no more of those of MQTT.
     """
 
@@ -42,6 +43,7 @@ class CollectSection:
     missing: Literal["drop", "keep"] = "drop"
     texts: tuple[str, ...] = ()
     max_mb: float = field(default=100.0, metadata={"at_least": 0.1, "at_most": 2000})
+    evict: Literal["oldest", "balanced"] = "oldest"
     max_days: float = field(default=0.0, metadata={"at_least": 0, "at_most": 36_600})
     flush_s: float = field(default=30.0, metadata={"at_least": 0, "at_most": 3600})
 
@@ -95,6 +97,27 @@ class LinesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FolderSection:
+    """Source `folder`: pictures or sounds that something else puts into a folder, or into class folders in it.
+
+    Attributes:
+        path: of the folder.
+        remove: whether a file is removed once it is copied.
+        settle_s: a file is taken when it has not changed for so long.
+        max_file_mb: larger files are left out.
+    """
+
+    path: str
+    remove: bool = False
+    settle_s: float = field(default=2.0, metadata={"at_least": 0.1, "at_most": 3600})
+    max_file_mb: float = field(default=16.0, metadata={"above": 0, "at_most": 256})
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_absolute():
+            raise ConfigError(f"a folder's path must be absolute, got {self.path!r:.80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSection:
     """A source of another author: `kind` is `module:Class`.
 
@@ -105,8 +128,8 @@ class OwnSection:
     options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
 
 
-SourceSection = MqttSection | LinesSection | OwnSection
-_SECTIONS: Mapping[str, type[Any]] = {"mqtt": MqttSection, "lines": LinesSection}
+SourceSection = MqttSection | LinesSection | FolderSection | OwnSection
+_SECTIONS: Mapping[str, type[Any]] = {"mqtt": MqttSection, "lines": LinesSection, "folder": FolderSection}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +143,15 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFile:
-    """A whole collect file."""
+    """A whole collect file; its sources are folders, or none of them is."""
 
     collect: CollectSection
     sources: tuple[SourceSettings, ...]
+
+    @property
+    def folders(self) -> dict[str, FolderSection]:
+        """Returns the sources that are folders, by name."""
+        return {source.name: source.section for source in self.sources if isinstance(source.section, FolderSection)}
 
 
 def load_collect_file(path: Path) -> CollectFile:
@@ -155,7 +183,10 @@ def load_collect_file(path: Path) -> CollectFile:
     assert collect is not None
     if not collect.every_s and len(sources) > 1:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {len(sources)}")
-    return CollectFile(collect=collect, sources=tuple(sources))
+    found = CollectFile(collect=collect, sources=tuple(sources))
+    if found.folders and len(found.folders) < len(sources):
+        raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
+    return found
 
 
 def check_columns(names: list[str], texts: tuple[str, ...]) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import StoreError
+from edgefl.core.errors import StoreBusyError, StoreError
 from edgefl.core.safe_parsing import parse_message, parse_record
+from edgefl.system.atomic_files import make_store_error, write_atomic
 
-STATE_NAME = ".collect.json"
+STATE_NAME, LOCK_NAME = ".collect.json", ".collect.lock"
+MAX_DAYS_SHOWN = 31
 MAX_STATE_BYTES = 4 * 1024**2
 
 
@@ -55,6 +60,40 @@ class StoreState:
     @property
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Locks a collector's folder; the lock ends with the process.
+
+    Raises:
+        StoreBusyError: another collector uses it.
+        StoreError: it cannot be written.
+    """
+    try:
+        lock = (folder / LOCK_NAME).open("w")
+    except OSError as error:
+        raise make_store_error(folder, error) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreBusyError(f"another collector writes into {folder}; stop it, or take another folder") from None
+        yield
+
+
+def save_store_state(folder: Path, state: StoreState) -> None:
+    """Replaces the state file, durably; raises a `StoreError` where it cannot be written."""
+    write_atomic(folder / STATE_NAME, encode_state(state))
+
+
+def count_written(state: StoreState, num_bytes: int, now_s: float) -> StoreState:
+    """Returns the state with what a commit writes, itself included, counted to today."""
+    day = datetime.fromtimestamp(now_s, UTC).date().isoformat()
+    written = dict(sorted(state.written.items())[-MAX_DAYS_SHOWN:])
+    written[day] = written.get(day, 0) + num_bytes
+    written[day] += len(encode_state(replace(state, written=written)))
+    return replace(state, written=written)
 
 
 def read_store_state(folder: Path) -> StoreState | None:

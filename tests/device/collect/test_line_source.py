@@ -1,9 +1,11 @@
+import os
 from collections import Counter
 
 import pytest
 
 from edgefl.core.errors import ConfigError
-from edgefl.device.collect.line_source import MAX_LINE_BYTES, LinesSource, parse_time
+from edgefl.device.collect.line_parser import parse_time
+from edgefl.device.collect.line_source import MAX_LINE_BYTES, LinesSource
 from edgefl.device.collect.settings import LinesSection
 
 NOW_S = 1000.0
@@ -82,6 +84,20 @@ def test_a_source_goes_on_at_its_position_also_in_a_file_that_was_rotated_meanwh
     _append(log, "A\n4\n")
     again = Followed(log, position=position)
     assert [again.values(), again.values()] == [[3.0], [4.0]]
+
+
+def test_files_that_were_rotated_while_nobody_read_are_read_in_their_order(log, tmp_path):
+    tail = Followed(log)
+    _append(log, "A\n1\n")
+    tail.values()
+    position = tail.source.position
+    for number, suffix in enumerate([".9", "-20260101", ".1"], 2):
+        os.utime(log, (number, number))
+        log.rename(f"{log}{suffix}")
+        _append(log, f"A\n{number}\n")
+    (tmp_path / "app.csv.bak").write_text("A\n99\n")
+    again = Followed(log, position=position)
+    assert [value for _ in range(6) for value in again.values()] == [2.0, 3.0, 4.0]
 
 
 def test_another_file_under_the_same_inode_is_another_one(log):

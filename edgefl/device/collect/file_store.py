@@ -1,0 +1,205 @@
+"""File store: a shard of class folders, in which each example is a file that is named by its time and its SHA-256.
+
+The name makes a second copy the same file, after a crash too, and lets anybody check what it holds. Files come by
+rename, so that a task never sees half of one, and only whole ones: one damaged file spoils a shard. Those without a
+class lie in a folder that tasks leave alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import hashlib
+import io
+import os
+import re
+import wave
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from edgefl.core.errors import ConfigError
+from edgefl.device.collect.row_store import StoreLimits
+from edgefl.device.collect.store_state import StoreState, lock_folder, read_store_state, save_store_state
+from edgefl.system.atomic_files import make_private_directory, make_store_error, open_atomic, remove_temporary_files
+
+UNLABELLED = ".unlabelled"
+SUFFIXES = (".png", ".jpg", ".jpeg", ".wav")
+MAX_SOUND_CHANNELS = 16
+_PNG_START, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND"
+_JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
+MAX_CLASSES = 1000
+MAX_FILES = 100_000
+MAX_TIME_S = 1e11
+_NAME = re.compile(r"(\d{8}T\d{6}\.\d{3})-([0-9a-f]{16})\.[a-z]+")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class KeptFile:
+    """A file of the store; the name begins with its time, so that they sort by it."""
+
+    name: str
+    label: str
+    num_bytes: int
+
+    @property
+    def digest(self) -> str:
+        return self.name[20:36]
+
+
+class FileStore:
+    """Store of files in a folder; one process at a time, by `open_file_store`.
+
+    Args:
+        folder: of the shard.
+        state: as of the last commit.
+        limits: most bytes and age; there are at most `MAX_FILES`, too.
+        evicted: what goes first: the oldest of all, or with `balanced` of the class that has most files.
+
+    Attributes:
+        state: as of the last commit, with positions, counts and what was written.
+        num_files: of all classes.
+    """
+
+    def __init__(
+        self, folder: Path, state: StoreState, limits: StoreLimits, evicted: Literal["oldest", "balanced"] = "oldest"
+    ) -> None:
+        self._folder, self.state, self._limits, self._evicted = folder, state, limits, evicted
+        self._files: dict[str, list[KeptFile]] = {}
+        self._digests: set[str] = set()
+        self.num_files = self.num_bytes = 0
+        for file in sorted(_list_files(folder)):
+            self._insert(file)
+
+    def add(self, content: bytes, label: str, suffix: str, time_s: float) -> bool:
+        """Stores an example of a class, durably; returns whether it is a new one. `label` is a folder's name.
+
+        Raises:
+            ValueError: there would be too many classes.
+            StoreError: it cannot be written.
+        """
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        if digest in self._digests:
+            return False
+        if label not in self._files and len(self._files) >= MAX_CLASSES:
+            raise ValueError(f"there are {MAX_CLASSES} classes already")
+        time = datetime.fromtimestamp(min(max(time_s, 0.0), MAX_TIME_S), UTC)
+        name = f"{time:%Y%m%dT%H%M%S}.{time.microsecond // 1000:03d}-{digest}{suffix}"
+        make_private_directory(self._folder / label)
+        path = self._folder / label / name
+        try:
+            with open_atomic(path) as file:
+                file.write(content)
+        except OSError as error:
+            raise make_store_error(path, error) from None
+        self._insert(KeptFile(name, label, len(content)))
+        return True
+
+    def commit(self, state: StoreState, now_s: float) -> None:
+        """Removes what is too much or too old, and then stores the state.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        limit_s = now_s - self._limits.max_age_s if self._limits.max_age_s else 0.0
+        oldest = f"{datetime.fromtimestamp(max(limit_s, 0.0), UTC):%Y%m%dT%H%M%S}"
+        for files in self._files.values():
+            while files and files[0].name < oldest:
+                self._remove(files[0])
+        while self.num_bytes > self._limits.max_bytes or self.num_files > MAX_FILES:
+            self._remove(self._find_evicted())
+        save_store_state(self._folder, state)
+        self.state = state
+
+    def count_classes(self) -> dict[str, int]:
+        """Returns the number of files by class."""
+        return {label: len(files) for label, files in sorted(self._files.items()) if files}
+
+    def _find_evicted(self) -> KeptFile:
+        classes = [files for files in self._files.values() if files]
+        return max(classes, key=len)[0] if self._evicted == "balanced" else min(files[0] for files in classes)
+
+    def _insert(self, file: KeptFile) -> None:
+        bisect.insort(self._files.setdefault(file.label, []), file)
+        self._digests.add(file.digest)
+        self.num_files += 1
+        self.num_bytes += file.num_bytes
+
+    def _remove(self, file: KeptFile) -> None:
+        with contextlib.suppress(OSError):  # its owner was faster, or the next start finds it again
+            (self._folder / file.label / file.name).unlink()
+        self._files[file.label].remove(file)
+        self._digests.discard(file.digest)
+        self.num_files -= 1
+        self.num_bytes -= file.num_bytes
+
+
+@contextlib.contextmanager
+def open_file_store(folder: Path, limits: StoreLimits, evicted: Literal["oldest", "balanced"]) -> Iterator[FileStore]:
+    """Yields the store in a folder, which is made where there is none, locked for this process.
+
+    Raises:
+        StoreBusyError: another collector uses it.
+        ConfigError: it holds rows.
+        StoreError: it cannot be used, or its state is damaged.
+    """
+    make_private_directory(folder)
+    with lock_folder(folder):
+        state = read_store_state(folder) or StoreState(columns=())
+        if state.columns:
+            raise ConfigError(
+                f"{folder} holds rows of {', '.join(state.columns):.200}; take another folder for files"
+            )
+        remove_temporary_files(folder)
+        yield FileStore(folder, state, limits, evicted)
+
+
+def _list_files(folder: Path) -> Iterator[KeptFile]:
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False):
+            for file in os.scandir(entry.path):
+                if _NAME.fullmatch(file.name):
+                    yield KeptFile(file.name, entry.name, file.stat().st_size)
+
+
+def check_example(content: bytes, suffix: str) -> None:
+    """Checks that a file is whole and of the kind that its suffix says.
+
+    Nothing is decoded: a PNG's chunks have checksums, a JPEG has an end, and a WAV says how long it is.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if suffix == ".wav":
+        _check_wav(content)
+    elif suffix == ".png":
+        _check_png(content)
+    elif not content.startswith(_JPEG_START) or not content.rstrip(b"\0").endswith(_JPEG_END):
+        raise ValueError("it is no JPEG picture, or has no end")
+
+
+def _check_png(content: bytes) -> None:
+    if not content.startswith(_PNG_START):
+        raise ValueError("it is no PNG picture")
+    place, kind = len(_PNG_START), b""
+    while kind != _PNG_END:
+        length = int.from_bytes(content[place : place + 4], "big")
+        end = place + 8 + length
+        kind, check = content[place + 4 : place + 8], content[end : end + 4]
+        if len(check) < 4 or zlib.crc32(content[place + 4 : end]) != int.from_bytes(check, "big"):
+            raise ValueError("a part of the PNG picture is missing or damaged")
+        place = end + 4
+
+
+def _check_wav(content: bytes) -> None:
+    try:
+        with wave.open(io.BytesIO(content)) as sound:
+            frame_bytes, num_frames = sound.getnchannels() * sound.getsampwidth(), sound.getnframes()
+            num_bytes = len(sound.readframes(num_frames))
+    except (wave.Error, EOFError, ValueError, RuntimeError) as error:
+        raise ValueError(f"it is no WAV file of whole numbers: {error}") from None
+    if not num_frames or num_bytes != num_frames * frame_bytes or sound.getnchannels() > MAX_SOUND_CHANNELS:
+        raise ValueError("the WAV file is empty, has no end, or too many channels")

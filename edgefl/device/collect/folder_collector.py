@@ -1,0 +1,246 @@
+"""Collector of files: copies pictures and sounds that something else puts into a folder, until it is stopped.
+
+The folder is looked at once a second, and read where its own time has changed. inotify would need a package and a
+thread, and sees nothing that another machine writes on a network mount; a look at a folder without news is one call
+of the system. A file counts when it has not changed for `settle_s`. How far a folder was read is the time at which
+the system last changed a file there (ctime), which no program can set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgefl.core.errors import StoreError
+from edgefl.core.safe_text import is_safe_text
+from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example
+from edgefl.device.collect.readings import Counts
+from edgefl.device.collect.settings import FolderSection
+from edgefl.device.collect.store_state import count_written
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+POLL_S, RETRY_S, REPORT_S = 1.0, 10.0, 3600.0
+MAX_FILES_AT_ONCE = 100
+MAX_ENTRIES = 200_000
+MAX_LABEL_CHARS = 80
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FoundFile:
+    """A file that has not changed for a while; `label` is the folder that it lies in, below the source's."""
+
+    changed_ns: int
+    path: str
+    label: str
+    num_bytes: int
+    time_s: float
+
+
+class FolderWatcher:
+    """Watcher of one folder and the class folders in it.
+
+    Args:
+        section: of the source.
+        position: time of the last file that was taken, as of `position`; empty for none.
+    """
+
+    def __init__(self, section: FolderSection, position: str) -> None:
+        self._section, self._root = section, Path(section.path)
+        self._last_ns = int(position) if position.isdecimal() and len(position) < 20 else 0
+        self._folders: list[Path] = []
+        self._fingerprint: tuple[int, ...] = ()
+        self._has_more = True
+
+    @property
+    def position(self) -> str:
+        return str(self._last_ns)
+
+    def find_settled(self, now_s: float) -> list[FoundFile]:
+        """Returns the next files, oldest first, at most about `MAX_FILES_AT_ONCE`.
+
+        Raises:
+            OSError: a folder cannot be read.
+        """
+        if not self._has_more and self._read_times() == self._fingerprint:
+            return []
+        if self._last_ns > now_s * 1e9:
+            log.warning("%s was read later than it is now: the clock was set back; it is read again", self._root)
+            self._last_ns = 0
+        self._folders = [Path(entry.path) for entry in os.scandir(self._root) if _is_class_folder(entry)]
+        self._fingerprint = self._read_times()
+        # A folder's time has ticks: a change in the same one as the last look would go unseen.
+        self._has_more = max(self._fingerprint) > (now_s - self._section.settle_s) * 1e9
+        found = sorted(file for folder in [self._root, *self._folders] for file in self._scan(folder, now_s))
+        end = MAX_FILES_AT_ONCE
+        while end < len(found) and found[end].changed_ns == found[end - 1].changed_ns:
+            end += 1  # the position tells no two of the same time apart
+        self._has_more |= end < len(found)
+        return found[:end]
+
+    def advance(self, file: FoundFile) -> None:
+        """Marks a file as taken, and all before it."""
+        self._last_ns = file.changed_ns
+
+    def look_again(self) -> None:
+        """Makes the next call read the folder, after a file that could not be taken."""
+        self._has_more = True
+
+    def _read_times(self) -> tuple[int, ...]:
+        """Returns when names in each folder changed last; 0 of one that is gone."""
+        times = []
+        for folder in [self._root, *self._folders]:
+            try:
+                times.append(folder.stat().st_mtime_ns)
+            except FileNotFoundError:
+                times.append(0)
+        return tuple(times)
+
+    def _scan(self, folder: Path, now_s: float) -> list[FoundFile]:
+        label = "" if folder == self._root else folder.name
+        found, limit_ns = list[FoundFile](), int((now_s - self._section.settle_s) * 1e9)
+        for entry, _ in zip(os.scandir(folder), range(MAX_ENTRIES), strict=False):
+            if entry.name.startswith(".") or not entry.name.lower().endswith(SUFFIXES):
+                continue
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(info.st_mode) and info.st_ctime_ns > self._last_ns:
+                if info.st_ctime_ns > limit_ns:
+                    self._has_more = True
+                else:
+                    found.append(FoundFile(info.st_ctime_ns, entry.path, label, info.st_size, info.st_mtime))
+        return found
+
+
+class FolderCollector:
+    """Collector of one shard of files.
+
+    Args:
+        sections: of the sources, by name.
+        store: for the files.
+        counts: of what was left out, so far.
+        flush_s: how often positions and counts are written.
+        clock: seconds since 1970; it may jump.
+        monotonic: seconds; it does not.
+    """
+
+    def __init__(
+        self,
+        sections: Mapping[str, FolderSection],
+        store: FileStore,
+        counts: Counts,
+        *,
+        flush_s: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._sections, self._store, self._counts, self._flush_s = dict(sections), store, counts, flush_s
+        self._clock, self._monotonic = clock, monotonic
+        self._watchers = {
+            name: FolderWatcher(section, store.state.positions.get(name, "")) for name, section in sections.items()
+        }
+        self._num_written = 0
+        self._committed_s = self._reported_s = monotonic()
+        self._log = RateLimitedLog(log)
+
+    def run(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
+        """Collects until `stopping` is set."""
+        pause_s = 0.0
+        while not stopping.wait(pause_s):
+            pause_s = self.step()
+            on_turn()
+        self.flush()
+
+    def step(self) -> float:
+        """Takes new files of each source once; returns the seconds until the next call."""
+        try:
+            for name, watcher in self._watchers.items():
+                self._take(name, watcher)
+            if self._monotonic() - self._committed_s >= self._flush_s and not self.flush():
+                return RETRY_S
+        except StoreError as error:
+            self._log.warning("store", "files wait: %s", error)
+            return RETRY_S
+        if self._monotonic() - self._reported_s >= REPORT_S:
+            self._reported_s = self._monotonic()
+            log.info("%s", self.format_report())
+        return POLL_S
+
+    def flush(self) -> bool:
+        """Writes positions and counts, and removes what is too much; returns whether that was possible."""
+        self._committed_s = self._monotonic()
+        state = self._store.state
+        positions = {name: watcher.position for name, watcher in self._watchers.items()}
+        counts = {name: count for name, count in self._counts.items() if count}
+        if positions == dict(state.positions) and counts == dict(state.counts):
+            return True
+        now_s = self._clock()
+        state = count_written(replace(state, positions=positions, counts=counts), self._num_written, now_s)
+        try:
+            self._store.commit(state, now_s)
+        except StoreError as error:
+            self._log.warning("store", "what was taken cannot be noted: %s", error)
+            return False
+        self._num_written = 0
+        return True
+
+    def format_report(self) -> str:
+        """Returns one line of what is kept, and what was left out."""
+        classes = ", ".join(f"{label} {count}" for label, count in self._store.count_classes().items()) or "none"
+        left_out = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count) or "nothing"
+        size = self._store.num_bytes / 1e6
+        return f"{self._store.num_files} files of {size:.1f} MB kept: {classes}; left out: {left_out}"
+
+    def _take(self, name: str, watcher: FolderWatcher) -> None:
+        try:
+            files = watcher.find_settled(self._clock())
+        except OSError as error:
+            self._log.warning(f"folder {name}", "source %s: %s", name, error)
+            return
+        for file in files:
+            try:
+                self._take_file(name, file)
+            except StoreError:
+                watcher.look_again()
+                raise
+            watcher.advance(file)
+
+    def _take_file(self, name: str, file: FoundFile) -> None:
+        """Copies a file into the store, or counts why not."""
+        section, path = self._sections[name], Path(file.path)
+        if file.num_bytes > section.max_file_mb * 1e6:
+            self._counts[f"{name}.too_large"] += 1
+            return
+        try:
+            with path.open("rb") as opened:
+                content = opened.read(int(section.max_file_mb * 1e6))
+            check_example(content, path.suffix.lower())
+            is_new = self._store.add(content, _get_label(file.label), path.suffix.lower(), file.time_s)
+        except (OSError, ValueError) as error:
+            self._counts[f"{name}.refused"] += 1
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._log.warning(f"file {name}", "source %s: %s is left out: %s", name, path, reason)
+            return
+        self._num_written += len(content) if is_new else 0
+        self._counts[f"{name}.duplicates"] += not is_new
+        if section.remove:
+            path.unlink(missing_ok=True)
+
+
+def _get_label(folder: str) -> str:
+    if len(folder) > MAX_LABEL_CHARS or not is_safe_text(folder):
+        raise ValueError("the name of its folder is too long, or not visible")
+    return folder or UNLABELLED
+
+
+def _is_class_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
