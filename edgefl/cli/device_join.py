@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, echo
+from edgefl.cli.output import FullHelpGroup, echo, text_format_option
 from edgefl.cli.sources import allow_module_option, state_option, warn_visible_secret
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, UsageError
 from edgefl.core.protocol import PEER_PORT, JoinToken, validate_address
@@ -385,16 +387,60 @@ def check(task: str | None, root: Path | None) -> None:
     """Read the shards and print their classes, counts and missing labels."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    shards = DeviceStateDir.load(root).settings.shards
-    if task is not None and task not in shards:
+    state = DeviceStateDir.load(root)
+    shards = state.settings.shards if task is None else {task: _find_shard(state, task)}
+    if not shards:
+        raise NotFoundError("this device has no shards; edgefl device shard add TASK PATH")
+    for name, path in shards.items():
+        _print_report(load_shard_report(name, path))
+
+
+@shard.command()
+@click.argument("place", metavar="TASK|FOLDER")
+@state_option
+@text_format_option
+def stats(place: str, root: Path | None, style: str) -> None:
+    """Print what a collector keeps in a shard: rows, days, bytes written a day, and what was left out."""
+    from edgefl.device.collect.store_state import read_store_state  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+
+    folder = Path(place) if "/" in place else Path(_find_shard(DeviceStateDir.load(root), place))
+    state = read_store_state(folder)
+    if state is None:
+        raise NotFoundError(f"no collector has written into {folder}; edgefl device collect FILE")
+    facts = {
+        "folder": str(folder),
+        "columns": list(state.columns),
+        "rows": state.num_rows,
+        "bytes": state.num_bytes,
+        "segments": len(state.segments),
+        "first_s": state.segments[0].first_s if state.segments else None,
+        "last_s": state.segments[-1].last_s if state.segments else None,
+        "written_bytes": dict(state.written),
+        "left_out": dict(state.counts),
+    }
+    if style == "json":
+        click.echo(json.dumps({"v": 1, **facts}))
+        return
+    if state.segments:
+        ends_s = state.segments[0].first_s, state.segments[-1].last_s
+        times = (f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M}" for time_s in ends_s)
+        echo(f"{folder}: {state.num_rows} rows of {', '.join(state.columns)}, {' to '.join(times)} UTC")
+    for day, num_bytes in sorted(state.written.items()):
+        echo(f"  written on {day}: {num_bytes / 1e6:.2f} MB")
+    for name, count in sorted(state.counts.items()):
+        echo(f"  left out, {name}: {count}")
+
+
+def _find_shard(state: DeviceStateDir, task: str) -> str:
+    """Returns the path of a task's shard; raises a `NotFoundError` where this device has none."""
+    shards = state.settings.shards
+    if task not in shards:
         listing = f"it has {', '.join(shards)}" if shards else "it has none"
         raise NotFoundError(
             f"this device has no shard for task {task!r} ({listing}); edgefl device shard add TASK PATH"
         )
-    if not shards:
-        raise NotFoundError("this device has no shards; edgefl device shard add TASK PATH")
-    for name in [task] if task else shards:
-        _print_report(load_shard_report(name, shards[name]))
+    return shards[task]
 
 
 def parse_shard_option(text: str, default_task: str | None) -> tuple[str, str]:

@@ -100,6 +100,7 @@ EXAMPLES = {
     "device set": "device set --max-temperature 75",
     "device shard add": "device shard add digits /home/pi/device-01.npz",
     "device shard check": "device shard check",
+    "device shard stats": "device shard stats series",
     "device start": "device start",
     "device status": "device status",
     "device trust": "device trust release.pem",

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from onnx_graphs import constant_model
 
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.drift_watch import list_reference_paths
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.state_dir import DeviceStateDir
@@ -110,6 +112,20 @@ def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run, joine
     path.write_text(path.read_text().replace('"max_temperature_c": 75.0', '"max_temperature_c": "hot"'))
     ran = run("device", "status", "--state", joined)
     assert (ran.is_one_line, "max_temperature_c must be a number or null, got 'hot'" in ran.err) == (True, True)
+
+
+def test_what_a_collector_keeps_of_a_shard_is_shown(run, tmp_path):
+    folder = tmp_path / "room"
+    with open_row_store(folder, ("t",), StoreLimits(max_bytes=10**6)) as store:
+        store.commit([Row(0.0, (1.0,), 1), Row(86_400.0, (2.0,), 1)], {}, {"house.refused": 3}, 0.0)
+    shown = run("device", "shard", "stats", folder).out
+    assert "2 rows of t, 1970-01-01 00:00 to 1970-01-02 00:00 UTC" in shown
+    assert "written on 1970-01-01: 0.00 MB" in shown
+    assert "left out, house.refused: 3" in shown
+    told = json.loads(run("device", "shard", "stats", folder, "--format", "json").out)
+    assert (told["rows"], told["left_out"]) == (2, {"house.refused": 3})
+    assert told["written_bytes"]["1970-01-01"] > told["bytes"]
+    assert run("device", "shard", "stats", tmp_path).code == 40
 
 
 def test_shards_may_come_later_and_are_checked(run, front_door, shard, tmp_path):

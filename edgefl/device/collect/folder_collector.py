@@ -63,7 +63,7 @@ class FolderWatcher:
     def position(self) -> str:
         return str(self._last_ns)
 
-    def find_settled(self, now_s: float) -> list[FoundFile]:
+    def find_unchanged(self, now_s: float) -> list[FoundFile]:
         """Returns the next files, oldest first, at most about `MAX_FILES_AT_ONCE`.
 
         Raises:
@@ -202,7 +202,7 @@ class FolderCollector:
 
     def _take(self, name: str, watcher: FolderWatcher) -> None:
         try:
-            files = watcher.find_settled(self._clock())
+            files = watcher.find_unchanged(self._clock())
         except OSError as error:
             self._log.warning(f"folder {name}", "source %s: %s", name, error)
             return
