@@ -6,11 +6,13 @@ mapped file that becomes shorter ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard, cast
+from typing import IO, Any, TypeGuard, cast
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -19,6 +21,8 @@ from numpy.random import Generator
 from edgefl.core.errors import DataError
 from edgefl.core.types import Array, Dataset
 
+MAX_BYTES_IN_MEMORY = 32 * 1024**2
+"""Bytes of a shard up to which it is held in memory; the inputs of a larger one stay in files."""
 BLOCK_BYTES = 512 * 1024
 """Bytes of consecutive rows that are read at once, and keep together in an epoch."""
 BUFFER_BYTES = 32 * BLOCK_BYTES
@@ -156,6 +160,57 @@ class StoredArray(NDArrayOperatorsMixin):
             numbers = ordered[run] - (self._ends[whose[run[0]]] - len(part))
             found[order[run]] = part[int(numbers[0]) : int(numbers[-1]) + 1][numbers - numbers[0]]
         return found
+
+
+class RowBuffer:
+    """Rows that are read one after the other: in memory while they are few, then in a temporary file without a name.
+
+    The file lies in /var/tmp, since /tmp is memory on many boards, or where the process may write; its room is free
+    again when its rows are no longer used.
+    """
+
+    def __init__(self, max_bytes: int = MAX_BYTES_IN_MEMORY) -> None:
+        self._max_bytes = max_bytes
+        self._blocks: list[Array] = []
+        self._file: IO[bytes] | None = None
+        self._num_rows, self._num_bytes = 0, 0
+
+    def add(self, rows: Array) -> None:
+        """Adds rows of the same shape and type as those before.
+
+        Raises:
+            DataError: there is no room for them.
+        """
+        self._num_rows, self._num_bytes = self._num_rows + len(rows), self._num_bytes + rows.nbytes
+        self._blocks.append(rows)
+        if self._file is None and self._num_bytes <= self._max_bytes:
+            return
+        try:
+            self._file = self._file or _open_temporary()
+            for block in self._blocks:
+                self._file.write(np.ascontiguousarray(block).data)
+        except OSError as error:
+            raise DataError(
+                f"a large shard needs a temporary file of {self._num_bytes} bytes and more: {error.strerror}; make "
+                "room, or give the board a part of it"
+            ) from None
+        self._blocks = [rows[:0]]
+
+    def finish(self) -> Array:
+        """Returns all rows, of which there must be one."""
+        if self._file is None:
+            return np.concatenate(self._blocks)
+        (like,) = self._blocks
+        with self._file as file:
+            file.flush()
+            shape = (self._num_rows, *like.shape[1:])
+            return StoredArray([FileRows(file.fileno(), "a temporary file", 0, shape, like.dtype)]).to_array()
+
+
+def _open_temporary() -> IO[bytes]:
+    with contextlib.suppress(OSError):
+        return tempfile.TemporaryFile(dir="/var/tmp")
+    return tempfile.TemporaryFile()
 
 
 def is_stored(array: object) -> TypeGuard[StoredArray]:

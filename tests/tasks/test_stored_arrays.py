@@ -1,5 +1,7 @@
 import gc
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from edgefl.tasks.datasets.shards import (
 )
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.local_algorithms.local_training import train
-from edgefl.tasks.stored_arrays import StoredArray, is_stored, iterate_stored_batches, select_rows
+from edgefl.tasks.stored_arrays import RowBuffer, StoredArray, is_stored, iterate_stored_batches, select_rows
 
 ROW_NUMBERS = 250
 SHAPE = (ROW_NUMBERS, 2)
@@ -218,3 +220,30 @@ def test_training_on_a_file_learns_and_repeats_itself(large):
         losses.append(learner.evaluate(data))
     assert losses[0] == losses[1]
     assert losses[0][1] > 0.8
+
+
+def test_rows_that_come_in_turn_are_in_memory_until_they_are_many():
+    whole = np.arange(600, dtype=np.float32).reshape(100, 6)
+    before = count_open_files()
+    for max_bytes, is_in_file in ((1600, False), (1599, True), (0, True)):
+        buffer = RowBuffer(max_bytes)
+        for start in range(0, 100, 30):
+            buffer.add(whole[start : start + 30, :4])
+        found = buffer.finish()
+        assert is_stored(found) == is_in_file
+        assert np.array_equal(found[:], whole[:, :4])
+        assert (found.shape, found.dtype) == ((100, 4), np.float32)
+    del found, buffer
+    gc.collect()
+    assert count_open_files() == before
+
+
+def test_a_shard_that_there_is_no_room_for_is_one_line(tmp_path):
+    script = (
+        "import resource, numpy as np; from edgefl.tasks.stored_arrays import RowBuffer\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+        "RowBuffer(0).add(np.zeros((2, 80000)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "DataError: a large shard needs a temporary file of 1280000 bytes and more: File too large" in done.stderr

@@ -27,9 +27,10 @@ from edgefl.tasks.configured.options import (
     split_numbers,
     split_sizes,
 )
-from edgefl.tasks.datasets.csv_files import TablePart, read_table
+from edgefl.tasks.datasets.csv_files import TablePart, iterate_shard
 from edgefl.tasks.export.onnx_graph import OnnxGraph, register_node_builder
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, Prepare
+from edgefl.tasks.stored_arrays import RowBuffer
 
 NAME = "table"
 LINEAR_MODELS = ("linear", "logistic")
@@ -283,10 +284,15 @@ def _to_whole_number(cell: str) -> str:
 
 
 def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, drops_missing: bool) -> Dataset:
-    parts = read_table(path, NAME, (*columns, *targets.numbers), targets.texts, drops_missing=drops_missing)
-    groups = [found for part in parts if (found := targets.read_groups(part)) is not None]
+    inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
+    numbers = (*columns, *targets.numbers)
+    for part in iterate_shard(path, NAME, numbers, targets.texts, drops_missing=drops_missing):
+        inputs.add(part.numbers[:, : len(columns)])
+        found.append(targets.read_targets(part, part.numbers[:, len(columns) :]))
+        if (group := targets.read_groups(part)) is not None:
+            groups.append(group)
     return Dataset(
-        inputs=np.concatenate([part.numbers[:, : len(columns)] for part in parts]),
-        targets=np.concatenate([targets.read_targets(part, part.numbers[:, len(columns) :]) for part in parts]),
+        inputs=inputs.finish(),
+        targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
     )

@@ -21,12 +21,13 @@ from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
 from edgefl.tasks.datasets.csv_files import Survey
 from edgefl.tasks.registry import import_extra
+from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 
 PICTURE_SUFFIXES, SOUND_SUFFIXES = (".png", ".jpg", ".jpeg"), (".wav",)
 MAX_EXAMPLES = 1_000_000
 MAX_FOLDERS = 1000
 MAX_VALUES = 1_000_000_000
-"""Pixels or samples of a shard in memory."""
+"""Pixels or samples of a shard."""
 MAX_FILE_BYTES = 256 * 1024**2
 MAX_PIXELS = 50_000_000
 MAX_SOUND_CHANNELS = 16
@@ -98,11 +99,11 @@ def read_class_folders(
             f"shard {path} of task {task} has {len(files)} files of {first.size} values each, at most {MAX_VALUES:,} "
             "are held; take fewer files, or smaller examples"
         )
-    inputs = np.empty((len(files), *first.shape), first.dtype)
-    for row, (file, _) in enumerate(files):
-        inputs[row] = first if row == 0 else read(file)
+    inputs, block_rows = RowBuffer(), max(1, BLOCK_BYTES // max(1, first.nbytes))
+    for start in range(0, len(files), block_rows):
+        inputs.add(np.stack([read(file) for file, _ in files[start : start + block_rows]]))
     return Dataset(
-        inputs=inputs,
+        inputs=inputs.finish(),
         targets=np.array([rules.labels.index(label) for _, label in files], np.int64),
         groups=rules.read_groups([file.stem for file, _ in files]),
     )

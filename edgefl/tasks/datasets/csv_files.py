@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 2 * 1024**3
 MAX_LINE_CHARS = 1_000_000
 MAX_FILES = 100_000
 MAX_CELLS = 250_000_000
-"""Numbers of a shard in memory: 1 GB as float32."""
+"""Numbers of a shard: 1 GB as float32."""
 MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
 CHUNK_ROWS = 8192
 PARQUET = ".parquet"
@@ -74,6 +74,24 @@ def read_table(
     if not any(len(part.numbers) for part in parts):
         raise DataError(f"shard {path} of task {task} holds no rows")
     return parts
+
+
+def iterate_shard(
+    path: Path, task: str, numbers: Sequence[str], texts: Sequence[str] = (), *, drops_missing: bool = False
+) -> Iterator[TablePart]:
+    """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once; as `read_table`, also what it raises."""
+    num_rows = 0
+    for file in list_table_files(path, task):
+        for part in iterate_table(file, numbers, texts, drops_missing=drops_missing):
+            num_rows += len(part.numbers)
+            if num_rows * max(1, len(numbers)) > MAX_CELLS:
+                raise DataError(
+                    f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files"
+                )
+            if len(part.numbers):
+                yield part
+    if not num_rows:
+        raise DataError(f"shard {path} of task {task} holds no rows")
 
 
 def iterate_table(

@@ -28,7 +28,13 @@ from edgefl.tasks.datasets.csv_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
 from edgefl.tasks.registry import CONFIGURED, make_task
-from edgefl.tasks.stored_arrays import StoredArray, is_stored, iterate_blocks, select_rows
+from edgefl.tasks.stored_arrays import (
+    MAX_BYTES_IN_MEMORY,
+    StoredArray,
+    is_stored,
+    iterate_blocks,
+    select_rows,
+)
 
 # A service with a user of its own must be able to read its operator's files.
 SHARD_FILE_MODE = 0o644
@@ -46,8 +52,6 @@ _SURVEYS: Mapping[str, Callable[..., Survey]] = {
 """What counts the examples of a configured task's shard without its run file."""
 
 HASH_BYTES = 8
-MAX_BYTES_IN_MEMORY = 32 * 1024**2
-"""Bytes of a shard's files up to which it is held in memory; the inputs of a larger one stay in its files."""
 MAX_OPEN_FILES = 256
 """Files of a folder, the largest, that stay open for that; the inputs of the others are held in memory."""
 
