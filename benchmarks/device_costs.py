@@ -85,8 +85,10 @@ class Work:
         return str(self.tables["run"]["task"])
 
 
-def _work(title: str, name: str, rounds: int, limit_mb: int, **tables: Mapping[str, Any]) -> Work:
-    run = {"task": name, "rounds": rounds, "evaluate_on": "none"}
+def _work(
+    title: str, name: str, rounds: int, limit_mb: int, *, backend: str = "auto", **tables: Mapping[str, Any]
+) -> Work:
+    run = {"task": name, "rounds": rounds, "evaluate_on": "none", "backend": backend}
     return Work(title=title, tables={"run": run, "devices": {"min": 1}, **tables}, limit_mb=limit_mb)
 
 
@@ -95,8 +97,15 @@ WORKS = (
     _work("nothing, a model of 1 MB", "noop", 60, 100, task={"size_bytes": 1_000_000}),
     _work("digits, NumPy", "digits", 60, 100),
     _work("MNIST 2NN, NumPy", "mnist", 40, 130, task={"model": "2nn"}, strategy={"name": "fedavg", **STEPS}),
+    *(
+        _work(
+            f"MNIST CNN, compiled, batch {size}", "mnist", 20, limit_mb, backend="onnx", task={"model": "cnn"},
+            strategy={"name": "fedavg", **STEPS, "batch_size": size},
+        )
+        for size, limit_mb in ((10, 100), (32, 120))
+    ),
     _work("MNIST CNN, torch", "mnist", 20, 330, task={"model": "cnn"}, strategy={"name": "fedavg", **STEPS}),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 MODULE = "edgefl.tasks.compiler.process"
 """Run as a process of its own: torch's hundreds of megabytes go with it."""
 COMPILE_TIMEOUT_S = 1800.0
-NEEDED_PACKAGES = ("torch", "onnx", "onnxscript", "edgefl.tasks.compiler")
+NEEDED_PACKAGES = ("torch", "onnx", "onnxscript")
 TASK_COMPILED, TASK_NOT_COMPILED = "task-compiled", "task-not-compiled"
 """Kinds of events."""
 
