@@ -167,6 +167,7 @@ EXAMPLES = {
     "stats": "stats digits --columns 0-9 --min-group 10",
     "strategies list": "strategies list",
     "strategies new": "strategies new trimmed",
+    "task compile": "task compile mnist --batch-size 10 --out compiled",
     "task new": "task new harvest --kind tabular",
     "top": "top",
     "user add": "user add ada --role viewer",
