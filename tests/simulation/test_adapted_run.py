@@ -258,6 +258,12 @@ def test_heads_of_their_own_suit_boards_of_their_own_kind_better_than_one_model_
         if name in {"ditto", "apfl"}:
             assert metrics["personal-accuracy"] > accuracy["shared"] + 0.02
             assert accuracy[name] == accuracy["shared"]
+        if name == "shared":
+            first = simulate(config, devices=8, root=tmp_path / "first")
+            config["run"] |= {"rounds": 1, "init": str(first.model)}
+            config["strategy"] |= {"personal_lambda": 0.0, "epochs": 5}
+            tuned = simulate(config, devices=8, root=tmp_path / "tuned")
+            assert tuned.metrics["personal-accuracy"] > accuracy["shared"] + 0.02
     assert accuracy["fedper"] > accuracy["shared"] + 0.02
     assert accuracy["fedrep"] > accuracy["shared"] + 0.02
 
