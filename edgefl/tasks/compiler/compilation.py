@@ -25,6 +25,7 @@ from edgefl.tasks.compiled.artefact import (
     CompiledManifest,
     CompiledTask,
 )
+from edgefl.tasks.compiled.board.graph_check import check_compiled_task
 from edgefl.tasks.compiler.batches import Batch, BatchSource, draw_noise
 from edgefl.tasks.compiler.gradient_check import NUM_STEPS, CheckReport, check_evaluation, check_training
 from edgefl.tasks.compiler.onnx_files import estimate_flops, estimate_peak_bytes, export_graph, list_operators
@@ -73,6 +74,7 @@ def compile_task(
 
     Raises:
         TaskError: it cannot be compiled, or the graph does not compute what torch does.
+        DataError: a board would refuse the graph.
     """
     learner = _make_learner(task, batch_size, data)
     source = BatchSource(task=task, learner=learner, size=batch_size, data=data)
@@ -112,7 +114,9 @@ def compile_task(
         num_nodes=len(train.graph.node),
         parameters=sum(value.size for name, value in state.items() if name.startswith(PARAMETER)),
     )
-    return CompiledTask(train=content, evaluate=evaluation, manifest=manifest), report
+    compiled = CompiledTask(train=content, evaluate=evaluation, manifest=manifest)
+    check_compiled_task(compiled)  # as a board does
+    return compiled, report
 
 
 def format_loss(loss: Loss) -> str:
@@ -136,6 +140,11 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
         raise TaskError(
             f"task {task.name} trains with a {type(learner).__name__}: only tasks of a torch model (TorchLearner) "
             "are compiled; one in NumPy needs no torch as it is"
+        )
+    if still := [name for name, parameter in learner.module.named_parameters() if not parameter.requires_grad]:
+        raise TaskError(
+            f"parameter {still[0]} of task {task.name} takes no gradient (requires_grad = False); compiled are "
+            "networks all of whose parameters do: freeze by [adapt] of the run file"
         )
     learner.load(task.init(SEED))
     return learner

@@ -13,6 +13,7 @@ import torch
 from edgefl.core.errors import TaskError
 from edgefl.tasks.compiled.artefact import OPSET, PERMITTED_OPERATORS
 from edgefl.tasks.compiler.tracing import TracedGraph
+from edgefl.tasks.compiler.translations.recurrent import expand_scans
 from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
 from edgefl.tasks.export.onnx_graph import get_first_line, suppress_export_logs
 
@@ -45,6 +46,7 @@ def export_graph(graph: TracedGraph) -> onnx.ModelProto:
             raise _make_export_error(error) from error
     assert program is not None
     model = program.model_proto
+    expand_scans(model)
     _strip(model)
     check_operators(model)
     return model

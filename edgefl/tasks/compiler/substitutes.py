@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
+from edgefl.tasks.compiler.recurrent import run_layer, run_levels
 
 Draw = Callable[[tuple[int, ...]], torch.Tensor]
 """Returns uniform random numbers in [0, 1) of a shape."""
@@ -29,7 +31,7 @@ def list_noise_shapes(forward: Callable[[], object]) -> tuple[tuple[int, ...], .
         shapes.append(shape)
         return torch.rand(shape)
 
-    with torch.no_grad(), _exchange(_make_random_functions(draw)):
+    with torch.no_grad(), _exchange(functional, _make_random_functions(draw)), _exchange_recurrent(run_levels):
         forward()
     return tuple(shapes)
 
@@ -38,27 +40,34 @@ def list_noise_shapes(forward: Callable[[], object]) -> tuple[tuple[int, ...], .
 def use_noise(noise: list[torch.Tensor]) -> Iterator[None]:
     """Dropout takes its random numbers from a list; all else stays as it is."""
     left = iter(noise)
-    with _exchange(_make_random_functions(lambda _: next(left))):
+    functions = _make_random_functions(lambda _: next(left))
+    with _exchange(functional, functions), _exchange_recurrent(run_levels):
         yield
 
 
 @contextmanager
 def use_pure_functions(noise: list[torch.Tensor]) -> Iterator[None]:
     """Besides, nothing changes a tensor of the module unseen, and pooling and resizing are products of matrices."""
-    with use_noise(noise), _exchange(_PURE_FUNCTIONS):
+    with use_noise(noise), _exchange(functional, _PURE_FUNCTIONS), _exchange_recurrent(run_layer):
         yield
 
 
 @contextmanager
-def _exchange(functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    before = {name: getattr(functional, name) for name in functions}
+def _exchange(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():
-            setattr(functional, name, function)
+            setattr(owner, name, function)
         yield
     finally:
         for name, function in before.items():
-            setattr(functional, name, function)
+            setattr(owner, name, function)
+
+
+@contextmanager
+def _exchange_recurrent(forward: Callable[..., Any]) -> Iterator[None]:
+    with _exchange(nn.GRU, {"forward": forward}), _exchange(nn.LSTM, {"forward": forward}):
+        yield
 
 
 def _make_random_functions(draw: Draw) -> dict[str, Callable[..., Any]]:

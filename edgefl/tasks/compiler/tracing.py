@@ -72,7 +72,9 @@ def trace(
         try:
             # With oneDNN a recurrent layer would stay one opaque operator.
             with torch.backends.mkldnn.flags(enabled=False):
-                module = make_fx(functionalize(flat), decomposition_table=decompositions)(*inputs.values())
+                # First the gradient, then without changes in place: `functionalize` knows no `autograd.Function`.
+                differentiated = make_fx(flat)(*inputs.values())
+                module = make_fx(functionalize(differentiated), decomposition_table=decompositions)(*inputs.values())
         except RuntimeError as error:
             if _VALUE_OPERATOR in str(error):
                 raise TaskError(

@@ -147,7 +147,10 @@ NETWORKS: Mapping[str, Callable[[], Example]] = {
     "dense": lambda: Example(_dense, (8,), CrossEntropy(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1)),
     "joined": lambda: Example(Joined, (2, 6, 6), own_loss),
     "tokens": lambda: Example(Tokens, (10,)),
-    "lstm": lambda: Example(lambda: Recurrent(nn.LSTM(4, 6, batch_first=True)), (3, 4)),
+    "lstm": lambda: Example(lambda: Recurrent(nn.LSTM(4, 6, batch_first=True)), (9, 4)),
+    "gru": lambda: Example(
+        lambda: Recurrent(nn.GRU(4, 6, num_layers=2, bidirectional=True, dropout=0.2, batch_first=True)), (5, 4)
+    ),
     "pixels": lambda: Example(lambda: nn.Conv2d(1, 3, 3, padding=1), (1, 6, 6), has_pixels=True),
 }
 """Tasks by what they cover."""

@@ -17,6 +17,7 @@ from edgefl.tasks.compiled.artefact import PERMITTED_OPERATORS  # noqa: E402
 from edgefl.tasks.compiler import onnx_files  # noqa: E402
 from edgefl.tasks.compiler.compilation import compile_task, format_loss  # noqa: E402
 from edgefl.tasks.compiler.gradient_check import MEDIAN_BOUND, GraphRunner  # noqa: E402
+from edgefl.tasks.compiler.recurrent import run_layer  # noqa: E402
 from edgefl.tasks.compiler.translations import registry  # noqa: E402
 from edgefl.tasks.losses.registry import make_loss  # noqa: E402
 from edgefl.tasks.registry import make_task  # noqa: E402
@@ -43,6 +44,24 @@ def test_each_kind_of_layer_has_the_gradient_that_torch_has_in_double_precision(
     assert set(compiled.manifest.operators) <= set(PERMITTED_OPERATORS)
     assert 0 < compiled.manifest.flops < 10**9
     assert 0 < compiled.manifest.peak_bytes < 10**7
+
+
+@pytest.mark.parametrize("kind", ["GRU", "LSTM"])
+def test_recurrent_layers_are_computed_as_torch_does_in_both_directions_with_first_states(kind):
+    torch.manual_seed(0)
+    layer = getattr(torch.nn, kind)(3, 5, num_layers=2, bidirectional=True).double()
+    x, first = torch.randn(4, 2, 3, dtype=torch.float64), torch.randn(4, 2, 5, dtype=torch.float64)
+    state = first if kind == "GRU" else (first, first.flip(0))
+
+    def compute(run):
+        inputs = x.clone().requires_grad_()
+        outputs, ended = run(layer, inputs, state)
+        ends = [ended] if kind == "GRU" else [*ended]
+        total = outputs.square().sum() + sum((end * end.cos()).sum() for end in ends)
+        return [outputs, *ends, *torch.autograd.grad(total, [inputs, *layer.parameters()])]
+
+    for found, right in zip(compute(run_layer), compute(getattr(torch.nn, kind).__call__), strict=True):
+        assert torch.allclose(found, right, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.extended

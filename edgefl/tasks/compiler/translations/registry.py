@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from onnxscript import opset18 as op
 
-from edgefl.tasks.compiler.translations import convolution, normalisation, pooling
+from edgefl.tasks.compiler.recurrent import run_gru  # noqa: F401 registers the operators
+from edgefl.tasks.compiler.translations import convolution, normalisation, pooling, recurrent
 from edgefl.tasks.compiler.translations.nodes import Value, ints, number
 
 aten = torch.ops.aten
@@ -39,4 +40,9 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices_backward.default: pooling.max_pool2d_with_indices_backward,
     aten._native_batch_norm_legit.no_stats: normalisation.batch_norm_without_statistics,  # noqa: SLF001 torch's name
     aten.native_batch_norm_backward.default: normalisation.native_batch_norm_backward,
+    torch.ops.edgefl.gru.default: recurrent.gru,
+    torch.ops.edgefl.gru_gradient.default: recurrent.gru_gradient,
+    torch.ops.edgefl.lstm.default: recurrent.lstm,
+    torch.ops.edgefl.lstm_cells.default: recurrent.lstm_cells,
+    torch.ops.edgefl.lstm_gradient.default: recurrent.lstm_gradient,
 }
