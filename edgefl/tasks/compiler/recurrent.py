@@ -177,12 +177,12 @@ class LstmStates(torch.autograd.Function):
         entry, forget, new, leave = (functional.linear(x, w_in, bias) + before @ w_state.T).chunk(4, -1)
         entry, forget, leave, new = torch.sigmoid(entry), torch.sigmoid(forget), torch.sigmoid(leave), torch.tanh(new)
         cells = run_lstm_cells(forget, entry * new, first_cell)
-        cells_before, shown = torch.cat([first_cell[None], cells[:-1]]), torch.tanh(cells)
+        cells_before, squashed = torch.cat([first_cell[None], cells[:-1]]), torch.tanh(cells)
         slopes = torch.cat(
             [new * entry * (1.0 - entry), cells_before * forget * (1.0 - forget), entry * (1.0 - new * new)], -1
         )
-        by_leave = shown * leave * (1.0 - leave)
-        through, outer = leave * (1.0 - shown * shown), torch.cat([by_leave, forget], -1)
+        by_leave = squashed * leave * (1.0 - leave)
+        through, outer = leave * (1.0 - squashed * squashed), torch.cat([by_leave, forget], -1)
         gradient = run_lstm_gradient(grads[0].detach(), through, slopes, outer, w_state, grads[1].detach())
         by_state, by_cell = gradient.chunk(2, -1)
         gates = torch.cat([torch.cat([by_cell] * 3, -1) * slopes, by_state * by_leave], -1)
@@ -231,12 +231,12 @@ def run_levels(layer: nn.RNNBase, x: Tensor, state: Any = None) -> tuple[Tensor,
     last = []
     for level in range(layer.num_layers):
         start = level * num_directions
-        begun = [part[start : start + num_directions] for part in first]
+        starting = [part[start : start + num_directions] for part in first]
         names = [f"l{level}{'_reverse' * direction}" for direction in range(num_directions)]
         kinds = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if layer.bias else ()))
         weights = [getattr(layer, f"{kind}_{name}") for name in names for kind in kinds]
         x, *ends = function(
-            x, begun if len(begun) > 1 else begun[0], weights, layer.bias, 1, 0.0, layer.training,
+            x, starting if len(starting) > 1 else starting[0], weights, layer.bias, 1, 0.0, layer.training,
             layer.bidirectional, layer.batch_first,
         )  # fmt: skip
         last.append(ends)

@@ -98,7 +98,7 @@ def _add_axis(value: Value) -> Value:
 def _scan_gru_gradient(mark: Any, shape: Sequence[int]) -> list[Any]:
     _, size, hidden = shape
     grad, slopes, update, w_state = mark.input
-    scan = _Scan(mark=mark, size=size, shown=("state", hidden))
+    scan = _Scan(mark=mark, size=size, result=("state", hidden))
     scan.steps = {"grad": (grad, hidden), "slopes": (slopes, 3 * hidden), "update": (update, hidden)}
     scan.states = {"carried": ("", hidden)}
     scan.add("Add", ["grad", "carried"], "state")
@@ -114,15 +114,15 @@ def _scan_lstm_gradient(mark: Any, shape: Sequence[int]) -> list[Any]:
     _, size, double = shape
     hidden = double // 2
     grad, through, slopes, outer, w_state, grad_cell = mark.input
-    scan = _Scan(mark=mark, size=size, shown=("both", double))
+    scan = _Scan(mark=mark, size=size, result=("both", double))
     scan.steps = {
         "grad": (grad, hidden), "through": (through, hidden), "slopes": (slopes, 3 * hidden), "outer": (outer, double)
     }  # fmt: skip
     scan.states = {"carried": ("", hidden), "carried_cell": (grad_cell, hidden)}
     scan.add("Split", ["outer"], "by_exit", "forget", axis=-1, num_outputs=2)
     scan.add("Add", ["grad", "carried"], "state")
-    scan.add("Mul", ["state", "through"], "by_shown")
-    scan.add("Add", ["by_shown", "carried_cell"], "cell")
+    scan.add("Mul", ["state", "through"], "by_squashed")
+    scan.add("Add", ["by_squashed", "carried_cell"], "cell")
     scan.add("Concat", ["cell"] * 3, "repeated", axis=-1)
     scan.add("Mul", ["repeated", "slopes"], "inner")
     scan.add("Mul", ["state", "by_exit"], "last")
@@ -136,12 +136,12 @@ def _scan_lstm_gradient(mark: Any, shape: Sequence[int]) -> list[Any]:
 def _scan_lstm_cells(mark: Any, shape: Sequence[int]) -> list[Any]:
     _, size, hidden = shape
     forget, added, first = mark.input
-    scan = _Scan(mark=mark, size=size, shown=("shown", hidden))
+    scan = _Scan(mark=mark, size=size, result=("result", hidden))
     scan.steps = {"forget": (forget, hidden), "added": (added, hidden)}
     scan.states = {"cell": (first, hidden)}
     scan.add("Mul", ["forget", "cell"], "kept")
     scan.add("Add", ["kept", "added"], "cell_on")
-    scan.add("Identity", ["cell_on"], "shown")
+    scan.add("Identity", ["cell_on"], "result")
     return scan.build(is_reverse=False)
 
 
@@ -152,7 +152,7 @@ class _Scan:
     Attributes:
         mark: the node; its output is what the Scan shows of each step.
         size: of the first axis of all that a step has.
-        shown: name in the body, and last size, of what is shown.
+        result: name in the body, and last size, of what it returns of each step.
         steps: by name in the body, the value of which it gets one step at a time, and its last size.
         states: likewise, what it hands on as `<name>_on`; without a value it begins with zeros.
         nodes: of the body.
@@ -160,7 +160,7 @@ class _Scan:
 
     mark: Any
     size: int
-    shown: tuple[str, int]
+    result: tuple[str, int]
     steps: dict[str, tuple[str, int]] = field(default_factory=dict)
     states: dict[str, tuple[str, int]] = field(default_factory=dict)
     nodes: list[tuple[str, list[str], tuple[str, ...], dict[str, Any]]] = field(default_factory=list)
@@ -199,7 +199,7 @@ class _Scan:
             ],
             f"{self.mark.output[0]}_step",
             [describe(name, width) for name, (_, width) in inputs.items()],
-            [*(describe(f"{name}_on", width) for name, (_, width) in self.states.items()), describe(*self.shown)],
+            [*(describe(f"{name}_on", width) for name, (_, width) in self.states.items()), describe(*self.result)],
         )
 
     def _begin(self, name: str, value: str, width: int) -> tuple[str, list[Any]]:
