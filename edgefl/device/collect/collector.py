@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -87,15 +88,16 @@ class Collector:
             hold_s=self._settings.hold_s,
             drops_missing=self._settings.missing == "drop",
             first_span=store.state.span + 1,
+            last_row_s=store.state.last_row_s,
         )
         self._pending: list[Row] = []
         self._offset_s = clock() - monotonic()
         self._committed_s = self._reported_s = monotonic()
         self._pause_s = 0.0
         self._log = RateLimitedLog(log)
-        for name, source in sources.items():
-            if isinstance(source, ResumableSource):
-                source.resume(store.state.positions.get(name, ""))
+        self._resumable = {name: one for name, one in sources.items() if isinstance(one, ResumableSource)}
+        for name, source in self._resumable.items():
+            source.resume(store.state.positions.get(name, ""))
 
     def run(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
         """Collects until `stopping` is set, and keeps what is pending then."""
@@ -111,9 +113,11 @@ class Collector:
         if len(self._pending) >= MAX_PENDING:
             self._maker.restart()
         else:
-            readings = [reading for name in self._sources for reading in self._read(name)]
-            num_readings = len(readings)
-            self._pending += self._maker.update(readings, now_s)
+            names = () if self._maker.has_backlog else self._sources
+            readings = [reading for name in names for reading in self._read(name)]
+            end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
+            self._pending += self._maker.update(readings, now_s, end_s)
+            num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
         since_s = self._monotonic() - self._committed_s
         if since_s >= max(self._settings.flush_s, self._pause_s) or (
             len(self._pending) >= COMMIT_ROWS and since_s >= self._pause_s
@@ -127,18 +131,22 @@ class Collector:
         return min(POLL_S, self._settings.every_s or POLL_S)
 
     def flush(self) -> bool:
-        """Writes what is pending; returns whether that was possible. Nothing is written where nothing is new."""
-        self._committed_s = self._monotonic()
-        positions = {
-            name: source.position for name, source in self._sources.items() if isinstance(source, ResumableSource)
-        }
-        if not self._pending and positions == dict(self._store.state.positions):
+        """Writes what is pending; returns whether that was possible. Nothing is written where nothing is new or due.
+
+        While readings wait, positions stay: after a crash they are read again, and no row is made twice.
+        """
+        self._committed_s, now_s = self._monotonic(), self._clock()
+        positions = dict(self._store.state.positions)
+        if not self._maker.has_waiting:
+            positions = {name: source.position for name, source in self._resumable.items()}
+        is_known = not self._pending and positions == dict(self._store.state.positions)
+        if is_known and not self._store.has_excess(now_s):
             return True
         self._counts["dropped_rows"] += self._maker.num_dropped
         self._maker.num_dropped = 0
         counts = {name: count for name, count in dict(self._counts).items() if count}
         try:
-            self._store.commit(self._pending, positions, counts, self._clock())
+            self._store.commit(self._pending, positions, counts, now_s)
         except StoreError as error:
             self._pause_s = RETRY_S
             self._log.warning("store", "%d rows wait: %s", len(self._pending), error)

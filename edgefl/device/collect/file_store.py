@@ -77,6 +77,8 @@ class FileStore:
     def add(self, content: bytes, label: str, suffix: str, time_s: float) -> bool:
         """Stores an example of a class, durably; returns whether it is a new one. `label` is a folder's name.
 
+        What is too much then goes at once, so that files which come fast do not fill the card.
+
         Raises:
             ValueError: there would be too many classes.
             StoreError: it cannot be written.
@@ -96,6 +98,7 @@ class FileStore:
         except OSError as error:
             raise make_store_error(path, error) from None
         self._insert(KeptFile(name, label, len(content)))
+        self._remove_surplus()
         return True
 
     def commit(self, state: StoreState, now_s: float) -> None:
@@ -104,19 +107,34 @@ class FileStore:
         Raises:
             StoreError: it cannot be written.
         """
-        limit_s = now_s - self._limits.max_age_s if self._limits.max_age_s else 0.0
-        oldest = f"{datetime.fromtimestamp(max(limit_s, 0.0), UTC):%Y%m%dT%H%M%S}"
+        oldest = self._format_oldest(now_s)
         for files in self._files.values():
             while files and files[0].name < oldest:
                 self._remove(files[0])
-        while self.num_bytes > self._limits.max_bytes or self.num_files > MAX_FILES:
-            self._remove(self._find_evicted())
+        self._remove_surplus()
         save_store_state(self._folder, state)
         self.state = state
+
+    def has_excess(self, now_s: float) -> bool:
+        """Returns whether a commit would remove something that is too much or too old."""
+        oldest = self._format_oldest(now_s)
+        return self._has_surplus() or any(files and files[0].name < oldest for files in self._files.values())
 
     def count_classes(self) -> dict[str, int]:
         """Returns the number of files by class."""
         return {label: len(files) for label, files in sorted(self._files.items()) if files}
+
+    def _format_oldest(self, now_s: float) -> str:
+        """Returns the beginning of the name of the oldest file that stays."""
+        limit_s = now_s - self._limits.max_age_s if self._limits.max_age_s else 0.0
+        return f"{datetime.fromtimestamp(max(limit_s, 0.0), UTC):%Y%m%dT%H%M%S}"
+
+    def _has_surplus(self) -> bool:
+        return self.num_bytes > self._limits.max_bytes or self.num_files > MAX_FILES
+
+    def _remove_surplus(self) -> None:
+        while self._has_surplus():
+            self._remove(self._find_evicted())
 
     def _find_evicted(self) -> KeptFile:
         classes = [files for files in self._files.values() if files]

@@ -169,6 +169,7 @@ class FolderCollector:
                 return RETRY_S
         except StoreError as error:
             self._log.warning("store", "files wait: %s", error)
+            self.flush()  # what is too old makes room
             return RETRY_S
         if self._monotonic() - self._reported_s >= REPORT_S:
             self._reported_s = self._monotonic()
@@ -181,9 +182,10 @@ class FolderCollector:
         state = self._store.state
         positions = {name: watcher.position for name, watcher in self._watchers.items()}
         counts = {name: count for name, count in self._counts.items() if count}
-        if positions == dict(state.positions) and counts == dict(state.counts):
-            return True
         now_s = self._clock()
+        is_known = positions == dict(state.positions) and counts == dict(state.counts)
+        if is_known and not self._store.has_excess(now_s):
+            return True
         state = count_written(replace(state, positions=positions, counts=counts), self._num_written, now_s)
         try:
             self._store.commit(state, now_s)
@@ -233,7 +235,15 @@ class FolderCollector:
         self._num_written += len(content) if is_new else 0
         self._counts[f"{name}.duplicates"] += not is_new
         if section.remove:
+            self._remove(name, path)
+
+    def _remove(self, name: str, path: Path) -> None:
+        """Removes a file that is in the store, or counts that it stays, as in a folder that may not be written."""
+        try:
             path.unlink(missing_ok=True)
+        except OSError as error:
+            self._counts[f"{name}.not_removed"] += 1
+            self._log.warning(f"remove {name}", "source %s: %s cannot be removed: %s", name, path, error.strerror)
 
 
 def _get_label(folder: str) -> str:

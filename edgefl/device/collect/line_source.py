@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import time
@@ -52,15 +53,12 @@ class FilePlace:
             raise ValueError("a place has no negative numbers")
         return cls(inode, offset, checksum)
 
-    def is_in(self, path: Path) -> bool:
-        """Returns whether a file is this one."""
-        try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                is_same = status.st_ino == self.inode and status.st_size >= self.offset
-                return is_same and zlib.crc32(file.read(min(START_BYTES, self.offset))) == self.checksum
-        except OSError:
-            return False
+    def is_in(self, file: IO[bytes]) -> bool:
+        """Returns whether an open file is this one; raises an `OSError` where it cannot be read."""
+        status = os.fstat(file.fileno())
+        is_same = status.st_ino == self.inode and status.st_size >= self.offset
+        start = os.pread(file.fileno(), min(START_BYTES, self.offset), 0)
+        return is_same and zlib.crc32(start) == self.checksum
 
 
 class LinesSource:
@@ -91,33 +89,35 @@ class LinesSource:
         self.columns = tuple(section.columns)
         self._file: IO[bytes] | None = None
         self._offset = 0
+        self._sought: FilePlace | None = None
         self._is_skipping = False
+        self._last_s, self.end_s = 0.0, math.inf
         self._log = RateLimitedLog(log)
 
     @property
     def position(self) -> str:
         if self._file is None:
-            return ""
+            return str(self._sought or "")
         start = os.pread(self._file.fileno(), min(START_BYTES, self._offset), 0)
         return str(FilePlace(os.fstat(self._file.fileno()).st_ino, self._offset, zlib.crc32(start)))
 
     def resume(self, position: str) -> None:
-        """Goes on at a position, in the file or in a rotated one beside it; where it is gone, at the beginning."""
+        """Goes on at a position, in the file or in a rotated one beside it; where it is gone, at the beginning.
+
+        The position stays while the source's file is absent, as before its disk is mounted.
+        """
         if not position:
             return
         try:
-            place = FilePlace.parse(position)
+            self._sought = FilePlace.parse(position)
         except ValueError:
-            place = FilePlace(0, 0, 0)
-        for path in [self._path, *self._list_rotated()]:
-            if place.is_in(path) and self._open(path):
-                self._offset = place.offset
-                return
-        log.warning("source %s: the file that was read is gone; beginning %s anew", self._name, self._path)
+            self._sought = FilePlace(0, 0, 0)
+        self._open_sought(self._sought)
 
     def read(self) -> list[Reading]:
         """Returns the readings of new lines, of at most `BLOCK_BYTES` at once."""
-        if self._file is None and not self._open(self._path):
+        self.end_s = math.inf
+        if self._file is None and not (self._open_sought(self._sought) if self._sought else self._open(self._path)):
             return []
         assert self._file is not None
         if os.fstat(self._file.fileno()).st_size < self._offset:
@@ -131,15 +131,19 @@ class LinesSource:
             self._counts[f"{self._name}.too_long"] += not self._is_skipping
             self._is_skipping, end = True, len(block)
             self._offset += end
+            self.end_s = self._last_s if len(block) == BLOCK_BYTES else math.inf
             return []
         if not end and (following := self._find_following()) is not None:
-            self.close()
             return self.read() if self._open(following) else []
         self._offset += end
         lines = block[:end].split(b"\n")[:-1]
         if self._is_skipping and lines:
             self._is_skipping, lines = False, lines[1:]
-        return self._parse(lines)
+        readings = self._parse(lines)
+        self._last_s = readings[-1].time_s if readings else self._last_s
+        if len(block) == BLOCK_BYTES or (end and self._find_following() is not None):
+            self.end_s = self._last_s
+        return readings
 
     def close(self) -> None:
         if self._file is not None:
@@ -148,11 +152,32 @@ class LinesSource:
         self._parser.forget_header()
 
     def _open(self, path: Path) -> bool:
+        """Opens a file in place of the one that is open, which stays where that is not possible."""
         try:
-            self._file = path.open("rb", buffering=0)
+            file = path.open("rb", buffering=0)
         except OSError as error:
             self._log.warning("open", "source %s: %s cannot be read yet: %s", self._name, path, error.strerror)
             return False
+        self.close()
+        self._file = file
+        return True
+
+    def _open_sought(self, sought: FilePlace) -> bool:
+        """Opens the file of a place; the source's at its beginning once that can be read and is another one."""
+        is_gone = False
+        for path in [self._path, *self._list_rotated()]:
+            with contextlib.suppress(OSError):
+                if not self._open(path) or self._file is None:
+                    continue
+                if sought.is_in(self._file):
+                    self._offset, self._sought = sought.offset, None
+                    return True
+                is_gone |= path == self._path
+        self.close()
+        if not is_gone or not self._open(self._path):
+            return False
+        log.warning("source %s: the file that was read is gone; beginning %s anew", self._name, self._path)
+        self._sought = None
         return True
 
     def _find_following(self) -> Path | None:

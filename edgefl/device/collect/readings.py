@@ -73,6 +73,11 @@ class ResumableSource(Protocol):
     @property
     def position(self) -> str: ...
 
+    @property
+    def end_s(self) -> float:
+        """Time up to which all was read: of the last reading where there is more, else infinite."""
+        ...
+
     def resume(self, position: str) -> None: ...
 
 

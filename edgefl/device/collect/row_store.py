@@ -74,7 +74,7 @@ class RowStore:
         content = b""
         if rows:
             state, content = self._append_rows(state, rows)
-        state, removed = self._select_kept(state, now_s)
+        state, removed = self._select_kept(state, now_s, is_growing=bool(rows))
         state = count_written(state, len(content), now_s)
         try:
             if content:
@@ -90,6 +90,10 @@ class RowStore:
         for segment in removed:
             with contextlib.suppress(OSError):  # the next start removes what the state does not name
                 (self._folder / segment.name).unlink()
+
+    def has_excess(self, now_s: float) -> bool:
+        """Returns whether a commit without rows would remove something that is too much or too old."""
+        return bool(self._select_kept(self.state, now_s, is_growing=False)[1])
 
     def restore(self) -> None:
         """Makes the folder what the state says: removes what was not committed.
@@ -145,11 +149,14 @@ class RowStore:
         age_s = self._limits.max_age_s / NUM_SEGMENTS
         return segment.num_bytes >= self._limits.segment_bytes or bool(age_s and now_s - segment.first_s >= age_s)
 
-    def _select_kept(self, state: StoreState, now_s: float) -> tuple[StoreState, list[Segment]]:
-        """Returns the state without the oldest segments, too many or too old, and those; the last one stays."""
+    def _select_kept(self, state: StoreState, now_s: float, *, is_growing: bool) -> tuple[StoreState, list[Segment]]:
+        """Returns the state without the oldest segments, too many or too old, and those.
+
+        The last one stays while it grows, and goes by its age alone.
+        """
         segments, removed = list(state.segments), []
-        while len(segments) > 1 and (
-            sum(segment.num_bytes for segment in segments) > self._limits.max_bytes
+        while len(segments) > is_growing and (
+            (len(segments) > 1 and sum(segment.num_bytes for segment in segments) > self._limits.max_bytes)
             or (self._limits.max_age_s and now_s - segments[0].last_s > self._limits.max_age_s)
         ):
             removed.append(segments.pop(0))

@@ -61,6 +61,11 @@ class StoreState:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
+    @property
+    def last_row_s(self) -> float:
+        """Time of the newest row; 0 for none."""
+        return self.segments[-1].last_s if self.segments else 0.0
+
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:

@@ -84,28 +84,38 @@ def read_class_folders(
 ) -> Dataset:
     """Returns the examples of all class folders; `read` returns that of one file, of the same shape for all.
 
+    Files that go while others are read, as a collector removes its oldest, are left out.
+
     Raises:
         DataError: there are none, a folder is of no class, a file is damaged, or they are too many for memory.
     """
     files = list(_iterate_files(path, task, suffixes, rules))
-    if not files:
+    inputs, block, kept = RowBuffer(), list[Array](), list[tuple[Path, str]]()
+    for file, label in files:
+        example = _read_present(file, read)
+        if example is None:
+            continue
+        if not kept and len(files) * example.size > MAX_VALUES:
+            raise DataError(
+                f"shard {path} of task {task} has {len(files)} files of {example.size} values each, at most "
+                f"{MAX_VALUES:,} are held; take fewer files, or smaller examples"
+            )
+        kept.append((file, label))
+        block.append(example)
+        if len(block) * example.nbytes >= BLOCK_BYTES:
+            inputs.add(np.stack(block))
+            block = []
+    if not kept:
         raise DataError(
             f"shard {path} of task {task} must be a folder with a folder for each class ({rules.format_labels()}), "
             f"with {' or '.join(suffixes)} files in it; there are none"
         )
-    first = read(files[0][0])
-    if len(files) * first.size > MAX_VALUES:
-        raise DataError(
-            f"shard {path} of task {task} has {len(files)} files of {first.size} values each, at most {MAX_VALUES:,} "
-            "are held; take fewer files, or smaller examples"
-        )
-    inputs, block_rows = RowBuffer(), max(1, BLOCK_BYTES // max(1, first.nbytes))
-    for start in range(0, len(files), block_rows):
-        inputs.add(np.stack([read(file) for file, _ in files[start : start + block_rows]]))
+    if block:
+        inputs.add(np.stack(block))
     return Dataset(
         inputs=inputs.finish(),
-        targets=np.array([rules.labels.index(label) for _, label in files], np.int64),
-        groups=rules.read_groups([file.stem for file, _ in files]),
+        targets=np.array([rules.labels.index(label) for _, label in kept], np.int64),
+        groups=rules.read_groups([file.stem for file, _ in kept]),
     )
 
 
@@ -216,6 +226,26 @@ def _iterate_files(
                 if count > MAX_EXAMPLES:
                     raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
                 yield file, label
+
+
+def _read_present(file: Path, read: Callable[[Path], Array]) -> Array | None:
+    """Returns the example of a file; None where the file is gone since it was listed."""
+    try:
+        return read(file)
+    except (DataError, FileNotFoundError):
+        if _is_gone(file):
+            return None
+        raise
+
+
+def _is_gone(file: Path) -> bool:
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _check_bytes(path: Path) -> None:

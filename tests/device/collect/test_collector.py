@@ -18,10 +18,12 @@ from requirements import PARTS, needs
 
 from edgefl.core.errors import ConfigError, StoreFullError
 from edgefl.device.collect import collector as module
+from edgefl.device.collect import line_source
 from edgefl.device.collect.collector import Collector, OwnSource
+from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.readings import Reading, Source
 from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_row_store
-from edgefl.device.collect.settings import CollectFile, CollectSection, load_collect_file
+from edgefl.device.collect.settings import CollectFile, CollectSection, LinesSection, load_collect_file
 from edgefl.device.collect.store_state import read_store_state
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.tasks.datasets.csv_files import read_table
@@ -150,6 +152,47 @@ def test_rows_wait_for_room_on_a_full_card_and_sources_are_not_read_when_too_man
             site.wait(20)
         assert not sensor.pending
     assert _times(tmp_path, "a") == [0, 1, 2, 3, 4]
+
+
+def test_rows_go_at_their_age_where_nothing_new_comes(tmp_path):
+    sensor = Sensor()
+    with open_row_store(tmp_path, sensor.columns, StoreLimits(max_bytes=10**7, max_age_s=100.0)) as store:
+        site = Site(tmp_path, store, {"sensor": sensor}, every_s=0, flush_s=0)
+        sensor.pending = [Reading(values={"a": 1.0}, time_s=1000.0)]
+        site.wait(0)
+        site.wait(90)
+        assert store.state.num_rows == 1
+        site.wait(20)
+        assert store.state.num_rows == 0
+        assert not list(tmp_path.glob("*.csv"))
+        sensor.pending = [Reading(values={"a": 2.0}, time_s=1110.0)]
+        site.wait(0)
+    assert _times(tmp_path) == [1110.0]
+
+
+def test_lines_of_a_downtime_make_the_rows_of_their_times_once_through_a_crash(tmp_path, monkeypatch):
+    monkeypatch.setattr(line_source, "BLOCK_BYTES", 100)
+    log, counts = tmp_path / "app.csv", Counter()
+    section = LinesSection(path=str(log), columns={"a": "A"}, time="T")
+
+    def collect(lines, num_turns):
+        with log.open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        source = LinesSource("tail", section, (), counts)
+        with open_row_store(tmp_path / "shard", ("a",), LIMITS) as store:
+            site = Site(tmp_path, store, {"tail": source}, every_s=1, hold_s=2, flush_s=0.5)
+            site.wait(5000)
+            for _ in range(num_turns):
+                site.wait(0.3)  # every other turn is committed, and the end is a crash
+        source.close()
+
+    collect(["T,A", *(f"{time}.5,{time}" for time in range(100, 150))], 3)
+    collect([f"{time}.5,{time}" for time in range(150, 200)], 30)
+    times = _times(tmp_path / "shard")
+    assert times == sorted(set(times))
+    assert len({*range(101, 202)} - {*times}) <= 1  # no value is held over a restart
+    assert _times(tmp_path / "shard", "a") == [min(time - 1, 199) for time in times]
+    assert set(_times(tmp_path / "shard", "span")) == {1, 2}
 
 
 def test_values_of_another_author_s_source_are_checked():

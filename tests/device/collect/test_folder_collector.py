@@ -5,6 +5,7 @@ import wave
 import zlib
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -61,8 +62,9 @@ class Site:
 
 
 @contextmanager
-def _site(root, *, max_bytes=10**6, evicted="oldest", **settings):
-    with open_file_store(root / "shard", StoreLimits(max_bytes=max_bytes), evicted) as store:
+def _site(root, *, max_bytes=10**6, max_age_s=0.0, evicted="oldest", **settings):
+    limits = StoreLimits(max_bytes=max_bytes, max_age_s=max_age_s)
+    with open_file_store(root / "shard", limits, evicted) as store:
         yield Site(root, store, **settings)
 
 
@@ -135,6 +137,42 @@ def test_taken_files_are_removed_where_the_owner_says_so_and_bad_ones_stay(tmp_p
         bad = site.put("yes/b.wav", b"RIFF")
         site.collector.step()
         assert [path for path in site.source.rglob("*") if path.is_file()] == [bad]
+
+
+def test_where_nothing_may_be_removed_files_are_taken_once_and_that_is_counted(tmp_path, monkeypatch):
+    def refuse(path, *, missing_ok=False):
+        raise OSError(30, "Read-only file system", str(path))
+
+    with _site(tmp_path, remove=True) as site:
+        site.put("yes/a.wav", _wav(1))
+        site.put("yes/b.wav", _wav(2))
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", refuse)
+            assert [site.collector.step() for _ in range(2)] == [folder_collector.POLL_S] * 2
+        assert site.store.num_files == 2
+        assert site.store.state.counts == {"camera.not_removed": 2}
+
+
+def test_files_that_come_fast_do_not_fill_the_card_before_the_next_commit(tmp_path):
+    with _site(tmp_path, max_bytes=2 * len(_wav(0))) as site:
+        for number in range(5):
+            assert site.store.add(_wav(number), "yes", ".wav", float(number))
+        assert site.store.num_files == 2
+    assert _names(tmp_path, "yes") == ["19700101T000003.000", "19700101T000004.000"]
+
+
+def test_files_that_are_too_old_go_where_nothing_new_comes_and_on_a_full_card(tmp_path, monkeypatch):
+    with _site(tmp_path, max_age_s=100.0) as site:
+        site.collector.step()
+        site.store.add(_wav(1), "yes", ".wav", time.time() - 200)
+        site.collector.step()
+        assert site.store.num_files == 0
+        site.store.add(_wav(2), "yes", ".wav", time.time() - 200)
+        site.put("yes/a.wav", _wav(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(file_store, "open_atomic", _full)
+            assert site.collector.step() == folder_collector.RETRY_S
+        assert site.store.num_files == 0
 
 
 @pytest.mark.parametrize(("evicted", "left"), [("oldest", {"no": 2}), ("balanced", {"no": 1, "yes": 1})])

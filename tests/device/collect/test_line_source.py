@@ -1,9 +1,11 @@
+import math
 import os
 from collections import Counter
 
 import pytest
 
 from edgefl.core.errors import ConfigError
+from edgefl.device.collect import line_source
 from edgefl.device.collect.line_parser import parse_time
 from edgefl.device.collect.line_source import MAX_LINE_BYTES, LinesSource
 from edgefl.device.collect.settings import LinesSection
@@ -84,6 +86,57 @@ def test_a_source_goes_on_at_its_position_also_in_a_file_that_was_rotated_meanwh
     _append(log, "A\n4\n")
     again = Followed(log, position=position)
     assert [again.values(), again.values()] == [[3.0], [4.0]]
+
+
+def test_a_position_stays_while_its_file_is_absent_as_before_a_disk_is_mounted(log, tmp_path):
+    tail = Followed(log)
+    _append(log, "A\n1\n2\n")
+    tail.values()
+    position, unmounted = tail.source.position, tmp_path / "unmounted"
+    log.rename(unmounted)
+    again = Followed(log, position=position)
+    assert again.values() == []
+    assert again.source.position == position
+    unmounted.rename(log)
+    _append(log, "3\n")
+    assert again.values() == [3.0]
+    log.rename(unmounted)
+    another = Followed(log, position=position)
+    assert another.values() == []
+    log.write_text("A\n7\n8\n9\n")
+    assert another.values() == [7.0, 8.0, 9.0]
+    assert another.source.position != position
+
+
+def test_the_place_in_a_rotated_file_stays_while_the_new_one_cannot_be_opened(log, tmp_path, monkeypatch):
+    tail = Followed(log)
+    _append(log, "A\n1\n")
+    tail.values()
+    position = tail.source.position
+    log.rename(tmp_path / "app.csv.1")
+    _append(log, "A\n2\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log), "open", _refuse)
+        assert tail.values() == []
+        assert tail.source.position == position
+    assert tail.values() == [2.0]
+
+
+def _refuse(path, *_mode, **_options):
+    raise PermissionError(13, "Permission denied", str(path))
+
+
+def test_a_source_is_behind_until_it_has_read_all(log, tmp_path, monkeypatch):
+    monkeypatch.setattr(line_source, "BLOCK_BYTES", 12)
+    tail = Followed(log, time="T")
+    _append(log, "T,A\n1,1\n2,2\n3,3\n4,4\n")
+    log.rename(tmp_path / "app.csv.1")
+    tail.source.resume("")
+    _append(log, "T,A\n5,5\n")
+    tail.source._open(tmp_path / "app.csv.1")
+    assert [(tail.values(), tail.source.end_s) for _ in range(4)] == [
+        ([1.0, 2.0], 2.0), ([3.0, 4.0], 4.0), ([5.0], math.inf), ([], math.inf),
+    ]  # fmt: skip
 
 
 def test_files_that_were_rotated_while_nobody_read_are_read_in_their_order(log, tmp_path):

@@ -78,6 +78,35 @@ def test_a_folder_without_class_folders_says_what_would_be_right(tmp_path):
         read(tmp_path / "absent", ("a", "b"))
 
 
+def test_files_that_go_while_others_are_read_are_left_out_and_damaged_ones_are_not(tmp_path):
+    rules = FolderRules(labels=("cat", "dog"), group_before="_")
+    paths = [tmp_path / name for name in ("cat/ann_1.png", "cat/bo_2.png", "cat/cy_3.png", "dog/di_4.png")]
+
+    def read_all(gone):
+        for path in paths:
+            save_picture(path, np.full((2, 2), 9))
+
+        def read_one(file):
+            for path in gone:
+                path.unlink(missing_ok=True)
+            return read_picture(file, size=2, channels=1)
+
+        return read_class_folders(tmp_path, "pictures", rules, PICTURE_SUFFIXES, read_one)
+
+    for gone in (paths[1:3], paths[:2]):
+        data = read_all(gone)
+        assert (len(data.inputs), data.targets.tolist()) == (2, [0, 1])
+        assert data.groups.tolist() == [path.stem[:-2] for path in paths if path not in gone]
+    with pytest.raises(DataError, match="there are none"):
+        read_all(paths)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_class_folders(touch(tmp_path, "cat/zoe_5.png"), "pictures", rules, PICTURE_SUFFIXES, _read_tiny)
+
+
+def _read_tiny(file):
+    return read_picture(file, size=2, channels=1)
+
+
 def test_more_than_fits_into_memory_is_refused_after_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(class_folders, "MAX_VALUES", 1)
     for name in ("a.png", "b.png"):
