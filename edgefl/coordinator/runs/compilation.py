@@ -12,7 +12,7 @@ from pathlib import Path
 from edgefl.coordinator.execution.fleet_view import find_training_blocker, is_selected
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.core.config import RunConfig
-from edgefl.core.errors import EdgeflError, TaskError
+from edgefl.core.errors import RETRYABLE_STORE_ERRORS, EdgeflError, TaskError
 from edgefl.core.protocol import COMPILED_KEY, FOR_ALL_KEY, ONNX
 from edgefl.core.types import DeviceInfo, Json, Role
 from edgefl.engine.assembly.compiled import can_be_compiled, choose_batch_size
@@ -61,6 +61,8 @@ class Compiler:
         started_s = time.monotonic()
         try:
             sha256 = self._compile(run)
+        except RETRYABLE_STORE_ERRORS:
+            raise  # a full card says nothing of the task: the run waits, as for any other write
         except EdgeflError as error:
             message = f"task {run.config.run.task} cannot be compiled for boards without torch: {error}"
             if run.config.run.backend == ONNX or not _has_trainer_with_torch(run, self.registry):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,8 @@ class BaseFiles:
         path = self.folder / f"{plan.sha256}{BASE_SUFFIX}"
         if path.is_file() and (plan.sha256 in self._verified or compute_sha256(path) == plan.sha256):
             self._verified.add(plan.sha256)
+            if self._get_source is not None:
+                os.utime(path)  # in use: the next file takes another's place
             return path
         if self._get_source is None:
             raise TaskError(f"the base {plan.sha256[:12]} is not on this device, and this process has no connection")

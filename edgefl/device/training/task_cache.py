@@ -129,7 +129,7 @@ class TaskCache:
         if key not in self._cached:
             task = make_task(name, options)
             if compiled is not None and should_run_graphs(compiled):
-                task = self._make_graph_task(task, compiled)
+                task = self._make_graph_task(task, compiled, name, options)
             if adapt is not None:
                 task = self._adapt_task(task, adapt)
             self._cached[key] = (
@@ -154,13 +154,14 @@ class TaskCache:
             name=name, task=task, model_spec=model_spec, learner=learner, metrics=make_task_metrics(task)
         )
 
-    def _make_graph_task(self, task: Task, plan: CompiledPlan) -> Task:
+    def _make_graph_task(self, task: Task, plan: CompiledPlan, name: str, options: Mapping[str, Scalar]) -> Task:
         from edgefl.tasks.compiled.board.graph_task import load_graph_task  # noqa: PLC0415 only for compiled tasks
 
         if self._bases is None:
             raise TaskError(f"task {task.name} trains by a compiled file, and this process has no folder for it")
         path = self._bases.fetch(plan)
-        return load_graph_task(task, path, max_arena_bytes=read_available_memory_bytes() or MAX_ARENA_BYTES)
+        limit = read_available_memory_bytes() or MAX_ARENA_BYTES
+        return load_graph_task(task, path, name=name, options=options, max_arena_bytes=limit)
 
     def _adapt_task(self, task: Task, plan: AdaptPlan) -> Task:
         if self._bases is None:

@@ -13,7 +13,7 @@ from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.strategy import get_batch_size
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue, compute_digest
 from edgefl.tasks.compiled.artefact import MAX_BATCH_SIZE
-from edgefl.tasks.compiled.board.graph_check import check_model, load_compiled_task
+from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.registry import is_torch_task, list_numpy_models
 
@@ -33,7 +33,7 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         ConfigError: `run.backend` or `run.compiled` does not fit the task or the rest of the run file.
         NotFoundError: there is no such compiled task.
         DataError: it is damaged, or asks for something that a board does not run.
-        TaskError: it is of another model.
+        TaskError: it is of another task, or of another model.
     """
     backend, named = config.run.backend, config.run.compiled
     if backend == "numpy" and is_torch_task(task):
@@ -51,6 +51,7 @@ def make_compiled_header(task: Task, config: RunConfig, bases: Path | None) -> J
         raise ConfigError(f"run.compiled = {named!r}: only a coordinator has compiled tasks; leave it out")
     path = BaseCatalogue(bases).find(named)
     compiled = load_compiled_task(path)
+    check_origin(compiled.manifest, config.run.task, config.task)
     check_model(compiled.manifest, task.shapes(), task.name)
     plan = CompiledPlan(compute_digest(path), path.stat().st_size, is_for_all=backend == "onnx")
     return {COMPILED_KEY: plan.to_json()}

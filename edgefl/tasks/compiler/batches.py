@@ -13,6 +13,7 @@ from numpy.random import Generator
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.tasks.compiled.artefact import INPUTS, NOISE, TARGETS, WEIGHTS
+from edgefl.tasks.compiled.board.graph_task import get_prepare
 from edgefl.tasks.export.onnx_graph import get_first_line
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.losses.class_losses import CrossEntropy
@@ -83,7 +84,16 @@ class BatchSource:
         return tuple(outputs.shape)
 
     def _prepare(self, inputs: Array) -> Array:
-        return np.ascontiguousarray(self.learner.prepare(inputs), dtype=np.float32)
+        features, on_boards = (
+            np.ascontiguousarray(prepare(inputs), dtype=np.float32)
+            for prepare in (self.learner.prepare, get_prepare(self.task))
+        )
+        if not np.array_equal(features, on_boards, equal_nan=True):
+            raise TaskError(
+                f"task {self.task.name} prepares its inputs in its learner alone, which boards do not make; give the "
+                "task or its model the function as `prepare`"
+            )
+        return features
 
     def _make_random_features(self, rng: Generator) -> Array:
         if self.data is not None:

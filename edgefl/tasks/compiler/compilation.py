@@ -34,6 +34,7 @@ from edgefl.tasks.compiler.tracing import name_layers, trace
 from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.losses.value_losses import Huber, Quantile, Reconstruction
 
 SEED = 1
@@ -146,8 +147,18 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
             f"parameter {still[0]} of task {task.name} takes no gradient (requires_grad = False); compiled are "
             "networks all of whose parameters do: freeze by [adapt] of the run file"
         )
+    own = find_loss(task)
+    if own is None or _describe_loss(own) != _describe_loss(learner.loss):
+        raise TaskError(
+            f"task {task.name} declares the loss {'none' if own is None else format_loss(own)}, its learner trains "
+            f"with {format_loss(learner.loss)}; boards count with the task's, so give it the same"
+        )
     learner.load(task.init(SEED))
     return learner
+
+
+def _describe_loss(loss: Loss) -> tuple[str, object, object]:
+    return format_loss(loss), getattr(loss, "class_weights", ()), getattr(loss, "label_smoothing", 0.0)
 
 
 def _export(step: Step, state: Mapping[str, Array], batch: Batch) -> tuple[onnx.ModelProto, onnx.ModelProto]:

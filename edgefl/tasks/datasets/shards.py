@@ -52,7 +52,7 @@ _SURVEYS: Mapping[str, Callable[..., Survey]] = {
 """What counts the examples of a configured task's shard without its run file."""
 
 HASH_BYTES = 8
-MAX_OPEN_FILES = 256
+MAX_OPEN_FILES = 64
 """Files of a folder, the largest, that stay open for that; the inputs of the others are held in memory."""
 
 

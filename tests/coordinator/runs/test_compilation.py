@@ -15,7 +15,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs import compilation
 from edgefl.coordinator.runs.compilation import Compiler, expect_compiled, should_compile
 from edgefl.core.config import RunConfig, parse_run
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import StoreFullError, TaskError
 from edgefl.core.protocol import COMPILED_KEY
 from edgefl.core.types import Json
 from edgefl.engine.assembly.build import build_run
@@ -107,6 +107,12 @@ def test_what_cannot_be_compiled_is_trained_with_torch_or_ends_the_run_with_the_
     refusal, run = TaskError("operator Gru of layer gru has no form"), make_run()
     with pytest.raises(TaskError, match="task mnist cannot be compiled for boards without torch: operator Gru"):
         compile_for(run, make_registry(b=SMALL), store, tmp_path, refusal)
+
+
+def test_a_full_card_is_no_fault_of_the_task(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(StoreFullError):
+        compile_for(make_run(), make_registry(a=LARGE, b=SMALL), store, tmp_path, StoreFullError("no room"))
+    assert not list_events_after(store, 0, limit=9)
 
 
 def test_where_some_have_torch_they_train_alone_and_the_history_says_why(store: Store, tmp_path: Path) -> None:

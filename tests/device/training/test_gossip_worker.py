@@ -177,7 +177,7 @@ def test_a_node_that_goes_on_alone_reports_and_trains_on_until_its_run_is_over(b
     board.trainer.complete_run("another")
     board.trainer.complete_run("r")
     eventually(lambda: not wire.is_running and wire.neighbours == frozenset())
-    assert not (board.root / "node.json").exists()
+    eventually(lambda: not (board.root / "node.json").exists())
 
 
 def test_its_next_assignment_finds_it_further_and_a_device_switched_on_again_goes_on_unasked(board):

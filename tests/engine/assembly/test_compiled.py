@@ -27,8 +27,8 @@ class Dense(Task):
         raise AssertionError(path)
 
 
-def make_config(task="dense", **run):
-    return parse_run({"run": {"task": task, **run}})
+def make_config(task="dense", options=None, **run):
+    return parse_run({"run": {"task": task, **run}, "task": options or {}})
 
 
 @pytest.fixture
@@ -59,6 +59,11 @@ def test_what_does_not_go_together_is_refused(bases, tmp_path):
         make_compiled_header(Dense(SEEN), make_config(compiled="dense"), None)
     with pytest.raises(TaskError, match=r"tensor 'seen' is int64 .* there and absent here"):
         make_compiled_header(Dense(), make_config(compiled="dense"), bases)
+
+    with pytest.raises(
+        TaskError, match=r"made of task dense with no options, the run is of task dense with loss = 'mse'"
+    ):
+        make_compiled_header(Dense(SEEN), make_config(compiled="dense", options={"loss": "mse"}), bases)
 
     def loop(model):
         model.graph.node.append(helper.make_node("Loop", ["loss"], ["x"]))

@@ -71,8 +71,11 @@ def make_session(graph: bytes, threads: int | None, max_arena_bytes: int) -> Any
     options.add_session_config_entry("session.use_env_allocators", "1")
     kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
     arena = onnxruntime.OrtArenaCfg({"max_mem": max_arena_bytes, "arena_extend_strategy": _SAME_AS_REQUESTED})
-    onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
     try:
-        return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+        onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
+        # Constants are folded while the graph is loaded, in memory that no arena bounds.
+        return onnxruntime.InferenceSession(
+            graph, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+        )
     except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
         raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None

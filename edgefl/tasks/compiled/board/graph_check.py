@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from edgefl.core.errors import DataError, TaskError
-from edgefl.core.types import ModelSpec, TensorKind
+from edgefl.core.types import ModelSpec, Scalar, TensorKind
 from edgefl.tasks.compiled.artefact import (
     BUFFER,
     EVALUATE,
@@ -79,6 +79,28 @@ def check_model(manifest: CompiledManifest, shapes: ModelSpec, task: str) -> Non
                 f"{_format_tensor(found.get(name))} there and {_format_tensor(expected.get(name))} here; compile it "
                 "again"
             )
+
+
+def check_origin(manifest: CompiledManifest, task: str, options: Mapping[str, Scalar]) -> None:
+    """Checks that a compiled task was made of a run's task: another loss or network may have the same tensors.
+
+    Args:
+        manifest: of the file.
+        task: by the name that the run file has.
+        options: of the task, likewise.
+
+    Raises:
+        TaskError: it was made of another task, or with other options.
+    """
+    if (manifest.task, dict(manifest.options)) != (task, dict(options)):
+        raise TaskError(
+            f"the compiled task was made of task {manifest.task} with {_format_options(manifest.options)}, the run "
+            f"is of task {task} with {_format_options(options)}; compile it again"
+        )
+
+
+def _format_options(options: Mapping[str, Scalar]) -> str:
+    return ", ".join(f"{name} = {value!r:.80}" for name, value in sorted(options.items())) or "no options"
 
 
 def _format_tensor(entry: tuple[tuple[int, ...], str, TensorKind] | None) -> str:

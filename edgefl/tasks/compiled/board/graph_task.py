@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import TaskError
-from edgefl.core.types import Array, Dataset, ModelSpec, Task
+from edgefl.core.types import Array, Dataset, ModelSpec, Scalar, Task
 from edgefl.tasks.compiled.artefact import CompiledTask
 from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES
-from edgefl.tasks.compiled.board.graph_check import check_model, load_compiled_task
+from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
 from edgefl.tasks.learners.numpy_learner import Prepare, to_features
 from edgefl.tasks.losses.registry import find_loss
@@ -61,14 +62,18 @@ class GraphTask(Task):
         )
 
 
-def load_graph_task(task: Task, path: Path, *, max_arena_bytes: int = MAX_ARENA_BYTES) -> GraphTask:
-    """Returns a task that trains by the compiled one in a file.
+def load_graph_task(
+    task: Task, path: Path, *, name: str, options: Mapping[str, Scalar], max_arena_bytes: int = MAX_ARENA_BYTES
+) -> GraphTask:
+    """Returns a task that trains by the compiled one in a file; `name` and `options` are those of the run file.
 
     Raises:
         DataError: the file cannot be read, or asks for something that it should not need.
-        TaskError: it is of another model.
+        TaskError: it is of another task, or of another model.
     """
-    return GraphTask(task, load_compiled_task(path), max_arena_bytes=max_arena_bytes)
+    compiled = load_compiled_task(path)
+    check_origin(compiled.manifest, name, options)
+    return GraphTask(task, compiled, max_arena_bytes=max_arena_bytes)
 
 
 def get_prepare(task: Task) -> Prepare:

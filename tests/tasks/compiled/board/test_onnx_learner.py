@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from tasks.compiled.board.dense_graphs import BATCH_SIZE, MODEL, change_graph, helper, make_compiled
+from tasks.compiled.board.dense_graphs import BATCH_SIZE, MODEL, change_graph, helper, make_compiled, numpy_helper
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Dataset
@@ -101,6 +101,22 @@ def test_examples_and_targets_of_another_task_are_refused_in_a_line():
         learner.gradient(Dataset(inputs=batch.inputs[:, :3], targets=batch.targets))
     with pytest.raises(TaskError, match="a label is 3"):
         learner.gradient(Dataset(inputs=batch.inputs, targets=np.array([0, 3])))
+
+
+def test_a_tensor_of_a_computed_constant_shape_is_not_made_while_the_graph_is_loaded():
+    def add_bomb(model):
+        graph = model.graph
+        graph.initializer.append(numpy_helper.from_array(np.array([2**7, 2**7]), "sides"))
+        nodes = [("Mul", ["sides", "sides"], "shape"), ("ConstantOfShape", ["shape"], "bomb")]
+        for node in graph.node:
+            node.output[:] = ["loss_0" if name == "loss" else name for name in node.output]
+        graph.node.extend(helper.make_node(operator, inputs, [output]) for operator, inputs, output in nodes)
+        graph.node.append(helper.make_node("ReduceMax", ["bomb"], ["largest"], keepdims=0))
+        graph.node.append(helper.make_node("Add", ["loss_0", "largest"], ["loss"]))
+
+    learner = make_learner(change_graph(make_compiled(), add_bomb), max_arena_bytes=64 * 1024**2)
+    with pytest.raises(DataError, match="takes more memory than it may have"):
+        learner.gradient(make_examples(3))
 
 
 def test_a_graph_that_computes_too_large_a_tensor_ends_with_its_batch_and_not_with_the_process():
