@@ -150,8 +150,8 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
     own = find_loss(task)
     if own is None or _describe_loss(own) != _describe_loss(learner.loss):
         raise TaskError(
-            f"task {task.name} declares the loss {'none' if own is None else format_loss(own)}, its learner trains "
-            f"with {format_loss(learner.loss)}; boards count with the task's, so give it the same"
+            f"task {task.name} declares the loss {own!r:.200}, its learner trains with {learner.loss!r:.200}; boards "
+            "count with the task's, so give it the same"
         )
     learner.load(task.init(SEED))
     return learner

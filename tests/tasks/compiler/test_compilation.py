@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from edgefl.tasks.compiler.compilation import compile_task, format_loss  # noqa:
 from edgefl.tasks.compiler.gradient_check import MEDIAN_BOUND, GraphRunner  # noqa: E402
 from edgefl.tasks.compiler.recurrent import run_layer  # noqa: E402
 from edgefl.tasks.compiler.translations import registry  # noqa: E402
+from edgefl.tasks.learners.torch_learner import TorchLearner  # noqa: E402
+from edgefl.tasks.losses.class_losses import CrossEntropy  # noqa: E402
 from edgefl.tasks.losses.registry import make_loss  # noqa: E402
 from edgefl.tasks.registry import make_task  # noqa: E402
 
@@ -163,3 +167,19 @@ def test_a_task_in_numpy_needs_no_compiling_and_one_without_a_shape_needs_data()
     task = Example(lambda: torch.nn.Linear(4, 3), None)
     with pytest.raises(TaskError, match=r"does not say the shape of its inputs \(input_shape\)"):
         compile_task(task, name="example")
+
+
+def test_what_a_learner_does_that_boards_do_not_see_is_refused():
+    @dataclass(frozen=True)
+    class Hidden(Example):
+        trained: Any = "cross-entropy"
+
+        def learner(self, *, accelerator="cpu", threads=None):
+            return TorchLearner(self.build(), prepare=lambda inputs: inputs / np.float32(2.0), loss=self.trained)
+
+    network = lambda: torch.nn.Linear(4, 3)  # noqa: E731
+    with pytest.raises(TaskError, match="prepares its inputs in its learner alone"):
+        compile_task(Hidden(network, (4,)), name="example", batch_size=3)
+    smooth = CrossEntropy(label_smoothing=0.1)
+    with pytest.raises(TaskError, match=r"smoothing=0.0\), its learner trains with .*smoothing=0.1\); boards count"):
+        compile_task(Hidden(network, (4,), trained=smooth), name="example", batch_size=3)
