@@ -24,6 +24,8 @@ def test_a_file_becomes_a_base_with_a_name_and_goes_again(run, folder, tmp_path)
     assert "fc" in run("base", "list", "--dir", folder).out
     assert run("base", "remove", "fc", "--dir", folder).out == f"removed {row['sha256']}\n"
     assert run("base", "list", "--dir", folder, "--format", "json").rows == []
+    compiled = path.rename(path.with_suffix(".compiled"))
+    assert 'next: compiled = "fc" in [run]' in run("base", "add", compiled, "--name", "fc", "--dir", folder).out
 
 
 def test_what_is_no_base_is_one_line(refused, folder, tmp_path):

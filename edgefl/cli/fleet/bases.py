@@ -1,4 +1,4 @@
-"""`edgefl base`: pretrained bases on the coordinator's machine."""
+"""`edgefl base`: pretrained bases and compiled tasks on the coordinator's machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from edgefl.cli.sources import FILE_TYPE, dir_option
 if TYPE_CHECKING:
     from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 
+COMPILED_SUFFIX = ".compiled"
 COLUMNS = ("name", "sha256", "num_tensors", "num_parameters", "bytes_file")
 
 
 @click.group("base", cls=FullHelpGroup)
 def command() -> None:
-    """Bring pretrained bases to the coordinator, on its machine; boards fetch each once.
+    """Bring pretrained bases and compiled tasks to the coordinator, on its machine; boards fetch each once.
 
-    A run file names one: `base` in `[adapt]`.
+    A run file names one: `base` in `[adapt]`, `compiled` in `[run]`.
     """
 
 
@@ -36,7 +37,8 @@ def add(*, file: Path, name: str | None, root: Path) -> None:
         f"{base.name or 'base'} is {base.sha256}: {base.num_tensors} tensors, {base.num_parameters} numbers, "
         f"{format_bytes(base.bytes_file)}"
     )
-    click.echo(f'next: base = "{base.name or base.sha256[:SHORT_HASH_DIGITS]}" in [adapt] of a run file')
+    setting, table = ("compiled", "run") if file.suffix == COMPILED_SUFFIX else ("base", "adapt")
+    click.echo(f'next: {setting} = "{base.name or base.sha256[:SHORT_HASH_DIGITS]}" in [{table}] of a run file')
 
 
 @command.command("list")
