@@ -135,7 +135,7 @@ def test_a_small_detector_learns_and_its_metric_is_that_of_all_boxes_of_the_flee
     run_file.write_text(run_file.read_text().replace("rounds = 14", "rounds = 2"))
     run = "edgefl simulate run.toml --dir history --format json"
     done = run_script(
-        f"export PYTHONPATH=.:$PYTHONPATH EDGEFL_ALLOW_MODULES=detector,boxes; python make_data.py; {run}", here
+        f"export PYTHONPATH=.:${{PYTHONPATH:-}} EDGEFL_ALLOW_MODULES=detector,boxes; python make_data.py; {run}", here
     )
     assert json.loads(done.stdout)["rows"][-1]["metrics"]["boxes:MeanAveragePrecision"] > 0.35
     monkeypatch.syspath_prepend(str(here))
