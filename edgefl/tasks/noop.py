@@ -51,7 +51,7 @@ class NoopLearner(NumpyLearner):
 
     def __init__(self, shapes: ModelSpec) -> None:
         super().__init__((), lambda inputs: inputs.astype(np.float32))
-        self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
+        self._tensors = self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
         self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
 
     def logits(self, inputs: Array) -> Array:

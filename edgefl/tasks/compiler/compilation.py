@@ -11,6 +11,7 @@ from pathlib import Path
 
 import onnx
 import torch
+from numpy.random import Generator
 
 from edgefl import __version__
 from edgefl.core.errors import TaskError
@@ -85,10 +86,7 @@ def compile_task(
     state, step = get_state(learner.module), make_step(learner.module, learner.loss, first[INPUTS])
     with name_layers(step.module, first[INPUTS]):
         train, evaluate = _export(step, state, {**first, **draw_noise(step.noise, rng)})
-    batches: list[Batch] = []
-    for index in range(NUM_STEPS):
-        real = source.select_real(rng) if index % 2 else None
-        batches.append({**(real or source.make_random(rng)), **draw_noise(step.noise, rng)})
+    batches = _draw_batches(source, step, rng)
     content, evaluation = train.SerializeToString(deterministic=True), evaluate.SerializeToString(deterministic=True)
     check = check_training(step, content, state, batches, num_real=0 if data is None else NUM_STEPS // 2)
     errors = check_evaluation(step, evaluation, state, batches[-1])
@@ -166,6 +164,15 @@ def _export(step: Step, state: Mapping[str, Array], batch: Batch) -> tuple[onnx.
     train = trace(step.train, inputs, kept=TRANSLATIONS)
     evaluate = trace(step.evaluate, inputs, kept=TRANSLATIONS)
     return export_graph(train), export_graph(evaluate)
+
+
+def _draw_batches(source: BatchSource, step: Step, rng: Generator) -> list[Batch]:
+    """Returns a batch for each step of the check; every second one is of real examples where there are some."""
+    batches: list[Batch] = []
+    for index in range(NUM_STEPS):
+        real = source.select_real(rng) if index % 2 else None
+        batches.append({**(real or source.make_random(rng)), **draw_noise(step.noise, rng)})
+    return batches
 
 
 def _list_specs(task: Task, state: Mapping[str, Array]) -> ModelSpec:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, Tensors
+from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, TensorKind, Tensors
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
+from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import FunctionLoss, LossLike, make_loss, select_targets
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import validate_accelerator
@@ -132,7 +133,46 @@ class DenseModel:
         return NumpyLearner(self.shapes(), self.prepare, activation=self.activation, loss=loss or self.loss)
 
 
-class NumpyLearner:
+class ArrayLearner:
+    """Tensors and gradients of a `Learner` as arrays that stay; what inherits from it computes with them."""
+
+    def __init__(self, shapes: ModelSpec, prepare: Prepare, loss: Loss) -> None:
+        self._prepare, self._loss = prepare, loss
+        self._tensors = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in shapes}
+        self._parameters = {
+            spec.name: self._tensors[spec.name] for spec in shapes if spec.kind == TensorKind.PARAMETER
+        }
+        self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
+
+    @property
+    def parameters(self) -> Mapping[str, Array]:
+        return self._parameters
+
+    @property
+    def gradients(self) -> Mapping[str, Array]:
+        return self._gradients
+
+    @property
+    def prepare(self) -> Prepare:
+        """The function from raw inputs to the network's."""
+        return self._prepare
+
+    def load(self, tensors: Tensors) -> None:
+        for name, tensor in tensors.items():
+            target, dense = find_target(name, tensor, self._tensors)
+            target[...] = dense
+
+    def read(self) -> dict[str, Array]:
+        return {name: value.copy() for name, value in self._tensors.items()}
+
+    def freeze(self, names: Collection[str], *, needed: Collection[str] = ()) -> None:
+        """Gives up the gradients of tensors that are not trained, except of those `needed` for something else."""
+        self._gradients = {
+            name: gradient for name, gradient in self._gradients.items() if name in needed or name not in names
+        }
+
+
+class NumpyLearner(ArrayLearner):
     """A `Learner` over float32 arrays; its gradients are buffers that every batch overwrites."""
 
     def __init__(
@@ -143,44 +183,19 @@ class NumpyLearner:
         Raises:
             ConfigError: there is no such loss, or it is a function, which needs torch.
         """
-        self._prepare, self._activation, self._loss = prepare, ACTIVATIONS[activation], make_loss(loss)
+        super().__init__(shapes, prepare, make_loss(loss))
+        self._activation = ACTIVATIONS[activation]
         if isinstance(self._loss, FunctionLoss):
             raise ConfigError("a function as loss needs a model of torch; one in NumPy takes a loss by name")
-        self._parameters = {spec.name: np.zeros(spec.shape, np.float32) for spec in shapes}
-        self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
         self._first_trained = 0
 
-    @property
-    def parameters(self) -> Mapping[str, Array]:
-        return self._parameters
-
-    @property
-    def gradients(self) -> Mapping[str, Array]:
-        return self._gradients
-
-    def load(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            target, dense = find_target(name, tensor, self._parameters)
-            target[...] = dense
-
-    def read(self) -> dict[str, Array]:
-        return {name: value.copy() for name, value in self._parameters.items()}
-
     def freeze(self, names: Collection[str], *, needed: Collection[str] = ()) -> None:
-        """Gives up the gradients of tensors that are not trained, except of those `needed` for something else."""
-        self._gradients = {
-            name: gradient for name, gradient in self._gradients.items() if name in needed or name not in names
-        }
+        super().freeze(names, needed=needed)
         trained = (
             number for number, layer in enumerate(self._layers) if not self._gradients.keys().isdisjoint(layer)
         )
         self._first_trained = next(trained, 0)
-
-    @property
-    def prepare(self) -> Prepare:
-        """The function from raw inputs to features."""
-        return self._prepare
 
     def logits(self, inputs: Array) -> Array:
         """Returns the model's logits of raw inputs, [n, classes]."""

@@ -7,13 +7,13 @@ algorithm works on it. The graphs have been checked (`graph_check`) before they 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from edgefl.core.errors import TaskError
-from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec
+from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, TensorSpec
 from edgefl.tasks.compiled.artefact import (
     BUFFER,
     GRADIENT,
@@ -28,12 +28,12 @@ from edgefl.tasks.compiled.artefact import (
     CompiledTask,
 )
 from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, BoundGraph, make_session
-from edgefl.tasks.learners.numpy_learner import Prepare, evaluate_in_batches, find_target
+from edgefl.tasks.learners.numpy_learner import ArrayLearner, Prepare, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
 
 
-class OnnxLearner:
+class OnnxLearner(ArrayLearner):
     """A `Learner` over float32 arrays, whose gradients the graph writes where they stay.
 
     Batches of more examples than the graph's B are cut into equal parts, each normalised by its own statistics where
@@ -62,12 +62,9 @@ class OnnxLearner:
             TaskError: onnxruntime is missing.
             DataError: it cannot load the graph.
         """
-        self._compiled, self._prepare, self._loss, self._threads = compiled, prepare, loss, threads
-        self._max_arena_bytes = max_arena_bytes
         self._model: ModelSpec = compiled.manifest.model
-        self._tensors = {spec.name: np.zeros(spec.shape, spec.dtype) for spec in self._model}
-        self._parameters = {spec.name: self._tensors[spec.name] for spec in self._model if _is_parameter(spec)}
-        self._gradients = {name: np.zeros_like(value) for name, value in self._parameters.items()}
+        super().__init__(self._model, prepare, loss)
+        self._compiled, self._threads, self._max_arena_bytes = compiled, threads, max_arena_bytes
         self._batch = _Batch(compiled)
         self._noise = [np.zeros(shape, np.float32) for shape in compiled.manifest.noise]
         self._rng = np.random.default_rng(0)
@@ -75,30 +72,9 @@ class OnnxLearner:
         self._evaluation: BoundGraph | None = None
 
     @property
-    def parameters(self) -> Mapping[str, Array]:
-        return self._parameters
-
-    @property
-    def gradients(self) -> Mapping[str, Array]:
-        return self._gradients
-
-    @property
-    def prepare(self) -> Prepare:
-        """The function from raw inputs to the network's input."""
-        return self._prepare
-
-    @property
     def loss(self) -> Loss:
         """What it trains to make small."""
         return self._loss
-
-    def load(self, tensors: Tensors) -> None:
-        for name, tensor in tensors.items():
-            target, dense = find_target(name, tensor, self._tensors)
-            target[...] = dense
-
-    def read(self) -> dict[str, Array]:
-        return {name: value.copy() for name, value in self._tensors.items()}
 
     def freeze(self, names: Collection[str], *, needed: Collection[str] = ()) -> None:
         """Gives up the gradients of tensors that are not trained, except of those `needed` for something else.
@@ -112,9 +88,7 @@ class OnnxLearner:
                 f"a compiled task cannot freeze {still[0]!r}, a statistic of batches that its graph changes; train "
                 "it with torch, or leave normalisations over the batch out of what is frozen"
             )
-        self._gradients = {
-            name: gradient for name, gradient in self._gradients.items() if name in needed or name not in names
-        }
+        super().freeze(names, needed=needed)
         self._training = None
 
     def reseed(self, seed: int) -> None:
