@@ -76,9 +76,9 @@ def _compile(
     task: Task, name: str, options: dict[str, Scalar], batch_size: int, data: Dataset | None
 ) -> tuple[CompiledTask, CompileReport]:
     from edgefl.tasks.export.onnx_graph import import_onnx  # noqa: PLC0415 fast start
-    from edgefl.tasks.registry import import_extra, import_torch  # noqa: PLC0415 likewise
+    from edgefl.tasks.registry import import_extra  # noqa: PLC0415 likewise
 
-    import_torch()
+    import_extra("torch", "a task is compiled with torch")
     import_onnx()
     import_extra("onnxscript", "a task is compiled with onnxscript")
     import_extra("onnxruntime", "a compiled task is checked with onnxruntime")
