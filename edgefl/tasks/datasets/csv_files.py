@@ -270,7 +270,7 @@ class _Moments:
     """Mean and deviation of a column, added up by chunks (Chan, Golub and LeVeque, 1983)."""
 
     def __init__(self) -> None:
-        self._count, self._mean, self._squares, self._is_number = 0, 0.0, 0.0, True
+        self._count, self._mean, self._squares, self._is_number = 0, np.float64(0), np.float64(0), True
 
     def add(self, cells: Sequence[str]) -> None:
         numbers = [_parse_number(cell) for cell in cells]
@@ -278,10 +278,12 @@ class _Moments:
         self._is_number &= None not in numbers
         if not len(values):
             return
-        mean, total = float(values.mean()), self._count + len(values)
-        step = mean - self._mean
-        self._squares += float(np.square(values - mean).sum()) + step**2 * self._count * len(values) / total
-        self._mean, self._count = self._mean + step * len(values) / total, total
+        # Hex digits such as 12e200 are numbers too, whose squares are beyond a float's range.
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, total = values.mean(), self._count + len(values)
+            step = mean - self._mean
+            self._squares += np.square(values - mean).sum() + np.square(step) * self._count * len(values) / total
+            self._mean, self._count = self._mean + step * len(values) / total, total
 
     def __str__(self) -> str:
         if not self._is_number or not self._count:

@@ -45,6 +45,13 @@ def test_rows_beyond_one_chunk_keep_their_order(tmp_path, monkeypatch):
     assert survey_table(path, "table").num_examples == 8
 
 
+def test_hex_digits_that_look_like_huge_numbers_are_texts(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a,check\n1,12e200\n2,07e300\n3,1f\n")
+    found = survey_table(path, "table", is_detailed=True)
+    assert found.details == ("a: mean 2, deviation 0.816497", "check: texts")
+
+
 def test_a_last_line_that_is_still_being_written_waits(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("a,b\n1,2\n3")
