@@ -21,13 +21,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow test-flower flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
 	@echo "make test         run the quick tests: minutes, and nothing but Python is needed"
 	@echo "make test-all     run all but the slow ones, with Mosquitto, Chromium, PostgreSQL and what else is here"
 	@echo "make test-slow    run the tests that take minutes each"
+	@echo "make test-flower  run the tests of Flower's wire and apps with the newest Flower that edgefl admits"
 	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
@@ -68,6 +69,23 @@ flaky: $(VENV)/.installed-dev
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "slow and not board and not chaos and not attack" --timeout 1800 $(ARGS)
+
+# The newest release that edgefl admits, with the two packages that it needs newer than constraints.txt has them: in an
+# environment of their own, which takes all others from the usual one.
+NEWEST_FLOWER := flwr==1.42.0 certifi==2026.10.19.post1 uv==0.13.9
+FLOWER_VENV := build/venv-$(subst ==,-,$(firstword $(NEWEST_FLOWER)))
+SITE_PACKAGES = import sysconfig; print(sysconfig.get_path("purelib"))
+
+$(FLOWER_VENV)/.installed: $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear $(FLOWER_VENV)
+	@$(BIN)/python -c '$(SITE_PACKAGES)' >$(FLOWER_VENV)/paths; echo "$(CURDIR)" >>$(FLOWER_VENV)/paths
+	@mv $(FLOWER_VENV)/paths "$$($(FLOWER_VENV)/bin/python -c '$(SITE_PACKAGES)')/tested.pth"
+	$(FLOWER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(NEWEST_FLOWER)
+	@touch $@
+
+test-flower: $(FLOWER_VENV)/.installed
+	$(FLOWER_VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(ARGS) \
+	    tests/flower tests/coordinator/flower tests/device/flower
 
 chaos-short: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos

@@ -18,8 +18,8 @@ from typing import Literal
 from edgefl import DISTRIBUTION, __version__
 
 MIN_PYTHON = (3, 11)
-FLOWER_RELEASE = "1.41."
-"""The only supported minor release: private modules are used."""
+FLOWER_RELEASES = ("1.41", "1.42")
+"""The supported minor releases, oldest first: private modules are used."""
 REPORTED_PACKAGES = ("flwr", "numpy", "cryptography", "paho-mqtt", "onnxruntime", "torch")
 MIN_DAYS_LEFT = 30
 MIN_DAYS_LEFT_RENEWED = 15
@@ -64,12 +64,11 @@ def check_software() -> list[Finding]:
     if sys.version_info[:2] < MIN_PYTHON:
         findings.append(problem("versions", f"Python {platform.python_version()} is too old", "install Python 3.11"))
     flower = versions["flwr"]
-    if flower is None or not flower.startswith(FLOWER_RELEASE):
+    if flower is None or not flower.startswith(tuple(f"{release}." for release in FLOWER_RELEASES)):
         description = f"flwr {flower} is installed" if flower else "flwr is not installed"
+        needed = f"edgefl is tested with {' and '.join(FLOWER_RELEASES)}"
         findings.append(
-            problem(
-                "versions", f"{description}, edgefl needs {FLOWER_RELEASE}x", f"pip install 'flwr=={FLOWER_RELEASE}*'"
-            )
+            problem("versions", f"{description}, {needed}", f"pip install 'flwr=={FLOWER_RELEASES[-1]}.*'")
         )
     return [*findings, *_check_foreign_packages()]
 

@@ -179,6 +179,6 @@ def test_an_app_gives_our_model_and_never_asks_an_index_for_edgefl(site: Site, t
 @pytest.mark.parametrize("name", ["edgefl", edgefl.DISTRIBUTION])
 def test_that_index_gives_another_project_under_both_names(site: Site, tmp_path: Path, name: str) -> None:
     python = site.install(tmp_path / "venv", f"{name}=={edgefl.__version__}")
-    subprocess.run([python, "-c", "import edgefl"], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run([python, "-I", "-c", "import edgefl"], cwd=tmp_path, check=True, timeout=60)
     assert site.marker.read_text() == "edgefl"
     assert name in site.index.asked

@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from edgefl.coordinator import pki
 from edgefl.system.diagnostics import (
     DAY_S,
-    FLOWER_RELEASE,
+    FLOWER_RELEASES,
     check_certificate,
     check_clock,
     check_disk,
@@ -75,12 +75,13 @@ def test_keys_that_others_can_read_and_files_that_are_missing_are_problems(tmp_p
     assert found.level == "problem"
 
 
-def test_what_runs_here_is_named_and_flower_is_the_release_that_the_project_pins(tmp_path):
+def test_what_runs_here_is_named_and_flower_is_of_a_release_that_the_project_admits(tmp_path):
     found = check_software()[0]
     assert (found.level, "flwr 1." in found.text) == ("ok", True)
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     pinned = [text for text in tomllib.loads(project)["project"]["dependencies"] if text.startswith("flwr")]
-    assert pinned[0].startswith(f"flwr>={FLOWER_RELEASE.rstrip('.')},")
+    first, last = FLOWER_RELEASES[0], FLOWER_RELEASES[-1].split(".")
+    assert pinned[0] == f"flwr>={first},<{last[0]}.{int(last[1]) + 1}"
     assert check_disk(tmp_path).check == "disk"
 
 
