@@ -49,8 +49,9 @@ SECRETS_NOTICE = (
     "This archive holds the fleet's keys: who has it can be the coordinator. Keep it as safe as the coordinator."
 )
 _STAGE_PREFIX = ".backup-"
-_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker", LINEAGE_FILE, MARK_FILE})
-"""Locks, files that a broker makes anew at each start, and the lineage: a restored directory begins another one."""
+_EXCLUDED_NAMES = frozenset({"lock", "broker.lock", "backup.lock", "broker", "compiled", LINEAGE_FILE, MARK_FILE})
+"""Locks, what a broker makes anew at each start, the cache of compiled tasks, and the lineage: a restored directory
+begins another one."""
 _MAX_ATTEMPTS = 50
 MAX_MANIFEST_BYTES = 256 * 1024 * 1024
 _BLOCK_BYTES = 1 << 20

@@ -78,6 +78,7 @@ class CoordinatorDirectory:
     database = ChildPath(DATABASE_NAME)
     models = ChildPath("models")
     bases = ChildPath("bases")
+    compiled = ChildPath("compiled")
     runs = ChildPath("runs")
     broker = ChildPath("broker")
 

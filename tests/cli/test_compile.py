@@ -1,6 +1,7 @@
 """`edgefl task compile`: the file, the report, and what it refuses in one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,34 @@ def test_the_command_writes_a_file_named_by_its_hash_and_reports_as_json(run, tm
     assert compiled.manifest.to_json() == report["manifest"]
     assert compiled.manifest.options["window"] == 8
     assert compiled.manifest.input_shape == (1, 8)
+
+
+@pytest.mark.extended
+def test_what_was_compiled_before_is_taken_from_the_cache(run, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript", reason="needs onnxscript: pip install '.[export]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    arguments = [
+        "task",
+        "compile",
+        "mnist",
+        "-o",
+        "model=cnn-small",
+        "--batch-size",
+        "2",
+        "--format",
+        "json",
+        "--out",
+    ]
+    reports = [json.loads(run(*arguments, str(tmp_path / name)).out) for name in ("first", "second")]
+    assert [report.pop("cached") for report in reports] == [False, True]
+    paths = [Path(report.pop("path")) for report in reports]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert reports[0] == reports[1]
+    assert (
+        run(*arguments[:-3], "--out", str(tmp_path / "third"))
+        .out.splitlines()[-2]
+        .startswith("It was compiled before")
+    )
 
 
 def test_an_option_without_a_value_is_refused(refused, tmp_path):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
-from fuzz.reader import Reader, Seed
+from fuzz.reader import Form, Reader, Seed
 from fuzz.storage_readers import safetensors_seeds
 
 from edgefl.core.types import TensorKind, TensorSpec
-from edgefl.tasks.compiled.artefact import CompiledManifest, CompiledTask, encode_artefact, parse_artefact
+from edgefl.tasks.compiled.artefact import (
+    CompiledManifest,
+    CompiledTask,
+    compute_sha256,
+    encode_artefact,
+    parse_artefact,
+)
 from edgefl.tasks.compiled.board.graph_reader import read_graph
+from edgefl.tasks.compiler.cache import parse_entry
 
 
 def make_example() -> CompiledTask:
@@ -42,6 +50,17 @@ def make_example() -> CompiledTask:
 def artefacts(_folder: Path) -> Reader:
     content = encode_artefact(make_example())
     return Reader(feed=parse_artefact, seeds=tuple(safetensors_seeds(content, "manifest")))
+
+
+def cache_entries(_folder: Path) -> Reader:
+    content = b"artefact"
+    line = {"v": 1, "sha256": compute_sha256(content), "modules": {"a.b": "ab" * 32}, "packages": {}, "report": {}}
+    text = json.dumps(line).encode()
+    seeds = (
+        Seed(content=text + b"\n" + content),
+        Seed(content=text, form=Form.JSON, close=lambda found: found + b"\n" + content),
+    )
+    return Reader(feed=parse_entry, seeds=seeds)
 
 
 def _encode(number: int, content: bytes | str | int) -> bytes:

@@ -269,6 +269,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/compiled/board/protobuf_fields.py:unpack",
             "tasks/compiled/board/protobuf_fields.py:_to_float",
         ),
+        "disk-compiled": _entry(compiled_readers.cache_entries, "tasks/compiler/cache.py:parse_entry"),
         "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
         "disk-base-names": _entry(
             storage_readers.base_names, "tasks/adaptation/base_catalogue.py:BaseCatalogue._read_names"

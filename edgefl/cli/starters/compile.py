@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,9 +15,8 @@ from edgefl.cli.sources import FOLDER_TYPE, allow_module_option
 from edgefl.core.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from edgefl.core.types import Dataset, Scalar, Task
-    from edgefl.tasks.compiled.artefact import CompiledTask
-    from edgefl.tasks.compiler.compilation import CompileReport
+    from edgefl.core.types import Dataset, Json, Scalar, Task
+    from edgefl.tasks.compiler.cache import CacheEntry
 
 COLUMNS = ("output", "worst_error", "median_error", "error_of_torch")
 
@@ -25,26 +27,35 @@ COLUMNS = ("output", "worst_error", "median_error", "error_of_torch")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Fixed in the file.")
 @click.option("--data", type=click.Path(path_type=Path, exists=True), help="A shard, to check gradients on as well.")
 @click.option("--out", type=FOLDER_TYPE, required=True, help="Folder to write the file into.")
+@click.option("--no-cache", is_flag=True, help="Compile although the same was compiled before.")
 @allow_module_option
 @text_format_option
-def command(
-    *, name: str, options: tuple[str, ...], batch_size: int, data: Path | None, out: Path, style: str
+def command(  # noqa: PLR0913 one argument an option
+    *, name: str, options: tuple[str, ...], batch_size: int, data: Path | None, out: Path, no_cache: bool, style: str
 ) -> None:
     """Compile a torch task into a file that boards train from without torch.
 
     NAME is a built-in task, or MODULE:CLASS of an allowed module. Gradients are checked against torch in double
-    precision first; where they differ, nothing is written. Needs the extras train and export.
+    precision first; where they differ, nothing is written. What was compiled before is taken from a cache, unless
+    --data is given. Needs the extras train and export.
     """
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 fast start
 
-    settings = _parse_options(options)
+    settings, since_s = _parse_options(options), time.time()
     task = make_task(name, settings)
-    compiled, report = _compile(task, name, settings, batch_size, None if data is None else _read(task, data))
-    path = _write(compiled, name, out)
-    if style == "json":
-        print_json(_make_json(path, compiled, report))
+    if data is None and not no_cache:
+        entry, is_cached = _find_or_compile(task, name, settings, batch_size, since_s)
     else:
-        _print_report(path, compiled, report)
+        entry, is_cached = (
+            _compile(task, name, settings, batch_size, None if data is None else _read(task, data)),
+            False,
+        )
+    path = _write(entry.content, name, out)
+    report = _make_json(path, entry, is_cached=is_cached)
+    if style == "json":
+        print_json(report)
+    else:
+        _print_report(path, report)
 
 
 def _parse_options(texts: tuple[str, ...]) -> dict[str, Scalar]:
@@ -72,26 +83,32 @@ def _read(task: Task, path: Path) -> Dataset:
     return data
 
 
-def _compile(
-    task: Task, name: str, options: dict[str, Scalar], batch_size: int, data: Dataset | None
-) -> tuple[CompiledTask, CompileReport]:
-    from edgefl.tasks.export.onnx_graph import import_onnx  # noqa: PLC0415 fast start
-    from edgefl.tasks.registry import import_extra  # noqa: PLC0415 likewise
+def _find_or_compile(
+    task: Task, name: str, options: dict[str, Scalar], batch_size: int, since_s: float
+) -> tuple[CacheEntry, bool]:
+    from edgefl.tasks.compiler.cache import CompileCache, find_or_compile  # noqa: PLC0415 fast start
 
-    import_extra("torch", "a task is compiled with torch")
-    import_onnx()
-    import_extra("onnxscript", "a task is compiled with onnxscript")
-    import_extra("onnxruntime", "a compiled task is checked with onnxruntime")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "edgefl" / "compiled"
+    return find_or_compile(
+        CompileCache(folder), task, name=name, options=options, batch_size=batch_size, since_s=since_s
+    )
+
+
+def _compile(task: Task, name: str, options: dict[str, Scalar], batch_size: int, data: Dataset | None) -> CacheEntry:
+    from edgefl.tasks.compiled.artefact import encode_artefact  # noqa: PLC0415 fast start
+    from edgefl.tasks.compiler.cache import CacheEntry, import_packages  # noqa: PLC0415 likewise
+
+    import_packages()
     from edgefl.tasks.compiler.compilation import compile_task  # noqa: PLC0415 it imports these
 
-    return compile_task(task, name=name, options=options, batch_size=batch_size, data=data)
+    compiled, report = compile_task(task, name=name, options=options, batch_size=batch_size, data=data)
+    return CacheEntry(content=encode_artefact(compiled), report=asdict(report))
 
 
-def _write(compiled: CompiledTask, name: str, folder: Path) -> Path:
+def _write(content: bytes, name: str, folder: Path) -> Path:
     from edgefl.system.atomic_files import open_atomic  # noqa: PLC0415 fast start
-    from edgefl.tasks.compiled.artefact import SUFFIX, compute_sha256, encode_artefact  # noqa: PLC0415 likewise
+    from edgefl.tasks.compiled.artefact import SUFFIX, compute_sha256  # noqa: PLC0415 likewise
 
-    content = encode_artefact(compiled)
     stem = name.rpartition(":")[2].lower()
     path = folder / f"{stem}-{compute_sha256(content)[:SHORT_HASH_DIGITS]}{SUFFIX}"
     try:
@@ -103,44 +120,50 @@ def _write(compiled: CompiledTask, name: str, folder: Path) -> Path:
     return path
 
 
-def _make_json(path: Path, compiled: CompiledTask, report: CompileReport) -> dict[str, Any]:
-    check = report.check
+def _make_json(path: Path, entry: CacheEntry, *, is_cached: bool) -> Json:
+    from edgefl.tasks.compiled.artefact import parse_artefact  # noqa: PLC0415 fast start
+
+    check = entry.report["check"]
     return {
         "path": str(path),
         "bytes": path.stat().st_size,
-        "manifest": compiled.manifest.to_json(),
-        "nodes": report.num_nodes,
-        "parameters": report.parameters,
+        "cached": is_cached,
+        "manifest": parse_artefact(entry.content).manifest.to_json(),
+        "nodes": entry.report["num_nodes"],
+        "parameters": entry.report["parameters"],
         "check": {
-            "steps": check.num_steps,
-            "real_steps": check.num_real,
+            "steps": check["num_steps"],
+            "real_steps": check["num_real"],
             "outputs": [
-                {"name": name, "worst": worst, "median": check.median[name], "torch": check.torch.get(name)}
-                for name, worst in check.worst.items()
+                {"name": name, "worst": worst, "median": check["median"][name], "torch": check["torch"].get(name)}
+                for name, worst in check["worst"].items()
             ],
-            "final_loss": {"graph": check.losses[0], "torch": check.losses[1]},
+            "final_loss": {"graph": check["losses"][0], "torch": check["losses"][1]},
         },
     }
 
 
-def _print_report(path: Path, compiled: CompiledTask, report: CompileReport) -> None:
-    check, manifest = report.check, compiled.manifest
+def _print_report(path: Path, report: Json) -> None:
+    check, manifest = report["check"], report["manifest"]
     rows = [
         {
-            "output": name,
-            "worst_error": f"{worst:.1e}",
-            "median_error": f"{check.median[name]:.1e}",
-            "error_of_torch": f"{check.torch[name]:.1e}" if name in check.torch else "-",
+            "output": row["name"],
+            "worst_error": f"{row['worst']:.1e}",
+            "median_error": f"{row['median']:.1e}",
+            "error_of_torch": "-" if row["torch"] is None else f"{row['torch']:.1e}",
         }
-        for name, worst in check.worst.items()
+        for row in check["outputs"]
     ]
     print_rows(rows, COLUMNS)
     click.echo(
-        f"Relative to torch in float64, over {check.num_steps} steps, {check.num_real} of them on real examples. "
-        f"Trained by itself the graph ends at a loss of {check.losses[0]:.6g}, torch at {check.losses[1]:.6g}."
+        f"Relative to torch in float64, over {check['steps']} steps, {check['real_steps']} of them on real examples. "
+        f"Trained by itself the graph ends at a loss of {check['final_loss']['graph']:.6g}, torch at "
+        f"{check['final_loss']['torch']:.6g}."
     )
     click.echo(
-        f"{report.num_nodes} operators, {report.parameters} parameters, batch {manifest.batch_size}: about "
-        f"{manifest.flops / 1e6:.0f} MFLOP and {manifest.peak_bytes / 1e6:.1f} MB of tensors a step."
+        f"{report['nodes']} operators, {report['parameters']} parameters, batch {manifest['batch_size']}: about "
+        f"{manifest['flops'] / 1e6:.0f} MFLOP and {manifest['peak_bytes'] / 1e6:.1f} MB of tensors a step."
     )
+    if report["cached"]:
+        click.echo("It was compiled before; --no-cache compiles it again.")
     echo(str(path))

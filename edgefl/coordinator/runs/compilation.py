@@ -38,12 +38,14 @@ class Compiler:
 
     Attributes:
         bases: folder of what boards fetch.
+        cache: folder of earlier compilations.
         registry: of the fleet.
         store: has the runs' records.
         call: runs `MODULE`.
     """
 
     bases: Path
+    cache: Path
     registry: DeviceRegistry
     store: Store
     call: Callable[..., Json] = call_in_subprocess
@@ -60,7 +62,7 @@ class Compiler:
             return record
         started_s = time.monotonic()
         try:
-            sha256 = self._compile(run)
+            sha256, is_cached = self._compile(run)
         except RETRYABLE_STORE_ERRORS:
             raise  # a full card says nothing of the task: the run waits, as for any other write
         except EdgeflError as error:
@@ -70,7 +72,11 @@ class Compiler:
             log.warning("run %s: %s", record.run_id, message)
             self._record_event(record.run_id, TASK_NOT_COMPILED, message)
             return record
-        message = f"compiled task {sha256[:12]} in {time.monotonic() - started_s:.1f} s"
+        seconds = time.monotonic() - started_s
+        if is_cached:
+            message = f"compiled task {sha256[:12]} is that of an earlier run ({seconds:.1f} s)"
+        else:
+            message = f"compiled task {sha256[:12]} in {seconds:.1f} s"
         log.info("run %s: %s", record.run_id, message)
         config = replace(run.config, run=replace(run.config.run, compiled=sha256)).to_json()
         with self.store.batch(durable=True):
@@ -78,16 +84,19 @@ class Compiler:
             self._record_event(record.run_id, TASK_COMPILED, message)
         return replace(record, config=config)
 
-    def _compile(self, run: RunComponents) -> str:
+    def _compile(self, run: RunComponents) -> tuple[str, bool]:
+        """Returns the SHA-256 of the file for boards, and whether an earlier run had it compiled."""
         make_private_directory(self.bases)
         request: Json = {
             "task": run.config.run.task,
             "options": dict(run.config.task),
             "batch_size": choose_batch_size(run.strategy, run.config),
             "folder": str(self.bases),
+            "cache": str(self.cache),
+            "since_s": time.time(),
         }
         reply = self.call(MODULE, request, description="compiling the task", timeout_s=COMPILE_TIMEOUT_S)
-        return str(reply["sha256"])
+        return str(reply["sha256"]), bool(reply["is_cached"])
 
     def _record_event(self, run_id: str, kind: str, message: str) -> None:
         self.store.record_event(kind, message, at=time.time(), run_id=run_id)

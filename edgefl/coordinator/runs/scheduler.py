@@ -474,7 +474,7 @@ class RunScheduler:
             RunConfig.from_json(record.config), context.registry
         ):
             return record
-        compiler = Compiler(context.directory.bases, context.registry, context.store)
+        compiler = Compiler(context.directory.bases, context.directory.compiled, context.registry, context.store)
         return compiler.record_compiled(record, self._build_run(record))
 
     def _record_base(self, components: RunComponents, run_id: str) -> None:

@@ -106,7 +106,7 @@ def check_training(
     _check_bounds(worst, median, own_errors)
     losses = _train_both(step, runner, state, batches)
     return CheckReport(
-        worst=worst, median=median, torch=own_errors, losses=losses, num_steps=len(batches), num_real=num_real
+        worst=worst, median=median, torch=dict(own_errors), losses=losses, num_steps=len(batches), num_real=num_real
     )
 
 

@@ -52,7 +52,9 @@ def make_run(model: str = "cnn", **run: Any) -> RunComponents:
     )
 
 
-def compile_for(run: RunComponents, registry: DeviceRegistry, store: Store, folder: Path, answer: Any) -> RunConfig:
+def compile_for(
+    run: RunComponents, registry: DeviceRegistry, store: Store, folder: Path, answer: Any, *, is_cached: bool = False
+) -> RunConfig:
     """Returns the run file in the record after the compilation, which a stand-in answers."""
     store.add_run(
         run_id="r", name="n", task="mnist", strategy="fedavg", config=run.config.to_json(), seed=7, submitted_at=1.0
@@ -63,9 +65,9 @@ def compile_for(run: RunComponents, registry: DeviceRegistry, store: Store, fold
         asked.append(request)
         if isinstance(answer, Exception):
             raise answer
-        return {"sha256": answer}
+        return {"sha256": answer, "is_cached": is_cached}
 
-    record = Compiler(folder, registry, store, call).record_compiled(store.get_run("r"), run)
+    record = Compiler(folder, folder / "cache", registry, store, call).record_compiled(store.get_run("r"), run)
     assert store.get_run("r").config == record.config
     assert all(request["batch_size"] == 10 and request["options"] == {"model": "cnn"} for request in asked)
     return RunConfig.from_json(record.config)
@@ -99,6 +101,15 @@ def test_the_record_names_the_file_before_the_run_begins(store: Store, tmp_path:
     config = compile_for(make_run(), make_registry(a=LARGE, b=SMALL), store, tmp_path, SHA256)
     assert config.run.compiled == SHA256
     assert [event["kind"] for event in list_events_after(store, 0, limit=9)] == ["task-compiled"]
+
+
+@pytest.mark.parametrize(("is_cached", "words"), [(True, "is that of an earlier run"), (False, "ababababab in ")])
+def test_the_event_says_whether_an_earlier_run_had_it_compiled(
+    store: Store, tmp_path: Path, is_cached: bool, words: str
+) -> None:
+    compile_for(make_run(), make_registry(b=SMALL), store, tmp_path, SHA256, is_cached=is_cached)
+    (event,) = list_events_after(store, 0, limit=9)
+    assert words in event["message"]
 
 
 def test_what_cannot_be_compiled_is_trained_with_torch_or_ends_the_run_with_the_reason(
