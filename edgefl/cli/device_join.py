@@ -402,9 +402,8 @@ def check(task: str | None, root: Path | None) -> None:
 def stats(place: str, root: Path | None, style: str) -> None:
     """Print what a collector keeps in a shard: rows, days, bytes written a day, and what was left out."""
     from edgefl.device.collect.store_state import read_store_state  # noqa: PLC0415 fast start
-    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
 
-    folder = Path(place) if "/" in place else Path(_find_shard(DeviceStateDir.load(root), place))
+    folder = find_shard_folder(place, root)
     state = read_store_state(folder)
     if state is None:
         raise NotFoundError(f"no collector has written into {folder}; edgefl device collect FILE")
@@ -430,6 +429,17 @@ def stats(place: str, root: Path | None, style: str) -> None:
         echo(f"  written on {day}: {num_bytes / 1e6:.2f} MB")
     for name, count in sorted(state.counts.items()):
         echo(f"  left out, {name}: {count}")
+
+
+def find_shard_folder(place: str, root: Path | None) -> Path:
+    """Returns a folder that is given by its path, or else as that of a task's shard.
+
+    Raises:
+        NotFoundError: this device has no shard for the task.
+    """
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    return Path(place) if "/" in place else Path(_find_shard(DeviceStateDir.load(root), place))
 
 
 def _find_shard(state: DeviceStateDir, task: str) -> str:

@@ -100,6 +100,8 @@ EXAMPLES = {
     "device set": "device set --max-temperature 75",
     "device shard add": "device shard add digits /home/pi/device-01.npz",
     "device shard check": "device shard check",
+    "device shard forget": "device shard forget series --since 2026-03-01T14:00 --until 2026-03-01T15:00",
+    "device shard show": "device shard show series",
     "device shard stats": "device shard stats series",
     "device start": "device start",
     "device status": "device status",

@@ -470,9 +470,10 @@ class UpdateStatus(StrEnum):
 class UpdateMetrics:
     """Metrics of one assignment, measured by the device; bytes are counted on the wire, never estimated.
 
-    The last six describe its hardware meanwhile, each None when unknown: the highest temperature, all throttling
-    (the words of a heartbeat), the weakest signal, the rate of the link, the energy used, and the part of `compute_s`
-    spent in thermal pacing to stay below its temperature limit.
+    The last two name the version of its whole shard, as `compute_shard_version`, and its number of examples. The six
+    before describe its hardware meanwhile: the highest temperature, all throttling (the words of a heartbeat), the
+    weakest signal, the rate of the link, the energy used, and the part of `compute_s` spent in thermal pacing to stay
+    below its temperature limit. Each of these is None when unknown.
 
     Costs before the run are part of the first update's, and in `extra` under the names of `PREFETCH_BYTE_KEYS`:
     `send_s` was not spent on them.
@@ -493,6 +494,8 @@ class UpdateMetrics:
     link_bits_per_s: float | None = None
     energy_j: float | None = None
     paced_s: float | None = None
+    shard_version: str | None = None
+    shard_examples: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,3 +77,14 @@ def shard(tmp_path):
     inputs[:, 0, 0] = rows
     write_shard(path, Dataset(inputs=inputs, targets=rows % 3), ShardMetadata(task="digits"))
     return path
+
+
+@pytest.fixture
+def joined(run, front_door, shard, tmp_path):
+    """State directory of a device that has joined the fleet of the front door."""
+    ran = run("device", "join", front_door.address, "--token", front_door.token().text(), "--shard", shard,
+              "--name", "pi-1", "--state", tmp_path / "d", "--max-temperature", "75", "--accelerator", "cuda:1",
+              "--threads", "1")  # fmt: skip
+    assert ran.code == 0, ran.err
+    assert "joined fleet lab as pi-1 (trainer)" in ran.out
+    return tmp_path / "d"

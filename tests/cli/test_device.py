@@ -18,16 +18,6 @@ from edgefl.device.inference.deployments import DeployedModel, DeploymentState, 
 from edgefl.device.state_dir import DeviceStateDir
 
 
-@pytest.fixture
-def joined(run, front_door, shard, tmp_path):
-    ran = run("device", "join", front_door.address, "--token", front_door.token().text(), "--shard", shard,
-              "--name", "pi-1", "--state", tmp_path / "d", "--max-temperature", "75", "--accelerator", "cuda:1",
-              "--threads", "1")  # fmt: skip
-    assert ran.code == 0, ran.err
-    assert "joined fleet lab as pi-1 (trainer)" in ran.out
-    return tmp_path / "d"
-
-
 def limit(state):
     return DeviceStateDir.load(state).settings.max_temperature_c
 

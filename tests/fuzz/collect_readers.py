@@ -13,11 +13,13 @@ from fuzz.reader import Form, Reader, Seed
 
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import check_example
+from edgefl.device.collect.forgetting import FORGET_NAME, ForgetRequest, forget_here, write_forget_request
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.settings import LinesSection, MqttSection, load_collect_file
-from edgefl.device.collect.store_state import STATE_NAME
+from edgefl.device.collect.store_state import STATE_NAME, read_store_state
+from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 
 FILE = b"""[collect]
 folder = "/srv/room"
@@ -115,6 +117,37 @@ def examples(_folder: Path) -> Reader:
 
     seeds = (file.getvalue(), png, b"\xff\xd8\xff\xe0abc\xff\xd9")
     return Reader(feed=feed, seeds=tuple(Seed(content=content) for content in seeds), refuses=(ValueError,))
+
+
+def forget_requests(folder: Path) -> Reader:
+    with open_row_store(folder, ("a", "who"), StoreLimits(max_bytes=10_000)) as store:
+        store.commit([Row(1.0, (2.0, "ada"), 1)], {}, {}, 1000.0)
+    content = (folder / STATE_NAME).read_bytes()
+    write_forget_request(folder, ForgetRequest(since_s=0.0, until_s=9.0, where={"who": "bo"}))
+    request = (folder / FORGET_NAME).read_bytes()
+    (segment,) = folder.glob("*.csv")
+    rows = segment.read_bytes()
+
+    def feed(data: bytes) -> None:
+        (folder / STATE_NAME).write_bytes(content)
+        segment.write_bytes(rows)
+        (folder / FORGET_NAME).write_bytes(data)
+        state = read_store_state(folder)
+        assert state is not None
+        forget_here(folder, state)
+
+    return Reader(feed=feed, seeds=(Seed(content=request, form=Form.JSON),))
+
+
+def shard_uses(folder: Path) -> Reader:
+    path = folder / USES_NAME
+    ShardUses(path, lambda: 1.0).record("series", "run-1")
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        ShardUses(path, lambda: 2.0).record("series", "run-2")
+
+    return Reader(feed=feed, seeds=(Seed(content=path.read_bytes(), form=Form.JSON),))
 
 
 def states(folder: Path) -> Reader:

@@ -318,6 +318,12 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/store_state.py:read_store_state",
             "device/collect/row_store.py:count_whole_rows",
         ),
+        "disk-forgetting": _entry(
+            collect_readers.forget_requests,
+            "device/collect/forgetting.py:read_forget_request",
+            "device/collect/forgetting.py:_SegmentCut._should_go",
+        ),
+        "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
         "confined-process": _entry(device_readers.confined_messages, "system/process_messages.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
@@ -339,6 +345,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
 
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
+        "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",
         "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
         "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",
         "compression/entropy/zstd.py:compress": "encodes",

@@ -43,6 +43,8 @@ A device answers with the first two, and with the highest record that it heard o
 
 MAX_COUNT = 2**53
 """Largest valid count: JSON numbers are exact up to here."""
+MAX_SHARD_VERSION = 2**48
+"""Versions of shards are hashes of as many bits."""
 PLAUSIBLE_RANGES = MappingProxyType(
     {
         "max_temperature_c": (-40.0, 150.0),
@@ -187,7 +189,22 @@ def parse_update_metrics(
         bytes_down=bytes_down + prefetch_bytes[1],
         extra={name: value for name, value in numbers.items() if value is not None},
         **_parse_health(metrics.get("health")),
+        **_parse_shard(metrics.get("shard")),
     )
+
+
+def _parse_shard(reported: Any) -> dict[str, Any]:
+    """Returns version and examples of a board's shard; what makes no sense is dropped."""
+    if not isinstance(reported, Mapping):
+        return {}
+    version, count = reported.get("version"), reported.get("num_examples")
+    if not _is_count(version, MAX_SHARD_VERSION) or not _is_count(count, MAX_COUNT):
+        return {}
+    return {"shard_version": f"{version:012x}", "shard_examples": count}
+
+
+def _is_count(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def _parse_health(reported: Any) -> dict[str, Any]:

@@ -47,8 +47,10 @@ DERIVED_EVENT_KINDS = (
 )  # fmt: skip
 """Kinds of events derived from the journal."""
 
-_METRIC_COLUMNS = tuple({field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra"})
-"""Metrics of an update that its row has under the same names."""
+_METRIC_COLUMNS = tuple(
+    {field.name for field in fields(UpdateMetrics)} - {"wait_s", "extra", "shard_version", "shard_examples"}
+)
+"""Metrics of an update that its row has under the same names; others are in its `metrics`."""
 
 
 def compute_no_metrics(_state: object) -> Mapping[str, float]:
@@ -324,6 +326,7 @@ class HistoryRecorder(RunSubscriber):
 
     def _create_update_row(self, update: Update) -> UpdateRow:
         metrics, now = update.metrics, self._clock()
+        shard = {"shard_version": metrics.shard_version, "shard_examples": metrics.shard_examples}
         return UpdateRow(
             assignment_id=update.assignment_id,
             device_id=update.device_id,
@@ -331,7 +334,7 @@ class HistoryRecorder(RunSubscriber):
             base_version=update.base_version,
             received_at=now,
             ended_at=now,
-            metrics=dict(metrics.extra),
+            metrics={**metrics.extra, **(shard if metrics.shard_version is not None else {})},
             **{name: getattr(metrics, name) for name in _METRIC_COLUMNS},
         )
 

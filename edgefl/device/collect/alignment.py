@@ -66,6 +66,11 @@ class RowMaker:
         self.has_backlog = False
 
     @property
+    def span(self) -> int:
+        """Returns the number of the newest span."""
+        return self._span
+
+    @property
     def has_waiting(self) -> bool:
         """Returns whether there are readings that no row has seen yet."""
         return bool(self._waiting)
@@ -99,11 +104,12 @@ class RowMaker:
         self._waiting = [later for _, later in timed[len(ready) :]]
         return rows + self._make_due_rows(end_s, is_included=True)
 
-    def restart(self) -> None:
-        """Forgets all values and ends the span, at a jump of the clock or a pause."""
+    def restart(self, newest_span: int = 0) -> None:
+        """Forgets all values and ends the span, at a jump of the clock or a pause; the next one is higher."""
         self._held.clear()
         self._next_tick = None
         self._end_span()
+        self._span = max(self._span, newest_span + 1)
 
     def _begin(self, ready: Sequence[tuple[float, Reading]], now_s: float) -> None:
         """Sets the next row: the first from the first reading on that was not made, or the first after now."""

@@ -21,6 +21,12 @@ from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import Row, RowMaker
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
+from edgefl.device.collect.forgetting import (
+    forget_rows,
+    has_forget_request,
+    read_forget_request,
+    remove_forget_request,
+)
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource, Source, Value, parse_value
@@ -109,6 +115,7 @@ class Collector:
 
     def step(self) -> float:
         """Reads every source once and keeps what is due; returns the seconds until the next call."""
+        self._forget()
         now_s, num_readings = self._check_clock(), 0
         if len(self._pending) >= MAX_PENDING:
             self._maker.restart()
@@ -164,6 +171,22 @@ class Collector:
             f"{state.num_rows} rows in {state.num_bytes / 1e6:.1f} MB kept, {today[1] / 1e6:.1f} MB written on "
             f"{today[0]}; left out: {left_out}"
         )
+
+    def _forget(self) -> None:
+        """Removes the rows that somebody asked to forget; those that are pending are written first."""
+        if not has_forget_request(self._store.folder) or not self.flush() or self._pending:
+            return
+        request = read_forget_request(self._store.folder)
+        if request is None:
+            return
+        try:
+            self._store.state = forget_rows(self._store.folder, self._store.state, request, self._maker.span)
+            remove_forget_request(self._store.folder)
+        except StoreError as error:
+            self._log.warning("forget", "rows that are to go stay, and it is tried again: %s", error)
+            return
+        self._maker.restart(self._store.state.span)
+        log.info("forgot what was asked for; %d rows are left", self._store.state.num_rows)
 
     def _check_clock(self) -> float:
         """Returns the time; after a jump of the clock the values from before it do not count."""

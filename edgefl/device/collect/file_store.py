@@ -34,6 +34,8 @@ _JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 MAX_CLASSES = 1000
 MAX_FILES = 100_000
 MAX_TIME_S = 1e11
+NAME_FORMAT = "%Y%m%dT%H%M%S.%f"
+"""Of the time in the first 19 characters of a file's name, with three digits of the fraction."""
 _NAME = re.compile(r"(\d{8}T\d{6}\.\d{3})-([0-9a-f]{16})\.[a-z]+")
 
 
@@ -60,6 +62,7 @@ class FileStore:
         evicted: what goes first: the oldest of all, or with `balanced` of the class that has most files.
 
     Attributes:
+        folder: of the shard.
         state: as of the last commit, with positions, counts and what was written.
         num_files: of all classes.
     """
@@ -67,12 +70,11 @@ class FileStore:
     def __init__(
         self, folder: Path, state: StoreState, limits: StoreLimits, evicted: Literal["oldest", "balanced"] = "oldest"
     ) -> None:
-        self._folder, self.state, self._limits, self._evicted = folder, state, limits, evicted
+        self.folder, self.state, self._limits, self._evicted = folder, state, limits, evicted
         self._files: dict[str, list[KeptFile]] = {}
         self._digests: set[str] = set()
         self.num_files = self.num_bytes = 0
-        for file in sorted(_list_files(folder)):
-            self._insert(file)
+        self.refresh()
 
     def add(self, content: bytes, label: str, suffix: str, time_s: float) -> bool:
         """Stores an example of a class, durably; returns whether it is a new one. `label` is a folder's name.
@@ -90,8 +92,8 @@ class FileStore:
             raise ValueError(f"there are {MAX_CLASSES} classes already")
         time = datetime.fromtimestamp(min(max(time_s, 0.0), MAX_TIME_S), UTC)
         name = f"{time:%Y%m%dT%H%M%S}.{time.microsecond // 1000:03d}-{digest}{suffix}"
-        make_private_directory(self._folder / label)
-        path = self._folder / label / name
+        make_private_directory(self.folder / label)
+        path = self.folder / label / name
         try:
             with open_atomic(path) as file:
                 file.write(content)
@@ -112,13 +114,20 @@ class FileStore:
             while files and files[0].name < oldest:
                 self._remove(files[0])
         self._remove_surplus()
-        save_store_state(self._folder, state)
+        save_store_state(self.folder, state)
         self.state = state
 
     def has_excess(self, now_s: float) -> bool:
         """Returns whether a commit would remove something that is too much or too old."""
         oldest = self._format_oldest(now_s)
         return self._has_surplus() or any(files and files[0].name < oldest for files in self._files.values())
+
+    def refresh(self) -> None:
+        """Reads the folder anew, after files of it went or were moved."""
+        self._files, self._digests = {}, set()
+        self.num_files = self.num_bytes = 0
+        for file in sorted(list_files(self.folder)):
+            self._insert(file)
 
     def count_classes(self) -> dict[str, int]:
         """Returns the number of files by class."""
@@ -148,7 +157,7 @@ class FileStore:
 
     def _remove(self, file: KeptFile) -> None:
         with contextlib.suppress(OSError):  # its owner was faster, or the next start finds it again
-            (self._folder / file.label / file.name).unlink()
+            (self.folder / file.label / file.name).unlink()
         self._files[file.label].remove(file)
         self._digests.discard(file.digest)
         self.num_files -= 1
@@ -175,7 +184,8 @@ def open_file_store(folder: Path, limits: StoreLimits, evicted: Literal["oldest"
         yield FileStore(folder, state, limits, evicted)
 
 
-def _list_files(folder: Path) -> Iterator[KeptFile]:
+def list_files(folder: Path) -> Iterator[KeptFile]:
+    """Yields the files of a folder that a collector has named."""
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             for file in os.scandir(entry.path):

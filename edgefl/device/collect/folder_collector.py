@@ -20,6 +20,12 @@ from pathlib import Path
 from edgefl.core.errors import StoreError
 from edgefl.core.safe_text import is_safe_text
 from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example
+from edgefl.device.collect.forgetting import (
+    forget_files,
+    has_forget_request,
+    read_forget_request,
+    remove_forget_request,
+)
 from edgefl.device.collect.readings import Counts
 from edgefl.device.collect.settings import FolderSection
 from edgefl.device.collect.store_state import count_written
@@ -163,6 +169,7 @@ class FolderCollector:
     def step(self) -> float:
         """Takes new files of each source once; returns the seconds until the next call."""
         try:
+            self._forget()
             for name, watcher in self._watchers.items():
                 self._take(name, watcher)
             if self._monotonic() - self._committed_s >= self._flush_s and not self.flush():
@@ -201,6 +208,16 @@ class FolderCollector:
         left_out = ", ".join(f"{name} {count}" for name, count in sorted(self._counts.items()) if count) or "nothing"
         size = self._store.num_bytes / 1e6
         return f"{self._store.num_files} files of {size:.1f} MB kept: {classes}; left out: {left_out}"
+
+    def _forget(self) -> None:
+        """Removes the files that somebody asked to forget."""
+        folder = self._store.folder
+        if not has_forget_request(folder) or (request := read_forget_request(folder)) is None:
+            return
+        num_files = len(forget_files(folder, request))
+        self._store.refresh()
+        remove_forget_request(folder)
+        log.info("forgot %d files as asked for; %d are left", num_files, self._store.num_files)
 
     def _take(self, name: str, watcher: FolderWatcher) -> None:
         try:

@@ -55,11 +55,12 @@ class RowStore:
     """Store of rows in a folder; one process at a time, by `open_row_store`.
 
     Attributes:
+        folder: of the shard.
         state: as of the last commit.
     """
 
     def __init__(self, folder: Path, state: StoreState, limits: StoreLimits) -> None:
-        self._folder, self.state, self._limits = folder, state, limits
+        self.folder, self.state, self._limits = folder, state, limits
 
     def commit(
         self, rows: Sequence[Row], positions: Mapping[str, str], counts: Mapping[str, int], now_s: float
@@ -78,18 +79,18 @@ class RowStore:
         state = count_written(state, len(content), now_s)
         try:
             if content:
-                _append(self._folder / state.segments[-1].name, content, state.segments[-1].num_bytes - len(content))
-            save_store_state(self._folder, state)
+                _append(self.folder / state.segments[-1].name, content, state.segments[-1].num_bytes - len(content))
+            save_store_state(self.folder, state)
         except OSError as error:
             self._cut_back()
-            raise make_store_error(self._folder, error) from None
+            raise make_store_error(self.folder, error) from None
         except StoreError:
             self._cut_back()
             raise
         self.state = state
         for segment in removed:
             with contextlib.suppress(OSError):  # the next start removes what the state does not name
-                (self._folder / segment.name).unlink()
+                (self.folder / segment.name).unlink()
 
     def has_excess(self, now_s: float) -> bool:
         """Returns whether a commit without rows would remove something that is too much or too old."""
@@ -103,17 +104,17 @@ class RowStore:
         """
         names = {segment.name for segment in self.state.segments}
         try:
-            remove_temporary_files(self._folder)
-            for path in self._folder.glob(_PATTERN):
+            remove_temporary_files(self.folder)
+            for path in self.folder.glob(_PATTERN):
                 if path.name not in names:
                     path.unlink()
             self.state = replace(self.state, segments=tuple(self._restore_segments()))
         except OSError as error:
-            raise make_store_error(self._folder, error) from None
+            raise make_store_error(self.folder, error) from None
 
     def _restore_segments(self) -> Iterator[Segment]:
         for segment in self.state.segments:
-            path = self._folder / segment.name
+            path = self.folder / segment.name
             size = path.stat().st_size if path.is_file() else 0
             if size > segment.num_bytes:
                 os.truncate(path, segment.num_bytes)

@@ -19,6 +19,7 @@ from edgefl.core.protocol import IGNORES_REPLY_KEY, POLL_S
 from edgefl.core.types import Json
 from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.device.training.trainer import DeviceTrainer
 from edgefl.system.retries import Backoff
 
@@ -189,6 +190,7 @@ class WorkLoop:
         self._reply_cache: OrderedDict[str, tuple[ModelIdentity, ReplyContent]] = OrderedDict()
         self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
+        self._uses = ShardUses(state.root / USES_NAME, clock)
         self.supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
             tls_context=tls_context,
@@ -221,6 +223,8 @@ class WorkLoop:
             content = self._trainer.evaluate(instruction.header, instruction.body)
         else:
             content = self._train(instruction.header, instruction.body)
+        if cached_reply is None and "error" not in content[0] and "phase" not in instruction.header:
+            self._uses.record(str(instruction.header.get("task")), self._current[0])
         if store_header:
             content = {**content[0], **store_header}, content[1]
         reply = self.supernode.create_reply(instruction, content)

@@ -308,7 +308,10 @@ class DeviceTrainer:
         }
         if "metrics" not in reply:  # a part of a job that failed
             return reply, result
-        return {**reply, "metrics": {**reply["metrics"], **({"health": health} if health else {})}}, result
+        metrics = {**reply["metrics"], **({"health": health} if health else {})}
+        if cached_task.data is not None and cached_task.shard_version is not None:
+            metrics["shard"] = {"version": cached_task.shard_version, "num_examples": len(cached_task.data)}
+        return {**reply, "metrics": metrics}, result
 
     def _run_part(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
         if instruction.has_stored_reply:

@@ -19,7 +19,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, format_install_command
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
-from edgefl.tasks.datasets.csv_files import Survey
+from edgefl.tasks.datasets.csv_files import Survey, is_gone
 from edgefl.tasks.registry import import_extra
 from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 
@@ -233,19 +233,9 @@ def _read_present(file: Path, read: Callable[[Path], Array]) -> Array | None:
     try:
         return read(file)
     except (DataError, FileNotFoundError):
-        if _is_gone(file):
+        if is_gone(file):
             return None
         raise
-
-
-def _is_gone(file: Path) -> bool:
-    try:
-        file.stat()
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _check_bytes(path: Path) -> None:

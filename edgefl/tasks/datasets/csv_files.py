@@ -67,8 +67,9 @@ def read_table(
     """
     parts, num_cells = [], 0
     for file in list_table_files(path, task):
-        parts.append(_read_file(file, numbers, texts, drops_missing=drops_missing))
-        num_cells += parts[-1].numbers.size
+        with _leave_out_gone(file, path):
+            parts.append(_read_file(file, numbers, texts, drops_missing=drops_missing))
+            num_cells += parts[-1].numbers.size
         if num_cells > MAX_CELLS:
             raise DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
     if not any(len(part.numbers) for part in parts):
@@ -82,14 +83,15 @@ def iterate_shard(
     """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once; as `read_table`, also what it raises."""
     num_rows = 0
     for file in list_table_files(path, task):
-        for part in iterate_table(file, numbers, texts, drops_missing=drops_missing):
-            num_rows += len(part.numbers)
-            if num_rows * max(1, len(numbers)) > MAX_CELLS:
-                raise DataError(
-                    f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files"
-                )
-            if len(part.numbers):
-                yield part
+        with _leave_out_gone(file, path):
+            for part in iterate_table(file, numbers, texts, drops_missing=drops_missing):
+                num_rows += len(part.numbers)
+                if num_rows * max(1, len(numbers)) > MAX_CELLS:
+                    raise DataError(
+                        f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files"
+                    )
+                if len(part.numbers):
+                    yield part
     if not num_rows:
         raise DataError(f"shard {path} of task {task} holds no rows")
 
@@ -124,7 +126,7 @@ def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
     """Returns the number of rows; in detail, mean and deviation of each column of numbers. Raises as `read_table`."""
     count, columns = 0, dict[str, _Moments]()
     for file in list_table_files(path, task):
-        with _Table(file) as table:
+        with _leave_out_gone(file, path), _Table(file) as table:
             for rows in table.read_chunks(range(len(table.header)) if is_detailed else ()):
                 count += len(rows)
                 for name, cells in zip(table.header, zip(*rows, strict=True), strict=False):
@@ -154,6 +156,17 @@ def list_table_files(path: Path, task: str) -> list[Path]:
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
     return files
+
+
+def is_gone(file: Path) -> bool:
+    """Returns whether a file was removed since it was listed, as a collector removes its oldest."""
+    try:
+        file.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool) -> TablePart:
@@ -298,6 +311,16 @@ def _open_bounded(path: Path) -> IO[str]:
         return path.open(newline="", encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _leave_out_gone(file: Path, folder: Path) -> Iterator[None]:
+    """Leaves out a file of a folder that is gone when it is to be opened."""
+    try:
+        yield
+    except DataError:
+        if file == folder or not is_gone(file):
+            raise
 
 
 @contextlib.contextmanager

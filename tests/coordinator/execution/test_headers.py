@@ -67,6 +67,14 @@ def test_health_values_become_metrics() -> None:
     assert (made.signal_dbm, made.link_bits_per_s, made.energy_j) == (-81.0, 6.5e6, 7.5)
 
 
+def test_the_version_of_a_board_s_shard_is_kept_where_it_makes_sense() -> None:
+    made = metrics(shard={"version": 255, "num_examples": 40})
+    assert (made.shard_version, made.shard_examples) == ("0000000000ff", 40)
+    wrong = ({"version": 2**48, "num_examples": 1}, {"version": 1}, {"version": "a", "num_examples": 1}, 7, None)
+    for shard in (*wrong, {"version": True, "num_examples": 1}, {"version": 1, "num_examples": -1}):
+        assert metrics(shard=shard) == metrics()
+
+
 @pytest.mark.parametrize(
     "health",
     [

@@ -313,11 +313,12 @@ def test_what_a_device_measured_and_how_its_board_was_is_kept_until_its_update_i
         "energy_j": 5.0, "paced_s": 2.5,
     }  # fmt: skip
     book.order(0, "a")
-    book.receive(update(0, "a", extra={"gap": 0.5}, **vitals))
+    shard = {"shard_version": "0000000000ff", "shard_examples": 40}
+    book.receive(update(0, "a", extra={"gap": 0.5}, **vitals, **shard))
     for outcome in (None, "used"):
         (row,) = book.rows("updates")
         assert {name: row[name] for name in vitals} == vitals
-        assert (row["metrics"], row["outcome"]) == ({"gap": 0.5}, outcome)
+        assert (row["metrics"], row["outcome"]) == ({"gap": 0.5, **shard}, outcome)
         assert row["ended_at"] == row["received_at"] == 1000.0
         if outcome is None:
             book.aggregate(1, "v0-a")

@@ -20,6 +20,7 @@ from edgefl.device.flower.work_loop import (
     ReplyUploader,
     WorkLoop,
 )
+from edgefl.device.training.shard_uses import ShardUse, ShardUses, read_shard_uses
 from edgefl.system.https_client import create_pinned_context
 
 
@@ -334,3 +335,18 @@ def test_closing_sends_what_is_left_but_waits_no_longer_than_it_may(network):
     assert time.monotonic() - started_s < 5
     assert network.sent == ["one"]
     network.let()
+
+
+def test_the_runs_that_used_a_shard_are_noted_once_an_hour(site, state):
+    clock = [1000.0]
+    path = state.root / "shard_uses.json"
+    site.bench._uses = ShardUses(path, lambda: clock[0])
+    for now_s, name in ((1000.0, "a"), (2000.0, "b"), (5000.0, "c")):
+        clock[0] = now_s
+        site.do(name, task="series")
+    (use,) = read_shard_uses(path)
+    assert use == ShardUse(task="series", run="r", first_s=1000.0, last_s=5000.0)
+    site.do("c", task="digits")  # answered from memory
+    assert len(read_shard_uses(path)) == 1
+    path.write_bytes(b'{"uses":[["a"]]}')
+    assert read_shard_uses(path) == []

@@ -1,5 +1,6 @@
 """The trainer on real shards: digits in files, and a small task of a user's own that counts what is done to it."""
 
+import os
 import shutil
 import sys
 import threading
@@ -708,3 +709,14 @@ def test_a_personal_copy_goes_on_after_a_kill_and_is_evaluated_beside_the_model(
 def test_a_board_writes_nothing_of_its_own_where_it_has_no_copy(device, tmp_path):
     device.train()
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_update_names_the_version_of_its_shard_which_changes_with_its_files(device):
+    found = device.train()[0]["metrics"]["shard"]
+    assert found["num_examples"] == 100
+    assert device.train(assignment="r/a-2")[0]["metrics"]["shard"] == found
+    os.utime(device.shards["digits"], ns=(1, 1))
+    changed = device.train(assignment="r/a-3")[0]["metrics"]["shard"]
+    assert changed["num_examples"] == 100
+    assert 0 <= changed["version"] < 2**48
+    assert changed["version"] != found["version"]

@@ -5,7 +5,7 @@ import pytest
 
 from edgefl.core.errors import DataError
 from edgefl.tasks.datasets import csv_files
-from edgefl.tasks.datasets.csv_files import read_table, survey_table
+from edgefl.tasks.datasets.csv_files import iterate_shard, read_table, survey_table
 
 
 def read(path, numbers, texts=(), **options):
@@ -123,3 +123,14 @@ def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(csv_files, "MAX_FILE_BYTES", 5)
     with pytest.raises(DataError, match="has 8 bytes, at most 5 are read"):
         read(path, ["a"])
+
+
+def test_a_file_of_a_folder_that_is_gone_when_it_is_to_be_opened_is_left_out(tmp_path):
+    (tmp_path / "a.csv").write_text("x\n1\n2\n")
+    (tmp_path / "b.csv").symlink_to(tmp_path / "gone.csv")
+    assert [len(part.numbers) for part in read_table(tmp_path, "table", ("x",))] == [2]
+    assert [len(part.numbers) for part in iterate_shard(tmp_path, "table", ("x",))] == [2]
+    assert survey_table(tmp_path, "table").num_examples == 2
+    (tmp_path / "a.csv").unlink()
+    with pytest.raises(DataError, match="holds no rows"):
+        read_table(tmp_path, "table", ("x",))

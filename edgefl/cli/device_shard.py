@@ -1,0 +1,178 @@
+"""`edgefl device shard show` and `forget`: what a collector keeps, and removing a time, a class or a person of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edgefl.cli.device_join import find_shard_folder
+from edgefl.cli.output import echo, text_format_option
+from edgefl.cli.sources import load_device_state, state_option
+from edgefl.core.errors import StoreBusyError, UsageError
+
+if TYPE_CHECKING:
+    from edgefl.device.collect.forgetting import ForgetRequest
+    from edgefl.device.collect.shard_contents import Times
+    from edgefl.device.collect.store_state import StoreState
+    from edgefl.device.training.shard_uses import ShardUse
+
+WAIT_S, POLL_S = 120.0, 0.1
+
+
+def _parse_time(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
+    from edgefl.device.collect.line_parser import parse_time  # noqa: PLC0415 fast start
+
+    try:
+        return None if value is None else parse_time(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}, such as 2026-03-01T14:00; got {value!r:.80}") from None
+
+
+def _parse_conditions(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    conditions = dict[str, str]()
+    for value in values:
+        name, separator, text = value.partition("=")
+        if not separator or not name:
+            raise click.BadParameter(f"must be COLUMN=TEXT, got {value!r:.80}")
+        conditions[name] = text
+    return conditions
+
+
+@click.command()
+@click.argument("place", metavar="TASK|FOLDER")
+@state_option
+@text_format_option
+def show(place: str, root: Path | None, style: str) -> None:
+    """Print what lies in a collected shard: classes, times, the newest examples, and which runs have used it."""
+    from edgefl.device.collect.shard_contents import read_contents  # noqa: PLC0415 fast start
+
+    folder = find_shard_folder(place, root)
+    contents, uses = read_contents(folder), _find_uses(folder, root, -math.inf)
+    if style == "json":
+        facts = {"folder": str(folder), **asdict(contents), "uses": [asdict(use) for use in uses]}
+        click.echo(json.dumps({"v": 1, **facts}))
+        return
+    echo(f"{folder}: {contents.total.num} {contents.kind}{_format_span(contents.total)}")
+    for column, counts in contents.classes.items():
+        for text, count in counts.items():
+            echo(f"  {column} {text or '(none)'}: {count}")
+    if contents.num_spans > len(contents.spans):
+        echo(f"  {contents.num_spans} spans, of which the newest are:")
+    for number, times in contents.spans.items():
+        echo(f"  span {number}: {times.num} rows{_format_span(times)}")
+    for line in contents.examples:
+        echo(f"  newest: {line}")
+    _print_uses(uses)
+
+
+@click.command()
+@click.argument("place", metavar="TASK|FOLDER")
+@click.option("--since", "since_s", callback=_parse_time, metavar="TIME", help="From this time on [default: ever].")
+@click.option("--until", "until_s", callback=_parse_time, metavar="TIME", help="Up to this time [default: now].")
+@click.option(
+    "--where",
+    callback=_parse_conditions,
+    multiple=True,
+    metavar="COLUMN=TEXT",
+    help="Only rows with this text, such as of a person; of files label=CLASS, or group=START of their names.",
+)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@state_option
+def forget(
+    place: str, since_s: float | None, until_s: float | None, where: dict[str, str], yes: bool, root: Path | None
+) -> None:
+    """Remove rows or files of a time, for ever; a collector and an agent may run meanwhile."""
+    from edgefl.device.collect.forgetting import ForgetRequest  # noqa: PLC0415 fast start
+    from edgefl.device.collect.shard_contents import count_forgotten, require_state  # noqa: PLC0415 likewise
+
+    if since_s is None and until_s is None and not where:
+        raise UsageError("what is to be forgotten? Give --since TIME, --until TIME or --where COLUMN=TEXT")
+    folder = find_shard_folder(place, root)
+    _check_conditions(require_state(folder), where)
+    request = ForgetRequest(since_s=since_s or 0.0, until_s=time.time() if until_s is None else until_s, where=where)
+    found = count_forgotten(folder, request)
+    if not found.num:
+        echo(f"{folder} has nothing of that")
+        return
+    echo(f"{folder}: {found.num} examples{_format_span(found)}")
+    uses = _find_uses(folder, root, found.first_s)
+    _print_uses(uses)
+    if not yes:
+        click.confirm("forget them for ever?", abort=True)
+    _apply(folder, request)
+    if uses:
+        echo("models of these runs have learned from them: forgetting them here does not change that")
+    echo(f"forgot {found.num} examples")
+
+
+def _check_conditions(state: StoreState, where: dict[str, str]) -> None:
+    from edgefl.device.collect.forgetting import GROUP, LABEL  # noqa: PLC0415 fast start
+
+    names = state.columns or (LABEL, GROUP)
+    for name in where:
+        if name not in names:
+            raise UsageError(f"--where {name!r:.80}: this shard has {', '.join(names):.400}")
+
+
+def _apply(folder: Path, request: ForgetRequest) -> None:
+    """Has a request applied: by the running collector, or here where there is none.
+
+    Raises:
+        StoreBusyError: the collector has not done it in time, and does it later.
+    """
+    from edgefl.device.collect.forgetting import (  # noqa: PLC0415 fast start
+        forget_here,
+        has_forget_request,
+        write_forget_request,
+    )
+    from edgefl.device.collect.shard_contents import require_state  # noqa: PLC0415 likewise
+    from edgefl.device.collect.store_state import lock_folder  # noqa: PLC0415 likewise
+
+    deadline_s, is_asked = time.monotonic() + WAIT_S, False
+    while time.monotonic() < deadline_s:
+        with contextlib.suppress(StoreBusyError), lock_folder(folder):
+            forget_here(folder, require_state(folder))  # what an earlier one has left to do
+            if not is_asked:
+                write_forget_request(folder, request)
+                forget_here(folder, require_state(folder))
+            return
+        if not is_asked:
+            write_forget_request(folder, request)
+            is_asked = True
+        if not has_forget_request(folder):
+            return
+        time.sleep(POLL_S)
+    raise StoreBusyError(f"the collector of {folder} has not done it in {WAIT_S:g} s; it is asked for, and will be")
+
+
+def _find_uses(folder: Path, root: Path | None, since_s: float) -> list[ShardUse]:
+    """Returns the runs that have used a shard since a time, as the agent's ledger has them."""
+    from edgefl.device.training.shard_uses import INTERVAL_S, USES_NAME, read_shard_uses  # noqa: PLC0415 fast start
+
+    state = load_device_state(root)
+    if state is None:
+        return []
+    tasks = {task for task, path in state.settings.shards.items() if Path(path) == folder.absolute()}
+    uses = read_shard_uses(state.root / USES_NAME)
+    return [use for use in uses if use.task in tasks and use.last_s + INTERVAL_S >= since_s]
+
+
+def _print_uses(uses: list[ShardUse]) -> None:
+    for use in uses:
+        echo(f"  used by run {use.run} of {use.task}, {_format_time(use.first_s)} to {_format_time(use.last_s)} UTC")
+
+
+def _format_span(times: Times) -> str:
+    return f", {_format_time(times.first_s)} to {_format_time(times.last_s)} UTC" if times.num else ""
+
+
+def _format_time(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%S}"

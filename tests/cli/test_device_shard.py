@@ -1,0 +1,131 @@
+"""`edgefl device shard show` and `forget`, of rows and files, beside a running collector."""
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from peer_boards import eventually
+
+from edgefl.cli import device_shard
+from edgefl.core.errors import StoreBusyError
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.file_store import open_file_store
+from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
+from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.collect.store_state import lock_folder, read_store_state
+from edgefl.device.training.shard_uses import USES_NAME
+from edgefl.tasks.datasets.csv_files import read_table
+
+pytestmark = pytest.mark.timeout(60)
+LIMITS = StoreLimits(max_bytes=10**6)
+
+
+def _fill(folder, count=10):
+    with open_row_store(folder, ("a", "who"), LIMITS) as store:
+        store.commit([Row(float(time), (time / 2, "ab"[time % 2]), 1) for time in range(count)], {}, {}, 0.0)
+
+
+def _read(folder, column="time"):
+    return [row[0] for part in read_table(folder, "table", (column,)) for row in part.numbers.tolist()]
+
+
+def test_what_lies_in_a_shard_of_rows_and_of_files_is_shown(run, tmp_path):
+    _fill(tmp_path / "room")
+    shown = run("device", "shard", "show", tmp_path / "room").out
+    assert "10 rows, 1970-01-01 00:00:00 to 1970-01-01 00:00:09 UTC" in shown
+    assert "who b: 5" in shown
+    assert "newest: time 9.000, a 4.5, who b" in shown
+    with open_file_store(tmp_path / "birds", LIMITS, "oldest") as store:
+        store.add(b"1", "robin", ".png", 5.0)
+        store.add(b"2", ".unlabelled", ".png", 6.0)
+        store.commit(store.state, 7.0)
+    told = json.loads(run("device", "shard", "show", tmp_path / "birds", "--format", "json").out)
+    assert (told["classes"], told["total"]["last_s"]) == ({"label": {".unlabelled": 1, "robin": 1}}, 6.0)
+    assert run("device", "shard", "show", tmp_path).code == 40
+
+
+def test_what_is_forgotten_is_asked_about_and_the_runs_that_used_it_are_named(run, joined, tmp_path, monkeypatch):
+    _fill(tmp_path / "room")
+    settings = json.loads((joined / "device.json").read_text())
+    settings["shards"] = {"series": str(tmp_path / "room")}
+    (joined / "device.json").write_text(json.dumps(settings))
+    uses = [["series", "run-old", 1.0, 2.0], ["series", "run-new", 3.0, 9e8], ["digits", "run-other", 3.0, 9e8]]
+    (joined / USES_NAME).write_text(json.dumps({"v": 1, "uses": uses}))
+    words = ("device", "shard", "forget", "series", "--state", joined, "--where", "who=a")
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    assert run(*words, "--since", "3").code == 1
+    assert len(_read(tmp_path / "room")) == 10
+    told = run(*words, "--since", "1970-01-01T00:00:03+00:00", "--yes").out
+    assert "3 examples, 1970-01-01 00:00:04 to 1970-01-01 00:00:08 UTC" in told
+    assert "used by run run-new of series" in told
+    assert "run-other" not in told
+    assert _read(tmp_path / "room") == [0, 1, 2, 3, 5, 7, 9]
+    assert "nothing of that" in run(*words, "--since", "3").out
+
+
+def test_a_request_that_says_nothing_or_a_column_that_is_none_is_refused(run, refused, tmp_path):
+    _fill(tmp_path)
+    words = ["device", "shard", "forget", tmp_path]
+    refused(words, 2, "what is to be forgotten?")
+    refused([*words, "--where", "b=1"], 2, "this shard has a, who")
+    assert "must be COLUMN=TEXT" in run(*words, "--where", "b").err
+    assert "such as 2026-03-01T14:00" in run(*words, "--since", "yesterday").err
+    assert len(_read(tmp_path)) == 10
+
+
+def test_a_collector_that_does_not_answer_is_left_the_request(run, tmp_path, monkeypatch):
+    _fill(tmp_path)
+    monkeypatch.setattr(device_shard, "WAIT_S", 0.3)
+    with lock_folder(tmp_path):
+        done = run("device", "shard", "forget", tmp_path, "--since", "0", "--until", "4", "--yes")
+        assert "the collector of" in done.err
+        assert done.code == StoreBusyError.exit_code
+    assert has_forget_request(tmp_path)
+    assert run("device", "shard", "forget", tmp_path, "--since", "8", "--yes").code == 0
+    assert _read(tmp_path) == [5, 6, 7]
+
+
+@contextmanager
+def _collector(folder, log):
+    path = folder.parent / "c.toml"
+    path.write_text(
+        f'[collect]\nfolder = "{folder}"\nevery_s = 0\nflush_s = 0.05\n[sources.one]\nkind = "lines"\n'
+        f'path = "{log}"\ntime = "/t"\ncolumns = {{ a = "/n" }}\n'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "edgefl", "device", "collect", str(path)], stderr=subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def _count(folder):
+    state = read_store_state(folder)
+    return state.num_rows if state else 0
+
+
+@pytest.mark.extended
+def test_a_running_collector_forgets_what_the_command_asks_for_and_goes_on(run, tmp_path):
+    folder, log = tmp_path / "shard", tmp_path / "app.jsonl"
+    log.write_text("".join(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 200)))
+    with _collector(folder, log) as process:
+        eventually(lambda: _count(folder) == 100, timeout_s=30)
+        done = run("device", "shard", "forget", folder, "--since", "120", "--until", "139", "--yes")
+        assert (done.code, done.out.splitlines()[-1]) == (0, "forgot 20 examples")
+        with log.open("a") as file:
+            file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(200, 210))
+        eventually(lambda: _count(folder) == 90, timeout_s=30)
+        process.terminate()
+        assert process.wait(20) == 0
+    assert _read(folder) == [*range(100, 120), *range(140, 210)]
+    spans = _read(folder, "span")
+    assert len(set(spans[:20])) == len(set(spans[20:80])) == len(set(spans[80:])) == 1
+    assert len({spans[0], spans[20], spans[80]}) == 3
+    assert not (folder / FORGET_NAME).exists()
