@@ -5,7 +5,7 @@
 Digits on 8 simulated boards, cut by Dirichlet 0.1, one epoch a round at a learning rate of 0.1. Each model is
 evaluated on its board's own test examples, which nobody trains on: a tenth of its shard. The accuracy is over all
 boards' examples after the last round, the worst is that of the board with the lowest. What is fine-tuned after is the
-shared model, in one more round of 5 epochs.
+shared model, in one more round of 5 epochs. With IFCA each board takes one of 4 models that travel.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ METHODS: dict[str, dict[str, dict[str, Any]]] = {
     "FedRep": {"adapt": {"local": ["fc2.*"]}, "strategy": {"head_epochs": 2}},
     "Ditto": {"strategy": {"personal_lambda": 1.0}},
     "APFL": {"strategy": {"personal_mixture": 0.5}},
+    "IFCA, 4 clusters": {"strategy": {"name": "ifca", "clusters": 4}},
     "fine-tuned after": {"after": {"personal_lambda": 0.0, "epochs": 5}},
 }
 

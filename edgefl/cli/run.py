@@ -387,6 +387,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
         raise ConfigError(
             "strategy.personal_lambda and personal_mixture: a Flower app keeps no copies on its nodes; leave them out"
         )
+    if built.cluster_shapes:
+        raise ConfigError(f"{config.strategy.name}: a Flower app has one model, and this run one for each cluster")
     if built.strategy.root_examples:
         raise ConfigError(f"{config.strategy.name} trains on examples of the coordinator, and a Flower app has none")
     partition_scheme = scheme or config.simulation.scheme or default_scheme(config.run.task)

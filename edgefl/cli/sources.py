@@ -344,15 +344,19 @@ class DirectorySource:
 Source = ApiSource | DirectorySource
 
 
-def load_model(source: Source, row: Json, local: Path | None = None) -> dict[str, Array]:
+def load_model(source: Source, row: Json, local: Path | None = None, cluster: int | None = None) -> dict[str, Array]:
     """Returns a model's tensors, checked against its SHA-256, with those of a board's file that stayed there.
+
+    Of a model that is several it is that of `cluster`.
 
     A personal copy takes the place of the model's own tensors, or is mixed with them.
 
     Raises:
-        DataError: the board's file cannot be read, has a tensor that the model has too, or a copy of another model.
+        DataError: it is of several clusters and nothing says which; or the board's file cannot be read, has a tensor
+            that the model has too, or a copy of another model.
     """
-    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 fast start
+    from edgefl.core.clusters import select_cluster  # noqa: PLC0415 fast start
+    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.array_files import read_npz  # noqa: PLC0415 likewise
     from edgefl.tasks.local_algorithms.personal_training import (  # noqa: PLC0415 likewise
         MIXTURE,
@@ -361,7 +365,7 @@ def load_model(source: Source, row: Json, local: Path | None = None) -> dict[str
     )
 
     with source.open_model_file(row["sha256"]) as path:
-        model = load_model_file(path)
+        model = dict(select_cluster(load_model_file(path), cluster))
     if local is None:
         return model
     try:

@@ -8,9 +8,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from edgefl.core.clusters import name_in_stack
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Algorithm, Array, ModelSpec, Strategy, Task, TensorKind, Tensors, TrainConfig
+from edgefl.core.types import (
+    Algorithm,
+    Array,
+    ModelSpec,
+    Strategy,
+    Task,
+    TensorKind,
+    Tensors,
+    TrainConfig,
+    derive_rng,
+)
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask, select_fitting
 from edgefl.tasks.adaptation.base_catalogue import compute_digest, find_base_file
 from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
@@ -165,6 +176,48 @@ def check_personal(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec
         name, value = next(iter(chosen.items()))
         raise ConfigError(f"strategy.{name} = {value} does not go with {found[0]}; leave one of them out")
     return True
+
+
+def check_clusters(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec, *, has_residuals: bool) -> int:
+    """Returns how many cluster models a run has (IFCA); 0 where it has one model.
+
+    Args:
+        strategy: of the run.
+        config: the run file.
+        shapes: of the model on a device.
+        has_residuals: whether what a codec leaves out stays on the device.
+
+    Raises:
+        ConfigError: it has several, and something in the run file does not go with it.
+    """
+    num_clusters = int(getattr(strategy, "num_clusters", 0))
+    chosen = [name for name in PERSONAL_SETTINGS if name in config.strategy.options]
+    unfit = {
+        "split.after, whose boards have no whole network": config.split.after is not None,
+        "aggregation.collective": config.aggregation.is_collective,
+        "[adapt]": config.adapt.is_used,
+        "run.init, as its models begin from different weights": config.run.init is not None,
+        "tensors that stay on the devices": any(not spec.shared for spec in shapes),
+        "strategy.keep_optimizer, as a device may take another model": config.strategy.options.get("keep_optimizer"),
+        "ef in compression.up, as a device may take another model": has_residuals,
+        f"strategy.{''.join(chosen[:1])}": bool(chosen),
+    }
+    if num_clusters and (found := [name for name, is_set in unfit.items() if is_set]):
+        raise ConfigError(
+            f"strategy.name = {config.strategy.name!r} does not go with {found[0]}; leave one of them out"
+        )
+    return num_clusters
+
+
+def make_first_stack(task: Task, seed: int, num_clusters: int) -> dict[str, Array]:
+    """Returns the first models of all clusters: that of the run's seed, and others from seeds that follow from it."""
+    seeds = [int(derive_rng(seed, "cluster", cluster).integers(2**31)) for cluster in range(1, num_clusters)]
+    shapes = task.shapes()
+    return {
+        name_in_stack(cluster, spec.name): model[spec.name].astype(spec.dtype)
+        for cluster, model in enumerate(task.init(each) for each in (seed, *seeds))
+        for spec in shapes
+    }
 
 
 def _find_file(config: RunConfig, bases: Path | None) -> Path:

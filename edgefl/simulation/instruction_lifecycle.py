@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from edgefl.core.clusters import CLUSTER_FIGURE
 from edgefl.core.types import (
     EvaluateInstruction,
     Event,
@@ -237,7 +238,7 @@ class InstructionLifecycle:
             send_s=max(0.0, now_s - work.dispatched_s - compute_s),
             bytes_up=result.num_bytes + result.exchanged_bytes[0],
             bytes_down=work.download_bytes + result.exchanged_bytes[1],
-            extra=work.extra,
+            extra=work.extra if result.cluster is None else {**work.extra, CLUSTER_FIGURE: float(result.cluster)},
             **work.device.summarise_health(work.started_s, work.due_s),
         )
 

@@ -22,6 +22,7 @@ from edgefl.coordinator.runs.planning import check_memory_for, list_notes
 from edgefl.core import extensions
 from edgefl.core.analyses import ANALYSES, has_result
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
+from edgefl.core.clusters import parse_num_clusters
 from edgefl.core.config import (
     CompressionSection,
     DevicesSection,
@@ -558,7 +559,7 @@ def make_backend(
 ) -> TrainingBackend:
     """Returns the training backend: one process or several, as configured or measured."""
     # Of a network that is cut a simulated update has both sides.
-    model_spec = components.shapes if components.analysis is None else components.update_shapes
+    model_spec = components.update_shapes if components.split is None else components.shapes
     task_spec = TaskSpec(
         task=config.run.task,
         options=config.task,
@@ -568,6 +569,7 @@ def make_backend(
         adapt=config.adapt,
         base={} if components.adapted is None else components.adapted.base,
         has_personal=components.has_personal,
+        num_clusters=parse_num_clusters(components.header),
         accelerator=config.simulation.accelerator,
     )
     indices = {name: index for index, name in enumerate(names)}

@@ -39,6 +39,7 @@ BUILT_IN_STRATEGIES = {
     "fltrust": "edgefl.strategies.synchronous.fltrust:FLTrustConfig",
     "geometric-median": "edgefl.strategies.synchronous.robust:GeometricMedianConfig",
     "gradient-tracking": "edgefl.strategies.decentralised.strategy:GradientTrackingConfig",
+    "ifca": "edgefl.strategies.synchronous.ifca:IfcaConfig",
     "k-gt": "edgefl.strategies.decentralised.strategy:KGradientTrackingConfig",
     "krum": "edgefl.strategies.synchronous.robust:KrumConfig",
     "local": "edgefl.strategies.synchronous.fedavg:SingleDeviceConfig",

@@ -47,7 +47,7 @@ def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untra
         _evaluate_models(source, [row], shard, "all", ())
     local = tmp_path / "pi-07.npz"
     np.savez(local, **{name: tensor for name, tensor in task.init(7).items() if name.startswith("fc2")})
-    (scored,) = _evaluate_models(source, [row], shard, "all", (), local)
+    (scored,) = _evaluate_models(source, [row], shard, "all", (), local=local)
     learner = task.learner()
     learner.load(task.init(7))
     assert scored["loss"] == learner.evaluate(task.read(str(shard)))[0]
@@ -67,6 +67,21 @@ def test_a_model_whose_layer_stayed_on_the_boards_is_not_evaluated_with_an_untra
     local.write_bytes(b"no")
     with pytest.raises(DataError, match=r"--local .*: cannot be read"):
         load_model(source, row, local)
+
+
+def test_of_several_models_one_is_exported_and_evaluated_that_is_said(tmp_path):
+    task = make_task("digits", {})
+    models = [task.init(seed) for seed in (1, 2)]
+    stack = {f"cluster-{place}/{name}": models[place][name] for place in range(2) for name in models[place]}
+    sha256, path = save_model(tmp_path / "models", stack)
+    row = {"task": "digits", "task_options": {}, "test_fraction": 0.1, "sha256": sha256, "accuracy": None}
+    source = SimpleNamespace(open_model_file=lambda _sha256: nullcontext(path), directory=tmp_path)
+    with pytest.raises(DataError, match=r"2 models, one for each cluster of devices: say which by --cluster, 0 to 1"):
+        load_model(source, row)
+    loaded = load_model(source, row, None, 1)
+    assert all(np.array_equal(loaded[name], models[1][name]) for name in models[1])
+    with pytest.raises(TaskError, match=r"2 models of task digits.*export one by edgefl model export --cluster"):
+        export_for_devices("digits", {}, path, tmp_path / "out.onnx")
 
 
 @pytest.mark.parametrize(("task", "kind"), [("digits", NotFoundError), ("nothing", EdgeflError)])

@@ -57,6 +57,9 @@ local_option = click.option(
     type=FILE_TYPE,
     help="Tensors that stayed on a board: the file runs/RUN.npz in its state directory.",
 )
+cluster_option = click.option(
+    "--cluster", type=click.IntRange(min=0), help="Of a run with ifca: which of its models, from 0."
+)
 part_option = click.option(
     "--part",
     type=click.Choice(["test", "all"]),
@@ -116,6 +119,7 @@ def show(*, model: str, run: str | None, source: Source, fmt: str) -> None:
 @click.option("--shard", type=click.Path(path_type=Path), help="Real data to check an onnx file with.")
 @part_option
 @local_option
+@cluster_option
 @allow_module_option
 @source_options
 def export(  # noqa: PLR0913 one per option
@@ -128,6 +132,7 @@ def export(  # noqa: PLR0913 one per option
     shard: Path | None,
     part: str | None,
     local: Path | None,
+    cluster: int | None,
     source: Source,
 ) -> None:
     """Write MODEL (default: the last one of --run) as a file for other programs.
@@ -141,18 +146,19 @@ def export(  # noqa: PLR0913 one per option
         raise UsageError(f"--quantise, --shard and --part are for onnx, not for {kind}")
     row = source.find_model(model or "latest", run)
     echo(_format_title(row))
+    model_of = load_model(source, row, local, cluster)
     if kind == "onnx":
         shard = shard or find_coordinator_shard(source.directory, row["task"])
-        _export_onnx(row, load_model(source, row, local), out, quantise=quantise, shard=shard, part=part)
+        _export_onnx(row, model_of, out, quantise=quantise, shard=shard, part=part)
     elif kind == "torch":
         from edgefl.tasks.export.model_export import export_torch  # noqa: PLC0415 torch is slow to load
 
-        num_bytes = export_torch(load_model(source, row, local), out)
+        num_bytes = export_torch(model_of, out)
         click.echo(f"{out}: {format_bytes(num_bytes)}, a state dict for torch.load(weights_only=True)")
-    elif local is None:
+    elif local is None and cluster is None:
         _export_safetensors(source, row, out)
     else:
-        _export_merged(load_model(source, row, local), out)
+        _export_merged(model_of, out, "with a board's own tensors" if cluster is None else f"of cluster {cluster}")
 
 
 @command.command()
@@ -162,6 +168,7 @@ def export(  # noqa: PLR0913 one per option
 @click.option("--on", "place", type=click.Choice(["coordinator"]), help="Take the coordinator's own test shard.")
 @part_option
 @local_option
+@cluster_option
 @click.option(
     "--metric", "metrics", multiple=True, metavar="NAME", help="Add a metric, such as f1-macro; repeatable."
 )
@@ -176,6 +183,7 @@ def evaluate(  # noqa: PLR0913 one per option
     place: str | None,
     part: str | None,
     local: Path | None,
+    cluster: int | None,
     metrics: tuple[str, ...],
     source: Source,
     fmt: str,
@@ -186,7 +194,7 @@ def evaluate(  # noqa: PLR0913 one per option
     rows = [source.find_model(text, run) for text in models] if models else source.list_models(run or "latest")
     if not rows:
         raise NotFoundError(f"run {run or 'latest'} has no kept model yet; `edgefl model list` shows what is kept")
-    scored = _evaluate_models(source, rows, shard, part, metrics, local)
+    scored = _evaluate_models(source, rows, shard, part, metrics, local=local, cluster=cluster)
     columns = [*SCORE_COLUMNS, *(name for name in dict.fromkeys(metrics) if name not in SCORE_COLUMNS)]
     print_rows(_shorten_hashes(scored, fmt), columns, fmt, kind="evaluations")
 
@@ -252,11 +260,9 @@ def _format_accuracy(accuracy: float, quantised: float | None) -> str:
 
 
 def _export_safetensors(source: Source, row: Json, out: Path) -> None:
-    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
 
     with source.open_model_file(row["sha256"]) as path:
-        load_model_file(path)  # detects a damaged file
         try:
             with open_atomic(out, mode=EXPORT_FILE_MODE) as file:
                 file.write(path.read_bytes())
@@ -265,7 +271,7 @@ def _export_safetensors(source: Source, row: Json, out: Path) -> None:
     click.echo(f"{out}: {format_bytes(row['bytes_file'])}, safetensors, SHA-256 {row['sha256']}")
 
 
-def _export_merged(model: dict[str, Array], out: Path) -> None:
+def _export_merged(model: dict[str, Array], out: Path, suffix: str) -> None:
     from edgefl.storage.state_serialisation import encode_model  # noqa: PLC0415 likewise
     from edgefl.system.atomic_files import make_store_error, open_atomic  # noqa: PLC0415 fast start
 
@@ -275,16 +281,18 @@ def _export_merged(model: dict[str, Array], out: Path) -> None:
             file.write(content)
     except OSError as error:
         raise make_store_error(out, error) from None
-    click.echo(f"{out}: {format_bytes(len(content))}, safetensors, with a board's own tensors")
+    click.echo(f"{out}: {format_bytes(len(content))}, safetensors, {suffix}")
 
 
-def _evaluate_models(
+def _evaluate_models(  # noqa: PLR0913 the last two by name
     source: Source,
     rows: list[Json],
     shard: Path | None,
     part: str | None,
     metric_names: Sequence[str],
+    *,
     local: Path | None = None,
+    cluster: int | None = None,
 ) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
     from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
@@ -304,7 +312,7 @@ def _evaluate_models(
             metrics = _make_metrics(metric_names, task)
             loaded[key] = task, task.learner(), _load_examples(path, part, task, row), metrics
         task, learner, examples, metrics = loaded[key]
-        tensors = load_model(source, row, local)
+        tensors = load_model(source, row, local, cluster)
         check_whole(task, tensors)
         learner.load(tensors)
         loss, accuracy = learner.evaluate(examples)

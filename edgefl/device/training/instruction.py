@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgefl import __version__
 from edgefl.compression.codec import decode_body
+from edgefl.core.clusters import make_stack_shapes, parse_num_clusters
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import (
@@ -61,6 +62,7 @@ class ParsedInstruction:
         analysis: what is to be summed; None of a training.
         adapt: what of the model is trained, and its base; None where all is trained.
         compiled: the file by which a board without torch trains; None where the task was not compiled.
+        num_clusters: how many models the body has, of which this board takes its own; 0 for one.
         has_personal: this board has a personal copy of the model, which is evaluated beside it.
         header: as received, stored for a reboot.
     """
@@ -88,6 +90,7 @@ class ParsedInstruction:
     analysis: AnalysisRequest | None
     adapt: AdaptPlan | None
     compiled: CompiledPlan | None
+    num_clusters: int
     has_personal: bool
     header: Json
 
@@ -130,6 +133,7 @@ def parse_instruction(device_id: str, header: Json) -> ParsedInstruction:
         analysis=parse_analysis(header),
         adapt=AdaptPlan.parse(header.get(ADAPT_KEY)),
         compiled=CompiledPlan.parse(header.get(COMPILED_KEY)),
+        num_clusters=parse_num_clusters(header),
         has_personal=header.get(PERSONAL_KEY) is True,
         header=header,
     )
@@ -281,7 +285,7 @@ class ReadinessHandler:
         if not len(training):
             raise DataError(f"the shard of task {cached_task.name} holds no example to train on")
         if body:
-            decode_body(body, cached_task.model_spec)
+            decode_body(body, make_stack_shapes(cached_task.model_spec, parse_num_clusters(header)))
             expires_s = self._clock() + LEASE_S
             self._prefetched = _PrefetchedModel(
                 run=str(header["run"]), version=int(header["version"]), body=body, expires_s=expires_s

@@ -19,6 +19,14 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import apply_delta
 from edgefl.compression.error_feedback import has_error_feedback, require_stateless_training
 from edgefl.core.analyses import ANALYSIS_KEY, DEFAULT_MIN_GROUP
+from edgefl.core.clusters import (
+    CLUSTER_FIGURE,
+    add_cluster,
+    load_best_cluster,
+    make_stack_shapes,
+    make_update_shapes,
+    split_stack,
+)
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import BASE_TRAFFIC_KEY, INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
@@ -366,20 +374,22 @@ class DeviceTrainer:
                 on_iteration=self._make_iteration_callback(instruction),
                 should_finish_early=self._make_finish_early_check(instruction),
             )
-        messages, body = decode_messages(instruction.messages, body)
+        cluster, (messages, body) = None, decode_messages(instruction.messages, body)
         instruction = replace(instruction, plan=replace(instruction.plan, messages=messages))
         data = self._load_training_data(instruction, cached_task)
         split_header: Json = {}
         if instruction.split is None:
-            learner = self._load_model(instruction, cached_task, body)
+            learner, cluster = self._load_model(instruction, cached_task, body)
             result, extra = self._run_training(instruction, cached_task, learner, data)
+            if cluster is not None:
+                extra = {**extra, "extra": {CLUSTER_FIGURE: float(cluster)}}
         else:
             learner, result, extra, split_header = self._train_front(instruction, cached_task, body, data)
         if result.personal is None:
             self._client_state.update_local_tensors(instruction.run, cached_task.model_spec, learner)
         else:
             self._client_state.update_personal_copy(instruction.run, dict(result.personal))
-        encoded = self._encode_update(instruction, cached_task, result.displacement)
+        encoded = self._encode_update(instruction, cached_task, add_cluster(result.displacement, cluster))
         self._client_state.save(only_when_due=not instruction.is_durable)
         metrics = {
             "iterations": result.iterations,
@@ -404,7 +414,7 @@ class DeviceTrainer:
                 raise TaskError("told to finish while the rest of the network was away")
 
         for _ in range(MAX_SESSIONS):
-            learner = self._load_model(instruction, cached_task, body)
+            learner, _ = self._load_model(instruction, cached_task, body)
             exchange = CoordinatorExchange(
                 instruction.split,
                 assignment_id=instruction.assignment_id,
@@ -573,8 +583,9 @@ class DeviceTrainer:
         self, instruction: ParsedInstruction, cached_task: CachedTask, delta: Mapping[str, Array]
     ) -> bytes:
         rng: Generator = derive_rng(*instruction.seed_key, "uplink")
+        shapes = make_update_shapes(cached_task.model_spec) if instruction.num_clusters else cached_task.model_spec
         if not has_error_feedback(instruction.codec_spec):
-            return make_codec(instruction.codec_spec, cached_task.model_spec).encode(delta, rng)
+            return make_codec(instruction.codec_spec, shapes).encode(delta, rng)
         feedback = self._client_state.get_feedback(instruction.run, instruction.codec_spec, cached_task.model_spec)
         feedback.record_used(instruction.used_assignments)
         return feedback.encode(instruction.assignment_id, delta, rng)
@@ -583,7 +594,7 @@ class DeviceTrainer:
         _, data = self._load_split(instruction, cached_task)
         if not len(data):
             raise DataError("the local test split holds no examples")
-        learner = self._load_model(instruction, cached_task, body)
+        learner, _ = self._load_model(instruction, cached_task, body)
         if not instruction.has_personal:
             found = evaluate(learner, data, cached_task.metrics)
         else:
@@ -592,9 +603,15 @@ class DeviceTrainer:
             found = evaluate(learner, data, make_task_metrics(cached_task.task, has_personal=True), own)
         return {"metrics": {"num_examples": len(data), "loss": found.loss, "accuracy": found.accuracy}}, found.sums
 
-    def _load_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Learner:
-        """Loads the global model and the local tensors into the learner."""
-        return self._load_tensors(instruction, cached_task, self._decode_model(instruction, cached_task, body))
+    def _load_model(
+        self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes
+    ) -> tuple[Learner, int | None]:
+        """Loads the global model and the local tensors; of several models the board's own, and returns which."""
+        model = self._decode_model(instruction, cached_task, body)
+        if not instruction.num_clusters:
+            return self._load_tensors(instruction, cached_task, model), None
+        data, learner = self._load_training_data(instruction, cached_task), cached_task.learner
+        return learner, load_best_cluster(learner, split_stack(model), data, self._check_aborted)
 
     def _load_tensors(self, instruction: ParsedInstruction, cached_task: CachedTask, model: Tensors) -> Learner:
         if any(not spec.shared for spec in cached_task.model_spec):
@@ -607,16 +624,17 @@ class DeviceTrainer:
 
     def _decode_model(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> Tensors:
         """Returns the global model, from a full body or a delta to the stored one."""
+        shapes = make_stack_shapes(cached_task.model_spec, instruction.num_clusters)
         base_version = instruction.base_version
         if base_version is None:
-            model = _to_dense_model(decode_body(body, cached_task.model_spec))
+            model = _to_dense_model(decode_body(body, shapes))
         else:
             held_version = self._client_state.get_model_version(instruction.run)
             if held_version != base_version:
                 raise FullModelRequiredError(
                     f"needs the whole model: changes since version {base_version} came, it holds {held_version}"
                 )
-            model = apply_delta(self._client_state.get_model(instruction.run), body, cached_task.model_spec)
+            model = apply_delta(self._client_state.get_model(instruction.run), body, shapes)
         if instruction.keeps_model:
             self._client_state.update_model(instruction.run, instruction.version, model)
         return model

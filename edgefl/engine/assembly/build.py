@@ -11,9 +11,11 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import compute_expected_bytes
 from edgefl.compression.codec_selection import CodecSelector, make_codec_selector, parse_auto_candidates
 from edgefl.compression.delta import encode_delta, parse_downlink_codec
+from edgefl.compression.error_feedback import has_error_feedback
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.analyses import ANALYSES
+from edgefl.core.clusters import CLUSTERS_KEY, make_stack_shapes, make_update_shapes
 from edgefl.core.config import (
     RunConfig,
 )
@@ -33,10 +35,12 @@ from edgefl.core.types import (
 )
 from edgefl.engine.adapted_model import (
     AdaptedModel,
+    check_clusters,
     check_head_epochs,
     check_local_tensors,
     check_personal,
     make_adapted_model,
+    make_first_stack,
 )
 from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.compiled import make_compiled_header
@@ -82,15 +86,24 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     task, first, adapted = _make_first_model(task, config, bases)
     shapes_on_board = task.shapes()
     shapes = tuple(spec for spec in shapes_on_board if spec.shared)
+    split = None if config.split.after is None else make_split_model(config, task)
+    trained = shapes if split is None else split.front
+    with name_codec_errors("compression.up"):
+        up, codecs = _make_uplink_codec(config, trained)
+    if config.aggregation.is_collective:
+        check_collective(config)
+    strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
+    has_residuals = any(has_error_feedback(spec) for spec in ([up] if codecs is None else codecs.specs))
+    num_clusters = check_clusters(strategy, config, shapes_on_board, has_residuals=has_residuals)
+    cluster_shapes = shapes if num_clusters else ()
+    update_shapes = make_update_shapes(shapes) if num_clusters else shapes
+    shapes = make_stack_shapes(shapes, num_clusters)
+    first = make_first_stack(task, config.run.seed, num_clusters) if num_clusters else first
     with name_codec_errors("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
         # Members of a collective have the next model already: what changed since is nothing.
         sends_changes |= config.aggregation.is_collective
         down = make_codec(whole_spec, shapes)
-    split = None if config.split.after is None else make_split_model(config, task)
-    trained = shapes if split is None else split.front
-    with name_codec_errors("compression.up"):
-        up, codecs = _make_uplink_codec(config, trained)
     seed = config.run.seed
 
     def encode(model: Tensors, version: int) -> bytes:
@@ -99,9 +112,6 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     def encode_changes(model: Tensors, changed: Indices, version: int) -> bytes | None:
         return encode_delta(model, changed, shapes, whole_spec, derive_rng(seed, version, "downlink"))
 
-    if config.aggregation.is_collective:
-        check_collective(config)
-    strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
     if config.aggregation.is_collective:
         check_weighted_mean(strategy, config)
     if strategy.has_nodes:
@@ -118,30 +128,34 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
         model={spec.name: first[spec.name] for spec in shapes},
         strategy=strategy,
         rounds=RoundCounter(versions_per_round=get_versions_per_round(strategy, config)),
-        policy=make_policy(config, shapes, codecs, strategy),
+        policy=make_policy(config, update_shapes, codecs, strategy, num_clusters=num_clusters),
         goal=make_goal(strategy, config, metrics),
         evaluate=EvaluationSchedule(
             every=config.run.evaluate_every,
-            evaluate_on=choose_evaluation(config, shapes_on_board, has_personal=has_personal),
+            evaluate_on=choose_evaluation(
+                config, shapes_on_board, has_personal=has_personal, num_clusters=num_clusters
+            ),
             # No board has room for the whole network, or it would not be cut.
             can_use_trainers=split is None,
         ),
         header={
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
+            **({CLUSTERS_KEY: num_clusters} if num_clusters else {}),
             **compiled,
         },
         layout=model_fingerprint(task.shapes() if split is None else trained),
         shapes=shapes,
         encode=encode,
         encode_changes=encode_changes if sends_changes else None,
-        decode=lambda body: decode_body(body, shapes),
+        decode=lambda body: decode_body(body, update_shapes),
         divergence=make_divergence_rule(task, config, strategy),
         metrics=metrics,
         needs_torch=is_torch_task(task),
         usual_epochs=float(getattr(task, "defaults", {}).get("epochs", 1.0)),
         split=split,
         adapted=adapted,
+        cluster_shapes=cluster_shapes,
         is_built_in=config.run.task in BUILT_IN and getattr(get_plan(strategy), "algorithm", "sgd") in {*Algorithm},
     )
 

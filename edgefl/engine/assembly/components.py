@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgefl.core.clusters import make_update_shapes
 from edgefl.core.config import (
     RunConfig,
     SplitSection,
@@ -70,6 +71,7 @@ class RunComponents:
         adapted: what of the model travels, where that is not all of it; else None.
         split: where the network is cut; None where the boards train all of it.
         analysis: of which updates are the sums; None of a training.
+        cluster_shapes: of one cluster's model, where there are several (`ifca`); else empty.
     """
 
     config: RunConfig
@@ -94,12 +96,15 @@ class RunComponents:
     split: SplitModel | None = None
     analysis: Analysis | None = None
     adapted: AdaptedModel | None = None
+    cluster_shapes: ModelSpec = ()
 
     @property
     def update_shapes(self) -> ModelSpec:
         """Tensors of one device's update."""
         if self.analysis is not None:
             return self.analysis.sums_spec
+        if self.cluster_shapes:
+            return make_update_shapes(self.cluster_shapes)
         return self.shapes if self.split is None else self.split.front
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from edgefl.compression.codec_selection import CodecSelector
+from edgefl.core.clusters import find_cluster_fault
 from edgefl.core.config import (
     EvaluateOn,
     RunConfig,
@@ -34,13 +35,23 @@ from edgefl.strategies.update_guard import (
 )
 
 
-def choose_evaluation(config: RunConfig, shapes: ModelSpec, *, has_personal: bool) -> EvaluateOn:
+def choose_evaluation(
+    config: RunConfig, shapes: ModelSpec, *, has_personal: bool, num_clusters: int = 0
+) -> EvaluateOn:
     """Returns where models are evaluated: on the devices where a part of the model, or a copy, is only there.
 
     Raises:
-        ConfigError: the run file asks for an evaluator, whose part of the model would be untrained.
+        ConfigError: the run file asks for an evaluator, whose part of the model would be untrained, or who has no
+            examples that say which of several models is its own.
     """
     evaluate_on = config.run.evaluate_on
+    if num_clusters and evaluate_on not in {"auto", "devices", "none"}:
+        raise ConfigError(
+            f"run.evaluate_on must be auto, devices or none with {num_clusters} cluster models, of which each device "
+            f"takes its own, got {evaluate_on!r}"
+        )
+    if num_clusters:
+        return "devices" if evaluate_on == "auto" else evaluate_on
     local = "personal copies" if has_personal else next((spec.name for spec in shapes if not spec.shared), None)
     if local is None or evaluate_on in {"devices", "none"}:
         return evaluate_on
@@ -106,8 +117,14 @@ def parse_metric_goal(text: str, metrics: Mapping[str, Metric]) -> MetricGoal:
 
 
 def make_policy(
-    config: RunConfig, shapes: ModelSpec, codec_policy: CodecSelector | None, strategy: Strategy[Any]
+    config: RunConfig,
+    shapes: ModelSpec,
+    codec_policy: CodecSelector | None,
+    strategy: Strategy[Any],
+    *,
+    num_clusters: int = 0,
 ) -> RunParticipationPolicy:
+    """Returns the rules for devices and their updates, which have tensors of these shapes."""
     guard = config.guard
     inner = get_inner_strategy(strategy)
     has_rounds = isinstance(inner, SynchronousStrategy)
@@ -121,10 +138,13 @@ def make_policy(
             shapes=shapes,
             max_norm=guard.max_norm,
             norm_ratio=guard.norm_ratio if guard.enabled else None,
-            min_cosine=guard.min_cosine if guard.enabled else None,
-            compares_responses=not isinstance(inner, Scaffold),  # its updates follow from the variates as well
+            # Devices of different clusters move models of their own, and a device may take another one.
+            min_cosine=guard.min_cosine if guard.enabled and not num_clusters else None,
+            # With Scaffold updates follow from the variates as well.
+            compares_responses=not isinstance(inner, Scaffold) and not num_clusters,
             refusals_before_quarantine=guard.refusals_before_quarantine,
             hold_updates=hold_updates,
+            find_fault=lambda tensors: find_cluster_fault(tensors, num_clusters),
         ),
         codec_policy=codec_policy,
     )

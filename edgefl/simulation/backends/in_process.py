@@ -72,6 +72,7 @@ def make_result(update: EncodedUpdate, model_spec: ModelSpec) -> TrainingResult:
         loss=update.loss,
         messages=update.messages,
         exchanged_bytes=update.exchanged_bytes,
+        cluster=update.cluster,
     )
 
 

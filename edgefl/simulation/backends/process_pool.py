@@ -101,6 +101,7 @@ def main() -> None:
         adapt=from_mapping(AdaptSection, config["adapt"], "adapt"),
         base=load_base(folder / BASE_FILE),
         has_personal=config["has_personal"],
+        num_clusters=config["num_clusters"],
         accelerator=config["accelerator"],
     )
     # A task's output must not get between our messages.
@@ -164,6 +165,7 @@ class WorkerServer:
         return {
             "num_examples": update.num_examples,
             "loss": update.loss,
+            "cluster": update.cluster,
             "messages": message_headers,
             "num_bytes": update.num_bytes,
             "exchanged_bytes": update.exchanged_bytes,
@@ -298,6 +300,7 @@ class ProcessPoolBackend:
             "split": asdict(task_spec.split),
             "analysis": task_spec.analysis,
             "has_personal": task_spec.has_personal,
+            "num_clusters": task_spec.num_clusters,
             "accelerator": task_spec.accelerator,
             "adapt": {name: item for name, item in adapt_to_json(task_spec.adapt).items() if item is not None},
             "places": dict(shard_indices),
@@ -324,6 +327,7 @@ class ProcessPoolBackend:
             body=body,
             num_examples=header["num_examples"],
             loss=header["loss"],
+            cluster=header["cluster"],
             messages=messages,
             num_bytes=header["num_bytes"],
             exchanged_bytes=tuple(header["exchanged_bytes"]),

@@ -21,6 +21,13 @@ from edgefl.compression.error_feedback import (
     require_stateless_training,
 )
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
+from edgefl.core.clusters import (
+    add_cluster,
+    load_best_cluster,
+    make_stack_shapes,
+    make_update_shapes,
+    split_stack,
+)
 from edgefl.core.config import AdaptSection, SplitSection
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import (
@@ -96,7 +103,7 @@ class TrainingResult:
     """The result of a job.
 
     `num_bytes` covers its encoded update and the peer messages, `exchanged_bytes` the batches, up and down, of a
-    network that is cut.
+    network that is cut. `cluster` is the one of several models that was trained.
     """
 
     tensors: Tensors
@@ -105,6 +112,7 @@ class TrainingResult:
     loss: float | None = None
     messages: tuple[PeerMessage, ...] = ()
     exchanged_bytes: tuple[int, int] = (0, 0)
+    cluster: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +157,8 @@ class TaskSpec:
     """The task to train, its options, the seed of the run, where its network is cut, and what is analysed, if so.
 
     `analysis` has the name and the options of an analysis, in place of a training. `adapt` says what is trained, and
-    `base` holds what each device gets once for that. With `has_personal` devices have personal copies of the model.
+    `base` holds what each device gets once for that. With `has_personal` devices have personal copies of the model,
+    and with `num_clusters` they take one of so many.
     `accelerator` is what trains: cpu, cuda or cuda:N.
     """
 
@@ -161,6 +170,7 @@ class TaskSpec:
     adapt: AdaptSection = field(default_factory=AdaptSection)
     base: Mapping[str, Array] = field(default_factory=dict)
     has_personal: bool = False
+    num_clusters: int = 0
     accelerator: str = "cpu"
 
 
@@ -191,6 +201,7 @@ class EncodedUpdate:
     messages: tuple[PeerMessage, ...] = ()
     num_bytes: int | None = None
     exchanged_bytes: tuple[int, int] = (0, 0)
+    cluster: int | None = None
 
 
 class SimulatedTrainer:
@@ -208,6 +219,8 @@ class SimulatedTrainer:
             task = AdaptedTask(task, task_spec.adapt, task_spec.base)
         self._task_spec, self._data, self._shard_indices = task_spec, data, shard_indices
         self._model_spec = task.shapes()
+        self._body_spec = make_stack_shapes(self._model_spec, task_spec.num_clusters)
+        self._update_spec = make_update_shapes(self._model_spec) if task_spec.num_clusters else self._model_spec
         self._task, self._metrics = task, make_task_metrics(task, has_personal=task_spec.has_personal)
         self._analysis = None if task_spec.analysis is None else make_analysis(task, *task_spec.analysis)
         # One thread, so that the same job gives the same bits in any process.
@@ -250,7 +263,7 @@ class SimulatedTrainer:
             (instruction.device_id,) if instruction.block is None else ("block", instruction.block)
         )
         origin = self._task_spec.seed, instruction.base_version, *source
-        self._load_model(memory, model)
+        cluster = self._load_model(memory, model, instruction.device_id)
         if plan.algorithm == Algorithm.SCAFFOLD:
             memory.variate = memory.variate.apply_used(get_start_version(plan), instruction.used_assignments)
         exchange = None if self._split is None else self._split.start(instruction, source)
@@ -266,15 +279,15 @@ class SimulatedTrainer:
             personal=memory.personal_copy,
         )
         self._save_state(memory, instruction, result)
-        rng = derive_rng(*origin, "uplink")
+        rng, displacement = derive_rng(*origin, "uplink"), add_cluster(result.displacement, cluster)
         if has_error_feedback(spec):
             feedback = self._get_error_feedback(memory, spec)
             feedback.record_used(instruction.used_assignments)
             body = feedback.encode(instruction.assignment_id, result.displacement, rng)
         else:
-            body = self._get_codec(spec).encode(result.displacement, rng)
+            body = self._get_codec(spec).encode(displacement, rng)
         if self._split is None or exchange is None:
-            return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss)
+            return EncodedUpdate(body=body, num_examples=result.num_examples, loss=result.loss, cluster=cluster)
         return EncodedUpdate(
             body=self._split.join(body, exchange),
             num_examples=result.num_examples,
@@ -343,7 +356,7 @@ class SimulatedTrainer:
         if data is None or not len(data):
             raise DataError("the local test split holds no examples")
         memory = self._states.get(device_id or "", _LocalState())
-        self._load_model(memory, model)
+        self._load_model(memory, model, device_id)
         has_personal = self._task_spec.has_personal
         own = make_personal_model(memory.personal_copy, self._learner.read()) if has_personal else None
         found = evaluate(self._learner, data, self._metrics, own)
@@ -410,12 +423,17 @@ class SimulatedTrainer:
             state.codec_spec, state.error_feedback = spec, error_feedback
         return state.error_feedback
 
-    def _load_model(self, state: _LocalState, model: EncodedModel) -> None:
+    def _load_model(self, state: _LocalState, model: EncodedModel, device_id: str | None = None) -> int | None:
+        """Loads the global model and the local tensors; of several models the device's own, and returns which."""
         if self._local_tensor_names:
             self._learner.load(state.local_tensors or self._create_local_tensors())
         if self._decoded_model is None or self._decoded_model[0] != model.key:
-            self._decoded_model = model.key, decode_body(model.body, self._model_spec)
+            self._decoded_model = model.key, decode_body(model.body, self._body_spec)
+        if self._task_spec.num_clusters and device_id is not None:
+            data = self._get_dataset(device_id, self._get_shard(device_id).train)
+            return load_best_cluster(self._learner, split_stack(self._decoded_model[1]), data)
         self._learner.load(self._decoded_model[1])
+        return None
 
     def _create_local_tensors(self) -> dict[str, Array]:
         first = self._task.init(self._task_spec.seed)
@@ -423,7 +441,9 @@ class SimulatedTrainer:
 
     def _get_codec(self, spec: str) -> Codec:
         if spec not in self._codecs:
-            self._codecs[spec] = make_codec(spec, self._model_spec if self._split is None else self._split.front_spec)
+            self._codecs[spec] = make_codec(
+                spec, self._update_spec if self._split is None else self._split.front_spec
+            )
         return self._codecs[spec]
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from edgefl.core.clusters import is_stack, split_stack
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import make_store_error, open_atomic
@@ -273,6 +274,11 @@ def check_whole(task: Task, model: Tensors) -> None:
         TaskError: it lacks one.
     """
     missing = [spec for spec in task.shapes() if spec.name not in model]
+    if missing and is_stack(model):
+        raise TaskError(
+            f"the model is {len(split_stack(model))} models of task {task.name}, one for each cluster of devices; "
+            "export one by edgefl model export --cluster NUMBER"
+        )
     if any(spec.shared for spec in missing):
         name = next(spec.name for spec in missing if spec.shared)
         raise TaskError(

@@ -14,6 +14,7 @@ from digit_shards import digit_shard, some_digits
 from edgefl import __version__
 from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.delta import encode_delta
+from edgefl.core.clusters import make_stack_shapes, make_update_shapes
 from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
 from edgefl.device.hardware.health import HealthSampler, LinkQuality
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
@@ -720,3 +721,42 @@ def test_an_update_names_the_version_of_its_shard_which_changes_with_its_files(d
     assert changed["num_examples"] == 100
     assert 0 <= changed["version"] < 2**48
     assert changed["version"] != found["version"]
+
+
+def test_a_board_trains_and_evaluates_the_cluster_model_that_fits_its_examples_before_and_after_a_kill(
+    tmp_path, shard
+):
+    task = make_task("digits")
+    training, test = split_train_test(task.read(str(shard)), 0.25)
+    models = [task.init(seed) for seed in (3, 1, 2)]
+    learner, losses = task.learner(), []
+    for model in models:
+        learner.load(model)
+        losses.append((learner.evaluate(training)[0], *learner.evaluate(test)))
+    best = int(np.argmin([loss[0] for loss in losses]))
+    stack = {
+        spec.name: models[int(spec.name[8])][spec.name.partition("/")[2]]
+        for spec in make_stack_shapes(task.shapes(), 3)
+    }
+    body = make_codec("dense", make_stack_shapes(task.shapes(), 3)).encode(stack, derive_rng(0))
+    replies = []
+    for root in "ab":
+        device = Device(tmp_path / root, {"digits": str(shard)})
+        header, update = device.train(body=body, clusters=3)
+        assert header["metrics"]["extra"] == {"cluster": float(best)}
+        alone = make_codec("dense", task.shapes()).encode(models[best], derive_rng(0))
+        moved = decode_body(update, make_update_shapes(task.shapes()))
+        assert moved.pop("-cluster").tolist() == [best]
+        plain = decode_body(Device(tmp_path / "c", {"digits": str(shard)}).train(body=alone)[1], task.shapes())
+        assert all(np.array_equal(moved[name], plain[name]) for name in plain), "it trains that model, and no other"
+        replies.append(update)
+        found = device.evaluate(body=body, clusters=3)[0]["metrics"]
+        assert (found["loss"], found["accuracy"]) == pytest.approx(losses[best][1:])
+    assert replies[0] == replies[1]
+    assert not [*tmp_path.rglob("runs/*.npz")]
+
+
+@pytest.mark.parametrize("clusters", [17, -1, True])
+def test_a_number_of_cluster_models_that_is_out_of_bounds_is_refused(device, clusters):
+    header, body = device.train(clusters=clusters)
+    assert (f"clusters must be 2 to 16, got {clusters!r}" in header["error"], body) == (True, b""), header["error"]
