@@ -17,7 +17,7 @@ from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.store_state import lock_folder, read_store_state
 from edgefl.device.training.shard_uses import USES_NAME
-from edgefl.tasks.datasets.csv_files import read_table
+from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
 LIMITS = StoreLimits(max_bytes=10**6)

@@ -209,7 +209,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "shard-picture": _entry(shard_readers.pictures, "tasks/datasets/class_folders.py:read_picture"),
         "shard-text": _entry(
             shard_readers.texts,
-            "tasks/datasets/csv_files.py:iterate_table",
+            "tasks/datasets/table_files.py:iterate_table",
             "tasks/configured/text.py:HashedNgrams.compute",
         ),
         "shard-sound": _entry(
@@ -219,8 +219,14 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "shard-csv": _entry(
             shard_readers.tables,
-            "tasks/datasets/csv_files.py:_Table.__enter__",
-            "tasks/datasets/csv_files.py:_Table.read_chunks",
+            "tasks/datasets/table_files.py:CsvTable.__enter__",
+            "tasks/datasets/table_files.py:CsvTable._read_rows",
+        ),
+        "shard-parquet": _entry(
+            shard_readers.parquet_files,
+            "tasks/datasets/parquet_files.py:ParquetTable._open",
+            "tasks/datasets/parquet_files.py:_measure_pages",
+            "tasks/datasets/parquet_files.py:_parse_struct",
         ),
         "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(

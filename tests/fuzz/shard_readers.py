@@ -147,6 +147,34 @@ def texts(folder: Path) -> Reader:
     return Reader(feed=_of_file(folder, "a.csv", read), seeds=seeds, words=words, most_bytes=64 * MIB, most_s=10.0)
 
 
+def parquet_files(folder: Path) -> Reader:
+    """Parquet files of a configured task: pages, their headers, and the footer."""
+    import pyarrow as pa  # noqa: PLC0415 beside its use
+    from pyarrow import parquet  # noqa: PLC0415 likewise
+
+    task = make_task("table", {"columns": "a,b", "target": "c", "labels": "x,y", "missing": "drop"})
+    columns = {"a": [1.0, None, -3.0] * 9, "b": [2, 5, 2**40] * 9, "c": ["x", None, "y"] * 9, "d": [[1], [], [2]] * 9}
+
+    def save(**options: Any) -> Seed:
+        out = io.BytesIO()
+        parquet.write_table(pa.table(columns), out, **options)
+        return Seed(content=out.getvalue())
+
+    def read(path: Path) -> None:
+        inspect_shard("table", str(path), is_detailed=True)
+        task.read(str(path))
+
+    seeds = (
+        save(),
+        save(store_schema=False, row_group_size=10, compression="zstd"),
+        save(
+            use_dictionary=False, compression="none", data_page_version="2.0", data_page_size=32, write_batch_size=2
+        ),
+    )
+    words = (b"PAR1", b"\xfe\xff\xff\xff\x0f", b"\x15\x00", b"\x80\x80\x80\x80\x08")
+    return Reader(feed=_of_file(folder, "a.parquet", read), seeds=seeds, words=words)
+
+
 def pictures(folder: Path) -> Reader:
     """PNG and JPEG files, as a folder of pictures has them."""
     from PIL import Image  # noqa: PLC0415 beside its use

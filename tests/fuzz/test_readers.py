@@ -49,7 +49,7 @@ PARSERS = {
     "iter_unpack", "FromString", "ParseFromString", "message_from_proto", "b64decode", "fromisoformat", "load_file",
     "load_safetensors", "ZipFile", "GzipFile", "frombuf", "load_pem_x509_csr", "load_pem_x509_certificate",
     "load_der_x509_certificate", "load_pem_private_key", "load_pem_public_key", "load_pem_x509_crl",
-    "InferenceSession",
+    "InferenceSession", "ParquetFile",
     "get_single_data",
     "literal_eval", "loadtxt", "genfromtxt", "memmap", "open_memmap", "read_array", "decompress",
 }  # fmt: skip

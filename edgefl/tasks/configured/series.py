@@ -1,4 +1,4 @@
-"""`series`: windows of the rows of CSV files, such as of sensors; a run file has columns, window and target."""
+"""`series`: windows of rows of CSV or Parquet files, as of sensors; a run file has columns, window and target."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from edgefl.tasks.configured.table import (
     make_input_scaling,
     make_target_columns,
 )
-from edgefl.tasks.datasets.csv_files import MAX_CELLS, TablePart, read_table
+from edgefl.tasks.datasets.table_files import MAX_CELLS, TablePart, read_table
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import Prepare
 from edgefl.tasks.learners.torch_learner import make_chain_model

@@ -1,4 +1,4 @@
-"""`table`: rows of CSV files; columns, and a class or values to predict, stand in the run file."""
+"""`table`: rows of CSV or Parquet files; columns, and a class or values to predict, stand in the run file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from edgefl.tasks.configured.options import (
     split_numbers,
     split_sizes,
 )
-from edgefl.tasks.datasets.csv_files import TablePart, iterate_shard
+from edgefl.tasks.datasets.table_files import TablePart, iterate_shard
 from edgefl.tasks.export.onnx_graph import OnnxGraph, register_node_builder
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, Prepare
 from edgefl.tasks.stored_arrays import RowBuffer
@@ -37,6 +37,7 @@ LINEAR_MODELS = ("linear", "logistic")
 MODELS = ("mlp", *LINEAR_MODELS)
 """Models in NumPy; the last two are names of one."""
 DEFAULT_HIDDEN = 32
+MAX_GROUP_CHARS = 256
 CLASS_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}
 VALUE_DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 0.03, "batch_size": 16, "epochs": 1.0}
 
@@ -75,7 +76,14 @@ class TargetColumns:
 
     def read_groups(self, part: TablePart) -> Array | None:
         """Returns [n] groups of a file's rows, None where no column says it."""
-        return np.array(part.texts[-1], dtype=object).astype(str) if self.group else None
+        if not self.group:
+            return None
+        if (longest := max(map(len, part.texts[-1]), default=0)) > MAX_GROUP_CHARS:  # each takes as much room
+            raise DataError(
+                f"{part.path}: column {self.group!r} must name groups in at most {MAX_GROUP_CHARS} characters, one "
+                f"has {longest}"
+            )
+        return np.array(part.texts[-1], dtype=object).astype(str)
 
 
 def table(  # noqa: PLR0913 one keyword for each option of a run file

@@ -1,4 +1,4 @@
-"""`text`: a column of texts in CSV files, as hashed n-grams of words or characters; a run file has the rest."""
+"""`text`: a column of texts in CSV or Parquet files, as hashed n-grams; a run file has the rest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from edgefl.tasks.configured.options import (
     split_names,
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, TargetColumns, make_dense_model, make_target_columns
-from edgefl.tasks.datasets.csv_files import MAX_CELLS, iterate_table, list_table_files
+from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_table, list_table_files
 from edgefl.tasks.export.onnx_graph import OnnxGraph, add_reduction, register_node_builder
 
 NAME = "text"
@@ -145,7 +145,7 @@ def text(  # noqa: PLR0913 one keyword for each option of a run file
         goal=goal,
         reader=lambda path: _read_texts(path, features, column, targets, drops_missing=drops_missing),
         input_reader=lambda path: _read_texts(path, features, column, None, drops_missing=drops_missing).inputs,
-        input_suffixes=(".csv", ".txt"),
+        input_suffixes=(".csv", ".parquet", ".txt"),
         defaults=DEFAULTS,
         shard_options=format_options(
             column=column, target=target, labels=goal.labels, ngrams=features.ngrams, size=size

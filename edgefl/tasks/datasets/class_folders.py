@@ -19,7 +19,7 @@ import numpy as np
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, format_install_command
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
-from edgefl.tasks.datasets.csv_files import Survey, is_gone
+from edgefl.tasks.datasets.table_files import Survey, is_gone
 from edgefl.tasks.registry import import_extra
 from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 

@@ -24,7 +24,7 @@ from edgefl.core.types import Array, Dataset, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.class_folders import survey_class_folders, survey_sounds
-from edgefl.tasks.datasets.csv_files import Survey, survey_table
+from edgefl.tasks.datasets.table_files import Survey, survey_table
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import check_data, find_loss
 from edgefl.tasks.registry import CONFIGURED, make_task

@@ -26,7 +26,7 @@ from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_
 from edgefl.device.collect.settings import CollectFile, CollectSection, LinesSection, load_collect_file
 from edgefl.device.collect.store_state import read_store_state
 from edgefl.simulation.local_fleet import find_free_port
-from edgefl.tasks.datasets.csv_files import read_table
+from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
 LIMITS = StoreLimits(max_bytes=10**7)

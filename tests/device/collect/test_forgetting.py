@@ -20,7 +20,7 @@ from edgefl.device.collect.forgetting import (
 from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_row_store
 from edgefl.device.collect.shard_contents import count_forgotten, read_contents
 from edgefl.device.collect.store_state import lock_folder, read_store_state
-from edgefl.tasks.datasets.csv_files import read_table
+from edgefl.tasks.datasets.table_files import read_table
 
 LIMITS = StoreLimits(max_bytes=16_000)
 

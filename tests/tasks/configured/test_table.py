@@ -266,3 +266,10 @@ def split_as_central(data):
     from edgefl.tasks.datasets.shards import split_train_test  # noqa: PLC0415 beside its use
 
     return split_train_test(data, 0.2, salt="central")
+
+
+def test_a_group_of_a_long_name_is_refused_since_each_row_would_take_its_room(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"a,b,g\n1,2,x\n1,2,{'x' * 257}\n")
+    with pytest.raises(DataError, match="column 'g' must name groups in at most 256 characters, one has 257"):
+        make_task("table", {"columns": "a", "target": "b", "group": "g"}).read(str(path))

@@ -8,7 +8,7 @@ import pytest
 import edgefl
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.tasks.configured.text import MAX_TEXT_CHARS, HashedNgrams
-from edgefl.tasks.datasets import csv_files
+from edgefl.tasks.datasets import table_files
 from edgefl.tasks.datasets.shards import inspect_shard
 from edgefl.tasks.registry import make_task
 
@@ -138,7 +138,7 @@ def test_options_that_make_no_sense_are_one_clear_line(options, message):
         ("message,kind\ncold,heating\nsparks,fire\n", "row 2 holds something else"),
         ("message,kind\ncold,heating\n,power\n", "row 2: message is missing"),
         ("message,kind\n", "holds no rows"),
-        ("text,kind\ncold,heating\n", "has no column 'message'; its first line names text, kind"),
+        ("text,kind\ncold,heating\n", "has no column 'message'; its columns are text, kind"),
         ("message,kind\ncold,heating,now\n", "3 cells, the first line has 2"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_row_with_an_empty_cell_is_left_out_where_the_run_file_says_so(tmp_pat
 
 
 def test_rows_are_read_in_parts_counted_over_all_of_them_and_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_files, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 2)
     path = write_faults(tmp_path / "faults.csv", 5)
     task = make_task("text", FAULTS | {"labels": [*WORDS], "group": "id"})
     data = task.read(str(path))

@@ -1,7 +1,8 @@
-"""Reader of CSV files: chosen columns of a file, or of a folder's files by name, within bounds.
+"""Reader of CSV and Parquet files: chosen columns of a file, or of a folder's files by name, within bounds.
 
-The first line names the columns. Between cells are commas, semicolons or tabs, whichever the first line has most of;
-with semicolons a number may have a decimal comma. A last line that is still being written is left for later.
+The first line of a CSV file names the columns. Between cells are commas, semicolons or tabs, whichever the first line
+has most of; with semicolons a number may have a decimal comma. A last line that is still being written is left for
+later.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 import numpy as np
 
 from edgefl.core.errors import DataError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
+from edgefl.tasks.datasets.parquet_files import ParquetTable
 
 MAX_FILE_BYTES = 2 * 1024**3
 MAX_LINE_CHARS = 1_000_000
@@ -27,9 +29,36 @@ MAX_CELLS = 250_000_000
 """Numbers of a shard: 1 GB as float32."""
 MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
 CHUNK_ROWS = 8192
-PARQUET = ".parquet"
+CSV, PARQUET = ".csv", ".parquet"
 _DELIMITERS = (",", ";", "\t")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "-"})
+
+
+class TableFile(Protocol):
+    """An open file of rows."""
+
+    @property
+    def header(self) -> Sequence[str]:
+        """Names of the columns."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    def read_chunks(
+        self, numbers: Sequence[str], texts: Sequence[str], chunk_rows: int
+    ) -> Iterator[tuple[Array, Sequence[Sequence[str]]]]:
+        """Yields [n, numbers] float32, NaN for a missing one, and each text column's texts, at most `chunk_rows`.
+
+        A missing text is empty. A file without rows has one chunk of none.
+
+        Raises:
+            DataError: a column of numbers has others, or the file is damaged. Errors name rows and columns, and no
+                cell: they reach the coordinator.
+        """
+
+    def survey(
+        self, chunk_rows: int, *, is_detailed: bool
+    ) -> Iterator[tuple[int, Iterable[tuple[str, Array | None]]]]:
+        """Yields a number of rows, and in detail some values of columns by name, float64, None for texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,59 +129,64 @@ def iterate_table(
     path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool
 ) -> Iterator[TablePart]:
     """Yields the rows of one file, at most `CHUNK_ROWS` at once, so that texts need not be held; as `read_table`."""
-    num_rows = 0
-    with _Table(path) as table:
-        for rows in table.read_chunks(table.find_columns([*numbers, *texts])):
-            first_row = num_rows + 1
-            num_rows += len(rows)
-            found = table.convert(rows, numbers, first_row)
-            is_whole = np.isfinite(found).all(axis=1)
-            is_whole &= np.array([all(cell.strip() for cell in row[len(numbers) :]) for row in rows], bool)
+    names, first_row = [*numbers, *texts], 1
+    with _open_table(path) as table:
+        _check_columns(path, table, names)
+        for found, words in table.read_chunks(numbers, texts, CHUNK_ROWS):
+            is_whole: Array = np.asarray(np.isfinite(found).all(axis=1))
+            for column in words:
+                is_whole &= np.fromiter(map(bool, column), bool, len(column))
             if not (drops_missing or is_whole.all()):
                 row = int(np.argmin(is_whole))
-                gaps = [name for name, cell in zip([*numbers, *texts], rows[row], strict=True) if _is_gap(cell)]
+                is_gap = [*np.isnan(found[row]), *(not column[row] for column in words)]
+                gaps = list(itertools.compress(names, is_gap))
                 raise DataError(
                     f"{path}, row {first_row + row}: {gaps[0] if gaps else 'a number'} is missing or no finite "
                     'number; missing = "drop" in [task] leaves such rows out'
                 )
-            kept = [row for row, is_kept in zip(rows, is_whole, strict=True) if is_kept]
-            words = (
-                tuple(row[place].strip() for row in kept) for place in range(len(numbers), len(numbers) + len(texts))
-            )
-            yield TablePart(path=path, numbers=found[is_whole], texts=tuple(words), first_row=first_row)
+            kept = tuple(tuple(itertools.compress(column, is_whole.tolist())) for column in words)
+            yield TablePart(path=path, numbers=found[is_whole], texts=kept, first_row=first_row)
+            first_row += len(found)
 
 
 def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
     """Returns the number of rows; in detail, mean and deviation of each column of numbers. Raises as `read_table`."""
     count, columns = 0, dict[str, _Moments]()
     for file in list_table_files(path, task):
-        with _leave_out_gone(file, path), _Table(file) as table:
-            for rows in table.read_chunks(range(len(table.header)) if is_detailed else ()):
-                count += len(rows)
-                for name, cells in zip(table.header, zip(*rows, strict=True), strict=False):
-                    columns.setdefault(name, _Moments()).add([table.clean(cell) for cell in cells])
+        with _leave_out_gone(file, path), _open_table(file) as table:
+            for num_rows, values in table.survey(CHUNK_ROWS, is_detailed=is_detailed):
+                count += num_rows
+                for name, numbers in values:
+                    columns.setdefault(name, _Moments()).add(numbers)
     if not count:
         raise DataError(f"shard {path} of task {task} holds no rows")
     return Survey(num_examples=count, details=tuple(f"{name}: {moments}" for name, moments in columns.items()))
 
 
 def list_table_files(path: Path, task: str) -> list[Path]:
-    """Returns the file itself, or a folder's CSV files by name without those that begin with a dot.
+    """Returns the file itself, or a folder's CSV or Parquet files by name without those that begin with a dot.
 
     Raises:
-        DataError: there is none, or it is not readable.
+        DataError: there is none, there are both, or it is not readable.
     """
     try:
         if path.is_dir():
-            files = sorted(file for file in path.glob("*.csv") if not file.name.startswith("."))
+            found = {suffix: sorted(path.glob(f"[!.]*{suffix}")) for suffix in (CSV, PARQUET)}
+            files = found[CSV] or found[PARQUET]
         else:
-            files = [path] if path.is_file() and path.suffix != PARQUET else []
-        has_parquet = path.suffix == PARQUET or any(path.glob(f"*{PARQUET}"))
+            found, files = {}, [path] if path.is_file() else []
     except OSError as error:
         raise DataError(f"shard {path} of task {task} cannot be read: {error.strerror}") from None
     if not files:
-        found = "Parquet, which is not read: write it as CSV" if has_parquet else "there is none"
-        raise DataError(f"shard {path} of task {task} must be a CSV file or a folder of .csv files; {found}")
+        raise DataError(
+            f"shard {path} of task {task} must be a CSV or Parquet file, or a folder of .csv or of .parquet files; "
+            "there is none"
+        )
+    if found and all(found.values()):
+        raise DataError(
+            f"shard {path} of task {task} must be a folder of .csv or of .parquet files, it has both, so that rows "
+            "may be there twice; leave one kind"
+        )
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
     return files
@@ -199,13 +233,41 @@ class _Lines(Iterator[str]):
         return line
 
 
-class _Table:
-    """An open CSV file: its header, and rows of chosen columns."""
+def _open_table(path: Path) -> TableFile:
+    """Returns the file, to enter; raises `DataError` where it is too large or cannot be read."""
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
+        return ParquetTable(path) if path.suffix == PARQUET else CsvTable(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _check_columns(path: Path, table: TableFile, names: Sequence[str]) -> None:
+    """Raises a `DataError` where one is missing or there twice."""
+    for name in names:
+        if (count := table.header.count(name)) != 1:
+            if isinstance(table, CsvTable) and any(_parse_number(one) is not None for one in table.header):
+                raise DataError(f"{path} has no line of column names: its first line holds numbers")
+            listing = ", ".join(table.header[:MAX_SHOWN_COLUMNS])[:MAX_SHOWN_CHARS]
+            more = ", …" if len(table.header) > MAX_SHOWN_COLUMNS else ""
+            raise DataError(
+                f"{path} has {f'{count} columns' if count else 'no column'} {name!r}; its columns are "
+                f"{escape_text(listing) or 'none'}{more}"
+            )
+
+
+class CsvTable(TableFile):
+    """An open CSV file."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._file = path, _open_bounded(path)
+        self._path, self._file = path, path.open(newline="", encoding="utf-8-sig")
         self._lines = _Lines(self._file, path)
-        self.header: list[str] = []
+        self._header: list[str] = []
+
+    @property
+    def header(self) -> list[str]:
+        return self._header
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as opened:
@@ -213,31 +275,33 @@ class _Table:
             with _explain_damage(self._path):
                 first = next(self._lines, "")
                 self._delimiter = max(_DELIMITERS, key=first.count)
-                self.header = [name.strip() for name in next(csv.reader([first], delimiter=self._delimiter), [])]
+                self._header = [name.strip() for name in next(csv.reader([first], delimiter=self._delimiter), [])]
             opened.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._file.close()
 
-    def find_columns(self, names: Sequence[str]) -> list[int]:
-        """Returns where the named columns stand; raises `DataError` where one is missing or there twice."""
-        for name in names:
-            if (count := self.header.count(name)) != 1:
-                if any(_parse_number(one) is not None for one in self.header):
-                    raise DataError(f"{self._path} has no line of column names: its first line holds numbers")
-                listing = ", ".join(self.header[:MAX_SHOWN_COLUMNS])[:MAX_SHOWN_CHARS]
-                more = ", …" if len(self.header) > MAX_SHOWN_COLUMNS else ""
-                raise DataError(
-                    f"{self._path} has {f'{count} columns' if count else 'no column'} {name!r}; its first line names "
-                    f"{escape_text(listing) or 'none'}{more}"
-                )
-        return [self.header.index(name) for name in names]
+    def read_chunks(
+        self, numbers: Sequence[str], texts: Sequence[str], chunk_rows: int
+    ) -> Iterator[tuple[Array, Sequence[Sequence[str]]]]:
+        places, first_row = [self._header.index(name) for name in (*numbers, *texts)], 1
+        for rows in self._read_rows(places, chunk_rows):
+            words = [[row[place].strip() for row in rows] for place in range(len(numbers), len(places))]
+            yield self._convert(rows, numbers, first_row), words
+            first_row += len(rows)
 
-    def read_chunks(self, columns: Sequence[int]) -> Iterator[list[list[str]]]:
-        """Yields rows of these columns' cells, at most `CHUNK_ROWS` at once."""
+    def survey(
+        self, chunk_rows: int, *, is_detailed: bool
+    ) -> Iterator[tuple[int, Iterable[tuple[str, Array | None]]]]:
+        for rows in self._read_rows(range(len(self._header)) if is_detailed else (), chunk_rows):
+            columns = zip(self._header, zip(*rows, strict=True), strict=False)
+            yield len(rows), ((name, _parse_numbers(map(self._clean, cells))) for name, cells in columns)
+
+    def _read_rows(self, columns: Sequence[int], chunk_rows: int) -> Iterator[list[list[str]]]:
+        """Yields rows of these columns' cells, at most `chunk_rows` at once."""
         rows: list[list[str]] = []
-        reader, width = csv.reader(self._lines, delimiter=self._delimiter), len(self.header)
+        reader, width = csv.reader(self._lines, delimiter=self._delimiter), len(self._header)
         with _explain_damage(self._path):
             for row in reader:
                 if len(row) < width and self._lines.is_cut:
@@ -248,17 +312,13 @@ class _Table:
                     )
                 if row:
                     rows.append([row[column] for column in columns])
-                if len(rows) == CHUNK_ROWS:
+                if len(rows) == chunk_rows:
                     yield rows
                     rows = []
         yield rows
 
-    def convert(self, rows: list[list[str]], names: Sequence[str], first_row: int) -> Array:
-        """Returns [n, names] float32 of the first cells, NaN for a missing one; raises `DataError` at other texts.
-
-        Errors name rows and columns, and no cell: they reach the coordinator.
-        """
-        cells = [[self.clean(cell) for cell in row[: len(names)]] for row in rows]
+    def _convert(self, rows: list[list[str]], names: Sequence[str], first_row: int) -> Array:
+        cells = [[self._clean(cell) for cell in row[: len(names)]] for row in rows]
         try:
             with np.errstate(over="ignore"):
                 return np.array(cells, np.float64).astype(np.float32).reshape(len(rows), len(names))
@@ -272,7 +332,7 @@ class _Table:
             name, row = next(places)
             raise DataError(f"{self._path}, row {row}: column {name!r} must hold numbers, and holds text") from None
 
-    def clean(self, cell: str) -> str:
+    def _clean(self, cell: str) -> str:
         """Returns the text of a number as Python writes it, `nan` for a missing one."""
         if _is_gap(cell):
             return "nan"
@@ -285,10 +345,9 @@ class _Moments:
     def __init__(self) -> None:
         self._count, self._mean, self._squares, self._is_number = 0, np.float64(0), np.float64(0), True
 
-    def add(self, cells: Sequence[str]) -> None:
-        numbers = [_parse_number(cell) for cell in cells]
-        values = np.array([number for number in numbers if number is not None and np.isfinite(number)], np.float64)
-        self._is_number &= None not in numbers
+    def add(self, numbers: Array | None) -> None:
+        self._is_number &= numbers is not None
+        values = np.empty(0) if numbers is None else numbers[np.isfinite(numbers)]
         if not len(values):
             return
         # Hex digits such as 12e200 are numbers too, whose squares are beyond a float's range.
@@ -302,15 +361,6 @@ class _Moments:
         if not self._is_number or not self._count:
             return "texts"
         return f"mean {self._mean:.6g}, deviation {(self._squares / self._count) ** 0.5:.6g}"
-
-
-def _open_bounded(path: Path) -> IO[str]:
-    try:
-        if (size := path.stat().st_size) > MAX_FILE_BYTES:
-            raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
-        return path.open(newline="", encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -333,6 +383,14 @@ def _explain_damage(path: Path) -> Iterator[None]:
 
 def _is_gap(cell: str) -> bool:
     return cell.strip().lower() in _MISSING
+
+
+def _parse_numbers(cells: Iterable[str]) -> Array | None:
+    """Returns [n] float64, None where a cell is a text."""
+    try:
+        return np.array([float(cell) for cell in cells], np.float64)
+    except ValueError:
+        return None
 
 
 def _parse_number(text: str) -> float | None:

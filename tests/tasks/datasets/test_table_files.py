@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from edgefl.core.errors import DataError
-from edgefl.tasks.datasets import csv_files
-from edgefl.tasks.datasets.csv_files import iterate_shard, read_table, survey_table
+from edgefl.tasks.datasets import table_files
+from edgefl.tasks.datasets.table_files import iterate_shard, read_table, survey_table
 
 
 def read(path, numbers, texts=(), **options):
@@ -36,7 +36,7 @@ def test_a_folder_is_its_csv_files_by_name(tmp_path):
 
 
 def test_rows_beyond_one_chunk_keep_their_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(csv_files, "CHUNK_ROWS", 3)
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 3)
     path = tmp_path / "a.csv"
     path.write_text("a,b\n" + "".join(f"{row},t{row}\n" for row in range(8)))
     numbers, texts = read(path, ["a"], ["b"])
@@ -81,8 +81,8 @@ def test_a_missing_text_is_one_too(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no column 'a'; its first line names none"),
-        (b"b,c\n1,2\n", "no column 'a'; its first line names b, c"),
+        (b"", "no column 'a'; its columns are none"),
+        (b"b,c\n1,2\n", "no column 'a'; its columns are b, c"),
         (b"a,a\n1,2\n", "2 columns 'a'"),
         (b"a\n", "holds no rows"),
         (b"a,b\n1\n2,3\n", "row 1: 1 cells, the first line has 2"),
@@ -104,23 +104,15 @@ def test_what_is_no_table_is_one_clear_line(tmp_path, content, message):
     assert "warm" not in str(error.value), "errors reach the coordinator, cells must not"
 
 
-def test_parquet_is_said_to_be_none_of_these_files(tmp_path):
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"PAR1")
-    for place in (path, tmp_path):
-        with pytest.raises(DataError, match="Parquet, which is not read: write it as CSV"):
-            read_table(place, "table", ["a"])
-
-
 def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n2\n3\n")
-    with pytest.raises(DataError, match=r"must be a CSV file or a folder of \.csv files; there is none"):
+    with pytest.raises(DataError, match=r"must be a CSV or Parquet file, or a folder of .*; there is none"):
         read(tmp_path / "b.csv", ["a"])
-    monkeypatch.setattr(csv_files, "MAX_CELLS", 2)
+    monkeypatch.setattr(table_files, "MAX_CELLS", 2)
     with pytest.raises(DataError, match="more than 2 cells"):
         read(path, ["a"])
-    monkeypatch.setattr(csv_files, "MAX_FILE_BYTES", 5)
+    monkeypatch.setattr(table_files, "MAX_FILE_BYTES", 5)
     with pytest.raises(DataError, match="has 8 bytes, at most 5 are read"):
         read(path, ["a"])
 
