@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 QUEUE_COLUMNS = ("priority", "queue_position")
 COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
-WAITING_STATUSES = frozenset({"waiting", "queued", "paused"})
+WAITING_STATUSES = frozenset({"waiting", "queued", "paused", "compiling"})
 POLL_S = 0.5
 RESULT_FILE_MODE = 0o644
 NUM_COMPLETED = 50

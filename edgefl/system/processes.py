@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+POLL_S, KILL_AFTER_S = 0.1, 2.0
 # Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -113,6 +114,10 @@ def exit_with_parent() -> None:
         _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
+class StoppedCallError(EdgeflError):
+    """A call in a subprocess was given up before its reply."""
+
+
 def call_in_subprocess(
     module: str,
     request: Json,
@@ -120,30 +125,38 @@ def call_in_subprocess(
     description: str,
     timeout_s: float | None = None,
     confinement: Confinement | None = None,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Json:
     """Returns the reply of `python -m MODULE`, which calls `serve_call`; errors name `description`.
 
+    The child and what it started are ended when `timeout_s` is over, or `should_stop` returns True, which is asked
+    every `POLL_S`: by SIGTERM, and `KILL_AFTER_S` later by SIGKILL.
+
     Raises:
+        StoppedCallError: `should_stop` returned True.
         EdgeflError: the one that the child raised; or it timed out or crashed.
     """
+    with subprocess.Popen(
+        make_command(module, confinement),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for us; a child must not answer it with a traceback
+        preexec_fn=exit_with_parent,  # noqa: PLW1509 it takes no lock, see there
+        env=make_environment(confinement),
+    ) as process:
+        try:
+            output, errors_output = _exchange(
+                process, json.dumps(request).encode(), description, timeout_s, should_stop
+            )
+        except BaseException:  # an interrupt too: no child outlives the call
+            _end_group(process)
+            raise
     try:
-        process = subprocess.run(
-            make_command(module, confinement),
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-            start_new_session=True,  # Ctrl-C is for us; a child must not answer it with a traceback
-            preexec_fn=exit_with_parent,
-            env=make_environment(confinement),
-        )
-    except subprocess.TimeoutExpired:
-        raise EdgeflError(f"{description} took more than {timeout_s:g} s") from None
-    try:
-        reply: Json = json.loads(process.stdout)
+        reply: Json = json.loads(output)
         error = reply.pop("error", None)
     except (ValueError, AttributeError):
-        error_lines = process.stderr.decode(errors="replace").strip().splitlines()
+        error_lines = errors_output.decode(errors="replace").strip().splitlines()
         raise EdgeflError(
             f"{description} ended with code {process.returncode}: {error_lines[-1] if error_lines else 'no word'}"
         ) from None
@@ -152,6 +165,36 @@ def call_in_subprocess(
     if error["trace"]:
         log.warning("%s: %s", description, error["trace"])
     raise getattr(errors, error["kind"])(error["message"])
+
+
+def _exchange(
+    process: subprocess.Popen[bytes],
+    request: bytes,
+    description: str,
+    timeout_s: float | None,
+    should_stop: Callable[[], bool],
+) -> tuple[bytes, bytes]:
+    """Returns what the child writes to standard output and error until it ends."""
+    started_s, rest = time.monotonic(), request
+    while True:
+        try:
+            return process.communicate(rest or None, timeout=POLL_S)
+        except subprocess.TimeoutExpired:
+            rest = b""  # `communicate` has it, and goes on with it
+        if should_stop():
+            raise StoppedCallError(f"{description} was stopped")
+        if timeout_s is not None and time.monotonic() - started_s > timeout_s:
+            raise EdgeflError(f"{description} took more than {timeout_s:g} s")
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends a child that leads a session of its own, and waits for it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_AFTER_S)
+            return
 
 
 def serve_call(handle: Callable[[Json], Json]) -> None:

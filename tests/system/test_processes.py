@@ -18,7 +18,15 @@ from pathlib import Path
 import pytest
 
 from edgefl.core.errors import EdgeflError, NotFoundError
-from edgefl.system.processes import LivenessMonitor, SystemdNotifier, call_in_subprocess, on_stop_signal, run_watchdog
+from edgefl.system import processes
+from edgefl.system.processes import (
+    LivenessMonitor,
+    StoppedCallError,
+    SystemdNotifier,
+    call_in_subprocess,
+    on_stop_signal,
+    run_watchdog,
+)
 
 
 def test_a_signal_stops_once_and_outside_the_handler():
@@ -108,7 +116,7 @@ def test_a_process_opens_more_files_than_it_was_given_at_first():
 
 
 CHILD = """
-import os, sys, time
+import os, signal, sys, time
 from edgefl.system.processes import serve_call
 from edgefl.core.errors import NotFoundError
 
@@ -122,6 +130,10 @@ def answer(question):
         case "fault": return {"it": 1 / 0}
         case "die": os._exit(3)
         case "sleep": time.sleep(60)
+        case "ignore":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            open(question["it"], "w").close()
+            time.sleep(60)
 
 serve_call(answer)
 """
@@ -158,6 +170,24 @@ def test_a_child_that_ends_without_an_answer_or_takes_too_long_is_an_error():
         ask("die")
     with pytest.raises(EdgeflError, match=r"asking took more than 0\.2 s"):
         ask("sleep", within_s=0.2)
+
+
+@pytest.mark.parametrize("do", ["sleep", "ignore"])
+def test_a_call_that_is_stopped_ends_its_child_even_one_that_ignores_the_signal(tmp_path, monkeypatch, do):
+    monkeypatch.setattr(processes, "KILL_AFTER_S", 0.3)
+    started, pids = tmp_path / "started", []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **named: pids.append(popen(*args, **named)) or pids[-1])
+    started_s = time.monotonic()
+    with pytest.raises(StoppedCallError, match="asking was stopped"):
+        call_in_subprocess(
+            "asked_child",
+            {"do": do, "it": str(started)},
+            description="asking",
+            should_stop=lambda: do == "sleep" or started.exists(),
+        )
+    assert time.monotonic() - started_s < 30
+    assert pids[0].poll() == -(signal.SIGTERM if do == "sleep" else signal.SIGKILL)
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc: run it on Linux")

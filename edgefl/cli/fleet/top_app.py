@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 VIEWS = ("fleet", "run", "events", "attention")
 STYLES = {
     "online": "green", "running": "green", "finished": "green", "late": "yellow", "draining": "yellow",
-    "waiting": "yellow", "paused": "yellow", "queued": "cyan", "stopping": "yellow", "offline": "dim",
-    "stopped": "dim", "never seen": "dim", "gone": "bold red", "failed": "bold red", "interrupted": "bold red",
+    "waiting": "yellow", "paused": "yellow", "compiling": "cyan", "queued": "cyan", "stopping": "yellow",
+    "offline": "dim", "stopped": "dim", "never seen": "dim", "gone": "bold red", "failed": "bold red",
+    "interrupted": "bold red",
     "bad": "bold red", "warn": "yellow",
 }  # fmt: skip
 HOT_C = 80.0

@@ -12,7 +12,7 @@ from edgefl import DISTRIBUTION
 from edgefl.coordinator.fleet.membership import get_signed_state, list_old_signatures
 from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
-from edgefl.coordinator.runs.stalls import PAUSED, WAITING, IdleRuns
+from edgefl.coordinator.runs.stalls import COMPILING, PAUSED, WAITING, IdleRuns
 from edgefl.core.claims import format_drift, parse_drift
 from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
@@ -36,7 +36,7 @@ MAX_ATTENTION = 30
 HOT_C = 80.0
 MAX_VERSION_LENGTH = 40
 _PROBLEM_PRESENCES = {"gone": "bad", "late": "warn", "offline": "warn"}
-_LIVE_STATUSES = frozenset({"running", "stopping", PAUSED, WAITING})
+_LIVE_STATUSES = frozenset({"running", "stopping", PAUSED, WAITING, COMPILING})
 # Rounded, so that a healthy idle device causes no changes.
 _HEALTH_STEPS = {
     "temperature_c": 0.5,
@@ -210,7 +210,7 @@ def list_attention(devices: Collection[Json], runs: Iterable[Json], now: float) 
     rows = [
         {"run_id": run["run_id"], "level": "bad" if run["status"] == PAUSED else "warn", "text": run["reason"]}
         for run in runs
-        if run["status"] in _LIVE_STATUSES and run["reason"]
+        if run["status"] in _LIVE_STATUSES - {COMPILING} and run["reason"]
     ]
     signed = {row["device_id"]: row["signed"] for row in devices if row.get("signed")}
     rows += [

@@ -20,7 +20,7 @@ from edgefl.engine.assembly.components import RunComponents
 from edgefl.storage.repositories.records import RunRecord
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import make_private_directory
-from edgefl.system.processes import call_in_subprocess
+from edgefl.system.processes import StoppedCallError, call_in_subprocess
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ class Compiler:
         cache: folder of earlier compilations.
         registry: of the fleet.
         store: has the runs' records.
+        should_stop: whether the run or the coordinator is to stop, which ends a compilation at once.
         call: runs `MODULE`.
     """
 
@@ -48,22 +49,22 @@ class Compiler:
     cache: Path
     registry: DeviceRegistry
     store: Store
+    should_stop: Callable[[], bool] = lambda: False
     call: Callable[..., Json] = call_in_subprocess
 
     def record_compiled(self, record: RunRecord, run: RunComponents) -> RunRecord:
-        """Returns the record of a run that starts: with the SHA-256 of its compiled task, where it needs one.
+        """Returns the record of a run that starts, with the SHA-256 of its compiled task.
 
         Where that fails and some boards have torch, the run goes on with those, and its history says why.
 
         Raises:
+            StoppedCallError: it was stopped meanwhile.
             TaskError: it cannot be compiled, and no board could train it otherwise.
         """
-        if not should_compile(run, self.registry):
-            return record
         started_s = time.monotonic()
         try:
             sha256, is_cached = self._compile(run)
-        except RETRYABLE_STORE_ERRORS:
+        except (*RETRYABLE_STORE_ERRORS, StoppedCallError):
             raise  # a full card says nothing of the task: the run waits, as for any other write
         except EdgeflError as error:
             message = f"task {run.config.run.task} cannot be compiled for boards without torch: {error}"
@@ -95,7 +96,13 @@ class Compiler:
             "cache": str(self.cache),
             "since_s": time.time(),
         }
-        reply = self.call(MODULE, request, description="compiling the task", timeout_s=COMPILE_TIMEOUT_S)
+        reply = self.call(
+            MODULE,
+            request,
+            description="compiling the task",
+            timeout_s=COMPILE_TIMEOUT_S,
+            should_stop=self.should_stop,
+        )
         return str(reply["sha256"]), bool(reply["is_cached"])
 
     def _record_event(self, run_id: str, kind: str, message: str) -> None:
@@ -104,21 +111,19 @@ class Compiler:
 
 def should_compile(run: RunComponents, registry: DeviceRegistry) -> bool:
     """Returns whether a run's task is to be compiled when it starts: all boards train so, or one has no torch."""
-    return can_be_compiled(run) and may_compile(run.config, registry)
+    if not (can_be_compiled(run) and may_compile(run.config, registry)):
+        return False
+    selection = run.policy.selection
+    return run.config.run.backend == ONNX or any(
+        info.role == Role.EVALUATOR or selection.is_satisfied_by(info) for info in _list_small(run.config, registry)
+    )
 
 
 def may_compile(config: RunConfig, registry: DeviceRegistry) -> bool:
     """Returns whether a run's task is to be compiled if it is one of torch, which is known when it has been made."""
     if config.job.name or config.run.compiled is not None or config.run.backend not in ("auto", ONNX):
         return False
-    return config.run.backend == ONNX or (
-        can_compile_here()
-        and any(
-            find_training_blocker(info, needs_torch=True)
-            and not find_training_blocker(info, needs_torch=True, compiled={FOR_ALL_KEY: False})
-            for info in _list_members(config, registry)
-        )
-    )
+    return config.run.backend == ONNX or (can_compile_here() and any(_list_small(config, registry)))
 
 
 def can_compile_here() -> bool:
@@ -133,9 +138,23 @@ def expect_compiled(run: RunComponents, registry: DeviceRegistry) -> RunComponen
     return replace(run, header={**run.header, COMPILED_KEY: {FOR_ALL_KEY: run.config.run.backend == ONNX}})
 
 
+def _list_small(config: RunConfig, registry: DeviceRegistry) -> Iterator[DeviceInfo]:
+    """Yields the members that can train a compiled task and nothing of torch, by what they reported last."""
+    for info in _list_members(config, registry):
+        if find_training_blocker(info, needs_torch=True) and not find_training_blocker(
+            info, needs_torch=True, compiled={FOR_ALL_KEY: False}
+        ):
+            yield info
+
+
 def _list_members(config: RunConfig, registry: DeviceRegistry) -> Iterator[DeviceInfo]:
-    """Yields the trainers that the run file selects, and the evaluators of its task."""
+    """Yields the trainers that the run file selects, and the evaluators of its task; none that is drained.
+
+    One that is offline counts: it may come back while the run goes on.
+    """
     for info in registry.list_devices():
+        if registry.is_drained(info.device_id):
+            continue
         if (info.role == Role.EVALUATOR and config.run.task in info.tasks) or (
             info.role == Role.TRAINER
             and is_selected(info, task=config.run.task, groups=config.devices.groups, names=config.devices.names)

@@ -402,6 +402,21 @@ def can_auto_resume(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     return not (has_crashed and _has_crashed_too_often(record, directory))
 
 
+def can_begin_again(record: RunRecord, directory: CoordinatorDirectory) -> bool:
+    """Returns whether a run begins again whose coordinator ended before it had a journal, as while its task compiled.
+
+    Not after more than `MAX_CRASHES` crashes.
+    """
+    folder = directory.runs / record.run_id
+    if (folder / "journal").exists():
+        return False
+    if record.status is not RunStatus.RUNNING:
+        return True
+    make_private_directory(directory.runs)
+    make_private_directory(folder)
+    return not _has_crashed_too_often(record, directory)
+
+
 def can_auto_finish(record: RunRecord, directory: CoordinatorDirectory) -> bool:
     """Returns whether a run whose coordinator crashed while ending it is finished without the operator.
 

@@ -23,7 +23,7 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs.checkpointing import Checkpointer
-from edgefl.coordinator.runs.compilation import Compiler, may_compile
+from edgefl.coordinator.runs.compilation import Compiler, may_compile, should_compile
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
     JOURNAL_REPLAYED,
@@ -39,6 +39,7 @@ from edgefl.coordinator.runs.recovery import (
     RunStart,
     can_auto_finish,
     can_auto_resume,
+    can_begin_again,
     can_resume_exactly,
     check_formats,
     check_resumable,
@@ -52,6 +53,8 @@ from edgefl.coordinator.runs.recovery import (
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.coordinator.runs.scales import record_scales
 from edgefl.coordinator.runs.stalls import (
+    COMPILING,
+    COMPILING_REASON,
     REPORT_AFTER_S,
     RUN_STALLED,
     STOP_TIMEOUT_S,
@@ -83,6 +86,7 @@ from edgefl.storage.rollback import record_resume
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import RunParticipationPolicy
 from edgefl.system.atomic_files import write_atomic
+from edgefl.system.processes import StoppedCallError
 
 if TYPE_CHECKING:
     from edgefl.engine.assembly.components import RunComponents
@@ -195,6 +199,8 @@ class RunScheduler:
             self._recover_stop(record)
         elif self._autonomous_marker(run_id).exists():
             self._set_status(run_id, RunStatus.QUEUED, "its devices went on without a coordinator")
+        elif was_cut_off and can_begin_again(record, self._context.directory):
+            self._set_status(run_id, RunStatus.QUEUED, "its coordinator ended before it began")
         elif was_cut_off and can_auto_resume(record, self._context.directory):
             self._set_status(run_id, RunStatus.QUEUED, "goes on where its coordinator ended")
             self._recovered_ids.add(run_id)
@@ -474,8 +480,25 @@ class RunScheduler:
             RunConfig.from_json(record.config), context.registry
         ):
             return record
-        compiler = Compiler(context.directory.bases, context.directory.compiled, context.registry, context.store)
-        return compiler.record_compiled(record, self._build_run(record))
+        run = self._build_run(record)
+        if not should_compile(run, context.registry):
+            return record
+        compiler = Compiler(
+            context.directory.bases, context.directory.compiled, context.registry, context.store, self._is_stopping
+        )
+        context.idle_runs.add(record.run_id, COMPILING_REASON, COMPILING)
+        try:
+            return compiler.record_compiled(record, run)
+        except StoppedCallError:
+            is_run_stopped = not self._stop_event.is_set()
+            raise InterruptedRunError(DEFAULT_STOP_REASON if is_run_stopped else COORDINATOR_STOPPED) from None
+        finally:
+            context.idle_runs.remove(record.run_id)
+
+    def _is_stopping(self) -> bool:
+        """Returns whether the active run, or the coordinator, is to stop."""
+        active = self._current
+        return self._stop_event.is_set() or (active is not None and active.stop_reason is not None)
 
     def _record_base(self, components: RunComponents, run_id: str) -> None:
         """Keeps which base a run began with; one that would go on with another waits for the operator."""

@@ -27,10 +27,12 @@ from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
 
-PAUSED, WAITING = "paused", "waiting"
+PAUSED, WAITING, COMPILING = "paused", "waiting", "compiling"
 """Shown in place of a run's status; the store has *running*, so that the next coordinator resumes it."""
+COMPILING_REASON = "its task is compiled for boards without torch, which may take minutes"
 RUN_PAUSED, RUN_UNPAUSED = "run-paused", "run-unpaused"
 """Event kinds; both are written once the store is writable again, each with its own time."""
+_BUSY_WITH = {WAITING: "waits for boards", COMPILING: "compiles its task"}
 MIN_FREE_BYTES = 512 * 1024
 """Minimum free space to try a run again."""
 FIRST_RETRY_S = 0.5
@@ -45,7 +47,7 @@ STOP_TIMEOUT_S = 45.0
 
 @dataclass(slots=True)
 class IdleRuns:
-    """Active runs that make no progress: paused, or waiting for boards. One thread writes, any may read."""
+    """Active runs without progress: paused, waiting for boards, or compiling. One thread writes, any may read."""
 
     _states: dict[str, tuple[str, str]] = field(default_factory=dict)
     _needed_ids: frozenset[str] = frozenset()
@@ -64,10 +66,10 @@ class IdleRuns:
         states = self._states
         if (state := states.get(str(row.get("run_id")))) is not None:
             return {**row, "status": state[0], "reason": state[1]}
-        waiting = next((run_id for run_id, (status, _) in states.items() if status == WAITING), None)
+        waiting = next((run_id for run_id, (status, _) in states.items() if status in _BUSY_WITH), None)
         if waiting is None or row.get("status") != RunStatus.QUEUED:
             return row
-        reason = f"it comes after run {waiting}, which waits for boards"
+        reason = f"it comes after run {waiting}, which {_BUSY_WITH[states[waiting][0]]}"
         if waiting in self._needed_ids:
             return {**row, "reason": f"{reason} and finds means and scales of their data"}
         return {**row, "reason": f"{reason}; to begin now: edgefl run stop {waiting}"}

@@ -326,6 +326,7 @@ class TorchFactoryModel:
     """
 
     needs_torch: ClassVar[bool] = True
+    loss: ClassVar[str] = "cross-entropy"
 
     target: str
     num_classes: int
@@ -346,7 +347,7 @@ class TorchFactoryModel:
         return TorchLearner(
             self.build(seed=0),
             prepare=self.prepare,
-            loss=loss or "cross-entropy",
+            loss=loss or self.loss,
             accelerator=accelerator,
             threads=threads,
             evaluation_batch_size=max(8, MAX_EVALUATION_VALUES // int(np.prod(self.input_shape))),

@@ -67,7 +67,7 @@ def compile_for(
             raise answer
         return {"sha256": answer, "is_cached": is_cached}
 
-    record = Compiler(folder, folder / "cache", registry, store, call).record_compiled(store.get_run("r"), run)
+    record = Compiler(folder, folder / "cache", registry, store, call=call).record_compiled(store.get_run("r"), run)
     assert store.get_run("r").config == record.config
     assert all(request["batch_size"] == 10 and request["options"] == {"model": "cnn"} for request in asked)
     return RunConfig.from_json(record.config)
@@ -90,6 +90,20 @@ def test_a_run_is_compiled_where_a_board_has_no_torch_or_all_are_to_train_so(
     registry, made = make_registry(**boards), make_run(**run)
     assert should_compile(made, registry) is expected
     assert (COMPILED_KEY in expect_compiled(made, registry).header) is expected
+
+
+def test_a_board_that_the_run_cannot_choose_is_no_reason_to_compile() -> None:
+    registry = make_registry(a=LARGE, b=SMALL)
+    assert registry.get_schedulable("b") is None, "it is offline, and may come back"
+    assert should_compile(make_run(), registry)
+    poor = make_registry(a=LARGE)
+    poor.add("c", node_id=9, role="trainer", groups=(), examples={"mnist": 5},
+             facts={"backends": SMALL, "memory_bytes": 100_000_000})  # fmt: skip
+    assert should_compile(make_run(), poor)
+    needy = {"run": {"task": "mnist"}, "task": {"model": "cnn"}, "devices": {"min_memory_bytes": 10**9}}
+    assert not should_compile(build_run(parse_run(needy), "r"), poor)
+    registry.set_drained("b", drained=True)
+    assert not should_compile(make_run(), registry)
 
 
 def test_without_onnx_and_torch_at_the_coordinator_all_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from edgefl.coordinator.execution.replay import JournalReplay
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs import stalls
+from edgefl.coordinator.runs import compilation, stalls
 from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
@@ -131,6 +131,82 @@ def left_behind(
         for entry in entries:
             wal.record_turn(entry)
     return run_id
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "after"),
+    [
+        (RunStatus.RUNNING, None, RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, COORDINATOR_STOPPED, RunStatus.QUEUED),
+        (RunStatus.INTERRUPTED, "its operator said so", RunStatus.INTERRUPTED),
+        (RunStatus.STOPPING, "enough", RunStatus.STOPPED),
+    ],
+)
+def test_a_run_whose_coordinator_ended_before_it_had_a_journal_begins_again(
+    store: Store, worker: RunScheduler, status: RunStatus, reason: str | None, after: RunStatus
+) -> None:
+    add_run(store, "r", config=RUN)
+    for _ in range(MAX_CRASHES):
+        store.set_run_status("r", status, at=2.0, reason=reason)
+        worker.recover()
+        assert store.get_run("r").status is after
+    if status is RunStatus.RUNNING:
+        store.set_run_status("r", status, at=2.0)
+        worker.recover()
+        assert store.get_run("r").status is RunStatus.INTERRUPTED
+
+
+SLEEPING = """
+import time
+from edgefl.system.processes import serve_call
+serve_call(lambda request: time.sleep(300))
+"""
+
+
+@pytest.fixture
+def compiling(worker: RunScheduler, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunScheduler:
+    """A scheduler with one board without torch, two runs of a network, and a compilation that takes minutes."""
+    (tmp_path / "sleeping_compiler.py").write_text(SLEEPING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(compilation, "MODULE", "sleeping_compiler")
+    monkeypatch.setattr(compilation, "NEEDED_PACKAGES", ())
+    worker._context.registry.add(
+        "small", node_id=1, role="trainer", groups=(), examples={"mnist": 5}, facts={"backends": ["numpy", "onnx"]}
+    )
+    for run_id in ("r", "later"):
+        add_run(store, run_id, config=parse_run({"run": {"task": "mnist"}, "task": {"model": "cnn"}}).to_json())
+    worker.start()
+    eventually(lambda: list_states(worker)["r"] == "compiling")
+    return worker
+
+
+def list_states(worker: RunScheduler) -> dict[str, str]:
+    runs = worker._context.store.list_runs()
+    return {
+        run.run_id: worker.apply_idle_state({"run_id": run.run_id, "status": run.status})["status"] for run in runs
+    }
+
+
+@with_parts
+def test_a_run_that_compiles_says_so_and_is_stopped_at_once(store: Store, compiling: RunScheduler) -> None:
+    later = compiling.apply_idle_state({"run_id": "later", "status": "queued"})
+    assert later["reason"] == "it comes after run r, which compiles its task; to begin now: edgefl run stop r"
+    compiling.stop_run("r", "enough")
+    eventually(lambda: list_states(compiling)["later"] == "compiling", timeout_s=30)
+    assert (store.get_run("r").status, store.get_run("r").reason) == (RunStatus.STOPPED, "enough")
+    compiling.stop_run("later", "enough")
+    compiling.stop()
+
+
+@with_parts
+def test_a_coordinator_that_stops_ends_a_compilation_and_the_next_one_begins_the_run_again(
+    store: Store, compiling: RunScheduler
+) -> None:
+    compiling.stop()
+    assert not compiling._thread.is_alive()
+    assert (store.get_run("r").status, store.get_run("r").reason) == (RunStatus.INTERRUPTED, COORDINATOR_STOPPED)
+    RunScheduler(compiling._context, on_fatal=lambda _: None).recover()
+    assert store.get_run("r").status is RunStatus.QUEUED
 
 
 @pytest.mark.parametrize(

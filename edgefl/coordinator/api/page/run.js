@@ -167,7 +167,7 @@ export function runActions(run, redraw, more = []) {
       redraw();
     }
   });
-  const canStop = ["queued", "running", "waiting", "paused", "interrupted"].includes(run.status);
+  const canStop = ["queued", "running", "waiting", "paused", "compiling", "interrupted"].includes(run.status);
   const canResume = ["interrupted", "stopped"].includes(run.status) && !refused.has(run.run_id);
   return h("p", { class: "actions" }, more,
     canResume ? button("Resume", resume) : null,

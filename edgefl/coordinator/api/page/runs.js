@@ -5,7 +5,7 @@ import { accuracy, moment, seconds } from "./format.js";
 import { courseRows, model, nowS } from "./model.js";
 import { pickColumn, Table } from "./tables.js";
 
-export const LIVE = ["running", "stopping", "waiting", "paused"];
+export const LIVE = ["running", "stopping", "waiting", "paused", "compiling"];
 export const MAX_COMPARED = 8;
 export const AGAIN_KEY = "edgefl-run-again";
 const PACE_ROUNDS = 20;
