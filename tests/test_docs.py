@@ -25,6 +25,7 @@ from edgefl.compression.codec import decode_body, make_codec
 from edgefl.compression.codec_benchmark import make_random_update
 from edgefl.compression.error_feedback import ErrorFeedback
 from edgefl.compression.registry import KIND as CODECS
+from edgefl.core.conditions import parse_conditions
 from edgefl.core.config import (
     AlertSettings,
     CertificateSettings,
@@ -175,6 +176,8 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
         elif table.keys() <= SETTINGS.keys():
             for section, values in table.items():
                 assert from_mapping(SETTINGS[section], values, section)
+        elif table.keys() == {"conditions"}:
+            assert parse_conditions(format_toml(table)).budgets, name
         elif table.keys() == {"collect", "sources"}:
             (tmp_path / "collect.toml").write_text(format_toml(table))
             assert load_collect_file(tmp_path / "collect.toml").sources, name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,15 @@ from edgefl.cli.device_shard import forget, show
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, allow_module_option, load_device_state, state_option
-from edgefl.core.errors import DataError, NetworkError, NotFoundError, WrongCaError
+from edgefl.core.errors import DataError, NetworkError, NotFoundError, UsageError, WrongCaError
 
 if TYPE_CHECKING:
     from edgefl.device.inference.deployments import DeployedModel, ModelStore
     from edgefl.device.state_dir import DeviceStateDir
 
 PREDICTION_COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
+
+MAX_PAUSE_S = 366 * 86_400
 
 model_option = click.option(
     "--model",
@@ -241,6 +244,7 @@ def status(root: Path | None, style: str) -> None:
         "accelerator": device.accelerator,
         "threads": device.threads,
         "max_temperature_c": device.max_temperature_c,
+        **_read_conditions(state),
         "confine": device.confine,
         "min_group": device.min_group,
         "drift_references": dict(device.drift_references),
@@ -252,6 +256,57 @@ def status(root: Path | None, style: str) -> None:
         click.echo(json.dumps({"v": 1, **facts}))
         return
     _print_facts(facts)
+
+
+@command.command()
+@click.argument("duration", required=False, metavar="[DURATION]")
+@state_option
+def pause(duration: str | None, root: Path | None) -> None:
+    """Train nothing on this board for DURATION such as 30m, 2h or 1d, or until `edgefl device resume`."""
+    from edgefl.device.conditions.budgets import Clocks  # noqa: PLC0415 fast start
+    from edgefl.device.conditions.facts import read_boot_id  # noqa: PLC0415 likewise
+    from edgefl.device.conditions.gate import save_pause  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+
+    seconds = None if duration is None else _parse_duration_s(duration)
+    state = DeviceStateDir.load(root)
+    save_pause(state.root, seconds, Clocks(boot_id=read_boot_id(Path("/"))))
+    click.echo(f"{state.device_id} trains nothing {'until it is resumed' if duration is None else f'for {duration}'}")
+
+
+@command.command()
+@state_option
+def resume(root: Path | None) -> None:
+    """End a pause of this board; its conditions hold as before."""
+    from edgefl.device.conditions.gate import clear_pause  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+
+    state = DeviceStateDir.load(root)
+    was_paused = clear_pause(state.root)
+    click.echo(f"{state.device_id} {'trains again' if was_paused else 'was not paused'}")
+
+
+def _parse_duration_s(text: str) -> float:
+    match = re.fullmatch(r"([1-9]\d{0,5})([smhd])", text, re.ASCII)
+    seconds = int(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[match[2]] if match else 0
+    if not 0 < seconds <= MAX_PAUSE_S:
+        raise UsageError(f"a duration is such as 30m, 2h or 1d, at most {MAX_PAUSE_S // 86_400}d; got {text!r:.40}")
+    return float(seconds)
+
+
+def _read_conditions(state: DeviceStateDir) -> dict[str, Any]:
+    """Returns the conditions, why the board may not train now, and its budgets; empty without either."""
+    from edgefl.core.conditions import format_blocker  # noqa: PLC0415 fast start
+    from edgefl.device.conditions.gate import ConditionGate  # noqa: PLC0415 likewise
+
+    gate = ConditionGate(state.root, is_agent=False)
+    blocker = gate.check()
+    conditions, budgets = gate.conditions.to_json(), gate.describe_budgets()
+    return {
+        **({"conditions": conditions} if conditions else {}),
+        **({"blocked": format_blocker(blocker)} if blocker else {}),
+        **({"budgets": budgets} if budgets else {}),
+    }
 
 
 command.add_command(join)

@@ -283,6 +283,11 @@ def _collect_facts(shards: Mapping[str, str], role: str) -> dict[str, Any]:
 @temperature_option
 @confine_option
 @click.option(
+    "--conditions",
+    metavar="FILE|none",
+    help="When this board may train: a TOML file with the table [conditions], which is copied; `none` ends them.",
+)
+@click.option(
     "--min-group",
     type=click.IntRange(1, 1_000_000),
     help="Least number of examples that statistics and other analyses may be about; 5 at first.",
@@ -300,16 +305,17 @@ def set_(
     root: Path | None,
     max_temperature: str | float | None,
     confine: str | None,
+    conditions: str | None,
     min_group: int | None,
     drifts: tuple[str, ...],
 ) -> None:
     """Change a setting of this joined board."""
     from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
 
-    if max_temperature is None and confine is None and min_group is None and not drifts:
+    if all(value is None for value in (max_temperature, confine, conditions, min_group)) and not drifts:
         raise UsageError(
-            "nothing to set; give --max-temperature CELSIUS, or none for no limit, --confine POLICY, --min-group N, "
-            "or --drift TASK=first"
+            "nothing to set; give --max-temperature CELSIUS, or none for no limit, --conditions FILE, "
+            "--confine POLICY, --min-group N, or --drift TASK=first"
         )
     references = [_parse_reference(text) for text in drifts]
     state = DeviceStateDir.load(root)
@@ -321,11 +327,43 @@ def set_(
     if confine is not None:
         state.update(confine=confine)
         click.echo(f"{state.device_id} confines: {confine}; restart its agent")
+    if conditions is not None:
+        _save_conditions(state, conditions)
     if min_group is not None:
         state.update(min_group=min_group)
         click.echo(f"{state.device_id} says nothing about fewer than {min_group} examples")
     for task, reference in references:
         _save_reference(state, task, reference)
+
+
+def _save_conditions(state: DeviceStateDir, name: str) -> None:
+    """Saves the conditions in a file, and says whether the board may train now.
+
+    Raises:
+        ConfigError: they cannot be read, or could never hold on this board.
+    """
+    from edgefl.core.conditions import format_blocker, parse_conditions  # noqa: PLC0415 fast start
+    from edgefl.device.conditions.gate import ConditionGate, save_conditions  # noqa: PLC0415 likewise
+
+    if name == NO_LIMIT:
+        save_conditions(state.root, None)
+        click.echo(f"{state.device_id} trains at any time")
+        return
+    try:
+        with Path(name).open("rb") as file:
+            text = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise ConfigError(f"{name} is longer than {MAX_FILE_BYTES} bytes; it holds no conditions")
+    gate = ConditionGate(state.root, is_agent=False)
+    if unknown := gate.list_unknown(parse_conditions(text)):
+        raise ConfigError(f"{name}: {state.device_id} could never train: conditions.{'; conditions.'.join(unknown)}")
+    save_conditions(state.root, text)
+    blocker = gate.check()
+    click.echo(f"{state.device_id} keeps these conditions; now it {'may train' if blocker is None else 'may not'}")
+    if blocker is not None:
+        click.echo(format_blocker(blocker))
 
 
 def _parse_reference(text: str) -> tuple[str, str]:

@@ -69,6 +69,8 @@ SPLIT_PATH = "/edgefl/v1/split"
 """Path of the batches of a network that is cut."""
 MAX_SPLIT_BYTES = 64 * 1024 * 1024
 """Maximum size of a batch of such a network, either way."""
+HANDED_BACK_KEY = "handed_back"
+"""Of a reply beside `error`: why the board may not train now, as in a heartbeat's `blocked`."""
 IGNORES_REPLY_KEY = "ignores_reply"
 """Of an instruction: a finished answer to it on the device is worth nothing; it trains anew."""
 SPLIT_LABEL_BYTES = 4
@@ -356,7 +358,8 @@ class Heartbeat(_Message):
     """`heartbeat`: hardware telemetry of a board, every five seconds; fractions lie in 0-1.
 
     `model` is the SHA-256 of the deployed model that it runs, `deployment` the result of the last deployment,
-    `installation` that of the last release or task pack; `boot_id` is that of the status.
+    `installation` that of the last release or task pack; `boot_id` is that of the status; `blocked` is why it may not
+    train now (`kind`, `reason`, `free_at_s`).
     """
 
     seq: int
@@ -379,6 +382,7 @@ class Heartbeat(_Message):
     deployment: Json | None = None
     installation: Json | None = None
     boot_id: str | None = None
+    blocked: Json | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

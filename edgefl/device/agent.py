@@ -15,11 +15,13 @@ import uuid
 from functools import partial
 
 from edgefl import __version__
+from edgefl.core.conditions import Blocker, format_blocker
 from edgefl.core.errors import ClonedError, NetworkError, StoreError
 from edgefl.core.extensions import refuse_extensions
 from edgefl.core.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.core.types import derive_rng
 from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUpSignal
+from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.coordinator_endpoint import CoordinatorEndpoint
 from edgefl.device.diagnostics.json_log import LOG_FOLDER, JsonLogHandler
 from edgefl.device.enrolment.certificates import CertificateRenewal
@@ -79,7 +81,7 @@ class Agent:
         rng = derive_rng("agent", state.device_id, time.time_ns())
         self._backoff = Backoff(initial_s=INITIAL_BACKOFF_S, max_s=MAX_BACKOFF_S, rng=rng)
         self._tls_context = create_pinned_context(state.ca.read_bytes())
-        self._confine = state.settings.confine
+        self._confine, self._gate, self._was_blocked = state.settings.confine, ConditionGate(state.root), False
         self._accelerator = select_accelerator(state.settings.accelerator)
         self._renewal = CertificateRenewal(state, self._tls_context, make_signer=self._make_signer)
         self._connection = self._make_connection()
@@ -99,6 +101,7 @@ class Agent:
             trainer=self._trainer,
             clock=self._endpoint.clock,
             instance=self._boot_id,
+            gate=self._gate,
             on_work=self._step_rates.on_work,
             on_failure=self._wake_up.notify,
         )
@@ -191,6 +194,7 @@ class Agent:
         self._pause_uploads()  # uploads under way use the connection that is closed now
         former_brokers = self._state.settings.brokers
         self._endpoint.connect()
+        self._gate.observe_skew(self._endpoint.skew_s)
         if set(self._state.settings.brokers) != set(former_brokers):
             self._connection.switch_broker(self._state.settings.brokers)
             self._capability_reporter.invalidate()
@@ -253,6 +257,8 @@ class Agent:
             self._publish_capabilities()
             self._capability_reporter.measure_step_rates()
             return
+        if self._gate.check_often() is not None:
+            self._heartbeat.publish_now()
         self._poll_backoff.on_work()
         if may_have_lost_wake_up:
             self._wake_up.record_possible_loss()
@@ -289,6 +295,7 @@ class Agent:
 
     def _get_activity(self) -> DeviceActivity:
         run, assignment, iteration = self._trainer.current or (None, None, None)
+        blocker = self._check_conditions()
         return DeviceActivity(
             run=run,
             assignment=assignment or None,
@@ -298,7 +305,20 @@ class Agent:
             model=self._models.handler.model,
             deployment=self._models.report,
             installation=self._installations.report,
+            blocked=blocker.to_json() if blocker is not None else None,
         )
+
+    def _check_conditions(self) -> Blocker | None:
+        """Returns why this board may not train now; stops a node of a graph, and wakes the main loop afterwards."""
+        blocker, was_blocked = self._gate.check(), self._was_blocked
+        self._was_blocked = blocker is not None
+        if blocker is not None and not was_blocked:
+            log.info("trains nothing: %s", format_blocker(blocker))
+            self._trainer.pause()
+        elif blocker is None and was_blocked:
+            log.info("trains again")
+            self._wake_up.notify()
+        return blocker
 
     def _make_signer(self, key_pem: bytes) -> SignRequest:
         return RequestSigner(key_pem, self._endpoint.clock, self._boot_id).sign
@@ -367,6 +387,8 @@ class Agent:
             get_source=self._get_download_source,
             get_min_group=lambda: state.settings.min_group,
             get_drift_references=lambda: state.settings.drift_references,
+            check_conditions=self._gate.require,
+            charge_traffic=self._gate.charge_traffic,
         )
 
     def _make_rollout_client(self, handler: HandlerT) -> RolloutClient[HandlerT]:

@@ -93,6 +93,33 @@ def test_what_new_data_is_compared_with_is_the_owner_s_and_nothing_at_first(run,
         refused([*setting, text], 2, message)
 
 
+def test_when_a_board_may_train_is_the_owner_s_and_a_pause_is_for_who_is_there(run, joined, refused, tmp_path):
+    def find():
+        value = json.loads(run("device", "status", "--state", joined, "--format", "json").out)
+        return value.get("conditions"), value.get("blocked"), value.get("budgets")
+
+    file, state = tmp_path / "wish.toml", ("--state", joined)
+    assert find() == (None, None, None)
+    file.write_text('[conditions]\nhours = ["00:00-24:00"]\n[conditions.day]\ntraffic_mb = 20\n')
+    assert "now it may train" in run("device", "set", "--conditions", file, *state).out
+    kept = {"hours": ["00:00-24:00"], "day": {"traffic_mb": 20.0}}
+    assert find() == (kept, None, {"traffic a day": "0 of 20 MB"})
+    for text, message in (("[conditions]\nour = 1", "unknown setting"), ("x" * 70_000, "longer than"), ("[", "read")):
+        (tmp_path / "bad.toml").write_text(text)
+        refused(["device", "set", "--conditions", tmp_path / "bad.toml", *state], 3, message)
+    refused(["device", "set", "--conditions", tmp_path / "gone.toml", *state], 3, "No such file")
+    assert run("device", "pause", *state).out == "pi-1 trains nothing until it is resumed\n"
+    assert find()[:2] == (kept, "paused on the board")
+    assert run("device", "pause", "90m", *state).out == "pi-1 trains nothing for 90m\n"
+    assert find()[1].startswith("paused on the board, free at ")
+    for text in ("2", "0h", "2 h", "400d", "-1h"):
+        refused(["device", "pause", "--", text], 2, "a duration is such as 30m")
+    assert run("device", "resume", *state).out == "pi-1 trains again\n"
+    assert run("device", "resume", *state).out == "pi-1 was not paused\n"
+    assert run("device", "set", "--conditions", "none", *state).out == "pi-1 trains at any time\n"
+    assert find() == (None, None, None)
+
+
 def test_a_limit_that_makes_no_sense_is_refused_and_the_old_one_stays(run, joined, refused):
     for value in ("hot", "nan", "29", "200", "-5", ""):
         assert run("device", "set", f"--max-temperature={value}", "--state", joined).code == 2, value

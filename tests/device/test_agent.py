@@ -13,7 +13,7 @@ from edgefl.device.commands import WakeUpSignal
 
 
 def make_instruction(assignment):
-    return SimpleNamespace(header={"assignment": assignment}, body=b"", is_evaluation=False)
+    return SimpleNamespace(header={"assignment": assignment}, body=b"", is_evaluation=False, blocker=None)
 
 
 class SlowNetwork:

@@ -16,12 +16,16 @@ import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
+from edgefl.core.conditions import USE_KINDS
 from edgefl.core.errors import ClonedError, EdgeflError
 from edgefl.core.types import Dataset
+from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.diagnostics.diagnostic_report import format_summary, read_report
 from edgefl.device.diagnostics.json_log import read_page
 from edgefl.device.drift_watch import DriftReference, encode_reference, read_reference
 from edgefl.device.enrolment.certificates import create_key
+from edgefl.device.hardware.board_reader import BoardReader, no_program
 from edgefl.device.hardware.step_rate import _load
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
@@ -62,6 +66,48 @@ def drift_references(folder: Path) -> Reader:
         read_reference(path)
 
     return Reader(feed=feed, seeds=(Seed(content=seed),))
+
+
+def conditions(folder: Path) -> Reader:
+    """The owner's file of conditions, a pause, and the usage of budgets: whatever they hold, the gate decides."""
+    names = {b"c": "conditions.toml", b"p": "pause.json", b"b": "budgets.json"}
+    clocks = Clocks(boot_id="b", wall=lambda: 1.8e9, boot_time=lambda: 50.0)
+    limits = b'[conditions]\nzone = "Europe/Oslo"\n[conditions.day]\nprocessor_s = 60\n'
+
+    def feed(data: bytes) -> None:
+        for name in names.values():
+            (folder / name).unlink(missing_ok=True)
+        (folder / "conditions.toml").write_bytes(limits)
+        (folder / names.get(data[:1], "conditions.toml")).write_bytes(data[1:])
+        gate = ConditionGate(folder, board=BoardReader(folder, run=no_program), clocks=clocks)
+        with gate.work():
+            gate.check()
+
+    whole = b"""[conditions]
+zone = "Europe/Oslo"
+hours = ["22:00-06:00", "12:00-13:30"]
+weekdays = ["mon", "fri"]
+mains = true
+min_battery = 0.5
+max_other_load = 0.3
+interfaces = ["eth0"]
+[conditions.day]
+traffic_mb = 50
+[conditions.month]
+processor_s = 3600
+"""
+    pause = {"v": 1, "until_s": 1.9e9, "until_boot_s": 60.0, "boot_id": "b"}
+    kinds = dict.fromkeys(USE_KINDS, 1.5)
+    usage = {
+        "v": 1, "used": {"day": kinds, "month": kinds}, "period": {"day": "2027-01-15", "month": "2027-01"},
+        "margins": kinds, "time_s": 1.8e9, "boot_s": 40.0, "boot_id": "b",
+    }  # fmt: skip
+    seeds = [
+        Seed(content=whole, form=Form.TOML, close=lambda content: b"c" + content),
+        Seed(content=json.dumps(pause).encode(), form=Form.JSON, close=lambda content: b"p" + content),
+        Seed(content=json.dumps(usage).encode(), form=Form.JSON, close=lambda content: b"b" + content),
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds))
 
 
 def confined_messages(_folder: Path) -> Reader:

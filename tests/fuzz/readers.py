@@ -331,6 +331,12 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         ),
         "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
+        "disk-conditions": _entry(
+            device_readers.conditions,
+            "core/conditions.py:parse_conditions",
+            "device/conditions/gate.py:_read_pause",
+            "device/conditions/budgets.py:BudgetUsage._load",
+        ),
         "confined-process": _entry(device_readers.confined_messages, "system/process_messages.py:read_message"),
         "report-archive": _entry(device_readers.reports, "device/diagnostics/diagnostic_report.py:read_report"),
         "bundle": _entry(

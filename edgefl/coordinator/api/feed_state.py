@@ -14,6 +14,7 @@ from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry, find_problem
 from edgefl.coordinator.runs.stalls import COMPILING, PAUSED, WAITING, IdleRuns
 from edgefl.core.claims import format_drift, parse_drift
+from edgefl.core.conditions import format_blocker
 from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
 from edgefl.core.types import Json
 from edgefl.storage.queries.dashboard import (
@@ -182,6 +183,7 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
         "groups": list(info.groups),
         "tasks": list(info.tasks),
         "drained": registry.is_drained(device_id),
+        "blocked": format_blocker(blocker) if (blocker := registry.get_blocker(device_id)) else None,
         "cloned": registry.get_clone_warning(device_id),
         "seconds_per_iteration": _round_significant(registry.get_seconds_per_iteration(device_id)),
         "model": info.capabilities.get("model") or info.capabilities.get("family"),

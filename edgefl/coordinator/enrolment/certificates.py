@@ -146,7 +146,7 @@ class CertificateRotation:
         with self._lock:
             due = [name for name in self._due if self._registry.get_device(name) is not None]
         for device_id in due:
-            if self._registry.get_schedulable(device_id) is not None:
+            if self._registry.is_reachable(device_id):
                 self._request_renewal(device_id)
 
     def _replace_own(self, now: float, *, only_if_due: bool) -> bool:
@@ -161,7 +161,7 @@ class CertificateRotation:
         if (
             isinstance(event, PresenceChanged)
             and event.device_id in self._due
-            and self._registry.get_schedulable(event.device_id)
+            and self._registry.is_reachable(event.device_id)
         ):
             self._request_renewal(event.device_id)
 

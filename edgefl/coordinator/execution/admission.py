@@ -441,7 +441,9 @@ class RunMembership:
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE, before=before) if before is DevicePresence.LATE:
                 pass
-            case DeviceChanged() if self._registry.is_drained(event.device_id):
+            case DeviceChanged() if (
+                self._registry.is_drained(event.device_id) or self._registry.get_blocker(event.device_id) is not None
+            ):
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE) | DeviceAdded() | DeviceChanged():
                 if self._is_started and self._view.is_eligible(event.device_id):

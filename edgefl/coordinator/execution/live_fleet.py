@@ -56,8 +56,16 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.claims import CLAIM_BOUNDED
+from edgefl.core.conditions import format_blocker
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
-from edgefl.core.protocol import ADAPT_KEY, BASE_TRAFFIC_KEY, COMPILED_KEY, IGNORES_REPLY_KEY, NEXT_MODEL_HASH_KEY
+from edgefl.core.protocol import (
+    ADAPT_KEY,
+    BASE_TRAFFIC_KEY,
+    COMPILED_KEY,
+    HANDED_BACK_KEY,
+    IGNORES_REPLY_KEY,
+    NEXT_MODEL_HASH_KEY,
+)
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     DeviceAvailable,
@@ -289,7 +297,7 @@ class LiveFleet:
 
     def _reconcile(self, event: HeldInstructions) -> list[Event]:
         """Resends lost instructions, and requests answers that a device held when the coordinator ended."""
-        events: list[Event] = []
+        events = self._fail_unheld(event)
         for pending in self._in_flight.list_for_device(event.device_id):
             if pending.message_id:
                 continue
@@ -300,6 +308,17 @@ class LiveFleet:
                 events += self._resend_full_model(pending, "it does not hold it any more")
         self._in_flight.reconcile(event)
         return events
+
+    def _fail_unheld(self, event: HeldInstructions) -> list[Event]:
+        """Fails what a device that may not train now will not fetch; it keeps, or hands back, what it has."""
+        blocker = self.registry.get_blocker(event.device_id)
+        if blocker is None:
+            return []
+        return [
+            self._fail(pending, UpdateStatus.LOST, format_blocker(blocker))
+            for pending in self._in_flight.list_for_device(event.device_id)
+            if pending.wire_id not in event.assignment_ids and pending.sent_s < event.at_s
+        ]
 
     def _fail_unresumed(self) -> list[Event]:
         """Fails instructions of an earlier coordinator whose devices have not reported in time."""
@@ -505,7 +524,7 @@ class LiveFleet:
             return self._resend_full_model(pending, str(reply.header.get("error", "it lost the model")))
         self._record_part_log(pending, reply.header)
         if "error" in reply.header:
-            return [self._fail(pending, UpdateStatus.FAILED, str(reply.header["error"]))]
+            return [self._on_error(pending, reply.header)]
         try:
             event = self._decode_reply(pending, reply)
         except SplitSessionError as error:
@@ -519,6 +538,14 @@ class LiveFleet:
             sha256 = str(reply.header.get(NEXT_MODEL_HASH_KEY))
             self._distributor.record_next_model(event.device_id, event.base_version + 1, sha256)
         return [event]
+
+    def _on_error(self, pending: PendingInstruction, header: Json) -> InstructionFailed:
+        """Fails an instruction; one that its device hands back is lost, as by a device that vanished."""
+        status = UpdateStatus.FAILED
+        if HANDED_BACK_KEY in header:
+            status = UpdateStatus.LOST
+            self.registry.record_blocker(pending.instruction.device_id, header[HANDED_BACK_KEY])
+        return self._fail(pending, status, str(header["error"]))
 
     def _record_part_log(self, pending: PendingInstruction, header: Json) -> None:
         """Writes what a part of a job logged to the history, bounded whatever its device sent."""

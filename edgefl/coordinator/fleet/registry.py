@@ -23,6 +23,7 @@ from edgefl.coordinator.fleet.presence import (
     PresenceTracker,
 )
 from edgefl.core.claims import GROWTH_PERIOD_S, bound_reported_examples, format_drift, parse_drift
+from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, PresenceState, StatusMessage
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role
@@ -38,6 +39,7 @@ DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
     {
         "presence": NEVER_SEEN,
         "drained": False,
+        "blocked": None,
         "silent_s": None,
         "cloned": None,
         "problem": None,
@@ -115,6 +117,7 @@ class _RegistryEntry:
     boot_id: str = ""
     seconds_per_iteration: float | None = None
     is_drained: bool = False
+    blocker: Blocker | None = None
     known_examples: dict[str, int] = field(default_factory=dict)
     grown_s: float = -math.inf
     was_seen: bool = False
@@ -257,7 +260,7 @@ class DeviceRegistry:
             return [entry.info for entry in self._entries.values()]
 
     def list_schedulable(self) -> list[DeviceInfo]:
-        """Returns the devices that can be given work: present and not draining, sorted by id."""
+        """Returns the devices that can be given work: present, not draining and not blocked, sorted by id."""
         with self._lock:
             devices = [self.get_schedulable(device_id) for device_id in sorted(self._entries)]
         return [info for info in devices if info is not None]
@@ -269,9 +272,32 @@ class DeviceRegistry:
             is_able = (
                 entry is not None
                 and not entry.is_drained
+                and entry.blocker is None
                 and self._presence.get_state(device_id) in _SCHEDULABLE_STATES
             )
             return entry.info if entry is not None and is_able else None
+
+    def is_reachable(self, device_id: str) -> bool:
+        """Returns whether a device is present and not draining, blocked or not."""
+        with self._lock:
+            return self._presence.get_state(device_id) in _SCHEDULABLE_STATES and not self.is_drained(device_id)
+
+    def get_blocker(self, device_id: str) -> Blocker | None:
+        """Returns why a device may not train now, as it last reported."""
+        entry = self._entries.get(device_id)
+        return entry.blocker if entry else None
+
+    def record_blocker(self, device_id: str, reported: object) -> None:
+        """Records why a device may not train now; None, or what makes no sense, that it may."""
+        with self._lock:
+            entry, blocker = self._entries.get(device_id), parse_blocker(reported)
+            if entry is None or entry.blocker == blocker:
+                return
+            has_changed = (entry.blocker is None) != (blocker is None)
+            entry.blocker = blocker
+            if has_changed:
+                self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+        self._event_bus.publish()
 
     def is_drained(self, device_id: str) -> bool:
         """Returns whether the operator has drained the device, whatever state it reports."""
@@ -285,6 +311,9 @@ class DeviceRegistry:
     def explain_absence(self, device_id: str) -> str:
         """Returns why a device gets no work: what the operator said comes first."""
         presence = DevicePresence.DRAINING if self.is_drained(device_id) else self.format_presence(device_id)
+        blocker = self.get_blocker(device_id)
+        if blocker is not None and presence in _SCHEDULABLE_STATES:
+            return f"it may not train now: {format_blocker(blocker)}"
         return "it was never seen" if presence == NEVER_SEEN else f"it is {presence}"
 
     def set_drained(self, device_id: str, *, drained: bool) -> None:
@@ -317,6 +346,7 @@ class DeviceRegistry:
                         "presence": _format_presence(record.state if record else None, entry),
                         **({"silent_s": round(record.silent_s, 1)} if record else {}),
                         "drained": entry.is_drained,
+                        "blocked": format_blocker(entry.blocker) if entry.blocker else None,
                         "cloned": self._clone_detector.get_warning(device_id, self._clock()),
                         "drift": format_drift(parse_drift(entry.info.capabilities)),
                         "problem": find_problem(entry.info) if "shard_errors" in entry.info.capabilities else None,
@@ -382,6 +412,7 @@ class DeviceRegistry:
                 or self._clone_detector.get_rejection_reason(device_id, heartbeat.boot_id or "") is not None
             ):
                 return
+            self.record_blocker(device_id, heartbeat.blocked)
             now_s = self._clock()
             self._event_bus.enqueue(self._presence.on_heartbeat(device_id, heartbeat, now_s))
             held = HeldInstructions(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)

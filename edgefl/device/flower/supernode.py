@@ -31,6 +31,7 @@ from flwr.supercore.inflatable.inflatable_object import get_object_body, get_obj
 from flwr.supercore.primitives.asymmetric import bytes_to_private_key, public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
+from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, NetworkError
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
@@ -79,11 +80,15 @@ class ReplyRejectedError(NetworkError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledInstruction:
-    """Instruction of the coordinator, to train or to evaluate; `message` is Flower's, used by `create_reply`."""
+    """Instruction of the coordinator, to train or to evaluate; `message` is Flower's, used by `create_reply`.
+
+    With a `blocker` its body was left where it is: this board may not fetch it.
+    """
 
     message: Message
     header: Json
     body: bytes
+    blocker: Blocker | None = None
 
     @property
     def is_evaluation(self) -> bool:
@@ -173,6 +178,7 @@ class SuperNode:
         tls_context: verifies the coordinator.
         clock: estimate of the coordinator's time in Unix seconds.
         instance: of this agent process; lets the coordinator distinguish a clone from a restart.
+        charge_traffic: called with the most bytes of a transfer before it; may raise `ConditionsEndedError`.
     """
 
     def __init__(
@@ -182,7 +188,9 @@ class SuperNode:
         tls_context: ssl.SSLContext,
         clock: Callable[[], float],
         instance: str = "",
+        charge_traffic: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._charge_traffic = charge_traffic
         self._instance, self._tls_context, self._clock = instance, tls_context, clock
         self._signer = RequestSigner(private_key_pem, clock, instance)
         self._interceptor: _SigningInterceptor | None = None
@@ -240,11 +248,16 @@ class SuperNode:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
         self._incoming_assignment = header.get("assignment")
-        if tree.children:
-            body = b"".join([self._pull_chunk(client, message, child.object_id) for child in tree.children])
+        try:
+            self._charge_traffic(len(body))
+            if tree.children:
+                body = b"".join([self._pull_chunk(client, message, child.object_id) for child in tree.children])
+        except ConditionsEndedError as error:
+            return PulledInstruction(message=message, header=header, body=b"", blocker=error.blocker)
         return PulledInstruction(message=message, header=header, body=body)
 
     def _pull_chunk(self, client: _FleetClient, message: Message, object_id: str) -> bytes:
+        self._charge_traffic(CHUNK_BYTES)
         request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
         response = _send_request(client.PullObject, request)
         if not response.object_available:

@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
-from edgefl.core.protocol import IGNORES_REPLY_KEY, POLL_S
+from edgefl.core.protocol import HANDED_BACK_KEY, IGNORES_REPLY_KEY, INSTRUCTION_VERSION, POLL_S
 from edgefl.core.types import Json
-from edgefl.device.flower.supernode import ReplyContent, ReplyRejectedError, SuperNode
+from edgefl.device.conditions.gate import ConditionGate
+from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.device.training.trainer import DeviceTrainer
@@ -167,6 +169,7 @@ class WorkLoop:
         trainer: executes the work.
         clock: the coordinator's time in unix seconds.
         instance: of this agent process.
+        gate: says whether this board may work.
         on_work: called when there is work, before its execution.
         on_failure: called in another thread when a reply could not be sent; `uploader.check` then raises the error.
 
@@ -183,10 +186,11 @@ class WorkLoop:
         trainer: DeviceTrainer,
         clock: Callable[[], float],
         instance: str,
+        gate: ConditionGate,
         on_work: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
-        self._state, self._trainer, self._on_work = state, trainer, on_work
+        self._state, self._trainer, self._gate, self._on_work = state, trainer, gate, on_work
         self._reply_cache: OrderedDict[str, tuple[ModelIdentity, ReplyContent]] = OrderedDict()
         self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
@@ -196,16 +200,19 @@ class WorkLoop:
             tls_context=tls_context,
             clock=clock,
             instance=instance,
+            charge_traffic=gate.charge_traffic,
         )
         self.uploader: ReplyUploader[tuple[str, Any]] = ReplyUploader(self._send_reply, on_failure)
 
     def run_once(self) -> bool:
-        """Executes the next instruction; returns whether there was one.
+        """Executes the next instruction; returns whether there was one. Takes none while this board may not train.
 
         Raises:
             UnauthorisedError: the clock may have jumped; the next connect measures it again.
             NetworkError: the coordinator is unreachable.
         """
+        if self._gate.check() is not None:
+            return False
         instruction = self.supernode.pull()
         if instruction is None:
             return False
@@ -216,15 +223,7 @@ class WorkLoop:
             self._reply_cache.pop(used_id, None)
         self._current = str(instruction.header.get("run")), assignment
         store_header = self._make_store_header(instruction.header)
-        cached_reply = self._get_cached_reply(assignment, instruction.header)
-        if cached_reply is not None:
-            content = cached_reply
-        elif instruction.is_evaluation:
-            content = self._trainer.evaluate(instruction.header, instruction.body)
-        else:
-            content = self._train(instruction.header, instruction.body)
-        if cached_reply is None and "error" not in content[0] and "phase" not in instruction.header:
-            self._uses.record(str(instruction.header.get("task")), self._current[0])
+        content = self._answer(assignment, instruction)
         if store_header:
             content = {**content[0], **store_header}, content[1]
         reply = self.supernode.create_reply(instruction, content)
@@ -232,6 +231,42 @@ class WorkLoop:
         del instruction  # frees its model before the upload
         self.uploader.add((assignment, reply))
         return True
+
+    def _answer(self, assignment: str, instruction: PulledInstruction) -> ReplyContent:
+        """Returns the reply to an instruction; hands it back where this board may not go on, or not reply."""
+        header, blocker = instruction.header, instruction.blocker
+        if blocker is not None:
+            return self._hand_back(header, blocker)
+        try:
+            content = self._get_cached_reply(assignment, header)
+            if content is None:
+                with self._gate.work():
+                    if instruction.is_evaluation:
+                        content = self._trainer.evaluate(header, instruction.body)
+                    else:
+                        content = self._train(header, instruction.body)
+                if "error" not in content[0] and "phase" not in header:
+                    self._uses.record(str(header.get("task")), str(header.get("run")))
+            blocker = self._gate.check()
+            if blocker is not None and blocker.kind == "network":
+                return self._hand_back(header, blocker)
+            self._gate.charge_traffic(len(content[1]))
+        except ConditionsEndedError as error:
+            return self._hand_back(header, error.blocker)
+        return content
+
+    def _hand_back(self, header: Json, blocker: Blocker) -> ReplyContent:
+        log.info("%s is handed back: %s", header.get("assignment"), blocker.reason)
+        self._reply_cache.pop(str(header.get("assignment")), None)
+        reply = {
+            "v": INSTRUCTION_VERSION,
+            "run": header.get("run"),
+            "assignment": header.get("assignment"),
+            HANDED_BACK_KEY: blocker.to_json(),
+        }
+        if "phase" in header:
+            return {**reply, "ready": False, "reason": blocker.reason}, b""
+        return {**reply, "error": blocker.reason}, b""
 
     def list_held_assignments(self) -> tuple[str, ...]:
         """Returns the assignments of this device: finished, running or arriving."""

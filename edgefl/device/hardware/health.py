@@ -65,14 +65,14 @@ class HealthReader:
     def __init__(self, state_dir: Path, *, root: Path = Path("/")) -> None:
         self._state_dir = state_dir
         self._root, self._board = root, BoardReader(root)
-        self._cpu_counters = _read_cpu_counters(root)
+        self._cpu_counters = read_cpu_counters(root)
 
     def read(self) -> Json:
         """Returns the fields of a heartbeat that tell the board's health.
 
         `memory_bytes` is this process's PSS, or RSS where that is unknown.
         """
-        former_counters, self._cpu_counters = self._cpu_counters, _read_cpu_counters(self._root)
+        former_counters, self._cpu_counters = self._cpu_counters, read_cpu_counters(self._root)
         return {
             "uptime_s": _read_uptime_s(self._root),
             "temperature_c": read_temperature_c(self._board),
@@ -131,7 +131,7 @@ def _read_thermal_zones(board: BoardReader) -> Iterator[tuple[str, float]]:
             yield kind, millidegrees / 1000
 
 
-def _read_cpu_counters(root: Path) -> tuple[int, int] | None:
+def read_cpu_counters(root: Path) -> tuple[int, int] | None:
     """Returns busy and total ticks since boot, over all cores."""
     first = (read_text(root / "proc/stat") or "").partition("\n")[0].split()
     ticks = [
@@ -275,7 +275,7 @@ def read_wireless_bits_per_s(interface: str) -> float | None:
 
 def read_link_quality(root: Path, read_rate: ReadWirelessRate = read_wireless_bits_per_s) -> LinkQuality:
     """Returns the quality of the default route's interface, else of the first that is up."""
-    interface = _find_interface(root)
+    interface = find_interface(root)
     if interface is None:
         return LinkQuality()
     signal_dbm = _read_signal_dbm(root, interface)
@@ -284,7 +284,8 @@ def read_link_quality(root: Path, read_rate: ReadWirelessRate = read_wireless_bi
     return LinkQuality(signal_dbm=signal_dbm, link_bits_per_s=read_rate(interface))
 
 
-def _find_interface(root: Path) -> str | None:
+def find_interface(root: Path) -> str | None:
+    """Returns the interface of the default route, else the first that is up; None without one."""
     routes = []
     for line in _read_lines(root / "proc/net/route")[1:]:
         fields = line.split()

@@ -359,6 +359,7 @@ class DeviceActivity:
     model: str | None = None
     deployment: Json | None = None
     installation: Json | None = None
+    blocked: Json | None = None
 
 
 class HeartbeatPublisher:

@@ -39,6 +39,7 @@ class BaseFiles:
         folder: of the files.
         get_source: returns the coordinator's address and our signature; None where this process has no connection.
         should_continue: called while a file arrives and between tries; False ends that with `NetworkError`.
+        charge_traffic: called with the bytes of a transfer before it; what it raises ends the fetch.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class BaseFiles:
         get_source: Callable[[], DownloadSource] | None,
         *,
         should_continue: Callable[[], bool] = lambda: True,
+        charge_traffic: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._charge_traffic = charge_traffic
         self.folder, self._get_source, self._should_continue = folder, get_source, should_continue
         self._verified: set[str] = set()
         self._received_bytes = 0
@@ -105,6 +108,7 @@ class BaseFiles:
         )
         part = self.folder / f"{plan.sha256}{PART_SUFFIX}"
         present = part.stat().st_size if part.is_file() else 0
+        self._charge_traffic(max(0, plan.num_bytes - present))
         try:
             download_file(self._get_source(), remote, self.folder, self._should_continue)
         finally:

@@ -104,7 +104,7 @@ class TrainingProcess:
 
     def __init__(self, setup: TrainingSetup, agent: AgentConnection) -> None:
         self._agent = agent
-        self._alive_s = 0.0
+        self._alive_s, self._is_interrupted = 0.0, False
         self._receive_peer_message: OnPeerMessage = lambda *_: None
         self._trainer = DeviceTrainer(
             device_id=setup.device_id,
@@ -121,6 +121,7 @@ class TrainingProcess:
             bases_dir=Path(setup.bases),
             get_min_group=lambda: setup.min_group,
             get_drift_references=lambda: setup.drift_references,
+            check_conditions=self._check_interrupted,
         )
 
     def run(self) -> None:
@@ -131,6 +132,7 @@ class TrainingProcess:
             except queue.Empty:
                 self._trainer.remove_expired()
                 continue
+            self._is_interrupted = False
             reply, result = self._execute(str(header["call"]), header.get("header", {}), body)
             self._agent.send({"reply": reply}, result)
             if header["call"] == "close":
@@ -178,10 +180,16 @@ class TrainingProcess:
                     self._trainer.complete_run(argument)
                 case "pause":
                     self._trainer.pause()
+                case "interrupt":
+                    self._is_interrupted = True
                 case "abort":
                     self._trainer.abort()
                 case "message":
                     self._receive_peer_message(argument, body)
+
+    def _check_interrupted(self) -> None:
+        if self._is_interrupted:
+            raise TrainingAbortedError
 
     def _make_transport(self, _plan: GossipConfig, on_message: OnPeerMessage) -> RelayedTransport:
         self._receive_peer_message = on_message

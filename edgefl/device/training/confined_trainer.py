@@ -20,6 +20,7 @@ from typing import Any
 
 from edgefl.compression.registry import AUTO, RICE, STAGES, parse_spec
 from edgefl.core.analyses import DEFAULT_MIN_GROUP
+from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import CodecError, DataError, EdgeflError, NetworkError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import ADAPT_KEY, COMPILED_KEY, INSTRUCTION_VERSION, JOB_LIMITS, finite_or_none
@@ -116,6 +117,7 @@ class ConfiningTrainer(DeviceTrainer):
         **options: Any,
     ) -> None:
         super().__init__(**options, incarnation=next_incarnation())
+        self._ended: ConditionsEndedError | None = None
         self._get_policy, self._next_incarnation, self._silence_s = get_policy, next_incarnation, silence_s
         self._get_temperature_limit_c = get_temperature_limit_c
         self._get_min_group: Callable[[], int] = options.get("get_min_group", lambda: DEFAULT_MIN_GROUP)
@@ -257,9 +259,11 @@ class ConfiningTrainer(DeviceTrainer):
                     self._task_cache.get_shard_path(str(header.get("task")))  # before much is fetched for nothing
                     self._bases.fetch(plan)  # here: the process has no connection
             answer, result = self._call(str(header.get("task")), name, header, body)
-            if self._is_aborted and answer.get("is_aborted"):
-                raise TrainingAbortedError
+            if answer.get("is_aborted"):
+                self._raise_abort()
             answer = parse_reply(answer)
+        except ConditionsEndedError:
+            raise
         except (EdgeflError, OSError) as error:
             if isinstance(error, ProcessEndedError) and self._is_aborted:
                 raise TrainingAbortedError from None
@@ -276,6 +280,13 @@ class ConfiningTrainer(DeviceTrainer):
             answer["metrics"] = {**answer["metrics"], **({"health": health} if health else {})}
         return {**reply, **answer}, result
 
+    def _raise_abort(self) -> None:
+        """Raises why the process was told to abort, where it was."""
+        if self._is_aborted:
+            raise TrainingAbortedError
+        if self._ended is not None:
+            raise self._ended
+
     def _call(self, task: str, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
         deadline_s, started_s = _get_part_deadline_s(header), time.monotonic()
 
@@ -287,7 +298,10 @@ class ConfiningTrainer(DeviceTrainer):
                 raise TaskError("it was stopped" if is_cancelled else f"work took longer than {deadline_s:g} s")
             if self._is_aborted and time.monotonic() - self._used_s > STOP_S:
                 process.kill()
+            if self._ended is None and name == "train" and "phase" not in header:
+                self._interrupt_if_ended(process, is_part=deadline_s is not None)
 
+        self._ended = None
         process = self._get_process(task)
         self._used_s = time.monotonic()
         try:
@@ -297,6 +311,17 @@ class ConfiningTrainer(DeviceTrainer):
             raise
         finally:
             self._used_s = time.monotonic()
+
+    def _interrupt_if_ended(self, process: ConfinedProcess, *, is_part: bool) -> None:
+        """Tells the process to stop after its iteration where this board may not go on; a job's work is killed."""
+        try:
+            self._check_conditions()
+        except ConditionsEndedError as error:
+            self._ended = error
+            if is_part:
+                self._stop_process()
+                raise
+            process.send({"notice": "interrupt", "argument": ""})
 
     def _get_process(self, task: str) -> ConfinedProcess:
         """Returns the process of a task, started unless it runs with the same settings."""

@@ -27,6 +27,7 @@ from edgefl.core.clusters import (
     make_update_shapes,
     split_stack,
 )
+from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
 from edgefl.core.protocol import BASE_TRAFFIC_KEY, INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
@@ -109,6 +110,8 @@ class DeviceTrainer:
         bases_dir: of the files of bases; None for one in `state_dir`.
         get_min_group: returns the least number of examples that an analysis may be about.
         get_drift_references: returns by task what its data is compared with, as `DriftWatch`.
+        check_conditions: called at every iteration; raises `ConditionsEndedError` where this board may not go on.
+        charge_traffic: called with the bytes of a base before it is fetched; raises likewise.
     """
 
     def __init__(  # noqa: PLR0913 a composition root hands over its parts by name
@@ -130,14 +133,20 @@ class DeviceTrainer:
         bases_dir: Path | None = None,
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
         get_drift_references: Callable[[], Mapping[str, str]] = dict,
+        check_conditions: Callable[[], None] = lambda: None,
+        charge_traffic: Callable[[int], None] = lambda _: None,
     ) -> None:
+        self._check_conditions = check_conditions
         self._get_source = get_source
         self._health_sampler, self._on_alive = health_sampler, on_alive
         self._thermal_pacer = thermal_pacer or ThermalPacer(lambda: None, lambda: None)
         self._device_id, self._role, self._state_dir = device_id, role, state_dir
         self._on_progress = on_progress
         self._bases = BaseFiles(
-            bases_dir or state_dir / BASES_FOLDER, get_source, should_continue=self._should_continue_fetching
+            bases_dir or state_dir / BASES_FOLDER,
+            get_source,
+            should_continue=self._should_continue_fetching,
+            charge_traffic=charge_traffic,
         )
         self._task_cache = TaskCache(
             shards,
@@ -156,7 +165,7 @@ class DeviceTrainer:
             tasks=self._task_cache,
             make_transport=make_transport,
             training_lock=self._training_lock,
-            pace=self._thermal_pacer.wait_until_cool,
+            pace=self._pace_node,
         )
         self._collective_worker = CollectiveWorker(device_id, make_transport)
         self._held: tuple[str, Json, bytes] | None = None
@@ -283,7 +292,7 @@ class DeviceTrainer:
                 )
                 body = self._readiness.add_prefetched_model(instruction.run, instruction.prefetched_version, body)
                 metrics, result = run(instruction, cached_task, body)
-        except (TrainingAbortedError, ExtensionRefusedError):
+        except (TrainingAbortedError, ConditionsEndedError, ExtensionRefusedError):
             raise
         except FullModelRequiredError as error:
             log.info("assignment %s: %s", header.get("assignment"), error)
@@ -349,8 +358,18 @@ class DeviceTrainer:
         encoded = make_codec(instruction.codec_spec, analysis.sums_spec).encode(sums, derive_rng(0))
         return {"metrics": metrics}, encoded
 
+    def _pace_node(self, should_stop: Callable[[], bool]) -> None:
+        """Waits while the board is too hot; a node stops where it may not go on, until its next work."""
+        self._thermal_pacer.wait_until_cool(should_stop)
+        try:
+            self._check_conditions()
+        except ConditionsEndedError as error:
+            log.info("the node stops: %s", error)
+            self._gossip_worker.pause()
+
     def _check_aborted(self) -> None:
         self._sample_health()
+        self._check_conditions()
         if self._is_aborted:
             raise TrainingAbortedError
 
@@ -556,6 +575,7 @@ class DeviceTrainer:
             nonlocal reported_s
             self._current = instruction.run, instruction.assignment_id, iteration
             self._sample_health()
+            self._check_conditions()
             if iteration != last:
                 self._thermal_pacer.wait_until_cool(should_stop_waiting)
             if self._is_aborted:
@@ -573,6 +593,7 @@ class DeviceTrainer:
         def should_finish_early(iterations: int) -> bool:
             self._current = instruction.run, instruction.assignment_id, iterations
             self._sample_health()
+            self._check_conditions()
             if self._is_aborted:
                 raise TrainingAbortedError
             return instruction.assignment_id in self._finish_early_ids

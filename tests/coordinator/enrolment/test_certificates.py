@@ -124,8 +124,8 @@ class Present:
     def get_device(self, name: str) -> Any:
         return name if name in self.names else None
 
-    def get_schedulable(self, name: str) -> Any:
-        return name if name in self.there else None
+    def is_reachable(self, name: str) -> bool:
+        return name in self.there
 
     def subscribe(self, listener: Callable[[RegistryEvent], None]) -> Callable[[], None]:
         self.tell = listener

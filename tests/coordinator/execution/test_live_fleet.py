@@ -145,9 +145,10 @@ class Site:
     def say(self, name, state, *, boot="boot-1", session=1, will=False):
         self.registry.record_status(name, StatusMessage(state=state, boot_id=boot, session_no=session, will=will))
 
-    def beat(self, name, holding=(), seq=1):
+    def beat(self, name, holding=(), seq=1, **told):
+        held = [f"{RUN}/{key}" for key in holding]
         self.registry.record_heartbeat(
-            name, Heartbeat(seq=seq, session_no=1, uptime_s=float(seq), holding=[f"{RUN}/{key}" for key in holding])
+            name, Heartbeat(seq=seq, session_no=1, uptime_s=float(seq), holding=held, **told)
         )
 
     def give(self, *orders):
@@ -325,6 +326,29 @@ def test_a_draining_device_finishes_and_gets_no_more(site):
     site.say("pi", "online")
     assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
     assert site.fleet.view().idle == ["pi"]
+
+
+PAUSED = {"kind": "pause", "reason": "paused on the board"}
+
+
+def test_work_that_a_device_hands_back_is_lost_and_no_failure_of_its_own_and_it_gets_no_more(site):
+    site.give(training())
+    site.reply(101, body=b"", error="paused on the board", handed_back=PAUSED)
+    assert lost(site) == [("a-1", UpdateStatus.LOST, "paused on the board")]
+    site.events()
+    assert site.fleet.view().idle == []
+    site.beat("pi")
+    assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+    assert site.fleet.view().idle == ["pi"]
+
+
+def test_what_a_device_that_may_not_train_does_not_hold_is_lost_and_what_it_has_is_not(site):
+    site.give(training("a-1"), training("a-2"))
+    site.clock.jumped_s += 1.0
+    site.beat("pi", holding=["a-1"], blocked=PAUSED)
+    assert lost(site) == [("a-2", UpdateStatus.LOST, "paused on the board")]
+    site.reply(101)
+    assert len(site.of(Update)) == 1
 
 
 def test_new_shards_are_announced_and_make_a_device_eligible(site):

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 import pytest
-from small_fleet import SmallFleet
+from small_fleet import SmallFleet, beat
 
 from edgefl.coordinator.fleet.presence import CloneRejected, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
@@ -332,6 +332,25 @@ def test_a_drained_device_is_no_worker_and_its_change_is_told_once(fleet):
     assert (names(fleet), fleet.registry.is_drained("pi"), fleet.registry.is_drained("nobody")) == ([], True, False)
     fleet.add("pi", node_id=7)
     assert fleet.registry.is_drained("pi"), "joining again with the same key changes nothing"
+
+
+def test_a_device_that_may_not_train_now_is_there_but_no_worker_until_a_heartbeat_says_otherwise(fleet):
+    fleet.say("pi")
+    fleet.take()
+    night = {"kind": "hours", "reason": "outside its hours", "free_at_s": 1_800_000_000.0}
+    for seq, (told, changes) in enumerate([(night, 1), (night, 0), ({"reason": 3}, 1), (None, 0)], 1):
+        fleet.registry.record_heartbeat("pi", beat(seq, blocked=told))
+        assert fleet.take().count(DeviceChanged(device_id="pi")) == changes, told
+        assert names(fleet) == ([] if told == night else ["pi"])
+        assert fleet.registry.is_reachable("pi")
+    fleet.registry.record_blocker("pi", night)
+    fleet.registry.record_blocker("nobody", night)
+    said = "outside its hours, free at 2027-01-15 08:00 UTC"
+    assert fleet.registry.explain_absence("pi") == f"it may not train now: {said}"
+    assert fleet.registry.list_status_rows()[0]["blocked"] == said
+    fleet.registry.set_drained("pi", drained=True)
+    assert fleet.registry.explain_absence("pi") == "it is draining"
+    assert not fleet.registry.is_reachable("pi")
 
 
 def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):

@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 from peer_boards import eventually
 
+from edgefl.core.conditions import Blocker
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import POLL_S
+from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.gate import (
+    CHECK_INTERVAL_S,
+    ConditionGate,
+    clear_pause,
+    save_conditions,
+    save_pause,
+)
 from edgefl.device.flower.supernode import ReplyRejectedError
 from edgefl.device.flower.work_loop import (
     INITIAL_DISCONNECTED_S,
@@ -29,10 +38,12 @@ class Trainer:
 
     def __init__(self):
         self.trained = []
+        self.during = lambda: None
         self.current: tuple[str, str, int] | None = None
 
     def train(self, header, body):
         self.trained.append(header["assignment"])
+        self.during()
         told = {"error": "it is bad"} if header["assignment"].startswith("bad") else {"metrics": {}}
         return {"assignment": header["assignment"], **told}, body + b" trained"
 
@@ -49,10 +60,14 @@ class Network:
         self.is_evaluation = False
         self.incoming_assignment: str | None = None
         self.refuses = False
+        self.blocker = None
 
     def pull(self):
-        made = lambda header: SimpleNamespace(header=header, body=b"model", is_evaluation=self.is_evaluation)  # noqa: E731
-        return made(self.work.pop(0)) if self.work else None
+        if not self.work:
+            return None
+        return SimpleNamespace(
+            header=self.work.pop(0), body=b"model", is_evaluation=self.is_evaluation, blocker=self.blocker
+        )
 
     def create_reply(self, _instruction, answer):
         return answer
@@ -66,6 +81,7 @@ class Network:
 class Site:
     def __init__(self, state):
         self.trainer, self.num_works, self.failures = Trainer(), 0, []
+        self.root, self.gate = state.root, ConditionGate(state.root)
         trainer: Any = self.trainer
         self.bench = WorkLoop(
             state,
@@ -73,6 +89,7 @@ class Site:
             trainer=trainer,
             clock=time.time,
             instance="boot-a",
+            gate=self.gate,
             on_work=self._work,
             on_failure=lambda: self.failures.append(1),
         )
@@ -96,6 +113,64 @@ def site(state):
     made = Site(state)
     yield made
     made.bench.uploader.close(10)
+
+
+HANDED_BACK = {"error": "paused on the board", "handed_back": {"kind": "pause", "reason": "paused on the board"}}
+
+
+def pause_board(site):
+    save_pause(site.root, None, Clocks(boot_id=""))
+
+
+def test_work_stays_at_the_coordinator_while_the_board_may_not_train(site):
+    pause_board(site)
+    site.network.work = [{"run": "r", "assignment": "a"}]
+    assert not site.bench.run_once()
+    assert (len(site.network.work), site.trainer.trained) == (1, [])
+    clear_pause(site.root)
+    site.do("a")
+    assert wait_for_sent(site, 1)[0][1] == b"model trained"
+
+
+def test_work_under_way_is_handed_back_where_conditions_end_and_trained_anew_when_it_comes_again(site):
+    def end():
+        pause_board(site)
+        time.sleep(CHECK_INTERVAL_S)
+        site.gate.require()
+
+    site.trainer.during = end
+    site.do("a", version=1)
+    header, body = wait_for_sent(site, 1)[0]
+    assert body == b""
+    assert {name: header[name] for name in HANDED_BACK} == HANDED_BACK
+    clear_pause(site.root)
+    site.trainer.during = lambda: None
+    site.do("a", version=1)
+    assert wait_for_sent(site, 2)[1][1] == b"model trained"
+
+
+@pytest.mark.parametrize("phase", [{}, {"phase": "can"}])
+def test_what_may_not_be_fetched_is_handed_back_untrained(site, phase):
+    site.network.blocker = Blocker(kind="budget", reason="its 2 MB of this day are used up", free_at_s=1.0)
+    site.do("a", **phase)
+    header, _ = wait_for_sent(site, 1)[0]
+    assert site.trainer.trained == []
+    assert header["handed_back"] == {"kind": "budget", "reason": "its 2 MB of this day are used up", "free_at_s": 1.0}
+    assert (header.get("ready"), "error" in header) == ((False, False) if phase else (None, True))
+
+
+def test_an_answer_is_not_sent_over_a_network_that_became_metered_or_beyond_the_budget(site):
+    def forbid():
+        save_conditions(site.root, b'[conditions]\ninterfaces = ["none0"]\n')
+
+    site.trainer.during = forbid
+    site.do("a")
+    assert "not by none0" in wait_for_sent(site, 1)[0][0]["error"]
+    save_conditions(site.root, b"[conditions.day]\ntraffic_mb = 2\n")
+    site.trainer.during = lambda: site.gate.charge_traffic(1_999_990)
+    site.do("b")
+    assert wait_for_sent(site, 2)[1][0]["error"] == "its 2 MB of this day are used up"
+    assert wait_for_sent(site, 2)[1][1] == b""
 
 
 def wait_for_sent(site, number):

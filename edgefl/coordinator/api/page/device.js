@@ -122,7 +122,7 @@ export function deviceView(root, deviceId) {
     const now = JSON.stringify([row, deployed, disk]);
     if (now === seen) return;
     seen = now;
-    refresh(numbers, facts([["A copy of it", row.cloned ? h("span", { class: "warn" }, row.cloned) : null], ["Drift of its data", row.drift ? h("span", { class: row.drifted ? "warn" : null }, row.drift) : null], ["Current run", work(row)], ["Temperature", row.temperature_c === undefined ? null : temperature(row)], ["Throttling", row.throttled ? h("span", { class: "warn" }, row.throttled.replaceAll(",", ", ")) : null], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)], ["Free disk", disk === null ? null : bytes(disk)],
+    refresh(numbers, facts([["A copy of it", row.cloned ? h("span", { class: "warn" }, row.cloned) : null], ["May not train now", row.blocked ?? null], ["Drift of its data", row.drift ? h("span", { class: row.drifted ? "warn" : null }, row.drift) : null], ["Current run", work(row)], ["Temperature", row.temperature_c === undefined ? null : temperature(row)], ["Throttling", row.throttled ? h("span", { class: "warn" }, row.throttled.replaceAll(",", ", ")) : null], ["CPU", percent(row.cpu_fraction)], ["Memory", percent(row.memory_fraction)], ["Free disk", disk === null ? null : bytes(disk)],
       ["Power", row.power_w === undefined ? null : `${row.power_w.toFixed(1)} W`], ["Battery", row.battery_fraction === undefined ? null : percent(row.battery_fraction)],
       ["Step time", row.seconds_per_iteration ? seconds(row.seconds_per_iteration) : null], ["Role", row.role], ["Groups", row.groups?.join(", ") ?? null], ["Examples", row.examples ? count(row.examples) : null], ["Tasks", row.tasks?.join(", ") ?? "no shard"],
       ["Deployed model", deployed]]));

@@ -1,0 +1,365 @@
+"""Conditions of training: the hours, power, heat, load and network in which a board may train, and its budgets.
+
+The same words stand in the board's own file and in a run file. They are data, and `find_blocker` is a function of
+them and of what is known of the board: so a device, the coordinator and the simulator decide alike. A value that is
+not known holds for none of them.
+"""
+
+from __future__ import annotations
+
+import re
+import zoneinfo
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import date, datetime, timedelta, tzinfo
+from functools import lru_cache
+from typing import Any
+
+from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.settings import from_mapping, suggest_name
+
+TABLE = "conditions"
+WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+MAX_SPANS, MAX_INTERFACES = 24, 16
+MAX_REASON_CHARS = 200
+CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
+"""Of a battery beside external power; `Not charging` is full enough."""
+USE_KINDS = ("traffic", "processor", "energy")
+"""What budgets count: bytes, processor seconds, joules."""
+_SPAN = re.compile(r"([01]?\d|2[0-3]):([0-5]\d)\s*-\s*(?:([01]?\d|2[0-3]):([0-5]\d)|(24):(00))", re.ASCII)
+_INTERFACE = re.compile(r"[!-~]{1,15}", re.ASCII)
+_SEARCH_DAYS, _SEARCH_STEP_S, _DAY_S = 9, 900, 86_400
+
+
+class ConditionsEndedError(TaskError):
+    """Work that was handed back: the board may not train now.
+
+    Attributes:
+        blocker: why, and until when.
+    """
+
+    def __init__(self, blocker: Blocker) -> None:
+        super().__init__(blocker.reason)
+        self.blocker = blocker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """`[conditions.day]` and `[conditions.month]`: what training may use in a day or month of the zone.
+
+    Attributes:
+        traffic_mb: megabytes of models, updates and bases, both ways.
+        processor_s: processor seconds, of all cores together.
+        energy_j: joules of the whole board while it works.
+    """
+
+    traffic_mb: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e8})
+    processor_s: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e9})
+    energy_j: float | None = field(default=None, metadata={"at_least": 1, "at_most": 1e12})
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Returns the limits that are set, by `USE_KINDS`, in bytes, seconds and joules."""
+        limits = {
+            "traffic": None if self.traffic_mb is None else self.traffic_mb * 1e6,
+            "processor": self.processor_s,
+            "energy": self.energy_j,
+        }
+        return {kind: limit for kind, limit in limits.items() if limit is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """`[conditions]`: when a board may train; all that is set must hold.
+
+    Attributes:
+        zone: IANA name of the time zone of hours and days; the board's own at first.
+        hours: spans of local time such as 22:00-06:00; any hour without one.
+        weekdays: on which spans begin: mon to sun; any day without one.
+        mains: it is on external power.
+        min_battery: it is on external power, or its battery is at least so full, in 0-1.
+        charging: its battery is being charged, or is full.
+        max_temperature_c: its processor is no hotter, in degrees Celsius.
+        max_other_load: share of all cores that other processes may keep, in 0-1.
+        unmetered: its way to the internet is not metered.
+        interfaces: its way to the internet is one of these network interfaces.
+        day: budgets of a day.
+        month: budgets of a month.
+    """
+
+    zone: str = ""
+    hours: tuple[str, ...] = ()
+    weekdays: tuple[str, ...] = ()
+    mains: bool = False
+    min_battery: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
+    charging: bool = False
+    max_temperature_c: float | None = field(default=None, metadata={"at_least": 20, "at_most": 110})
+    max_other_load: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
+    unmetered: bool = False
+    interfaces: tuple[str, ...] = ()
+    day: Budget = Budget()
+    month: Budget = Budget()
+
+    def __post_init__(self) -> None:
+        find_zone(self.zone)
+        if len(self.hours) > MAX_SPANS:
+            raise ConfigError(f"conditions.hours must be at most {MAX_SPANS} spans, got {len(self.hours)}")
+        for span in self.hours:
+            parse_span(span)
+        for name in self.weekdays:
+            if name not in WEEKDAYS:
+                raise ConfigError(
+                    f"conditions.weekdays must be of {', '.join(WEEKDAYS)}, got {name!r:.40}"
+                    f" ({suggest_name(name.lower()[:3], WEEKDAYS)})"
+                )
+        if len(self.interfaces) > MAX_INTERFACES or not all(map(_INTERFACE.fullmatch, self.interfaces)):
+            raise ConfigError(
+                f"conditions.interfaces must be at most {MAX_INTERFACES} names of interfaces such as eth0, "
+                f"got {list(self.interfaces)!r:.80}"
+            )
+
+    @property
+    def budgets(self) -> dict[str, dict[str, float]]:
+        """Returns the limits by period, `day` and `month`; those without one are missing."""
+        return {name: limits for name, limits in (("day", self.day.limits), ("month", self.month.limits)) if limits}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what is set, as it stands in a file."""
+        return {item.name: value for item in fields(self) if (value := _to_plain(getattr(self, item.name)))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoardFacts:
+    """What conditions ask of a board; None where it is not known.
+
+    `battery_status` is the kernel's word; `other_load` is the share of all cores, in 0-1; `interface` is that of the
+    default route, empty without one.
+    """
+
+    on_mains: bool | None = None
+    battery_fraction: float | None = None
+    battery_status: str | None = None
+    temperature_c: float | None = None
+    other_load: float | None = None
+    interface: str | None = None
+    is_metered: bool | None = None
+
+    @property
+    def has_external_power(self) -> bool | None:
+        """Whether it is on external power; a board that knows of no supply and no battery is."""
+        if self.on_mains is not None:
+            return self.on_mains
+        if self.battery_status is None:
+            return True if self.battery_fraction is None else None
+        return self.battery_status in CHARGING_STATES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocker:
+    """Why a board may not train now.
+
+    Attributes:
+        kind: hours, power, heat, load, network, budget, pause or file.
+        reason: one line.
+        free_at_s: when it may next, in Unix seconds of its clock; None where that is not known.
+    """
+
+    kind: str
+    reason: str
+    free_at_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as a heartbeat and a reply carry it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def parse_conditions(text: str | bytes) -> Conditions:
+    """Returns the conditions in a TOML text with the one table `[conditions]`.
+
+    Raises:
+        ConfigError: it is none; the message names every wrong setting.
+    """
+    try:
+        tables = parse_toml(text)
+    except ValueError as error:
+        raise ConfigError(f"conditions cannot be read: {error}") from None
+    for name in tables:
+        if name != TABLE:
+            raise ConfigError(
+                f"unknown table {name!r:.60} ({suggest_name(name, [TABLE])}); a board has [{TABLE}] only"
+            )
+    if TABLE not in tables:
+        raise ConfigError(f"there is no table [{TABLE}]")
+    return from_mapping(Conditions, tables[TABLE], TABLE)
+
+
+def find_blocker(conditions: Conditions, facts: BoardFacts, now_s: float) -> Blocker | None:
+    """Returns why conditions do not hold, budgets aside; None where they do.
+
+    Args:
+        conditions: of the board or of a run.
+        facts: of the board.
+        now_s: Unix seconds.
+    """
+    if not is_open(conditions, now_s):
+        return Blocker(kind="hours", reason="outside its hours", free_at_s=find_next_open_s(conditions, now_s))
+    for kind, reason in _list_failures(conditions, facts):
+        return Blocker(kind=kind, reason=reason)
+    return None
+
+
+def _list_failures(conditions: Conditions, facts: BoardFacts) -> Iterator[tuple[str, str]]:
+    """Yields kind and reason of each condition that does not hold."""
+    power, battery = facts.has_external_power, facts.battery_fraction
+    if conditions.mains and not power:
+        yield "power", "it is not on external power"
+    if conditions.charging and not (power if facts.battery_status is None else _is_charging(facts)):
+        yield "power", "its battery is not being charged"
+    least = conditions.min_battery
+    if least is not None and not power and (battery is None or battery < least):
+        yield "power", f"its battery is at {_format(battery, '.0%')}, it trains from {least:.0%} on"
+    hottest = conditions.max_temperature_c
+    if hottest is not None and (facts.temperature_c is None or facts.temperature_c > hottest):
+        yield "heat", f"it is at {_format(facts.temperature_c, '.0f')} °C, it trains up to {hottest:g} °C"
+    most = conditions.max_other_load
+    if most is not None and (facts.other_load is None or facts.other_load > most):
+        yield "load", f"other processes keep {_format(facts.other_load, '.0%')} of it, it trains up to {most:.0%}"
+    if conditions.interfaces and facts.interface not in conditions.interfaces:
+        yield (
+            "network",
+            f"it is connected by {facts.interface or 'nothing'}, not by {', '.join(conditions.interfaces)}",
+        )
+    if conditions.unmetered and facts.is_metered is not False:
+        yield "network", "its connection is metered" if facts.is_metered else "it is not known to be unmetered"
+
+
+def _is_charging(facts: BoardFacts) -> bool:
+    return facts.battery_status in CHARGING_STATES
+
+
+def _format(value: float | None, spec: str) -> str:
+    return "an unknown value" if value is None else format(value, spec)
+
+
+def find_zone(name: str) -> tzinfo | None:
+    """Returns a zone by its IANA name; None, the machine's own, for an empty one.
+
+    Raises:
+        ConfigError: there is no such zone here.
+    """
+    if not name:
+        return None
+    try:
+        return zoneinfo.ZoneInfo(name)
+    except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):  # OSError: such as a folder of zones
+        known = zoneinfo.available_timezones()
+        hint = suggest_name(name, known) if known else "this machine has no zones; install tzdata"
+        hint = hint if len(hint) <= MAX_REASON_CHARS else "such as Europe/Oslo"
+        raise ConfigError(f"conditions.zone must be an IANA time zone, got {name!r:.60} ({hint})") from None
+
+
+@lru_cache(maxsize=64)
+def parse_span(text: str) -> tuple[int, int]:
+    """Returns start and end of a span such as 22:00-06:00, in seconds of the day; it may pass midnight.
+
+    Raises:
+        ConfigError: it is none, or empty.
+    """
+    match = _SPAN.fullmatch(text.strip()) if len(text) <= MAX_REASON_CHARS else None
+    if match is None:
+        raise ConfigError(f"conditions.hours must be spans such as '22:00-06:00', got {text!r:.40}")
+    hour, minute, end_hour, end_minute = (int(group) for group in match.groups() if group is not None)
+    start_s, end_s = hour * 3600 + minute * 60, end_hour * 3600 + end_minute * 60
+    if start_s == end_s:
+        raise ConfigError(f"conditions.hours: {text!r:.40} is an empty span; 00:00-24:00 is a whole day")
+    return start_s, end_s
+
+
+def is_open(conditions: Conditions, now_s: float) -> bool:
+    """Returns whether the local time is within the hours and weekdays.
+
+    A span that passes midnight belongs to the day on which it begins. An hour that a change of the clock repeats
+    counts twice, one that it leaves out not at all.
+    """
+    if not conditions.hours and not conditions.weekdays:
+        return True
+    local = datetime.fromtimestamp(now_s, find_zone(conditions.zone))
+    second, today = local.hour * 3600 + local.minute * 60 + local.second, local.weekday()
+    for start_s, end_s in map(parse_span, conditions.hours or ("00:00-24:00",)):
+        if start_s < end_s:
+            is_within = start_s <= second < end_s and _is_allowed(conditions, today)
+        else:
+            begins_today, began_yesterday = second >= start_s, second < end_s
+            is_within = (begins_today and _is_allowed(conditions, today)) or (
+                began_yesterday and _is_allowed(conditions, today - 1)
+            )
+        if is_within:
+            return True
+    return False
+
+
+def _is_allowed(conditions: Conditions, weekday: int) -> bool:
+    return not conditions.weekdays or WEEKDAYS[weekday % 7] in conditions.weekdays
+
+
+def find_next_open_s(conditions: Conditions, now_s: float) -> float | None:
+    """Returns when hours and weekdays next hold, in Unix seconds; None where they never do, as far as nine days."""
+    zone = find_zone(conditions.zone)
+    today = datetime.fromtimestamp(now_s, zone).date()
+    starts = [parse_span(span)[0] for span in conditions.hours or ("00:00-24:00",)]
+    days = [today + timedelta(days=number) for number in range(_SEARCH_DAYS)]
+    candidates = {_to_instant(day, start_s, zone, fold) for day in days for start_s in starts for fold in (0, 1)}
+    # Clocks change at a quarter of an hour: a span whose start is left out begins with the change.
+    first = int(now_s // _SEARCH_STEP_S + 1) * _SEARCH_STEP_S
+    candidates |= {float(first + step) for step in range(0, _SEARCH_DAYS * _DAY_S, _SEARCH_STEP_S)}
+    return next((moment for moment in sorted(candidates) if moment > now_s and is_open(conditions, moment)), None)
+
+
+def _to_instant(day: date, second: int, zone: tzinfo | None, fold: int) -> float:
+    local = datetime(day.year, day.month, day.day, tzinfo=zone, fold=fold)
+    return local.replace(hour=second // 3600, minute=second % 3600 // 60).timestamp()
+
+
+def find_period(name: str, moment_s: float, zone: tzinfo | None) -> str:
+    """Returns the day (2026-11-28) or month (2026-11) of a moment: texts that sort by time."""
+    local = datetime.fromtimestamp(moment_s, zone)
+    return f"{local:%Y-%m-%d}" if name == "day" else f"{local:%Y-%m}"
+
+
+def find_period_end_s(name: str, moment_s: float, zone: tzinfo | None) -> float:
+    """Returns the end of the day or month of a moment, in Unix seconds."""
+    today = datetime.fromtimestamp(moment_s, zone).date()
+    if name == "day":
+        return _to_instant(today + timedelta(days=1), 0, zone, 0)
+    return _to_instant((today.replace(day=1) + timedelta(days=32)).replace(day=1), 0, zone, 0)
+
+
+def parse_blocker(value: object) -> Blocker | None:
+    """Returns the blocker that another machine reports, bounded; None where it reports none that makes sense."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("reason"), str):
+        return None
+    free_at_s = value.get("free_at_s")
+    is_time = isinstance(free_at_s, int | float) and not isinstance(free_at_s, bool) and 0 <= free_at_s < 1e11
+    return Blocker(
+        kind=str(value.get("kind"))[:20],
+        reason="".join(character for character in value["reason"] if character.isprintable())[:MAX_REASON_CHARS],
+        free_at_s=float(free_at_s) if is_time and isinstance(free_at_s, int | float) else None,
+    )
+
+
+def format_blocker(blocker: Blocker) -> str:
+    """Returns a blocker in one line, with the time in UTC."""
+    if blocker.free_at_s is None:
+        return blocker.reason
+    moment = datetime.fromtimestamp(blocker.free_at_s, zoneinfo.ZoneInfo("UTC"))
+    return f"{blocker.reason}, free at {moment:%Y-%m-%d %H:%M} UTC"
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Budget):
+        return {name: number for name, number in asdict(value).items() if number is not None}
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+NO_CONDITIONS = Conditions()

@@ -1,0 +1,331 @@
+"""Gate of a board: whether it may train now, by the file of its owner, the person beside it, the run and its budgets.
+
+Everything is read anew: files that other processes change count within half a second of work. Without such files
+a check is one look at each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgefl.core.conditions import (
+    NO_CONDITIONS,
+    Blocker,
+    Conditions,
+    ConditionsEndedError,
+    find_blocker,
+    parse_conditions,
+)
+from edgefl.core.errors import ConfigError, StoreError
+from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_json
+from edgefl.device.conditions.budgets import BudgetUsage, Clocks
+from edgefl.device.conditions.facts import FactReader, read_boot_id
+from edgefl.device.hardware.board_reader import BoardReader, read_text
+from edgefl.system.atomic_files import write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
+
+CONDITIONS_FILE, PAUSE_FILE = "conditions.toml", "pause.json"
+CHECK_INTERVAL_S = 0.5
+"""Interval of checks while it works."""
+HOLD_S = 30.0
+"""How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
+_FLICKERING = frozenset({"power", "heat", "load", "network"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """A pause that a person has asked for; without an end it lasts until `edgefl device resume`.
+
+    `until_boot_s` counts since the boot `boot_id`, and holds in that boot, whatever the clock says.
+    """
+
+    until_s: float | None = None
+    until_boot_s: float | None = None
+    boot_id: str = ""
+
+
+class ConditionGate:
+    """Gate of one board. Thread-safe.
+
+    Args:
+        folder: state directory of the board.
+        board: reads the board's files and programs.
+        clocks: of the board.
+        is_agent: whether it trains here; to any other process its work is that of another.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        board: BoardReader | None = None,
+        clocks: Clocks | None = None,
+        is_agent: bool = True,
+    ) -> None:
+        board, self._is_agent = board or BoardReader(), is_agent
+        self._folder, self._facts = folder, FactReader(board)
+        self._clocks = clocks or Clocks(boot_id=read_boot_id(board.root))
+        self._lock = threading.RLock()
+        self._stamps: dict[str, tuple[int, int] | None] = {}
+        self._conditions = self._run_conditions = NO_CONDITIONS
+        self._pause: Pause | None = None
+        self._fault = ""
+        self._usage: BudgetUsage | None = None
+        self._held: tuple[float, Blocker] | None = None
+        self._checked_s = -CHECK_INTERVAL_S
+        self._blocker: Blocker | None = None
+        self._is_working = False
+        self._work: tuple[float, float, float | None] | None = None
+
+    @property
+    def conditions(self) -> Conditions:
+        """Returns the conditions of the owner's file, as last read."""
+        return self._conditions
+
+    def check(self) -> Blocker | None:
+        """Returns why this board may not train now, and charges what its work has used; None where it may."""
+        with self._lock:
+            self._reload()
+            self._charge_work()
+            self._blocker = self._find_blocker()
+            self._checked_s = self._clocks.boot_time()
+            return self._blocker
+
+    def check_often(self) -> Blocker | None:
+        """Returns as `check`, which it calls every half a second at most; for use at every iteration."""
+        if self._clocks.boot_time() - self._checked_s >= CHECK_INTERVAL_S:
+            return self.check()
+        return self._blocker
+
+    def require(self) -> None:
+        """Checks often.
+
+        Raises:
+            ConditionsEndedError: this board may not train now.
+        """
+        blocker = self.check_often()
+        if blocker is not None:
+            raise ConditionsEndedError(blocker)
+
+    @contextmanager
+    def work(self, run_conditions: Conditions = NO_CONDITIONS) -> Iterator[None]:
+        """Charges what the block uses, and adds the run's conditions to the owner's in it."""
+        with self._lock:
+            self._reload()
+            self._run_conditions, self._is_working = run_conditions, True
+            self._begin_measuring()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._charge_work()
+                self._run_conditions, self._is_working, self._work = NO_CONDITIONS, False, None
+                if self._usage is not None:
+                    self._try(lambda usage: usage.settle(self._conditions))
+
+    def charge_traffic(self, num_bytes: int) -> None:
+        """Charges a transfer before it begins.
+
+        Raises:
+            ConditionsEndedError: it does not fit into a budget.
+        """
+        with self._lock:
+            if "traffic" not in {kind for limits in self._conditions.budgets.values() for kind in limits}:
+                return
+            blocker = self._find_used_budget({"traffic": float(num_bytes)})
+            if blocker is None:
+                self._charge({"traffic": float(num_bytes)})
+                blocker = self._make_fault_blocker()
+            if blocker is not None:
+                raise ConditionsEndedError(blocker)
+
+    def observe_skew(self, skew_s: float) -> None:
+        """Sets the time of budgets forward where the coordinator's clock, which has just been read, agrees."""
+        with self._lock:
+            if self._usage is not None:
+                self._usage.set_forward(skew_s)
+
+    def describe_budgets(self) -> dict[str, str]:
+        """Returns used and limit of every budget, for people."""
+        with self._lock:
+            self._reload()
+            return self._get_usage().describe(self._conditions) if self._conditions.budgets else {}
+
+    def list_unknown(self, conditions: Conditions) -> list[str]:
+        """Returns the conditions that could never hold, as this board does not know what they ask."""
+        facts = self._facts.read(conditions)
+        missing = []
+        if conditions.max_temperature_c is not None and facts.temperature_c is None:
+            missing.append("max_temperature_c: it has no temperature sensor")
+        if any("energy" in limits for limits in conditions.budgets.values()) and self._facts.read_power_w() is None:
+            missing.append("energy_j: it has no power sensor")
+        return missing
+
+    def _find_blocker(self) -> Blocker | None:
+        now_s = self._clocks.wall()
+        blocker = self._find_pause(now_s) or self._make_fault_blocker()
+        if blocker is None and self._conditions.budgets:
+            blocker = self._find_used_budget()
+        for conditions in (self._conditions, self._run_conditions):
+            if blocker is None and conditions != NO_CONDITIONS:
+                facts = self._facts.read(conditions)
+                facts = facts if self._is_agent else replace(facts, other_load=0.0)
+                blocker = find_blocker(conditions, facts, now_s)
+        return self._hold(blocker)
+
+    def _find_used_budget(self, needed: Mapping[str, float] | None = None) -> Blocker | None:
+        found: list[Blocker | None] = []
+        self._try(lambda usage: found.append(usage.find_blocker(self._conditions, needed=needed)))
+        return found[0] if found else self._make_fault_blocker()
+
+    def _hold(self, blocker: Blocker | None) -> Blocker | None:
+        boot_s = self._clocks.boot_time()
+        if blocker is not None and blocker.kind in _FLICKERING:
+            self._held = boot_s, blocker
+        elif blocker is None and self._held is not None:
+            since_s, held = self._held
+            if boot_s - since_s < HOLD_S:
+                return held
+            self._held = None
+        return blocker
+
+    def _find_pause(self, now_s: float) -> Blocker | None:
+        pause = self._pause
+        if pause is None:
+            return None
+        is_same_boot = pause.boot_id == self._clocks.boot_id and pause.until_boot_s is not None
+        end, present_s = (pause.until_boot_s, self._clocks.boot_time()) if is_same_boot else (pause.until_s, now_s)
+        if end is not None and present_s >= end:
+            return None
+        return Blocker(
+            kind="pause", reason="paused on the board", free_at_s=None if end is None else now_s + end - present_s
+        )
+
+    def _make_fault_blocker(self) -> Blocker | None:
+        return Blocker(kind="file", reason=self._fault) if self._fault else None
+
+    def _reload(self) -> None:
+        """Reads the files that have changed; a damaged one lets nothing be trained."""
+        if self._has_changed(PAUSE_FILE):
+            self._pause = _read_pause(self._folder / PAUSE_FILE)
+        if not self._has_changed(CONDITIONS_FILE):
+            return
+        self._fault, self._held = "", None
+        try:
+            self._conditions = load_conditions(self._folder)
+        except ConfigError as error:
+            self._fault = f"{CONDITIONS_FILE}: {error}"
+            log.warning("%s; it trains nothing until that is mended", self._fault)
+        if self._work is None:
+            self._begin_measuring()
+
+    def _has_changed(self, name: str) -> bool:
+        try:
+            status = (self._folder / name).stat()
+            stamp = (status.st_mtime_ns, status.st_ino)
+        except OSError:
+            stamp = None
+        has_changed = self._stamps.get(name) != stamp
+        self._stamps[name] = stamp
+        return has_changed
+
+    def _get_usage(self) -> BudgetUsage:
+        if self._usage is None:
+            self._usage = BudgetUsage(self._folder, self._clocks)
+        return self._usage
+
+    def _begin_measuring(self) -> None:
+        """Charges the first step of a work ahead, where there are budgets."""
+        if self._is_working and self._conditions.budgets:
+            self._work = self._measure()
+            self._charge({"processor": 0.0, "energy": 0.0})
+
+    def _measure(self) -> tuple[float, float, float | None]:
+        return self._clocks.boot_time(), self._facts.read_processor_s(), self._facts.read_power_w()
+
+    def _charge_work(self) -> None:
+        """Charges what the work has used since the last time."""
+        if self._work is None:
+            return
+        (since_s, former_s, former_w), self._work = self._work, self._measure()
+        now_s, processor_s, power_w = self._work
+        powers = [power for power in (former_w, power_w) if power is not None]
+        energy_j = max(powers, default=0.0) * (now_s - since_s)
+        self._charge({"processor": max(0.0, processor_s - former_s), "energy": energy_j})
+
+    def _charge(self, used: Mapping[str, float]) -> None:
+        self._try(lambda usage: usage.charge(self._conditions, used))
+
+    def _try(self, change: Callable[[BudgetUsage], None]) -> None:
+        try:
+            change(self._get_usage())
+        except StoreError as error:
+            self._fault = f"its budgets cannot be kept: {error}"[:200]
+            log.warning("%s; it trains nothing until then", self._fault)
+        else:
+            self._fault = "" if self._fault.startswith("its budgets") else self._fault
+
+
+def load_conditions(folder: Path) -> Conditions:
+    """Returns the conditions of a state directory; none where it has no file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = folder / CONDITIONS_FILE
+    try:
+        with path.open("rb") as file:
+            return parse_conditions(file.read(MAX_TOML_CHARS + 1))
+    except FileNotFoundError:
+        return NO_CONDITIONS
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def save_conditions(folder: Path, text: bytes | None) -> None:
+    """Saves the owner's file, which was parsed before; None removes it."""
+    if text is None:
+        (folder / CONDITIONS_FILE).unlink(missing_ok=True)
+    else:
+        write_atomic(folder / CONDITIONS_FILE, text)
+
+
+def save_pause(folder: Path, seconds: float | None, clocks: Clocks) -> None:
+    """Saves that this board trains nothing for so long; None is until `clear_pause`."""
+    pause = Pause(boot_id=clocks.boot_id)
+    if seconds is not None:
+        pause = replace(pause, until_s=clocks.wall() + seconds, until_boot_s=clocks.boot_time() + seconds)
+    value = {"v": 1, "until_s": pause.until_s, "until_boot_s": pause.until_boot_s, "boot_id": pause.boot_id}
+    write_atomic(folder / PAUSE_FILE, json.dumps(value).encode())
+
+
+def clear_pause(folder: Path) -> bool:
+    """Ends a pause; returns whether there was one."""
+    was_paused = (folder / PAUSE_FILE).exists()
+    (folder / PAUSE_FILE).unlink(missing_ok=True)
+    return was_paused
+
+
+def _read_pause(path: Path) -> Pause | None:
+    """Returns the pause in a file; a damaged one has no end."""
+    text = read_text(path)
+    if text is None:
+        return Pause() if path.exists() else None
+    try:
+        value: dict[str, Any] = parse_json(text)
+        ends = [None if value[name] is None else float(value[name]) for name in ("until_s", "until_boot_s")]
+        return Pause(until_s=ends[0], until_boot_s=ends[1], boot_id=str(value["boot_id"]))
+    except (ValueError, TypeError, KeyError):
+        log.warning("%s is damaged: it is paused until `edgefl device resume`", path)
+        return Pause()

@@ -1,0 +1,187 @@
+"""The decision whether a board may train, with a board's files and clocks that a test sets."""
+
+import pytest
+from board_trees import plant, zones
+
+from edgefl.core.conditions import Conditions, ConditionsEndedError
+from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.gate import HOLD_S, ConditionGate, clear_pause, save_conditions, save_pause
+from edgefl.device.hardware.board_reader import BoardReader
+
+MIDNIGHT_S = 1_780_012_800.0 // 86_400 * 86_400
+NIGHT = b'[conditions]\nzone = "UTC"\nhours = ["22:00-06:00"]\n'
+
+
+class Board:
+    def __init__(self, root):
+        self.root, self.folder = root / "board", root / "state"
+        self.folder.mkdir()
+        self.wall_s, self.up_s, self.boot_id = MIDNIGHT_S, 100.0, "first"
+        self.start()
+
+    @property
+    def clocks(self):
+        return Clocks(boot_id=self.boot_id, wall=lambda: self.wall_s, boot_time=lambda: self.up_s)
+
+    def start(self):
+        self.gate = ConditionGate(
+            self.folder, board=BoardReader(self.root, clock=lambda: self.up_s), clocks=self.clocks
+        )
+
+    def wait(self, seconds):
+        self.wall_s, self.up_s = self.wall_s + seconds, self.up_s + seconds
+
+    def get_reason(self):
+        blocker = self.gate.check()
+        return "" if blocker is None else blocker.reason
+
+
+@pytest.fixture
+def board(tmp_path):
+    return Board(tmp_path)
+
+
+def test_a_board_without_files_may_always_train_and_writes_nothing(board):
+    with board.gate.work():
+        assert board.gate.check() is None
+        board.gate.require()
+        board.gate.charge_traffic(10**12)
+    assert list(board.folder.iterdir()) == []
+
+
+def test_hours_are_read_anew_while_the_agent_runs(board):
+    assert board.get_reason() == ""
+    save_conditions(board.folder, NIGHT)
+    board.wait(6 * 3600 - 1)
+    assert board.get_reason() == ""
+    board.wait(1)
+    blocker = board.gate.check()
+    assert (blocker.reason, blocker.free_at_s) == ("outside its hours", MIDNIGHT_S + 22 * 3600)
+    save_conditions(board.folder, None)
+    assert board.get_reason() == ""
+
+
+def test_a_damaged_file_lets_nothing_be_trained_and_says_so(board):
+    (board.folder / "conditions.toml").write_text("[conditions]\nmin_batery = 1\n")
+    assert "did you mean conditions.min_battery?" in board.get_reason()
+    save_conditions(board.folder, b"[conditions]\n")
+    assert board.get_reason() == ""
+
+
+def test_work_under_way_is_ended_within_half_a_second_of_the_end(board):
+    save_conditions(board.folder, NIGHT)
+    board.wait(6 * 3600 - 0.4)
+    with board.gate.work():
+        board.gate.require()
+        board.wait(0.5)
+        with pytest.raises(ConditionsEndedError) as ended:
+            board.gate.require()
+    assert ended.value.blocker.kind == "hours"
+
+
+def test_the_runs_conditions_hold_in_its_work_beside_the_owners(board):
+    run = Conditions(zone="UTC", hours=("01:00-02:00",))
+    assert board.gate.check() is None
+    with board.gate.work(run):
+        assert board.get_reason() == "outside its hours"
+        board.wait(3600)
+        assert board.get_reason() == ""
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\nhours = ["03:00-04:00"]\n')
+    with board.gate.work(run):
+        assert board.get_reason() == "outside its hours"
+
+
+def test_a_pause_holds_over_restarts_and_clock_jumps_and_ends_in_time(board):
+    save_pause(board.folder, 7200.0, board.clocks)
+    assert board.gate.check().free_at_s == MIDNIGHT_S + 7200
+    board.wall_s += 86_400
+    board.start()
+    assert board.get_reason() == "paused on the board"
+    board.wait(7199)
+    assert board.get_reason() == "paused on the board"
+    board.wait(1)
+    assert board.get_reason() == ""
+
+
+def test_after_a_reboot_the_clock_ends_a_pause(board):
+    save_pause(board.folder, 7200.0, board.clocks)
+    board.boot_id, board.up_s = "second", 1e6
+    board.start()
+    assert board.get_reason() == "paused on the board"
+    board.wall_s += 7200
+    assert board.get_reason() == ""
+
+
+def test_a_pause_without_an_end_and_a_damaged_one_last_until_it_is_resumed(board):
+    save_pause(board.folder, None, board.clocks)
+    board.wait(1e8)
+    assert board.get_reason() == "paused on the board"
+    for content in ("", "{", '{"until_s": "x"}'):
+        (board.folder / "pause.json").write_text(content)
+        assert board.get_reason() == "paused on the board"
+    assert clear_pause(board.folder)
+    assert board.get_reason() == ""
+    assert not clear_pause(board.folder)
+
+
+def test_heat_that_flickers_blocks_until_it_is_cool_for_a_while(board):
+    save_conditions(board.folder, b"[conditions]\nmax_temperature_c = 60\n")
+    plant(board.root, zones({"cpu-thermal": 61.0}))
+    assert board.get_reason() == "it is at 61 °C, it trains up to 60 °C"
+    plant(board.root, zones({"cpu-thermal": 59.0}))
+    board.wait(HOLD_S - 1)
+    assert board.get_reason() != ""
+    board.wait(1)
+    assert board.get_reason() == ""
+
+
+def test_a_transfer_that_does_not_fit_into_the_budget_does_not_begin(board):
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n[conditions.day]\ntraffic_mb = 2\n')
+    assert board.get_reason() == ""
+    board.gate.charge_traffic(1_400_000)
+    with pytest.raises(ConditionsEndedError, match="its 2 MB of this day are used up"):
+        board.gate.charge_traffic(600_001)
+    board.gate.charge_traffic(400_000)
+    board.start()
+    assert "used up" in board.get_reason()
+    board.wait(86_400)
+    assert board.get_reason() == ""
+
+
+def test_processor_seconds_of_a_work_are_charged_and_end_it(board):
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n[conditions.day]\nprocessor_s = 60\n')
+    ticks = 0
+
+    def use(seconds):
+        nonlocal ticks
+        ticks += int(100 * seconds)
+        plant(board.root, {"proc/self/stat": f"7 (edgefl) S 0 0 0 0 0 0 0 0 0 0 {ticks} 0 0 0 20"})
+        board.wait(seconds)
+
+    use(30.0)  # before the work: not its own
+    used = 0.0
+    with board.gate.work():
+        while board.gate.check() is None:
+            use(2.0)
+            used += 2.0
+    assert 50 <= used <= 60
+    assert board.gate.describe_budgets() == {"processor a day": f"{used:g} of 60 processor seconds"}
+
+
+def test_energy_that_is_not_known_is_said_before_a_budget_of_it_is_taken(board):
+    conditions = Conditions(max_temperature_c=60.0)
+    assert board.gate.list_unknown(conditions) == ["max_temperature_c: it has no temperature sensor"]
+    plant(board.root, zones({"cpu-thermal": 59.0}))
+    board.wait(100)
+    assert board.gate.list_unknown(conditions) == []
+
+
+def test_a_ledger_that_cannot_be_written_lets_nothing_be_trained(board, full_card):
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n[conditions.day]\nprocessor_s = 60\n')
+    with full_card():
+        with board.gate.work():
+            pass
+        assert "its budgets cannot be kept" in board.get_reason()
+    with board.gate.work():
+        pass
+    assert board.get_reason() == ""

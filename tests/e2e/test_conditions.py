@@ -1,0 +1,76 @@
+"""Boards that train only when they may, in a live fleet: a pause, hours, a kill; their work goes to others."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from edgefl.core.config import parse_run
+from edgefl.simulation.local_fleet import LocalFleet
+
+pytestmark = pytest.mark.extended
+PAUSED = "device-01"
+
+
+def make_fleet(tools: Any, root: Path) -> AbstractContextManager[LocalFleet]:
+    return tools.fleet(root, tools.devices(2, "digits", tools.gated))
+
+
+def get_blocked(fleet: LocalFleet, name: str = PAUSED) -> str | None:
+    rows = fleet.make_client().get("/edgefl/v1/devices")["rows"]
+    return next(row["blocked"] for row in rows if row["device_id"] == name)
+
+
+@pytest.mark.parametrize("is_confined", [False, True])
+def test_a_paused_board_hands_its_work_back_and_trains_nothing_even_if_killed_until_it_is_resumed(
+    fleet: LocalFleet, tools: Any, is_confined: bool
+) -> None:
+    state = ("--state", fleet.root / PAUSED)
+    confined = tools.gated_run(pace_s=0.05, rounds=10_000, min=1, iterations=20)
+    long = {"task": "digits", "rounds": 10_000, "evaluate_on": "none"}
+    built_in = parse_run({"run": long, "strategy": {"iterations": 1000}, "devices": {"min": 1}})
+    run_id = fleet.submit(confined if is_confined else built_in)
+    tools.eventually(lambda: tools.used(fleet, run_id, PAUSED), what="it trains")
+    assert tools.typed("device", "pause", "1h", *state).code == 0
+    assert "paused on the board" in tools.typed("device", "status", *state).out
+    tools.eventually(lambda: (get_blocked(fleet) or "").startswith("paused on the board, free at"))
+    tools.eventually(lambda: not fleet.make_client().get(f"/edgefl/v1/devices/{PAUSED}").get("run"), what="it ends")
+    tools.wait_rounds(fleet, run_id, tools.run(fleet, run_id)["rounds"] + 2)
+    num_used = len(tools.used(fleet, run_id, PAUSED))
+    fleet.kill(PAUSED)
+    fleet.start_device(PAUSED)
+    fleet.wait_for_devices(2)
+    tools.wait_rounds(fleet, run_id, tools.run(fleet, run_id)["rounds"] + 3)
+    assert (get_blocked(fleet) or "").startswith("paused on the board")
+    assert len(tools.used(fleet, run_id, PAUSED)) == num_used
+    assert tools.typed("device", "resume", *state).out == f"{PAUSED} trains again\n"
+    tools.eventually(lambda: len(tools.used(fleet, run_id, PAUSED)) > num_used, what="it trains again")
+    outcomes = {row["outcome"] for row in fleet.list_history("updates", run=run_id, device=PAUSED)}
+    assert outcomes <= {"used", "lost", "pending", None}
+    assert get_blocked(fleet) is None
+    tools.stop(fleet, run_id)
+
+
+def test_a_board_outside_its_hours_is_not_chosen_and_a_dry_run_says_when_it_is_free(
+    fleet: LocalFleet, tools: Any, tmp_path: Path
+) -> None:
+    state, file, plan = ("--state", fleet.root / PAUSED), tmp_path / "night.toml", tmp_path / "run.toml"
+    later = datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=3)
+    file.write_text(f'[conditions]\nzone = "UTC"\nhours = ["{later:%H}:00-{later:%H}:59"]\n')
+    plan.write_text('[run]\ntask = "digits"\nrounds = 2\nevaluate_on = "none"\n[devices]\nmin = 1\n')
+    assert "may not" in tools.typed("device", "set", "--conditions", file, *state).out
+    free = f"outside its hours, free at {later:%Y-%m-%d %H}:00 UTC"
+    tools.eventually(lambda: get_blocked(fleet) == free)
+    ended = tools.as_operator(fleet, "run", "submit", plan, "--dry-run", "--format", "json")
+    row = next(row for row in ended.rows if row["device_id"] == PAUSED)
+    assert (row["takes_part"], row["reason"]) == (False, f"it may not train now: {free}")
+    run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 2, "evaluate_on": "none"}}))
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    assert {row["device_id"] for row in fleet.list_history("updates", run=run_id)} == {"device-02"}
+    assert tools.typed("device", "set", "--conditions", "none", *state).code == 0
+    tools.eventually(lambda: get_blocked(fleet) is None)
