@@ -46,6 +46,13 @@ MARKER_TEXT = "made by edgefl demo\n"
 FORMAT_VERSION = 1
 
 
+test_option = click.option(
+    "--test",
+    type=click.Path(path_type=Path),
+    help="Test data for a task of your own, or one like table, in place of a part of the data: a path that it reads.",
+)
+
+
 @click.command("simulate")
 @click.argument("file", required=False, type=click.Path(path_type=Path))
 @click.option("--devices", type=click.IntRange(1, 1_000_000), help="How many devices [default: the run file's].")
@@ -77,6 +84,7 @@ FORMAT_VERSION = 1
 @click.option(
     "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
 )
+@test_option
 @click.option("--seed", type=click.IntRange(min=0), help="In place of the run file's.")
 @click.option("--faults", type=click.Path(path_type=Path), help="A fault script.")
 @click.option(
@@ -103,6 +111,7 @@ def simulate(  # noqa: PLR0913 one per option
     data: Path | None,
     shards: tuple[Path, ...],
     scheme: str | None,
+    test: Path | None,
     seed: int | None,
     faults: Path | None,
     workers: int | None,
@@ -122,11 +131,9 @@ def simulate(  # noqa: PLR0913 one per option
     from edgefl.simulation.simulated_run import make_reference, read_scales  # noqa: PLC0415 likewise
     from edgefl.simulation.simulated_run import simulate as run_simulation  # noqa: PLC0415 likewise
 
-    config = _apply_options(load_run(file), seed, faults, workers, accelerator)
-    if shards and (devices is not None or data is not None or scheme is not None):
-        raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
-    if reference and (shards or bookkeeping_only):
-        raise UsageError("--reference trains on a data set that is cut; it goes without --shards, --bookkeeping-only")
+    config = _apply_options(load_run(file), test, seed, faults, workers, accelerator)
+    is_cut = devices is not None or data is not None or scheme is not None
+    _check_options(shards, is_cut=is_cut, has_test=test is not None, reference=reference, trains=not bookkeeping_only)
     with _silence_recorder(), RunProgressBar() as progress:
         result = run_simulation(
             config,
@@ -161,6 +168,15 @@ def simulate(  # noqa: PLR0913 one per option
                 on_change=progress.update,
             )
         click.echo(_format_reference(result, alone), err=fmt != "table")
+
+
+def _check_options(shards: Sequence[Path], *, is_cut: bool, has_test: bool, reference: bool, trains: bool) -> None:
+    if shards and is_cut:
+        raise UsageError("--shards says who has what; --devices, --data and --scheme are for a data set that is cut")
+    if has_test and not trains:
+        raise UsageError("--test is what models are evaluated on; --bookkeeping-only has none")
+    if reference and (shards or not trains):
+        raise UsageError("--reference trains on a data set that is cut; it goes without --shards, --bookkeeping-only")
 
 
 def _format_reference(result: RunResult, alone: RunResult) -> str:
@@ -213,12 +229,18 @@ def _silence_recorder() -> Iterator[None]:
 
 
 def _apply_options(
-    config: RunConfig, seed: int | None, faults: Path | None, workers: int | None, accelerator: str | None
+    config: RunConfig,
+    test: Path | None,
+    seed: int | None,
+    faults: Path | None,
+    workers: int | None,
+    accelerator: str | None,
 ) -> RunConfig:
     """Returns the run file with the command-line options applied."""
     section = config.simulation
     simulation = replace(
         section,
+        test=section.test if test is None else str(test),
         faults=section.faults if faults is None else str(faults.absolute()),
         workers=section.workers if workers is None else workers,
         accelerator=section.accelerator if accelerator is None else accelerator,
@@ -296,6 +318,7 @@ run_file_option = click.option(
 @click.option(
     "--scheme", help="How the data is cut [default: digits dirichlet:0.5, motionsense natural, others iid]."
 )
+@test_option
 @make_broker_option("--broker")
 @click.option(
     "--out",
@@ -317,6 +340,7 @@ def demo(  # noqa: PLR0913 one per option
     rounds: int | None,
     seed: int | None,
     scheme: str | None,
+    test: Path | None,
     broker: str,
     out: Path,
     run_file: Path | None,
@@ -334,10 +358,13 @@ def demo(  # noqa: PLR0913 one per option
     task, options, seed = config.run.task, config.task, config.run.seed
     check_run(config)
     scheme = scheme or default_scheme(task)
-    plan_shards(task, scheme, devices, data, seed, options=options)  # errors come before an earlier demo is replaced
+    # Errors come before an earlier demo is replaced.
+    plan_shards(task, scheme, devices, data, seed, options=options, test=test)
     _clear_folder(out)
     click.echo(f"cutting {task} into {devices} shards ({scheme}, seed {seed})")
-    specs, test_shards = partition_devices(task, scheme, devices, out / "shards", data, seed, options=options)
+    specs, test_shards = partition_devices(
+        task, scheme, devices, out / "shards", data, seed, options=options, test=test
+    )
     click.echo(f"starting a coordinator and {devices} devices; their logs are in {out}")
     with LocalFleet(root=out.resolve(), devices=specs, test_shards=test_shards, broker=broker) as fleet:
         run_id = fleet.submit(config)
@@ -436,6 +463,7 @@ def data() -> None:
     help="Folder of the data set, or the path that a task of your own reads; otherwise the folder of the task's name "
     "in $EDGEFL_DATA.",
 )
+@test_option
 @click.option("--seed", type=int, default=7, show_default=True, help="The same seed cuts the same shards.")
 @run_file_option
 @allow_module_option
@@ -447,6 +475,7 @@ def shard(  # noqa: PLR0913 one per option
     devices: int,
     out: Path,
     data: Path | None,
+    test: Path | None,
     seed: int,
     run_file: Path | None,
     format_: str,
@@ -456,7 +485,8 @@ def shard(  # noqa: PLR0913 one per option
     from edgefl.tasks.datasets.shards import read_metadata  # noqa: PLC0415 NumPy only where it is used
 
     task, options = _read_task(run_file, task)
-    paths = [*create_shards(task, scheme, devices, out, data, seed, options=options), out / TEST_NAME]
+    paths = create_shards(task, scheme, devices, out, data, seed, options=options, test=test)
+    paths.append(out / TEST_NAME)
     cards = [(path, read_metadata(path)) for path in paths]
     if format_ == "json":
         click.echo(

@@ -382,6 +382,7 @@ class SimulationSection:
         profile_file: more profiles, as `edgefl device probe --profile` writes them.
         scheme: how the data is cut; None for the task's own way.
         data: folder of the data set.
+        test: path of test data that a task of one's own, or a configured one, reads, in place of a part of `data`.
         iteration_s: seconds of an iteration of this task on the reference machine, where no profile says it.
         jitter: standard deviation of the logarithm of a device's speed from one iteration to the next.
         server_up_bytes_per_s, server_down_bytes_per_s: what the coordinator's own link carries, shared by all; None
@@ -399,6 +400,7 @@ class SimulationSection:
     profile_file: str | None = None
     scheme: str | None = None
     data: str | None = None
+    test: str | None = None
     iteration_s: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
     jitter: float = field(default=0.05, metadata={"at_least": 0, "at_most": 2})
     server_up_bytes_per_s: float | None = field(default=None, metadata={"at_least": 1})

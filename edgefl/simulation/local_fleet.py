@@ -383,9 +383,10 @@ def partition_devices(  # noqa: PLR0913 those of `create_shards`
     seed: int,
     *,
     options: Mapping[str, Scalar] | None = None,
+    test: Path | None = None,
 ) -> tuple[tuple[LocalDeviceSpec, ...], dict[str, str]]:
     """Cuts a central data set; returns a device for each shard, and the test shards; raises as `create_shards`."""
-    paths = create_shards(task, scheme, num_devices, out, data, seed, options=options)
+    paths = create_shards(task, scheme, num_devices, out, data, seed, options=options, test=test)
     devices = tuple(LocalDeviceSpec(name=path.stem, shards={task: str(path.resolve())}) for path in paths)
     return devices, {task: str((out / TEST_NAME).resolve())}
 

@@ -264,8 +264,9 @@ def _use_relay_transport(section: StrategySection) -> StrategySection:
 def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) -> FleetData:
     section, run = config.simulation, config.run
     task = make_run_task(config)  # first: a class that is not there is worth more than absent data
+    test = None if section.test is None else Path(section.test)
     if devices is not None and not isinstance(devices, int):
-        return read_shards(task, devices, test_fraction=run.local_test_fraction)
+        return read_shards(task, devices, test_fraction=run.local_test_fraction, test=test)
     return partition_in_memory(
         run.task,
         section.scheme or default_scheme(run.task),
@@ -274,6 +275,7 @@ def _load_data(config: RunConfig, devices: int | Sequence[str | Path] | None) ->
         seed=run.seed,
         test_fraction=run.local_test_fraction,
         options=config.task,
+        test=test,
     )
 
 

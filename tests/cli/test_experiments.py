@@ -245,6 +245,40 @@ def test_a_run_file_says_how_the_rows_of_a_table_are_cut(run, table_file, tmp_pa
     assert run("simulate", table_file, "--shards", out, "--dir", tmp_path / "d").code == 0
 
 
+def test_models_are_evaluated_on_the_test_data_that_is_given(run, refused, table_file, tmp_path):
+    rows, one, same = (tmp_path / name for name in ("rows.csv", "one.csv", "same.csv"))
+    one.write_text("a,b,c\n4,4,x\n")
+    same.write_text("a,b,c\n4,4,y\n")
+    table_file.write_text(TABLE + "[simulation]\nworkers = 0\n")
+    words = ("--devices", 2, "--dir", tmp_path / "d", "--format", "json")
+    of_data = [run("simulate", table_file, "--data", rows, "--test", path, *words).rows for path in (one, same)]
+    assert {(a["accuracy"], b["accuracy"]) for a, b in zip(*of_data, strict=True)} <= {(0.0, 1.0), (1.0, 0.0)}
+    out = tmp_path / "shards"
+    cut = ("--run-file", table_file, "--data", rows, "--devices", 2, "--test", one, "--out", out, "--format", "json")
+    counts = {
+        row["shard"]: sum(row["counts"].values())
+        for row in json.loads(run("data", "shard", "table", *cut).out)["shards"]
+    }
+    assert (counts.pop("test"), sum(counts.values())) == (1, 60), "nothing of the data is kept back"
+    of_shards = [
+        run("simulate", table_file, "--shards", out, "--test", path, *words[2:]).rows for path in (one, same)
+    ]
+    assert all({a["accuracy"], b["accuracy"]} == {0.0, 1.0} for a, b in zip(*of_shards, strict=True))
+    table_file.write_text(TABLE + f'[simulation]\nworkers = 0\ntest = "{one}"\n')
+    again = run("simulate", table_file, "--data", rows, *words).rows
+    assert [row["accuracy"] for row in again] == [row["accuracy"] for row in of_data[0]]
+
+
+def test_test_data_that_cannot_be_used_is_one_line(refused, file, table_file, tmp_path):
+    data = ["--data", tmp_path / "rows.csv", "--dir", tmp_path / "d"]
+    (tmp_path / "other.csv").write_text("a,c\n1,x\n")
+    refused(["simulate", table_file, "--test", tmp_path / "no.csv", *data], 4, "must be a CSV or Parquet file")
+    refused(["simulate", table_file, "--test", tmp_path / "other.csv", *data], 4, "has no column 'b'")
+    refused(["simulate", table_file, "--test", "a.csv", "--bookkeeping-only"], 2, "--bookkeeping-only has none")
+    for words in (["simulate", file], ["demo"], ["data", "shard", "digits", "--out", tmp_path / "s"]):
+        refused([*words, "--test", "a.csv"], 3, "task 'digits' has test data of its own, got a.csv; leave it out")
+
+
 def test_a_kept_autoencoder_is_measured_against_its_own_input(run, table_file, tmp_path):
     lines = TABLE.replace('target = "c"\nlabels = ["x", "y"]', 'loss = "reconstruction:mae"\nscales = 30')
     table_file.write_text(lines + "[simulation]\nworkers = 0\n")

@@ -12,7 +12,7 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
-from edgefl.tasks.datasets.central import load_central_data, read_own_data
+from edgefl.tasks.datasets.central import load_central_data, read_own_data, read_test_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
 from edgefl.tasks.datasets.shards import (
     compute_root_fraction,
@@ -47,7 +47,7 @@ class FleetData:
     test: Dataset | None = None
 
 
-def partition_in_memory(  # noqa: PLR0913 the last four by name
+def partition_in_memory(  # noqa: PLR0913 the last five by name
     task: str,
     scheme: str,
     num_devices: int,
@@ -56,15 +56,16 @@ def partition_in_memory(  # noqa: PLR0913 the last four by name
     seed: int,
     test_fraction: float,
     options: Mapping[str, Scalar] | None = None,
+    test: Path | None = None,
 ) -> FleetData:
-    """Returns the very shards that `create_shards` writes into files; `options` are those of the task.
+    """Returns the very shards that `create_shards` writes into files; `options` and `test` are as there.
 
     Raises:
         ConfigError: the scheme is unknown or cannot serve that many devices.
         DataError: the data set is missing or damaged.
         TaskError: the task has no central data set.
     """
-    parsed, central = parse_scheme(scheme), load_central_data(task, data, options)
+    parsed, central = parse_scheme(scheme), load_central_data(task, data, options, test)
     rng = derive_rng(seed, "shards", task, scheme)
     partition = partition_rows(
         parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups
@@ -93,8 +94,10 @@ def reserve_root(data: FleetData, num_examples: int) -> FleetData:
     )
 
 
-def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float) -> FleetData:
-    """Returns existing shards of files or folders; the coordinator has no data of its own then.
+def read_shards(
+    task: Task, paths: Sequence[str | Path], *, test_fraction: float, test: Path | None = None
+) -> FleetData:
+    """Returns existing shards of files or folders; the coordinator has no data of its own then but `test`.
 
     Raises:
         DataError: one of them cannot be used.
@@ -108,7 +111,11 @@ def read_shards(task: Task, paths: Sequence[str | Path], *, test_fraction: float
     offsets = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
     blocks = [_read_card_blocks(Path(path)) for path in paths]
-    return FleetData(pool=pool, shards=_split_shards(pool, rows, blocks, test_fraction))
+    return FleetData(
+        pool=pool,
+        shards=_split_shards(pool, rows, blocks, test_fraction),
+        test=None if test is None else read_test_data(task, test, pool),
+    )
 
 
 def _read_card_blocks(path: Path) -> Mapping[int, tuple[int, int]]:

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from edgefl.core.errors import DataError, EdgeflError, MissingPackageError, TaskError, format_install_command
+from edgefl.core.errors import (
+    ConfigError,
+    DataError,
+    EdgeflError,
+    MissingPackageError,
+    TaskError,
+    format_install_command,
+)
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
@@ -48,7 +55,10 @@ class CentralData:
 
 
 def load_central_data(
-    task: str, folder: Path | None = None, options: Mapping[str, Scalar] | None = None
+    task: str,
+    folder: Path | None = None,
+    options: Mapping[str, Scalar] | None = None,
+    test: Path | None = None,
 ) -> CentralData:
     """Returns the data set of a built-in task, or what a task of one's own reads.
 
@@ -57,8 +67,10 @@ def load_central_data(
         folder: of the files; None means the folder of the task's name in `$EDGEFL_DATA`. A task of one's own needs
             it: the path that its `read` takes.
         options: of the task.
+        test: path of the test data of a task of one's own, or of a configured one; None for a part of the data.
 
     Raises:
+        ConfigError: there is test data for a task that has its own.
         DataError: the files are not there or not the right ones.
         TaskError: there is no such task, or it has no central data set and no folder is given.
     """
@@ -70,6 +82,8 @@ def load_central_data(
         "motionsense": lambda: _load_motionsense(find_data_folder(task, folder)),
         "noop": _make_noop,
     }
+    if task in readers and test is not None:
+        raise ConfigError(f"task {task!r} has test data of its own, got {test}; leave it out")
     if task in readers:
         return readers[task]()
     if folder is None:
@@ -78,7 +92,7 @@ def load_central_data(
             "reads (--data PATH), or bring shards: edgefl simulate FILE --shards DIR, with one file or folder per "
             "device in DIR"
         )
-    return _split_own_data(make_task(task, options), folder)
+    return _read_own_data(make_task(task, options), folder, test)
 
 
 def read_own_data(task: Task, path: Path) -> Dataset:
@@ -99,8 +113,30 @@ def read_own_data(task: Task, path: Path) -> Dataset:
         ) from error
 
 
-def _split_own_data(task: Task, path: Path) -> CentralData:
-    train, test = split_train_test(read_own_data(task, path), OWN_TEST_FRACTION, salt="central")
+def read_test_data(task: Task, path: Path, train: Dataset) -> Dataset:
+    """Returns test data for a model of training data.
+
+    Raises:
+        DataError: it cannot be read, has no example, or others than those that are trained on.
+    """
+    test = read_own_data(task, path)
+    if not len(test):
+        raise DataError(f"test data {path} of task {task.name} holds no examples")
+    for what, ours, theirs in (("inputs", train.inputs, test.inputs), ("targets", train.targets, test.targets)):
+        if ours.shape[1:] != theirs.shape[1:]:
+            raise DataError(
+                f"{what} of test data {path} are {list(theirs.shape[1:])} each, those that are trained on are "
+                f"{list(ours.shape[1:])}"
+            )
+    return test
+
+
+def _read_own_data(task: Task, path: Path, test_path: Path | None) -> CentralData:
+    data = read_own_data(task, path)
+    if test_path is None:
+        train, test = split_train_test(data, OWN_TEST_FRACTION, salt="central")
+    else:
+        train, test = data, read_test_data(task, test_path, data)
     strata = None if is_of_classes(task, train) else compute_strata(train.targets)
     return CentralData(train=train, test=test, source=path.name, groups=train.groups, strata=strata)
 
@@ -167,6 +203,7 @@ def create_shards(  # noqa: PLR0913 the last three have defaults
     seed: int = 7,
     *,
     options: Mapping[str, Scalar] | None = None,
+    test: Path | None = None,
 ) -> list[Path]:
     """Writes `device-01.npz` and so on and `test.npz`, each with its card, and returns the devices' paths.
 
@@ -178,13 +215,14 @@ def create_shards(  # noqa: PLR0913 the last three have defaults
         data: as `folder` of `load_central_data`.
         seed: equal seeds give equal shards.
         options: of the task.
+        test: as of `load_central_data`.
 
     Raises:
         ConfigError: the scheme is unknown or cannot serve that many devices.
         DataError: the data set is missing or damaged, or `out` cannot be written.
         TaskError: the task has no central data set.
     """
-    central, sharding = plan_shards(task_name, scheme, num_devices, data, seed, options=options)
+    central, sharding = plan_shards(task_name, scheme, num_devices, data, seed, options=options, test=test)
     task = make_task(task_name, options)
     card = ShardMetadata(
         task=task_name,
@@ -198,7 +236,7 @@ def create_shards(  # noqa: PLR0913 the last three have defaults
     return [_write_device_shard(out, device, sharding, central, card) for device in range(num_devices)]
 
 
-def plan_shards(
+def plan_shards(  # noqa: PLR0913 those of `create_shards`
     task_name: str,
     scheme: str,
     num_devices: int,
@@ -206,10 +244,11 @@ def plan_shards(
     seed: int = 7,
     *,
     options: Mapping[str, Scalar] | None = None,
+    test: Path | None = None,
 ) -> tuple[CentralData, Partitioning]:
     """Returns the shards of `create_shards`, and raises its errors of scheme and data; writes nothing."""
     parsed = parse_scheme(scheme)
-    central = load_central_data(task_name, data, options)
+    central = load_central_data(task_name, data, options, test)
     rng = derive_rng(seed, "shards", task_name, scheme)
     return central, partition_rows(
         parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups

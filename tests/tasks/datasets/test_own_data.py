@@ -10,7 +10,7 @@ from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.extensions import allow_modules
 from edgefl.core.types import Dataset
 from edgefl.simulation.backends.partitioned_data import partition_in_memory
-from edgefl.tasks.datasets.central import create_shards, load_central_data
+from edgefl.tasks.datasets.central import create_shards, load_central_data, read_test_data
 from edgefl.tasks.datasets.partitioning import compute_strata
 from edgefl.tasks.datasets.shards import check_shard, compute_file_sha256, load_task_data
 from edgefl.tasks.registry import make_task
@@ -74,6 +74,20 @@ def test_the_shards_in_memory_are_those_in_files(orchard, tmp_path):
         data = load_task_data(make_task(NAME), path)
         np.testing.assert_array_equal(fleet.pool.take(shard.rows).targets, data.targets)
         np.testing.assert_array_equal(fleet.pool.take(shard.rows).weights, data.weights)
+
+
+def test_given_test_data_must_be_of_the_shapes_that_are_trained_on(orchard, monkeypatch):
+    data = load_task_data(make_task(NAME), orchard)
+    central = load_central_data(NAME, orchard, test=orchard)
+    assert (len(central.train), len(central.test)) == (400, 400)
+    for other, message in (
+        (Dataset(inputs=data.inputs[:, :1], targets=data.targets), r"inputs of .* are \[1\] each, .* are \[2\]"),
+        (Dataset(inputs=data.inputs, targets=data.inputs), r"targets of .* are \[2\] each, .* are \[\]"),
+        (data.take(slice(0)), "holds no examples"),
+    ):
+        monkeypatch.setattr("edgefl.tasks.datasets.central.read_own_data", lambda *_, other=other: other)
+        with pytest.raises(DataError, match=message):
+            read_test_data(make_task(NAME), orchard, data)
 
 
 def test_natural_shards_are_the_groups_that_the_reader_names(orchard, tmp_path):
