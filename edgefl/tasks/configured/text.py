@@ -25,8 +25,9 @@ from edgefl.tasks.configured.options import (
     split_names,
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, TargetColumns, make_dense_model, make_target_columns
-from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_table, list_table_files
+from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_shard
 from edgefl.tasks.export.onnx_graph import OnnxGraph, add_reduction, register_node_builder
+from edgefl.tasks.stored_arrays import RowBuffer
 
 NAME = "text"
 MIN_SIZE, MAX_SIZE = 64, 16_384
@@ -36,7 +37,9 @@ MAX_TEXT_CHARS = 20_000
 MAX_COUNT = 127
 HASH_BYTES = 8
 MAX_CACHED_HASHES = 65_536
-"""Of frequent n-grams, about 10 MB, while a file is read."""
+"""Of frequent n-grams, about 10 MB, while texts are read."""
+BLOCK_TEXTS = 1024
+"""Texts whose features are in memory together before they may go to a file."""
 DEFAULTS: Mapping[str, Scalar] = {"learning_rate": 1.0, "batch_size": 16, "epochs": 1.0}
 
 _NGRAMS = re.compile(r"word-[1-5]|char-[1-8]")
@@ -144,7 +147,9 @@ def text(  # noqa: PLR0913 one keyword for each option of a run file
         input_shape=(size,),
         goal=goal,
         reader=lambda path: _read_texts(path, features, column, targets, drops_missing=drops_missing),
-        input_reader=lambda path: _read_texts(path, features, column, None, drops_missing=drops_missing).inputs,
+        input_reader=lambda path: np.asarray(
+            _read_texts(path, features, column, None, drops_missing=drops_missing).inputs
+        ),
         input_suffixes=(".csv", ".parquet", ".txt"),
         defaults=DEFAULTS,
         shard_options=format_options(
@@ -175,26 +180,23 @@ def _read_texts(
     path: Path, features: HashedNgrams, column: str, targets: TargetColumns | None, *, drops_missing: bool
 ) -> Dataset:
     """Returns the features of a shard's texts, with targets of 0 where no column says them."""
-    parts, num_texts = list[Dataset](), 0
-    columns = (column, *(targets.texts if targets else ()))
-    for file in list_table_files(path, NAME):
-        for part in iterate_table(file, (), columns, drops_missing=drops_missing):
-            texts, others = part.texts[0], replace(part, texts=part.texts[1:])
-            num_texts += len(texts)
-            if num_texts * features.size > MAX_CELLS:
-                raise DataError(
-                    f"shard {path} of task {NAME} has more than the {MAX_CELLS // features.size:,} texts that are "
-                    f"held with size = {features.size}; take fewer files, or a smaller size"
-                )
-            parts.append(
-                Dataset(
-                    inputs=features.compute(texts),
-                    targets=targets.read_targets(others, others.numbers)
-                    if targets
-                    else np.zeros(len(texts), np.int64),
-                    groups=targets.read_groups(others) if targets else None,
-                )
+    inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
+    num_texts, columns = 0, (column, *(targets.texts if targets else ()))
+    for part in iterate_shard(path, NAME, (), columns, drops_missing=drops_missing):
+        texts, others = part.texts[0], replace(part, texts=part.texts[1:])
+        num_texts += len(texts)
+        if num_texts * features.size > MAX_CELLS:
+            raise DataError(
+                f"shard {path} of task {NAME} has more than the {MAX_CELLS // features.size:,} texts that are "
+                f"held with size = {features.size}; take fewer files, or a smaller size"
             )
-    if not num_texts:
-        raise DataError(f"shard {path} of task {NAME} holds no rows")
-    return Dataset.concatenate(parts)
+        for start in range(0, len(texts), BLOCK_TEXTS):
+            inputs.add(features.compute(texts[start : start + BLOCK_TEXTS]))
+        found.append(targets.read_targets(others, others.numbers) if targets else np.zeros(len(texts), np.int64))
+        if targets and (group := targets.read_groups(others)) is not None:
+            groups.append(group)
+    return Dataset(
+        inputs=inputs.finish(),
+        targets=np.concatenate(found),
+        groups=np.concatenate(groups) if groups else None,
+    )

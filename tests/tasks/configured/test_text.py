@@ -11,6 +11,7 @@ from edgefl.tasks.configured.text import MAX_TEXT_CHARS, HashedNgrams
 from edgefl.tasks.datasets import table_files
 from edgefl.tasks.datasets.shards import inspect_shard
 from edgefl.tasks.registry import make_task
+from edgefl.tasks.stored_arrays import is_stored
 
 FAULTS = {"column": "message", "target": "kind", "labels": "heating,power"}
 RUN_FILE = """
@@ -175,3 +176,15 @@ def test_rows_are_read_in_parts_counted_over_all_of_them_and_bounded(tmp_path, m
 def test_a_board_counts_rows_without_a_run_file(tmp_path):
     report = inspect_shard("text", str(write_faults(tmp_path / "faults.csv", 7)), is_detailed=True)
     assert (report.num_examples, report.details[1:]) == (7, ("message: texts", "kind: texts"))
+
+
+def test_features_of_a_large_shard_lie_in_a_file_and_not_in_memory(tmp_path):
+    path = tmp_path / "rows.csv"
+    texts = [f"word{row} is it number {row % 7}" for row in range(2100)]
+    path.write_text("text,kind\n" + "".join(f"{text},{'xy'[row % 2]}\n" for row, text in enumerate(texts)))
+    task = make_task("text", {"column": "text", "target": "kind", "labels": "x,y", "size": 16_384})
+    data = task.read(str(path))
+    assert is_stored(data.inputs)
+    features = HashedNgrams(ngrams=("word-1", "word-2"), size=16_384)
+    np.testing.assert_array_equal(data.inputs[2040:2060], features.compute(texts[2040:2060]))
+    assert data.targets.tolist() == [row % 2 for row in range(2100)]
