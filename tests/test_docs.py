@@ -178,7 +178,7 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
                 assert from_mapping(SETTINGS[section], values, section)
         elif table.keys() == {"conditions"}:
             assert parse_conditions(format_toml(table)).budgets, name
-        elif table.keys() == {"collect", "sources"}:
+        elif table.keys() - {"labels"} == {"collect", "sources"}:
             (tmp_path / "collect.toml").write_text(format_toml(table))
             assert load_collect_file(tmp_path / "collect.toml").sources, name
         elif table.keys() == {"fault"}:

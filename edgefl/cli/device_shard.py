@@ -116,7 +116,7 @@ def forget(
 def _check_conditions(state: StoreState, where: dict[str, str]) -> None:
     from edgefl.device.collect.forgetting import GROUP, LABEL  # noqa: PLC0415 fast start
 
-    names = state.columns or (LABEL, GROUP)
+    names = (*state.columns, LABEL) if state.columns else (LABEL, GROUP)
     for name in where:
         if name not in names:
             raise UsageError(f"--where {name!r:.80}: this shard has {', '.join(names):.400}")

@@ -20,6 +20,8 @@ from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.settings import LinesSection, MqttSection, load_collect_file
 from edgefl.device.collect.store_state import STATE_NAME, read_store_state
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
+from edgefl.system.row_labels import LABELS_NAME, LabelKind, LabelLine, append_row_labels, cut_row_labels
+from edgefl.tasks.datasets.table_files import iterate_table
 
 FILE = b"""[collect]
 folder = "/srv/room"
@@ -137,6 +139,19 @@ def forget_requests(folder: Path) -> Reader:
         forget_here(folder, state)
 
     return Reader(feed=feed, seeds=(Seed(content=request, form=Form.JSON),))
+
+
+def row_labels(folder: Path) -> Reader:
+    (folder / "rows.csv").write_bytes(b"time,a,span,check\n1.000,2,1,00000000\n5.000,3,1,00000000\n")
+    lines = [LabelLine(since_s=0.0, until_s=2.0, label="a, b", kind=kind) for kind in LabelKind]
+    append_row_labels(folder, lines)
+
+    def feed(data: bytes) -> None:
+        (folder / LABELS_NAME).write_bytes(data)
+        list(iterate_table(folder / "rows.csv", ("a",), ("label",), drops_missing=False))
+        cut_row_labels(folder, 1.0, 1.5)
+
+    return Reader(feed=feed, seeds=(Seed(content=(folder / LABELS_NAME).read_bytes(), form=Form.TEXT),))
 
 
 def shard_uses(folder: Path) -> Reader:

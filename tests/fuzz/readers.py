@@ -329,6 +329,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/forgetting.py:read_forget_request",
             "device/collect/forgetting.py:_SegmentCut._should_go",
         ),
+        "disk-labels": _entry(collect_readers.row_labels, "system/row_labels.py:_parse_line"),
         "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
         "disk-conditions": _entry(

@@ -12,13 +12,14 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import Row, RowMaker
+from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.forgetting import (
@@ -39,8 +40,10 @@ from edgefl.device.collect.settings import (
     OwnSection,
     SourceSettings,
     check_columns,
+    check_label_columns,
     load_collect_file,
 )
+from edgefl.system.atomic_files import make_store_error
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
 from edgefl.system.retries import RateLimitedLog
 
@@ -72,24 +75,27 @@ class Collector:
         sources: by name, open.
         store: for the rows.
         counts: to which the sources add what they leave out.
+        labeller: makes labels of events; None where there are none.
         clock: seconds since 1970; it may jump.
         monotonic: seconds; it does not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword for each collaborator
         self,
         settings: CollectFile,
         sources: Mapping[str, ReadingSource],
         store: RowStore,
         counts: Counts,
         *,
+        labeller: EventLabeller | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._labeller = labeller
         self._settings, self._sources, self._store, self._counts = settings.collect, sources, store, counts
         self._clock, self._monotonic = clock, monotonic
         self._maker = RowMaker(
-            [name for source in sources.values() for name in source.columns],
+            store.state.columns,
             every_s=self._settings.every_s,
             hold_s=self._settings.hold_s,
             drops_missing=self._settings.missing == "drop",
@@ -122,6 +128,8 @@ class Collector:
         else:
             names = () if self._maker.has_backlog else self._sources
             readings = [reading for name in names for reading in self._read(name)]
+            if self._labeller is not None:
+                readings = self._labeller.take_events(readings)
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
             self._pending += self._maker.update(readings, now_s, end_s)
             num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
@@ -133,6 +141,8 @@ class Collector:
         if self._monotonic() - self._reported_s >= REPORT_S:
             self._reported_s = self._monotonic()
             log.info("%s", self.format_report())
+            if self._labeller is not None and self._store.state.segments:
+                self._labeller.trim(self._store.state.segments[0].first_s)
         if num_readings >= NUM_BUSY:
             return BUSY_POLL_S
         return min(POLL_S, self._settings.every_s or POLL_S)
@@ -143,6 +153,8 @@ class Collector:
         While readings wait, positions stay: after a crash they are read again, and no row is made twice.
         """
         self._committed_s, now_s = self._monotonic(), self._clock()
+        if not self._flush_labels(now_s):
+            return False
         positions = dict(self._store.state.positions)
         if not self._maker.has_waiting:
             positions = {name: source.position for name, source in self._resumable.items()}
@@ -160,6 +172,17 @@ class Collector:
             return False
         self._pause_s = 0.0
         self._pending = []
+        return True
+
+    def _flush_labels(self, now_s: float) -> bool:
+        """Writes labels, which come before the positions of their events; returns whether that was possible."""
+        try:
+            if self._labeller is not None:
+                self._labeller.flush(now_s)
+        except StoreError as error:
+            self._pause_s = RETRY_S
+            self._log.warning("labels", "labels wait: %s", error)
+            return False
         return True
 
     def format_report(self) -> str:
@@ -285,29 +308,66 @@ def run_collector(path: Path) -> None:
 
 def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
     section = settings.collect
+    counts: Counts = Counter()
+    texts = (settings.labels.column,) if settings.labels is not None else ()
+    sources = {
+        one.name: make_source(one, texts, counts) for one in settings.sources if one.name not in settings.folders
+    }
+    check_label_columns(settings, [str(name) for source in sources.values() for name in source.columns])
     with open_file_store(Path(section.folder), limits, section.evict) as store:
-        collector = FolderCollector(settings.folders, store, Counter(store.state.counts), flush_s=section.flush_s)
+        counts.update(store.state.counts)
+        labeller = _make_labeller(settings, list(sources.values()), counts)
+        collector = FolderCollector(
+            settings.folders, store, counts, flush_s=section.flush_s, events=sources, labeller=labeller
+        )
         log.info("collecting files into %s", section.folder)
-        _run(collector)
+        with _started(sources):
+            _run(collector)
 
 
 def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     counts: Counts = Counter()
-    sources = {one.name: make_source(one, settings.collect.texts, counts) for one in settings.sources}
+    event_column = settings.labels.column if settings.labels is not None else None
+    texts = (*settings.collect.texts, *([event_column] if event_column is not None else []))
+    sources = {one.name: make_source(one, texts, counts) for one in settings.sources}
     columns = [str(name) for source in sources.values() for name in source.columns]
-    check_columns(columns, settings.collect.texts)
+    check_label_columns(settings, columns)
+    check_columns(columns, texts)
+    columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)
-        collector = Collector(settings, sources, store, counts)
+        collector = Collector(
+            settings, sources, store, counts, labeller=_make_labeller(settings, list(sources.values()), counts)
+        )
+        log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
+        with _started(sources):
+            _run(collector)
+
+
+@contextlib.contextmanager
+def _started(sources: Mapping[str, ReadingSource]) -> Iterator[None]:
+    """Starts sources that connect, and closes all of them."""
+    try:
         for source in sources.values():
             if isinstance(source, MqttSource):
                 source.start()
-        log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
-        try:
-            _run(collector)
-        finally:
-            for source in sources.values():
-                source.close()
+        yield
+    finally:
+        for source in sources.values():
+            source.close()
+
+
+def _make_labeller(settings: CollectFile, sources: Sequence[ReadingSource], counts: Counts) -> EventLabeller | None:
+    """Returns what makes labels of the events of a source; None where the file asks for none."""
+    section = settings.labels
+    if section is None:
+        return None
+    (source,) = (one for one in sources if section.column in one.columns)
+    folder, flush_s = Path(settings.collect.folder), settings.collect.flush_s
+    try:
+        return EventLabeller(section, folder, source, counts, flush_s=flush_s, now_s=time.time())
+    except OSError as error:
+        raise make_store_error(folder, error) from None
 
 
 def _run(collector: Collector | FolderCollector) -> None:

@@ -16,7 +16,7 @@ import re
 import wave
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,13 @@ from typing import Literal
 from edgefl.core.errors import ConfigError
 from edgefl.device.collect.row_store import StoreLimits
 from edgefl.device.collect.store_state import StoreState, lock_folder, read_store_state, save_store_state
-from edgefl.system.atomic_files import make_private_directory, make_store_error, open_atomic, remove_temporary_files
+from edgefl.system.atomic_files import (
+    make_private_directory,
+    make_store_error,
+    open_atomic,
+    remove_temporary_files,
+    sync_directory,
+)
 
 UNLABELLED = ".unlabelled"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".wav")
@@ -129,6 +135,22 @@ class FileStore:
         for file in sorted(list_files(self.folder)):
             self._insert(file)
 
+    def list_class(self, label: str) -> list[KeptFile]:
+        """Returns the files of a class, oldest first."""
+        return list(self._files.get(label, ()))
+
+    def move(self, file: KeptFile, label: str) -> None:
+        """Moves a file to another class, durably; one that is gone leaves the store, one class too many is none.
+
+        Raises:
+            StoreError: it cannot be moved.
+        """
+        if label not in self._files and len(self._files) >= MAX_CLASSES:
+            return
+        self._forget(file)
+        if move_example(self.folder, file, label):
+            self._insert(replace(file, label=label))
+
     def count_classes(self) -> dict[str, int]:
         """Returns the number of files by class."""
         return {label: len(files) for label, files in sorted(self._files.items()) if files}
@@ -158,6 +180,9 @@ class FileStore:
     def _remove(self, file: KeptFile) -> None:
         with contextlib.suppress(OSError):  # its owner was faster, or the next start finds it again
             (self.folder / file.label / file.name).unlink()
+        self._forget(file)
+
+    def _forget(self, file: KeptFile) -> None:
         self._files[file.label].remove(file)
         self._digests.discard(file.digest)
         self.num_files -= 1
@@ -182,6 +207,24 @@ def open_file_store(folder: Path, limits: StoreLimits, evicted: Literal["oldest"
             )
         remove_temporary_files(folder)
         yield FileStore(folder, state, limits, evicted)
+
+
+def move_example(folder: Path, file: KeptFile, label: str) -> bool:
+    """Moves a file of a shard to another class by rename, durably; returns whether it was there.
+
+    Raises:
+        StoreError: it cannot be moved.
+    """
+    make_private_directory(folder / label)
+    try:
+        (folder / file.label / file.name).rename(folder / label / file.name)
+        for name in (label, file.label):
+            sync_directory(folder / name)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise make_store_error(folder / label, error) from None
+    return True
 
 
 def list_files(folder: Path) -> Iterator[KeptFile]:

@@ -18,25 +18,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgefl.core.errors import StoreError
-from edgefl.core.safe_text import is_safe_text
+from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example
 from edgefl.device.collect.forgetting import (
     forget_files,
     has_forget_request,
+    read_file_time,
     read_forget_request,
     remove_forget_request,
 )
-from edgefl.device.collect.readings import Counts
-from edgefl.device.collect.settings import FolderSection
+from edgefl.device.collect.readings import Counts, ReadingSource, ResumableSource
+from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
+from edgefl.system.row_labels import read_row_labels
 
 log = logging.getLogger(__name__)
 
 POLL_S, RETRY_S, REPORT_S = 1.0, 10.0, 3600.0
+TRIM_S = 400 * 86_400
 MAX_FILES_AT_ONCE = 100
 MAX_ENTRIES = 200_000
-MAX_LABEL_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -135,17 +137,21 @@ class FolderCollector:
         store: for the files.
         counts: of what was left out, so far.
         flush_s: how often positions and counts are written.
+        events: sources of events, by name.
+        labeller: makes labels of events; None where there are none.
         clock: seconds since 1970; it may jump.
         monotonic: seconds; it does not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword for each collaborator
         self,
         sections: Mapping[str, FolderSection],
         store: FileStore,
         counts: Counts,
         *,
         flush_s: float,
+        events: Mapping[str, ReadingSource] | None = None,
+        labeller: EventLabeller | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -154,6 +160,10 @@ class FolderCollector:
         self._watchers = {
             name: FolderWatcher(section, store.state.positions.get(name, "")) for name, section in sections.items()
         }
+        self._events, self._labeller = dict(events or {}), labeller
+        for name, source in self._events.items():
+            if isinstance(source, ResumableSource):
+                source.resume(store.state.positions.get(name, ""))
         self._num_written = 0
         self._committed_s = self._reported_s = monotonic()
         self._log = RateLimitedLog(log)
@@ -172,6 +182,8 @@ class FolderCollector:
             self._forget()
             for name, watcher in self._watchers.items():
                 self._take(name, watcher)
+            for name in self._events:
+                self._take_events(name)
             if self._monotonic() - self._committed_s >= self._flush_s and not self.flush():
                 return RETRY_S
         except StoreError as error:
@@ -180,6 +192,9 @@ class FolderCollector:
             return RETRY_S
         if self._monotonic() - self._reported_s >= REPORT_S:
             self._reported_s = self._monotonic()
+            self._store.refresh()  # somebody may have moved or removed files
+            if self._labeller is not None:
+                self._labeller.trim(self._clock() - TRIM_S)  # files that were to have one have it
             log.info("%s", self.format_report())
         return POLL_S
 
@@ -188,8 +203,11 @@ class FolderCollector:
         self._committed_s = self._monotonic()
         state = self._store.state
         positions = {name: watcher.position for name, watcher in self._watchers.items()}
+        positions |= {name: one.position for name, one in self._events.items() if isinstance(one, ResumableSource)}
         counts = {name: count for name, count in self._counts.items() if count}
         now_s = self._clock()
+        if not self._label(now_s):
+            return False
         is_known = positions == dict(state.positions) and counts == dict(state.counts)
         if is_known and not self._store.has_excess(now_s):
             return True
@@ -200,6 +218,32 @@ class FolderCollector:
             self._log.warning("store", "what was taken cannot be noted: %s", error)
             return False
         self._num_written = 0
+        return True
+
+    def _take_events(self, name: str) -> None:
+        assert self._labeller is not None
+        try:
+            self._labeller.take_events(self._events[name].read())
+        except Exception as error:  # a source of another author may raise anything, and the others go on
+            self._counts[f"{name}.errors"] += 1
+            if self._log.is_due(f"error {name}"):
+                log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
+
+    def _label(self, now_s: float) -> bool:
+        """Writes labels, and moves files that have one to their class; returns whether that was possible."""
+        if self._labeller is None:
+            return True
+        try:
+            self._labeller.flush(now_s)
+            files = self._store.list_class(UNLABELLED)
+            times = [read_file_time(file) for file in files]
+            labels = read_row_labels(self._store.folder).find(times) if files else []
+            for file, label in zip(files, labels, strict=True):
+                if label:
+                    self._store.move(file, label)
+        except (StoreError, OSError) as error:
+            self._log.warning("labels", "labels wait: %s", error)
+            return False
         return True
 
     def format_report(self) -> str:
@@ -264,7 +308,7 @@ class FolderCollector:
 
 
 def _get_label(folder: str) -> str:
-    if len(folder) > MAX_LABEL_CHARS or not is_safe_text(folder):
+    if folder and not is_label(folder):
         raise ValueError("the name of its folder is too long, or not visible")
     return folder or UNLABELLED
 

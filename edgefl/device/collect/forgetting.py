@@ -24,12 +24,13 @@ from edgefl.core.safe_parsing import parse_message
 from edgefl.device.collect.file_store import NAME_FORMAT, KeptFile, list_files
 from edgefl.device.collect.store_state import Segment, StoreState, save_store_state
 from edgefl.system.atomic_files import make_store_error, sync_directory, write_atomic
+from edgefl.system.row_labels import LABEL_COLUMN, RowLabels, cut_row_labels, read_row_labels
 
 log = logging.getLogger(__name__)
 
 FORGET_NAME = ".forget.json"
 MAX_REQUEST_BYTES = 65_536
-LABEL, GROUP = "label", "group"
+LABEL, GROUP = LABEL_COLUMN, "group"
 """What a condition on files is about: their class folder, or the text that their names begin with."""
 
 
@@ -119,6 +120,7 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
     Raises:
         StoreError: a segment cannot be read or written; what is done stays done.
     """
+    labels = _read_labels(folder)
     span, segments = max(state.span, newest_span), list[Segment]()
     for segment in state.segments:
         path = folder / segment.name
@@ -126,7 +128,7 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
             content = path.read_bytes()[: segment.num_bytes]
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
-        cut = _SegmentCut(request, state.columns, span)
+        cut = _SegmentCut(request, state.columns, span, labels)
         kept = cut.remove(content)
         span = cut.span
         if not cut.times:
@@ -139,6 +141,8 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
         segments.append(
             replace(segment, num_rows=len(cut.times), num_bytes=len(kept), first_s=first_s, last_s=last_s)
         )
+    if not request.where:
+        cut_row_labels(folder, request.since_s, request.until_s)
     state = replace(state, segments=tuple(segments), span=span)
     save_store_state(folder, state)
     return state
@@ -180,8 +184,10 @@ def forget_here(folder: Path, state: StoreState) -> None:
 def iterate_rows(folder: Path, state: StoreState) -> Iterator[tuple[float, dict[str, str]]]:
     """Yields time and cells by column of a store's rows, with `span`, in the order in which they were written.
 
-    A segment that goes meanwhile, as a collector removes its oldest, is left out.
+    Where the shard has labels, they are one more column. A segment that goes meanwhile, as a collector removes its
+    oldest, is left out.
     """
+    labels = _read_labels(folder)
     names = ("time", *state.columns, "span", "check")
     for segment in state.segments:
         try:
@@ -190,16 +196,21 @@ def iterate_rows(folder: Path, state: StoreState) -> Iterator[tuple[float, dict[
             continue
         except OSError as error:
             raise StoreError(f"{folder / segment.name} cannot be read: {error.strerror}") from None
+        rows = list[tuple[float, dict[str, str]]]()
         for cells in csv.reader(lines[1:]):
             with contextlib.suppress(ValueError):  # a row that the card has damaged
-                yield float(cells[0]) if cells else 0.0, dict(zip(names, cells, strict=True))
+                rows.append((float(cells[0]) if cells else 0.0, dict(zip(names, cells, strict=True))))
+        if labels.lines and LABEL not in names:
+            for (_, row), label in zip(rows, labels.find([time_s for time_s, _ in rows]), strict=True):
+                row[LABEL] = label
+        yield from rows
 
 
 class _SegmentCut:
     """Rows of one segment that stay: `times` of them, and the newest `span` that there is."""
 
-    def __init__(self, request: ForgetRequest, columns: Sequence[str], span: int) -> None:
-        self._request, self._names = request, ("time", *columns, "span", "check")
+    def __init__(self, request: ForgetRequest, columns: Sequence[str], span: int, labels: RowLabels) -> None:
+        self._request, self._names, self._labels = request, ("time", *columns, "span", "check"), labels
         self.span, self.times = span, list[float]()
         self._old_span = self._new_span = b""
         self._is_cut = False
@@ -227,7 +238,10 @@ class _SegmentCut:
             self.times.append(time_s)
             return False
         cells = next(csv.reader([line.decode(errors="replace")]), [])
-        if self._request.has_row(time_s, dict(zip(self._names, cells, strict=False))):
+        row = dict(zip(self._names, cells, strict=False))
+        if LABEL in self._request.where and LABEL not in row:
+            row[LABEL] = self._labels.find([time_s])[0]
+        if self._request.has_row(time_s, row):
             return True
         self.times.append(time_s)
         return False
@@ -244,6 +258,13 @@ class _SegmentCut:
             return line
         text = values + b"," + self._new_span
         return b"%s,%08x" % (text, zlib.crc32(text))
+
+
+def _read_labels(folder: Path) -> RowLabels:
+    try:
+        return read_row_labels(folder)
+    except OSError as error:
+        raise StoreError(f"the labels in {folder} cannot be read: {error.strerror}") from None
 
 
 def _parse_request(value: Mapping[str, object]) -> ForgetRequest:

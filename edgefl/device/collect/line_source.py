@@ -101,6 +101,11 @@ class LinesSource:
         start = os.pread(self._file.fileno(), min(START_BYTES, self._offset), 0)
         return str(FilePlace(os.fstat(self._file.fileno()).st_ino, self._offset, zlib.crc32(start)))
 
+    @property
+    def received_since_s(self) -> float:
+        """Returns since when all lines were read or will be: ever, or infinite while the file cannot be read."""
+        return math.inf if self._file is None else 0.0
+
     def resume(self, position: str) -> None:
         """Goes on at a position, in the file or in a rotated one beside it; where it is gone, at the beginning.
 

@@ -7,6 +7,7 @@ collector has not read yet the newest stay. What is left out is counted.
 from __future__ import annotations
 
 import logging
+import math
 import ssl
 import time
 from collections import deque
@@ -80,7 +81,13 @@ class MqttSource:
         self._second, self._num_in_second = 0, 0
         self._log = RateLimitedLog(log)
         self._address = section.host, section.port or (8883 if section.tls else 1883)
+        self._received_since_s = math.inf
         self._client = self._create_client()
+
+    @property
+    def received_since_s(self) -> float:
+        """Returns since when no message was missed; infinite while the broker is away or refuses a topic."""
+        return self._received_since_s
 
     def start(self) -> None:
         """Starts the thread that connects, and reconnects whenever it breaks."""
@@ -130,10 +137,13 @@ class MqttSource:
     def _on_subscribe(
         self, _client: Any, _data: Any, _number: int, reasons: Sequence[ReasonCode], _properties: Any
     ) -> None:
-        if any(reason.is_failure for reason in reasons):
+        is_refused = any(reason.is_failure for reason in reasons)
+        self._received_since_s = math.inf if is_refused else self._clock()
+        if is_refused:
             self._log.warning("deaf", "the broker of source %s refuses a topic; check its rules", self._name)
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
+        self._received_since_s = math.inf
         if reason.is_failure:
             self._log.warning("lost", "source %s lost its broker (%s); connecting again", self._name, reason)
 

@@ -10,11 +10,14 @@ from typing import Any, Literal
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_toml
+from edgefl.core.safe_text import is_safe_text
 from edgefl.core.settings import REST, Faults, from_mapping, suggest_name
 from edgefl.core.types import Scalar
+from edgefl.system.row_labels import LABEL_COLUMN
 
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
 MAX_HOLD_S = 366 * 86_400
+MAX_LABEL_CHARS = 80
 OWN_COLUMNS = ("time", "span", "check")
 """That the collector adds to each row."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -128,7 +131,44 @@ class OwnSection:
     options: Mapping[str, Scalar] = field(default_factory=dict, metadata={REST: True})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelsSection:
+    """`[labels]`: labels of rows or files from events that come later.
+
+    Attributes:
+        column: of a source, whose values are the events' labels; it is no column of rows.
+        before_s: rows of so many seconds before an event get its label.
+        after_s: likewise after it.
+        default: label of what no event has labelled; empty for none.
+        late_s: an event with a time of its own may come so much later.
+    """
+
+    column: str
+    before_s: float = field(default=60.0, metadata={"at_least": 0, "at_most": MAX_HOLD_S})
+    after_s: float = field(default=0.0, metadata={"at_least": 0, "at_most": MAX_HOLD_S})
+    default: str = ""
+    late_s: float = field(default=0.0, metadata={"at_least": 0, "at_most": MAX_HOLD_S})
+
+    def __post_init__(self) -> None:
+        """Checks the label and the window.
+
+        Raises:
+            ConfigError: the default is no label, or no row is near enough to an event.
+        """
+        if self.default and not is_label(self.default):
+            raise ConfigError(f"labels.default must be a visible text without a slash, got {self.default!r:.80}")
+        if not self.before_s + self.after_s:
+            raise ConfigError("labels.before_s and labels.after_s must not both be 0: no row would get a label")
+
+
+def is_label(text: str) -> bool:
+    """Returns whether a text can be a label, which is a folder's name where examples are files."""
+    is_name = 0 < len(text) <= MAX_LABEL_CHARS and not text.startswith(".") and "/" not in text
+    return is_name and is_safe_text(text)
+
+
 SourceSection = MqttSection | LinesSection | FolderSection | OwnSection
+_TABLES = ("collect", "sources", "labels")
 _SECTIONS: Mapping[str, type[Any]] = {"mqtt": MqttSection, "lines": LinesSection, "folder": FolderSection}
 
 
@@ -143,15 +183,26 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFile:
-    """A whole collect file; its sources are folders, or none of them is."""
+    """A whole collect file; its sources of examples are folders, or none of them is."""
 
     collect: CollectSection
     sources: tuple[SourceSettings, ...]
+    labels: LabelsSection | None = None
 
     @property
     def folders(self) -> dict[str, FolderSection]:
         """Returns the sources that are folders, by name."""
         return {source.name: source.section for source in self.sources if isinstance(source.section, FolderSection)}
+
+    @property
+    def event_sources(self) -> frozenset[str]:
+        """Returns the names of sources that have no column but that of the events."""
+        column = self.labels.column if self.labels is not None else None
+        return frozenset(
+            source.name
+            for source in self.sources
+            if isinstance(source.section, MqttSection | LinesSection) and set(source.section.columns) == {column}
+        )
 
 
 def load_collect_file(path: Path) -> CollectFile:
@@ -167,9 +218,11 @@ def load_collect_file(path: Path) -> CollectFile:
         raise ConfigError(f"the collect file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"the collect file {path} is no TOML: {error}") from None
-    faults, collect, sources = Faults(), None, list[SourceSettings]()
-    for key in set(table) - {"collect", "sources"}:
-        faults.messages.append(f"unknown table [{key:.80}]: {suggest_name(key, ('collect', 'sources'))}")
+    faults, collect, labels, sources = Faults(), None, None, list[SourceSettings]()
+    for key in set(table) - set(_TABLES):
+        faults.messages.append(f"unknown table [{key:.80}]: {suggest_name(key, _TABLES)}")
+    with faults:
+        labels = from_mapping(LabelsSection, table["labels"], "labels") if "labels" in table else None
     with faults:
         collect = from_mapping(CollectSection, table.get("collect", {}), "collect")
     with faults:
@@ -181,10 +234,11 @@ def load_collect_file(path: Path) -> CollectFile:
                 sources.append(_parse_source(name, section))
     faults.check()
     assert collect is not None
-    if not collect.every_s and len(sources) > 1:
-        raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {len(sources)}")
-    found = CollectFile(collect=collect, sources=tuple(sources))
-    if found.folders and len(found.folders) < len(sources):
+    found = CollectFile(collect=collect, sources=tuple(sources), labels=labels)
+    num_sources = len(sources) - len(found.event_sources)
+    if not collect.every_s and num_sources > 1:
+        raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
+    if found.folders and len(found.folders) < num_sources:
         raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
     return found
 
@@ -210,6 +264,23 @@ def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
         if text not in names:
             faults.messages.append(f"collect.texts: {text!r:.80} is no column; {suggest_name(text, names)}")
     faults.check()
+
+
+def check_label_columns(settings: CollectFile, columns: list[str]) -> None:
+    """Checks the columns of all sources together for labels from events.
+
+    Raises:
+        ConfigError: no source has the events, no column is left for rows, or one has the name of the labels'.
+    """
+    if settings.labels is None:
+        return
+    event_column = settings.labels.column
+    if event_column not in columns:
+        raise ConfigError(f"labels.column: {event_column!r:.80} is no column; {suggest_name(event_column, columns)}")
+    if columns == [event_column] and not settings.folders:
+        raise ConfigError("labels.column is the only column of the sources; rows need another one")
+    if LABEL_COLUMN in columns:
+        raise ConfigError(f"a column must not be called {LABEL_COLUMN!r} beside [labels], which makes it")
 
 
 def _parse_source(name: str, table: object) -> SourceSettings:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from edgefl.core.errors import NotFoundError
 from edgefl.device.collect.file_store import list_files
-from edgefl.device.collect.forgetting import ForgetRequest, iterate_rows, read_file_time
+from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows, read_file_time
 from edgefl.device.collect.store_state import StoreState, read_store_state
 
 MAX_VALUES = 50
 """Different texts of a column that counts as one of classes."""
 NUM_SPANS, NUM_EXAMPLES = 10, 3
+_HIDDEN = frozenset({"span", "check"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,7 +87,7 @@ def _list_times(folder: Path, state: StoreState, request: ForgetRequest) -> Iter
 
 
 def _read_rows(folder: Path, state: StoreState) -> ShardContents:
-    found, values = ShardContents(kind="rows"), {name: Counter[str]() for name in state.columns}
+    found, values = ShardContents(kind="rows"), {name: Counter[str]() for name in (*state.columns, LABEL)}
     former = ""
     for time_s, row in iterate_rows(folder, state):
         found.total.add(time_s)
@@ -98,10 +99,11 @@ def _read_rows(folder: Path, state: StoreState) -> ShardContents:
                 del found.spans[next(iter(found.spans))]
         found.spans[former].add(time_s)
         for name in list(values):
-            values[name][row[name]] += 1
-            if len(values[name]) > MAX_VALUES or (row[name] and _is_number(row[name])):
+            text = row.get(name, "")
+            values[name][text] += 1
+            if len(values[name]) > MAX_VALUES or (text and name != LABEL and _is_number(text)):
                 del values[name]
-        found.examples.append(", ".join(f"{name} {row[name]}" for name in ("time", *state.columns)))
+        found.examples.append(", ".join(f"{name} {text}" for name, text in row.items() if name not in _HIDDEN))
         del found.examples[:-NUM_EXAMPLES]
     found.classes = {name: dict(sorted(counts.items())) for name, counts in values.items() if set(counts) - {""}}
     return found

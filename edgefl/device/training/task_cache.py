@@ -21,6 +21,7 @@ from edgefl.device.drift_watch import DriftWatch
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.device.hardware.requirements import should_run_graphs
 from edgefl.device.rollouts.bases import BaseFiles
+from edgefl.system.row_labels import LABELS_NAME
 from edgefl.tasks.adaptation.adapted_learner import AdaptedLearner, FeatureDataset
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.adaptation.base_file import AdaptPlan, load_base
@@ -318,7 +319,7 @@ def compute_shard_version(path: Path) -> int | None:
     try:
         files = sorted(path.iterdir()) if path.is_dir() else [path]
         for file in files:
-            if not file.name.startswith("."):
+            if not file.name.startswith(".") or file.name == LABELS_NAME:
                 status = file.stat()
                 digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
     except OSError:

@@ -229,7 +229,7 @@ def _make_model(
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
     parts, num_windows = [], 0
-    for part in read_table(path, NAME, (*columns, *targets.numbers), targets.texts):
+    for part in read_table(path, NAME, (*columns, *targets.numbers), targets.texts, keeps_unlabelled=True):
         parts.append(_cut_windows(part, len(columns), targets, windows))
         num_windows += len(parts[-1])
         _check_memory(f"shard {path} of task {NAME}", num_windows, len(columns), targets, windows)
@@ -248,6 +248,9 @@ def _cut_windows(part: TablePart, num_columns: int, targets: TargetColumns, wind
     """Returns the windows of a file, [n, columns, length]."""
     rows, groups = part.numbers[:, :num_columns], targets.read_groups(part)
     starts = windows.list_starts(len(rows), groups)
+    if targets.labels:
+        part, has_label = targets.fill_unlabelled(part)
+        starts = starts[windows.select_targets(has_label, starts)]
     by_row = targets.read_targets(part, part.numbers[:, num_columns:])
     _check_memory(str(part.path), len(starts), num_columns, targets, windows)
     inputs = np.empty((0, num_columns, windows.length), np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +73,12 @@ class TargetColumns:
             return np.zeros(len(values), np.float32)
         targets: Array = (values - np.array(self.mean, np.float32)) / np.array(self.scale, np.float32)
         return targets[:, 0] if len(self.columns) == 1 else targets
+
+    def fill_unlabelled(self, part: TablePart) -> tuple[TablePart, Array]:
+        """Returns rows with a label in each, the first where they have none, and [n] whether they have one."""
+        has_label = np.array([bool(cell) for cell in part.texts[0]], bool)
+        filled = tuple(cell or self.labels[0] for cell in part.texts[0])
+        return replace(part, texts=(filled, *part.texts[1:])), has_label
 
     def read_groups(self, part: TablePart) -> Array | None:
         """Returns [n] groups of a file's rows, None where no column says it."""

@@ -2,7 +2,8 @@
 
 The first line of a CSV file names the columns. Between cells are commas, semicolons or tabs, whichever the first line
 has most of; with semicolons a number may have a decimal comma. A last line that is still being written is left for
-later.
+later. Where labels lie beside the CSV files of a folder, as `row_labels` says, they are one more column, `label`. A
+row without one is left out where that is asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ import numpy as np
 from edgefl.core.errors import DataError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
+from edgefl.system.row_labels import LABEL_COLUMN, TIME_COLUMN, RowLabels, has_labels, read_row_labels
 from edgefl.tasks.datasets.parquet_files import ParquetTable
 
 MAX_FILE_BYTES = 2 * 1024**3
@@ -29,6 +32,8 @@ MAX_CELLS = 250_000_000
 """Numbers of a shard: 1 GB as float32."""
 MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
 CHUNK_ROWS = 8192
+NO_TIME = -1.0
+"""Of a row whose time is none: it has no label."""
 CSV, PARQUET = ".csv", ".parquet"
 _DELIMITERS = (",", ";", "\t")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "-"})
@@ -80,7 +85,13 @@ class Survey:
 
 
 def read_table(
-    path: Path, task: str, numbers: Sequence[str], texts: Sequence[str] = (), *, drops_missing: bool = False
+    path: Path,
+    task: str,
+    numbers: Sequence[str],
+    texts: Sequence[str] = (),
+    *,
+    drops_missing: bool = False,
+    keeps_unlabelled: bool = False,
 ) -> list[TablePart]:
     """Returns the rows of each file.
 
@@ -90,6 +101,7 @@ def read_table(
         numbers: columns of finite numbers.
         texts: columns of any text.
         drops_missing: whether a row with an empty cell is left out; else it is an error.
+        keeps_unlabelled: whether a row without a label of `row_labels` is there all the same, with an empty text.
 
     Raises:
         DataError: no file, one that is no such table, or no rows.
@@ -97,7 +109,8 @@ def read_table(
     parts, num_cells = [], 0
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
-            parts.append(_read_file(file, numbers, texts, drops_missing=drops_missing))
+            options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
+            parts.append(_read_file(file, numbers, texts, **options))
             num_cells += parts[-1].numbers.size
         if num_cells > MAX_CELLS:
             raise DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
@@ -126,16 +139,31 @@ def iterate_shard(
 
 
 def iterate_table(
-    path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool
+    path: Path,
+    numbers: Sequence[str],
+    texts: Sequence[str],
+    *,
+    drops_missing: bool,
+    keeps_unlabelled: bool = False,
 ) -> Iterator[TablePart]:
     """Yields the rows of one file, at most `CHUNK_ROWS` at once, so that texts need not be held; as `read_table`."""
     names, first_row = [*numbers, *texts], 1
     with _open_table(path) as table:
-        _check_columns(path, table, names)
-        for found, words in table.read_chunks(numbers, texts, CHUNK_ROWS):
+        labels = _find_labels(path, table) if LABEL_COLUMN in texts else None
+        read = [TIME_COLUMN if labels is not None and name == LABEL_COLUMN else name for name in texts]
+        _check_columns(path, table, [*numbers, *read])
+        for found, cells in table.read_chunks(numbers, read, CHUNK_ROWS):
+            words, has_label = list(cells), np.ones(len(found), bool)
+            if labels is not None:
+                place = list(texts).index(LABEL_COLUMN)
+                words[place] = _label_times(labels, cells[place])
+                has_label = np.fromiter(map(bool, words[place]), bool, len(found))
             is_whole: Array = np.asarray(np.isfinite(found).all(axis=1))
-            for column in words:
-                is_whole &= np.fromiter(map(bool, column), bool, len(column))
+            for name, column in zip(texts, words, strict=True):
+                if labels is None or name != LABEL_COLUMN:
+                    is_whole &= np.fromiter(map(bool, column), bool, len(column))
+            is_left_out = np.zeros(len(found), bool) if keeps_unlabelled else ~has_label
+            is_whole |= is_left_out
             if not (drops_missing or is_whole.all()):
                 row = int(np.argmin(is_whole))
                 is_gap = [*np.isnan(found[row]), *(not column[row] for column in words)]
@@ -144,6 +172,7 @@ def iterate_table(
                     f"{path}, row {first_row + row}: {gaps[0] if gaps else 'a number'} is missing or no finite "
                     'number; missing = "drop" in [task] leaves such rows out'
                 )
+            is_whole &= ~is_left_out
             kept = tuple(tuple(itertools.compress(column, is_whole.tolist())) for column in words)
             yield TablePart(path=path, numbers=found[is_whole], texts=kept, first_row=first_row)
             first_row += len(found)
@@ -203,9 +232,9 @@ def is_gone(file: Path) -> bool:
     return False
 
 
-def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], *, drops_missing: bool) -> TablePart:
+def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], **options: bool) -> TablePart:
     parts, num_rows = list[TablePart](), 0
-    for part in iterate_table(path, numbers, texts, drops_missing=drops_missing):
+    for part in iterate_table(path, numbers, texts, **options):
         parts.append(part)
         num_rows += len(part.numbers)
         if num_rows * max(1, len(numbers) + len(texts)) > MAX_CELLS:
@@ -241,6 +270,22 @@ def _open_table(path: Path) -> TableFile:
         return ParquetTable(path) if path.suffix == PARQUET else CsvTable(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _find_labels(path: Path, table: TableFile) -> RowLabels | None:
+    """Returns the labels beside a CSV file that has times and no labels of its own; None where there are none."""
+    is_timed = isinstance(table, CsvTable) and table.header.count(TIME_COLUMN) == 1
+    if not is_timed or LABEL_COLUMN in table.header or not has_labels(path.parent):
+        return None
+    try:
+        return read_row_labels(path.parent)
+    except OSError as error:
+        raise DataError(f"the labels of {path} cannot be read: {error.strerror}") from None
+
+
+def _label_times(labels: RowLabels, cells: Sequence[str]) -> list[str]:
+    times = [_parse_number(cell) for cell in cells]
+    return labels.find([NO_TIME if time_s is None or math.isnan(time_s) else time_s for time_s in times])
 
 
 def _check_columns(path: Path, table: TableFile, names: Sequence[str]) -> None:

@@ -1,0 +1,144 @@
+"""Labels of rows and files from events that come later, such as "the window was opened" or "the motor failed".
+
+An event labels what is near it in time. What no event has labelled gets the default, once none can come any more, and
+only for a time in which the collector has heard the events' source all along. Labels are appended, as `row_labels`
+says: before the sources' positions are stored, so that a crash loses none, and says one twice at most, which is the
+same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from edgefl.core.errors import StoreError
+from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource
+from edgefl.device.collect.settings import LabelsSection, is_label
+from edgefl.system.atomic_files import make_store_error
+from edgefl.system.row_labels import (
+    MAX_BYTES,
+    MAX_LINE_BYTES,
+    LabelKind,
+    LabelLine,
+    append_row_labels,
+    cut_row_labels,
+    get_labels_size,
+    read_row_labels,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_EVENTS = 1000
+"""That wait to be written; more are left out."""
+MAX_FILE_BYTES = MAX_BYTES // 2
+NUM_DEFAULTS = 4
+"""Lines of the default label in the time that a label may take: more would only write more."""
+
+
+class EventLabeller:
+    """Maker of labels for one folder.
+
+    Args:
+        section: of the collect file.
+        folder: of the shard.
+        source: whose column the events are.
+        counts: of what was left out.
+        flush_s: how often labels are written at most.
+        now_s: seconds since 1970.
+
+    Raises:
+        OSError: the labels cannot be read or written.
+    """
+
+    def __init__(
+        self,
+        section: LabelsSection,
+        folder: Path,
+        source: ReadingSource,
+        counts: Counts,
+        *,
+        flush_s: float,
+        now_s: float,
+    ) -> None:
+        self._section, self._folder, self._source, self._counts = section, folder, source, counts
+        self._delay_s = section.before_s + section.late_s
+        self._interval_s = max(flush_s, self._delay_s / NUM_DEFAULTS)
+        self._pending: list[LabelLine] = []
+        append_row_labels(folder, [])  # tasks find the column before the first event
+        self._received_s = self._find_start(now_s)
+
+    def take_events(self, readings: Iterable[Reading]) -> list[Reading]:
+        """Returns readings without the column of events, which become labels."""
+        rest = list[Reading]()
+        for reading in readings:
+            if self._section.column not in reading.values:
+                rest.append(reading)
+                continue
+            values = dict(reading.values)
+            label = values.pop(self._section.column)
+            if values:
+                rest.append(replace(reading, values=values))
+            if label is None:
+                continue
+            if not isinstance(label, str) or not is_label(label):
+                self._counts["labels.refused"] += 1
+                continue
+            self._add(label, reading.time_s - self._section.before_s, reading.time_s + self._section.after_s)
+        return rest
+
+    def _add(self, label: str, since_s: float, until_s: float) -> None:
+        """Adds the label of an event; that of one which says the same again only lasts longer."""
+        last = self._pending[-1] if self._pending else None
+        if last is not None and last.label == label and last.since_s <= since_s <= last.until_s <= until_s:
+            self._pending[-1] = replace(last, until_s=until_s)
+        elif len(self._pending) >= MAX_EVENTS:
+            self._counts["labels.too_fast"] += 1
+        else:
+            self._pending.append(LabelLine(since_s=since_s, until_s=until_s, label=label, kind=LabelKind.EVENT))
+
+    def trim(self, oldest_s: float) -> None:
+        """Removes labels from before a time, where the file is large."""
+        try:
+            if get_labels_size(self._folder) > MAX_FILE_BYTES:
+                cut_row_labels(self._folder, 0.0, oldest_s)
+        except (OSError, StoreError) as error:
+            log.warning("labels of %s cannot be removed: %s", self._folder, error)
+
+    def flush(self, now_s: float) -> None:
+        """Writes labels, and the default for times that are over.
+
+        Raises:
+            StoreError: they cannot be written; they wait.
+        """
+        lines = [*self._pending, *self._make_default(now_s)]
+        if lines:
+            try:
+                if get_labels_size(self._folder) < MAX_BYTES - MAX_EVENTS * MAX_LINE_BYTES // 4:
+                    append_row_labels(self._folder, lines)
+                else:
+                    self._counts["labels.too_many"] += len(lines)
+            except OSError as error:
+                raise make_store_error(self._folder, error) from None
+        self._pending = []
+        if lines and lines[-1].kind is LabelKind.DEFAULT:
+            self._received_s = lines[-1].until_s
+
+    def _make_default(self, now_s: float) -> list[LabelLine]:
+        if not self._section.default:
+            return []
+        end_s = self._source.end_s if isinstance(self._source, ResumableSource) else math.inf
+        since_s = max(self._received_s, getattr(self._source, "received_since_s", 0.0) + self._section.after_s)
+        until_s = min(now_s, end_s) - self._delay_s
+        if until_s <= since_s or until_s - since_s < self._interval_s:
+            return []
+        return [LabelLine(since_s=since_s, until_s=until_s, label=self._section.default, kind=LabelKind.DEFAULT)]
+
+    def _find_start(self, now_s: float) -> float:
+        """Returns from when on events are heard; of a source that goes on where it was, the last default's end."""
+        if not isinstance(self._source, ResumableSource):
+            return now_s + self._section.after_s
+        lines = read_row_labels(self._folder).lines
+        return max((line.until_s for line in lines if line.kind is LabelKind.DEFAULT), default=0.0)

@@ -1,0 +1,234 @@
+"""Labels from events: by time, with a default where none came, of rows and files, from files and a real broker."""
+
+import json
+import signal
+import time
+from collections import Counter
+
+import pytest
+from device.collect.test_collector import Site, _count, _mosquitto, _process, _publisher
+from peer_boards import eventually
+from requirements import needs
+
+from edgefl.core.errors import ConfigError
+from edgefl.device.collect import event_labels as module
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.collector import run_collector
+from edgefl.device.collect.event_labels import EventLabeller
+from edgefl.device.collect.file_store import UNLABELLED, open_file_store
+from edgefl.device.collect.folder_collector import FolderCollector
+from edgefl.device.collect.readings import Reading
+from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.collect.settings import LabelsSection, load_collect_file
+from edgefl.system.row_labels import read_row_labels
+from edgefl.tasks.configured.series import series
+from edgefl.tasks.configured.table import table
+from edgefl.tasks.datasets.table_files import read_table
+
+pytestmark = pytest.mark.timeout(60)
+LIMITS = StoreLimits(max_bytes=10**7)
+
+
+class Source:
+    columns = ("a", "state")
+
+    def __init__(self):
+        self.pending, self.received_since_s = [], 0.0
+
+    def read(self):
+        found, self.pending = self.pending, []
+        return found
+
+    def close(self):
+        pass
+
+
+def _section(**settings):
+    return LabelsSection(column="state", **{"before_s": 3.0, "default": "calm", **settings})
+
+
+def _labeller(folder, source, now_s=1000.0, **settings):
+    return EventLabeller(_section(**settings), folder, source, Counter(), flush_s=0.0, now_s=now_s)
+
+
+def _event(label, time_s):
+    return Reading(values={"state": label}, time_s=time_s)
+
+
+def test_rows_near_an_event_get_its_label_others_the_default_once_no_event_can_come(tmp_path):
+    source = Source()
+    with open_row_store(tmp_path, ("a",), LIMITS) as store:
+        labeller = _labeller(tmp_path, source, late_s=5.0)
+        site = Site(tmp_path, store, {"one": source}, every_s=0, flush_s=0)
+        site.collector._labeller = labeller
+        for second in range(30):
+            source.pending.append(Reading(values={"a": float(second)}, time_s=1000.0 + second))
+            if second == 14:
+                source.pending.append(_event("failed", 1012.0))
+            site.wait(1)
+    parts = read_table(tmp_path, "table", ("a",), ("label",))
+    found = {int(a): label for part in parts for (a,), label in zip(part.numbers, part.texts[0], strict=True)}
+    assert [second for second, label in found.items() if label == "failed"] == [9, 10, 11, 12]
+    assert {found[second] for second in (0, 8, 13, 20)} == {"calm"}
+    assert set(range(23, 30)).isdisjoint(found)  # an event may still come
+    data = table(columns=["a"], target="label", labels=["calm", "failed"]).read(str(tmp_path))
+    assert (len(data), int(data.targets.sum())) == (len(found), 4)
+
+
+def test_a_window_whose_last_row_has_no_label_is_no_example_and_none_lies_over_a_gap(tmp_path):
+    with open_row_store(tmp_path, ("a",), LIMITS) as store:
+        store.commit([Row(float(time), (float(time),), 1) for time in range(20)], {}, {}, 0.0)
+    source = Source()
+    labeller = _labeller(tmp_path, source, default="", before_s=2.0)
+    labeller.take_events([_event("up", 9.0), _event("down", 15.0)])
+    labeller.flush(1000.0)
+    task = series(columns=["a"], window=4, step=1, target="label", labels=["up", "down"], group="span")
+    data = task.read(str(tmp_path))
+    assert data.inputs[:, 0, -1].tolist() == [7, 8, 9, 13, 14, 15]
+    assert data.inputs[0, 0].tolist() == [4, 5, 6, 7]
+    assert data.targets.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_no_default_is_said_of_a_time_in_which_events_were_not_heard(tmp_path):
+    source = Source()
+    labeller = _labeller(tmp_path, source, after_s=1.0)
+    labeller.flush(1010.0)
+    source.received_since_s = float("inf")
+    labeller.flush(1020.0)
+    source.received_since_s = 1030.0
+    labeller.flush(1050.0)
+    found = read_row_labels(tmp_path).find([1000.0, 1002.0, 1006.9, 1008.0, 1030.0, 1031.5, 1046.9, 1047.5])
+    assert found == ["", "calm", "calm", "", "", "calm", "calm", ""]
+
+
+def test_what_is_no_label_is_refused_and_a_flood_is_bounded(tmp_path):
+    labeller = _labeller(tmp_path, Source(), default="")
+    labeller.take_events([_event(label, 1.0) for label in (None, "", "../x", ".hidden", "a\nb", "x" * 81, 3.0)])
+    assert labeller._counts == {"labels.refused": 6}
+    labeller.take_events([_event("on", 10.0 + number / 10) for number in range(5000)])
+    labeller.take_events([_event(f"s{number}", 5000.0) for number in range(2000)])
+    assert labeller._counts["labels.too_fast"] == 1001
+    labeller.flush(1.0)
+    assert len(read_row_labels(tmp_path).lines) == 1000
+    assert read_row_labels(tmp_path).find([8.0, 509.0]) == ["on", "on"]
+
+
+def test_a_full_file_of_labels_takes_no_more_until_old_ones_are_trimmed(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MAX_BYTES", 1_030_000)
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 5000)
+    labeller = _labeller(tmp_path, Source(), default="")
+    for turn in range(200):
+        labeller.take_events([_event(f"s{turn}", 100.0 * turn)])
+        labeller.flush(1.0)
+    num_kept = len(read_row_labels(tmp_path).lines)
+    assert labeller._counts["labels.too_many"] == 200 - num_kept > 0
+    labeller.trim(3000.0)
+    assert read_row_labels(tmp_path).find([2900.0, 3100.0]) == ["", "s31"]
+    assert len(read_row_labels(tmp_path).lines) == num_kept - 30
+
+
+def test_files_without_a_class_are_moved_to_that_of_an_event(tmp_path):
+    source, names = Source(), {}
+    with open_file_store(tmp_path, LIMITS, "oldest") as store:
+        for second in range(0, 40, 5):
+            store.add(bytes([second]), UNLABELLED, ".png", 1000.0 + second)
+        store.add(b"own", "robin", ".png", 1010.0)
+        collector = FolderCollector(
+            {}, store, Counter(), flush_s=0, events={"one": source},
+            labeller=_labeller(tmp_path, source, before_s=6.0), clock=lambda: 1030.0, monotonic=lambda: 0.0,
+        )  # fmt: skip
+        source.pending = [_event("wren", 1016.0)]
+        collector.step()
+        assert store.count_classes() == {UNLABELLED: 3, "calm": 3, "robin": 1, "wren": 2}
+        assert collector.flush()
+    names = {path.parent.name: path.name[9:15] for path in sorted(tmp_path.glob("wren/*"))}
+    assert names == {"wren": "001655"}
+
+
+def _write(path, folder, sources, **labels):
+    lines = ["[collect]", f'folder = "{folder}"', "every_s = 0", "flush_s = 0.05", "[labels]"]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in labels.items()]
+    path.write_text("\n".join([*lines, *sources]) + "\n")
+    return path
+
+
+def test_settings_of_labels_that_make_no_sense_are_refused(tmp_path):
+    source = ["[sources.one]", 'kind = "lines"', f'path = "{tmp_path}/l.jsonl"']
+    source += ['columns = { state = "/s", label = "/l" }']
+    path = tmp_path / "c.toml"
+    for labels, message in (
+        ({"column": "stat"}, "is no column; did you mean"),
+        ({"column": "state"}, "must not be called 'label'"),
+        ({"column": "state", "before_s": 0}, "must not both be 0"),
+        ({"column": "state", "default": "a/b"}, "without a slash"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            run_collector(_write(path, tmp_path / "shard", source, **labels))
+    alone = [*source[:3], 'columns = { state = "/s" }']
+    with pytest.raises(ConfigError, match="the only column"):
+        run_collector(_write(path, tmp_path / "shard", alone, column="state"))
+    assert load_collect_file(path).event_sources == {"one"}
+
+
+@pytest.mark.extended
+def test_labels_of_lines_that_come_late_are_whole_through_kills(tmp_path):
+    folder, rows, events = tmp_path / "shard", tmp_path / "rows.jsonl", tmp_path / "events.jsonl"
+    sources = [
+        "[sources.rows]", 'kind = "lines"', f'path = "{rows}"', 'time = "/t"', 'columns = { a = "/a" }',
+        "[sources.events]", 'kind = "lines"', f'path = "{events}"', 'time = "/t"', 'columns = { state = "/s" }',
+    ]  # fmt: skip
+    path = _write(
+        tmp_path / "c.toml", folder, sources, column="state", before_s=2.5, after_s=0, late_s=20, default="calm"
+    )
+    events.touch()
+    for turn in range(6):
+        with rows.open("a") as file:
+            file.writelines(f'{{"t": {turn * 100 + second}, "a": {second}}}\n' for second in range(100))
+        with events.open("a") as file:
+            file.write(f'{{"t": {turn * 100 + 50}, "s": "failed"}}\n{{"t": {turn * 100 + 70}, "s": "fai')
+        with _process(path) as process:
+            eventually(lambda: _count(folder) == (turn + 1) * 100, timeout_s=30)  # noqa: B023 within this turn
+            if turn < 5:
+                process.send_signal(signal.SIGKILL)
+            with events.open("a") as file:
+                file.write('led"}\n')
+            if turn == 5:
+                eventually(lambda: read_row_labels(folder).find([570.0, 577.0]) == ["failed", "calm"], timeout_s=30)
+                process.terminate()
+                assert process.wait(20) == 0
+    parts = read_table(folder, "table", ("time",), ("label",))
+    found = [(int(row[0]), label) for part in parts for row, label in zip(part.numbers, part.texts[0], strict=True)]
+    assert [time_s for time_s, _ in found] == list(range(600))
+    failed = {turn * 100 + second for turn in range(6) for second in (48, 49, 50, 68, 69, 70)}
+    assert {time_s for time_s, label in found if label == "failed"} == failed
+
+
+@pytest.mark.extended
+@needs("mosquitto")
+def test_an_event_of_a_real_broker_labels_the_rows_before_it(tmp_path):
+    folder = tmp_path / "shard"
+    with _mosquitto(tmp_path) as port, _publisher(port) as client:
+        broker = ['kind = "mqtt"', 'host = "127.0.0.1"', f"port = {port}"]
+        sources = ["[sources.t]", *broker, 'columns = { t = "room#/t" }', "[sources.w]", *broker]
+        sources += ['columns = { open = "window#/contact" }']
+        path = _write(tmp_path / "c.toml", folder, sources, column="open", before_s=0.6, default="quiet")
+        with _process(path) as process:
+
+            def says(num_rows):
+                client.publish("room", json.dumps({"t": 21.5}), qos=1).wait_for_publish(5)
+                return _count(folder) >= num_rows
+
+            eventually(lambda: says(5), timeout_s=30)
+            client.publish("window", json.dumps({"contact": False}), qos=1).wait_for_publish(5)
+            event_s = time.time()
+
+            def has_both():
+                says(0)
+                return {line.label for line in read_row_labels(folder).lines} == {"false", "quiet"}
+
+            eventually(has_both, timeout_s=30)
+            process.send_signal(signal.SIGKILL)
+    parts = read_table(folder, "table", ("t",), ("label", "time"))
+    labels = [(float(at), label) for part in parts for label, at in zip(*part.texts, strict=True)]
+    assert all(event_s - 0.8 <= at <= event_s + 0.2 for at, label in labels if label == "false")
+    assert any(label == "false" for _, label in labels)
