@@ -19,7 +19,7 @@ from edgefl.cli.device_join import (
     temperature_option,
     training_threads_option,
 )
-from edgefl.cli.device_shard import forget, show
+from edgefl.cli.device_shard import forget, label, show
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, allow_module_option, load_device_state, state_option
@@ -311,6 +311,7 @@ def _read_conditions(state: DeviceStateDir) -> dict[str, Any]:
 
 command.add_command(join)
 command.add_command(shard)
+command.add_command(label)
 shard.add_command(forget)
 shard.add_command(show)
 command.add_command(set_)

@@ -1,4 +1,4 @@
-"""`edgefl device shard show` and `forget`: what a collector keeps, and removing a time, a class or a person of it."""
+"""`edgefl device shard show` and `forget`, and `edgefl device label`: looks at, removes and labels collected data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import click
 from edgefl.cli.device_join import find_shard_folder
 from edgefl.cli.output import echo, text_format_option
 from edgefl.cli.sources import load_device_state, state_option
-from edgefl.core.errors import StoreBusyError, UsageError
+from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.collect.forgetting import ForgetRequest
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from edgefl.device.training.shard_uses import ShardUse
 
 WAIT_S, POLL_S = 120.0, 0.1
+_LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
 def _parse_time(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
@@ -111,6 +112,44 @@ def forget(
     if uses:
         echo("models of these runs have learned from them: forgetting them here does not change that")
     echo(f"forgot {found.num} examples")
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--label", "labels", multiple=True, help="A label, in the order of the keys; may be repeated.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address; one of a LAN needs a joined board.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="0 takes a free one.")
+@click.option(
+    "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+)
+@state_option
+def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window: float, root: Path | None) -> None:
+    """Serve a page on which a person labels what a collector keeps in FOLDER, until SIGTERM or Ctrl-C."""
+    from edgefl.device.collect.label_page import (  # noqa: PLC0415 fast start
+        Gate,
+        LabelServer,
+        make_pin,
+        make_server_context,
+        print_address,
+    )
+    from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
+    from edgefl.device.collect.settings import is_label  # noqa: PLC0415 likewise
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
+
+    if wrong := [text for text in labels if not is_label(text)]:
+        raise UsageError(f"--label must be visible, without a slash and no dot in front; got {wrong[0]!r:.80}")
+    target, pin = open_target(folder, window), make_pin()
+    files = target if isinstance(target, FileTarget) else None
+    tls, fingerprint = None, ""
+    if host not in _LOOPBACK:
+        tls, fingerprint = make_server_context(DeviceStateDir.load(root), host)
+    try:
+        server = LabelServer(LabelQueue(target, labels), files, Gate(pin), (host, port), tls)
+    except OSError as error:
+        reason = error.strerror or error
+        raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None
+    print_address(server, pin, fingerprint)
+    server.run()
 
 
 def _check_conditions(state: StoreState, where: dict[str, str]) -> None:

@@ -1,0 +1,427 @@
+"""Label page: a small web page on the board on which a person labels examples, by tap or key.
+
+It is off unless somebody starts it, asks for a PIN, and answers those who name its own address alone. The PIN opens a
+session; wrong ones are counted for all together, and after `MAX_WRONG` of them none counts for a while. Every change
+needs the token of the page's own form. The page loads nothing from elsewhere and works without its script, which adds
+keys. The standard library is enough: five routes need no web framework.
+"""
+
+from __future__ import annotations
+
+import hmac
+import html
+import ipaddress
+import logging
+import secrets
+import ssl
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from edgefl.core.errors import ConfigError, EdgeflError
+from edgefl.device.collect.label_queue import Example, FileTarget, LabelQueue
+from edgefl.device.state_dir import DeviceStateDir
+from edgefl.system.processes import on_stop_signal
+
+log = logging.getLogger(__name__)
+
+MAX_WRONG, LOCK_S = 5, 60.0
+MAX_BODY_BYTES = 4096
+MAX_SESSIONS = 16
+CERTIFICATE_DAYS = 30
+IDLE_TIMEOUT_S = 30.0
+COOKIE = "edgefl_label"
+KEYS = "123456789abcdefghijklmnopqrtvwxyz"
+"""Of labels in their order; s skips and u takes the last label back."""
+_STYLE = """
+*{box-sizing:border-box}body{margin:0 auto;max-width:40rem;padding:.75rem;font:1rem/1.4 system-ui,sans-serif;
+color:#16202a;background:#fff}h1{font-size:1rem;margin:0 0 .5rem}
+img,svg,audio{display:block;width:100%;margin:.5rem 0}
+button:disabled{opacity:.45}img{height:34vh;object-fit:contain;background:#eef1f4;image-rendering:auto}svg{height:4.5rem;background:#eef1f4}
+progress{width:100%}.labels{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.5rem}
+button,input{font:inherit;min-height:3rem;padding:.5rem;border:1px solid #55626f;border-radius:.4rem;background:#fff;
+color:inherit;width:100%;overflow-wrap:anywhere}button:focus-visible,input:focus-visible{outline:3px solid #0b62c4}
+.labels button{background:#0b4f9e;border-color:#0b4f9e;color:#fff}kbd{opacity:.8;margin-right:.5rem}
+.row{display:grid;grid-template-columns:1fr 1fr;gap:.5rem;margin:.5rem 0}.error{color:#a00000}
+polyline{fill:none;stroke:#0b4f9e;stroke-width:1.5;vector-effect:non-scaling-stroke}
+@media(prefers-color-scheme:dark){body,button,input{background:#12181f;color:#e8edf2}img,svg{background:#1d262f}
+polyline{stroke:#7cb8ff}.error{color:#ff9c9c}}
+"""
+_SCRIPT = """
+document.addEventListener('keydown', (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat || event.target.matches('input')) return;
+  const button = [...document.querySelectorAll('button[data-key]')].find((one) => one.dataset.key === event.key);
+  if (button && !button.disabled) { event.preventDefault(); button.click(); }
+});
+"""
+
+
+class Gate:
+    """PIN and sessions; used by many threads.
+
+    Args:
+        pin: that opens a session.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, pin: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pin, self._clock, self._lock = pin, clock, threading.Lock()
+        self._num_wrong, self._locked_until_s = 0, 0.0
+        self._sessions: dict[str, str] = {}
+
+    def open(self, pin: str) -> str | None:
+        """Returns a new session; None for a wrong PIN, or any while too many were wrong."""
+        with self._lock:
+            if self._clock() < self._locked_until_s:
+                return None
+            if not hmac.compare_digest(pin.encode(), self._pin.encode()):
+                self._num_wrong += 1
+                if self._num_wrong >= MAX_WRONG:
+                    self._num_wrong, self._locked_until_s = 0, self._clock() + LOCK_S
+                    log.warning("%d wrong PINs; none counts for %g s", MAX_WRONG, LOCK_S)
+                return None
+            self._num_wrong = 0
+            session = secrets.token_urlsafe(32)
+            self._sessions[session] = secrets.token_urlsafe(32)
+            while len(self._sessions) > MAX_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+            return session
+
+    @property
+    def is_locked(self) -> bool:
+        return self._clock() < self._locked_until_s
+
+    def find_token(self, session: str) -> str | None:
+        """Returns the token that changes of a session need; None for a session that there is not."""
+        with self._lock:
+            return self._sessions.get(session)
+
+
+class LabelServer:
+    """Server of the page, active from `start` to `stop`.
+
+    Args:
+        queue: of what is labelled.
+        target: of a shard of files, whose content is shown; None of rows.
+        gate: PIN and sessions.
+        address: to listen on; port 0 takes a free one.
+        tls: of the board's certificate; None on loopback.
+    """
+
+    def __init__(
+        self,
+        queue: LabelQueue,
+        target: FileTarget | None,
+        gate: Gate,
+        address: tuple[str, int],
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._server = _HttpServer(address, _Handler)
+        self._server.queue, self._server.target, self._server.gate = queue, target, gate
+        self._server.scheme = "http" if tls is None else "https"
+        self._tls, self._stopping = tls, threading.Event()
+        if tls is not None:
+            # The handshake is done by the thread of the connection: a silent one keeps nobody waiting.
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+
+    @property
+    def url(self) -> str:
+        host, port = self._server.server_address[:2]
+        return f"{self._server.scheme}://{host!s}:{port}/"
+
+    def run(self) -> None:
+        """Serves until a stop signal."""
+        with on_stop_signal(self._server.shutdown):
+            self._server.serve_forever(0.2)
+        self._server.server_close()
+
+    def start(self) -> None:
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), name="label-page", daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    queue: LabelQueue
+    target: FileTarget | None
+    gate: Gate
+    scheme: str
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.turn = threading.Lock()
+        super().__init__(address, handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 the library's interface
+        log.debug("a connection from %s broke", client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _HttpServer
+    timeout = IDLE_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the library's name
+        log.debug(format, *args)
+
+    def do_GET(self) -> None:
+        token, path = self._find_token(), self.path.partition("?")[0]
+        if not self._is_own_host():
+            self._send_page(HTTPStatus.MISDIRECTED_REQUEST, "<p>This is not the address of this page.</p>")
+        elif path == "/" and token is None:
+            self._send_login(HTTPStatus.OK)
+        elif path == "/" and token is not None:
+            with self.server.turn:
+                self._send_page(HTTPStatus.OK, _format_example(self.server.queue, token))
+        elif path.startswith("/media/") and token is not None:
+            self._send_media(path.removeprefix("/media/"))
+        else:
+            self._send_page(HTTPStatus.NOT_FOUND, "<p>There is no such page.</p>")
+
+    def do_POST(self) -> None:
+        form = self._read_form()
+        if form is None or not self._is_own_host() or not self._is_own_origin():
+            self._send_page(HTTPStatus.FORBIDDEN, "<p>This came from another page.</p>")
+        elif self.path == "/login":
+            self._log_in(form.get("pin", ""))
+        elif (token := self._find_token()) is None or not hmac.compare_digest(
+            form.get("token", "").encode(), token.encode()
+        ):
+            self._send_page(HTTPStatus.FORBIDDEN, '<p>Your session has ended.</p><p><a href="/">Sign in</a></p>')
+        else:
+            self._change(form)
+
+    def _change(self, form: Mapping[str, str]) -> None:
+        queue = self.server.queue
+        try:
+            with self.server.turn:
+                if "undo" in form:
+                    queue.undo()
+                elif "skip" in form:
+                    queue.skip(form.get("key", ""))
+                else:
+                    queue.label(form.get("key", ""), form.get("new", "").strip() or form.get("label", ""))
+        except EdgeflError as error:
+            self._send_page(
+                HTTPStatus.BAD_REQUEST, f'<p class="error">{html.escape(str(error))}</p><p><a href="/">Back</a></p>'
+            )
+            return
+        self._redirect()
+
+    def _log_in(self, pin: str) -> None:
+        session = self.server.gate.open(pin)
+        if session is None:
+            is_locked = self.server.gate.is_locked
+            self._send_login(HTTPStatus.TOO_MANY_REQUESTS if is_locked else HTTPStatus.FORBIDDEN, is_wrong=True)
+            return
+        secure = "; Secure" if self.server.scheme == "https" else ""
+        self._redirect({"Set-Cookie": f"{COOKIE}={session}; HttpOnly; SameSite=Strict; Path=/{secure}"})
+
+    def _find_token(self) -> str | None:
+        try:
+            morsel = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
+        except CookieError:
+            return None
+        return None if morsel is None else self.server.gate.find_token(morsel.value)
+
+    def _is_own_host(self) -> bool:
+        """Returns whether the address in the request is ours, and no name that leads here (DNS rebinding)."""
+        local, port = self.connection.getsockname()[:2]
+        names = {f"{local}:{port}", f"localhost:{port}"}
+        return self.headers.get("Host", "") in names
+
+    def _is_own_origin(self) -> bool:
+        origin = self.headers.get("Origin")
+        return origin in {None, f"{self.server.scheme}://{self.headers.get('Host', '')}"}
+
+    def _read_form(self) -> dict[str, str] | None:
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdigit()) or len(length) > 6 or int(length) > MAX_BODY_BYTES:
+            return None
+        try:
+            fields = parse_qs(self.rfile.read(int(length)).decode(), keep_blank_values=True, max_num_fields=8)
+        except ValueError:
+            return None
+        return {name: values[0] for name, values in fields.items()}
+
+    def _send_login(self, status: HTTPStatus, *, is_wrong: bool = False) -> None:
+        text = "Too many wrong PINs: wait a minute." if self.server.gate.is_locked else "That was not the PIN."
+        error = f'<p class="error" role="alert">{text}</p>' if is_wrong else ""
+        self._send_page(
+            status,
+            f'{error}<form method="post" action="/login"><p><label for="pin">PIN, as the terminal says</label></p>'
+            '<p><input id="pin" name="pin" inputmode="numeric" autocomplete="off" required autofocus></p>'
+            "<p><button>Sign in</button></p></form>",
+        )
+
+    def _send_page(self, status: HTTPStatus, body: str) -> None:
+        nonce = secrets.token_urlsafe(16)
+        page = (
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Label</title>'
+            '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
+            f'<style nonce="{nonce}">{_STYLE}</style></head><body><main><h1>Label</h1>{body}</main>'
+            f'<script nonce="{nonce}">{_SCRIPT}</script></body></html>'
+        )
+        policy = (
+            f"default-src 'none'; img-src 'self' data:; media-src 'self'; style-src 'nonce-{nonce}'; "
+            f"script-src 'nonce-{nonce}'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+        )
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy}
+        self._send(status, page.encode(), headers)
+
+    def _send_media(self, key: str) -> None:
+        with self.server.turn:
+            example = self.server.queue.current
+        if example is None or self.server.target is None or example.key != key:
+            self._send_page(HTTPStatus.NOT_FOUND, "<p>There is no such example.</p>")
+            return
+        try:
+            content, kind = self.server.target.read(example)
+        except EdgeflError as error:
+            self._send_page(HTTPStatus.NOT_FOUND, f"<p>{html.escape(str(error))}</p>")
+            return
+        self._send(HTTPStatus.OK, content, {"Content-Type": kind})
+
+    def _redirect(self, headers: Mapping[str, str] | None = None) -> None:
+        self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "/", **(headers or {})})
+
+    def _send(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str]) -> None:
+        self.send_response(status)
+        fixed = {
+            "Content-Length": str(len(content)), "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "same-origin", "X-Frame-Options": "DENY",
+        }  # fmt: skip
+        for name, value in {**fixed, **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+def _format_example(queue: LabelQueue, token: str) -> str:
+    example, undo = queue.current, "" if queue.can_undo else " disabled"
+    total = queue.num_done + queue.num_left
+    hidden = f'<input type="hidden" name="token" value="{token}">'
+    parts = [
+        f'<p role="status">{queue.num_done} of {total} labelled</p>',
+        f'<progress aria-label="Labelled" max="{max(1, total)}" value="{queue.num_done}"></progress>',
+    ]
+    if example is not None:
+        hidden += f'<input type="hidden" name="key" value="{example.key}">'
+        parts.append(_format_content(example))
+        buttons = (
+            f'<button name="label" value="{label}" {_format_key(place)}</kbd>{label}</button>'
+            for place, label in enumerate(map(html.escape, queue.labels))
+        )
+        parts.append(f'<form method="post" action="/">{hidden}<div class="labels">{"".join(buttons)}</div></form>')
+        parts.append(
+            f'<form method="post" action="/" class="row">{hidden}<input name="new" aria-label="Another label" '
+            'placeholder="another label" maxlength="80" autocomplete="off" required><button>Use it</button></form>'
+        )
+    else:
+        parts.append("<p>Every example has a label.</p>")
+    skip = "" if example is not None else " disabled"
+    parts.append(
+        f'<form method="post" action="/" class="row">{hidden}'
+        f'<button name="skip" value="1" data-key="s" aria-keyshortcuts="s"{skip}><kbd>s</kbd>Later</button>'
+        f'<button name="undo" value="1" data-key="u" aria-keyshortcuts="u"{undo}><kbd>u</kbd>Undo</button></form>'
+    )
+    return "".join(parts)
+
+
+def _format_key(place: int) -> str:
+    """Returns a button's key, up to the text of its label; none for those beyond the keys that there are."""
+    key = KEYS[place] if place < len(KEYS) else ""
+    return f'data-key="{key}" aria-keyshortcuts="{key}"><kbd aria-hidden="true">{key}' if key else "><kbd>"
+
+
+def _format_content(example: Example) -> str:
+    when = f"{datetime.fromtimestamp(example.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    if example.file is None:
+        return f"<p>Rows from {when}, {example.until_s - example.since_s:.0f} s</p>" + "".join(
+            map(_format_curve, *zip(*example.curves, strict=True)) if example.curves else ()
+        )
+    source = f"/media/{quote(example.key)}"
+    if example.file.name.endswith(".wav"):
+        return f'<p>{when}</p><audio controls autoplay aria-label="Sound of {when}" src="{source}"></audio>'
+    return f'<p>{when}</p><img src="{source}" alt="Picture of {when}">'
+
+
+def _format_curve(name: str, values: tuple[float, ...]) -> str:
+    low, high = min(values), max(values)
+    height, last = (high - low) or 1.0, max(1, len(values) - 1)
+    points = " ".join(
+        f"{300 * place / last:.1f},{58 - 56 * (value - low) / height:.1f}" for place, value in enumerate(values)
+    )
+    title = html.escape(f"{name}: {low:g} to {high:g}")
+    return (
+        f'<p>{title}</p><svg viewBox="0 0 300 60" preserveAspectRatio="none" role="img" aria-label="{title}">'
+        f'<polyline points="{points}"/></svg>'
+    )
+
+
+def make_server_context(state: DeviceStateDir, host: str) -> tuple[ssl.SSLContext, str]:
+    """Returns the server's side of TLS and the SHA-256 of its certificate, to compare with what a browser shows.
+
+    The fleet's certificate of a board is for clients, and browsers refuse it: this one is made anew at every start,
+    with the same key, for one address, and signed by itself.
+
+    Args:
+        state: of the board.
+        host: IP address that the page is reached by.
+
+    Raises:
+        ConfigError: the address is none, or the key cannot be used.
+    """
+    try:
+        key = serialization.load_pem_private_key(state.key.read_bytes(), None)
+        address = x509.IPAddress(ipaddress.ip_address(host))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--host must be an IP address of a board with its key in {state.root}: {error}") from None
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, state.device_id)]), datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=CERTIFICATE_DAYS))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    )
+    certificate = builder.sign(key, hashes.SHA256())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    with tempfile.NamedTemporaryFile(dir=state.root, prefix=".label-", suffix=".pem") as file:
+        file.write(certificate.public_bytes(serialization.Encoding.PEM))
+        file.flush()
+        context.load_cert_chain(file.name, state.key)
+    return context, certificate.fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def make_pin() -> str:
+    """Returns six random digits."""
+    return f"{secrets.randbelow(10**6):06d}"
+
+
+def print_address(server: LabelServer, pin: str, fingerprint: str = "") -> None:
+    """Prints where the page is, its PIN and its certificate's fingerprint, on the terminal alone."""
+    sys.stdout.write(f"label at {server.url} with the PIN {pin}; Ctrl-C ends it\n")
+    if fingerprint:
+        sys.stdout.write(f"the browser warns; the SHA-256 of its certificate must be\n{fingerprint}\n")
+    sys.stdout.flush()
