@@ -194,16 +194,20 @@ def parse_conditions(text: str | bytes) -> Conditions:
     return from_mapping(Conditions, tables[TABLE], TABLE)
 
 
-def find_blocker(conditions: Conditions, facts: BoardFacts, now_s: float) -> Blocker | None:
+def find_blocker(conditions: Conditions, facts: BoardFacts, now_s: float, *, step_s: float = 0.0) -> Blocker | None:
     """Returns why conditions do not hold, budgets aside; None where they do.
 
     Args:
         conditions: of the board or of a run.
         facts: of the board.
         now_s: Unix seconds.
+        step_s: seconds of the next step, which must end within the hours.
     """
     if not is_open(conditions, now_s):
         return Blocker(kind="hours", reason="outside its hours", free_at_s=find_next_open_s(conditions, now_s))
+    if step_s and not is_open(conditions, now_s + step_s):
+        free_at_s = find_next_open_s(conditions, now_s + step_s)
+        return Blocker(kind="hours", reason="its hours end", free_at_s=free_at_s)
     for kind, reason in _list_failures(conditions, facts):
         return Blocker(kind=kind, reason=reason)
     return None

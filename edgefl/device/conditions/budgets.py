@@ -116,13 +116,19 @@ class BudgetUsage:
             return
         self._roll(find_zone(conditions.zone))
         for kind, amount in used.items():
-            self._margins[kind] = max(MARGIN_DECAY * self._margins[kind], 2 * amount, FIRST_MARGINS[kind])
+            if kind == "traffic":
+                self._margins[kind] = max(self._margins[kind], 2 * amount)
             for period in PERIODS:
                 self._used[period][kind] = self._used[period].get(kind, 0.0) + amount
             self._ahead[kind] = self._ahead.get(kind, 0.0) - amount
         if any(self._ahead[kind] < self._get_least_ahead(kind) for kind in used):
             self._ahead |= {kind: self._compute_ahead(conditions, kind) for kind in used}
             self._save()
+
+    def record_step(self, used: Mapping[str, float]) -> None:
+        """Records what one step of a work has used; the next must have room for twice the largest."""
+        for kind, amount in used.items():
+            self._margins[kind] = max(MARGIN_DECAY * self._margins[kind], 2 * amount, FIRST_MARGINS[kind])
 
     def settle(self, conditions: Conditions) -> None:
         """Gives back what was charged ahead, at the end of a work."""

@@ -38,6 +38,12 @@ log = logging.getLogger(__name__)
 CONDITIONS_FILE, PAUSE_FILE = "conditions.toml", "pause.json"
 CHECK_INTERVAL_S = 0.5
 """Interval of checks while it works."""
+STEP_DECAY = 0.95
+"""Factor of the longest step so far, with each step."""
+FIRST_STEP_S = 60.0
+"""How long the first iteration may take, as none was seen."""
+STEP_MARGIN = 1.25
+"""Of the longest step, for the next."""
 HOLD_S = 30.0
 """How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
 _FLICKERING = frozenset({"power", "heat", "load", "network"})
@@ -62,6 +68,7 @@ class ConditionGate:
         folder: state directory of the board.
         board: reads the board's files and programs.
         clocks: of the board.
+        facts: reads what conditions ask of the board; by `board` for None.
         is_agent: whether it trains here; to any other process its work is that of another.
     """
 
@@ -71,10 +78,11 @@ class ConditionGate:
         *,
         board: BoardReader | None = None,
         clocks: Clocks | None = None,
+        facts: FactReader | None = None,
         is_agent: bool = True,
     ) -> None:
         board, self._is_agent = board or BoardReader(), is_agent
-        self._folder, self._facts = folder, FactReader(board)
+        self._folder, self._facts = folder, facts or FactReader(board)
         self._clocks = clocks or Clocks(boot_id=read_boot_id(board.root))
         self._lock = threading.RLock()
         self._stamps: dict[str, tuple[int, int] | None] = {}
@@ -84,6 +92,8 @@ class ConditionGate:
         self._usage: BudgetUsage | None = None
         self._held: tuple[float, Blocker] | None = None
         self._checked_s = -CHECK_INTERVAL_S
+        self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
+        self._step_use: dict[str, float] = {}
         self._blocker: Blocker | None = None
         self._is_working = False
         self._work: tuple[float, float, float | None] | None = None
@@ -98,8 +108,8 @@ class ConditionGate:
         with self._lock:
             self._reload()
             self._charge_work()
-            self._blocker = self._find_blocker()
             self._checked_s = self._clocks.boot_time()
+            self._blocker = self._find_blocker()
             return self._blocker
 
     def check_often(self) -> Blocker | None:
@@ -109,14 +119,17 @@ class ConditionGate:
         return self._blocker
 
     def require(self) -> None:
-        """Checks often.
+        """Checks between two iterations, every half a second at most; the next must fit into hours and budgets.
 
         Raises:
             ConditionsEndedError: this board may not train now.
         """
-        blocker = self.check_often()
-        if blocker is not None:
-            raise ConditionsEndedError(blocker)
+        if self._clocks.boot_time() - self._stepped_s >= CHECK_INTERVAL_S:
+            with self._lock:
+                self._record_step()
+                self.check()
+        if self._blocker is not None:
+            raise ConditionsEndedError(self._blocker)
 
     @contextmanager
     def work(self, run_conditions: Conditions = NO_CONDITIONS) -> Iterator[None]:
@@ -124,12 +137,13 @@ class ConditionGate:
         with self._lock:
             self._reload()
             self._run_conditions, self._is_working = run_conditions, True
+            self._stepped_s, self._step_use = self._clocks.boot_time(), {}
             self._begin_measuring()
         try:
             yield
         finally:
             with self._lock:
-                self._charge_work()
+                self._record_step()
                 self._run_conditions, self._is_working, self._work = NO_CONDITIONS, False, None
                 if self._usage is not None:
                     self._try(lambda usage: usage.settle(self._conditions))
@@ -181,7 +195,7 @@ class ConditionGate:
             if blocker is None and conditions != NO_CONDITIONS:
                 facts = self._facts.read(conditions)
                 facts = facts if self._is_agent else replace(facts, other_load=0.0)
-                blocker = find_blocker(conditions, facts, now_s)
+                blocker = find_blocker(conditions, facts, now_s, step_s=STEP_MARGIN * self._step_s)
         return self._hold(blocker)
 
     def _find_used_budget(self, needed: Mapping[str, float] | None = None) -> Blocker | None:
@@ -262,7 +276,18 @@ class ConditionGate:
         now_s, processor_s, power_w = self._work
         powers = [power for power in (former_w, power_w) if power is not None]
         energy_j = max(powers, default=0.0) * (now_s - since_s)
-        self._charge({"processor": max(0.0, processor_s - former_s), "energy": energy_j})
+        used = {"processor": max(0.0, processor_s - former_s), "energy": energy_j}
+        self._step_use = {kind: self._step_use.get(kind, 0.0) + amount for kind, amount in used.items()}
+        self._charge(used)
+
+    def _record_step(self) -> None:
+        """Records what one step of the work takes, which the next must have room for."""
+        self._charge_work()
+        now_s = self._clocks.boot_time()
+        self._step_s, self._stepped_s = max(STEP_DECAY * self._step_s, now_s - self._stepped_s), now_s
+        if self._usage is not None:
+            self._usage.record_step(self._step_use)
+        self._step_use = {}
 
     def _charge(self, used: Mapping[str, float]) -> None:
         self._try(lambda usage: usage.charge(self._conditions, used))

@@ -289,6 +289,7 @@ class ConfiningTrainer(DeviceTrainer):
 
     def _call(self, task: str, name: str, header: Json, body: bytes) -> tuple[Json, bytes]:
         deadline_s, started_s = _get_part_deadline_s(header), time.monotonic()
+        self._ended, iteration = None, 0
 
         def on_tick() -> None:
             self._sample_health()
@@ -298,10 +299,13 @@ class ConfiningTrainer(DeviceTrainer):
                 raise TaskError("it was stopped" if is_cancelled else f"work took longer than {deadline_s:g} s")
             if self._is_aborted and time.monotonic() - self._used_s > STOP_S:
                 process.kill()
-            if self._ended is None and name == "train" and "phase" not in header:
+            nonlocal iteration
+            current = self._current
+            is_between = current is not None and current[2] != iteration
+            if self._ended is None and name == "train" and "phase" not in header and (is_between or deadline_s):
+                iteration = current[2] if current is not None else 0
                 self._interrupt_if_ended(process, is_part=deadline_s is not None)
 
-        self._ended = None
         process = self._get_process(task)
         self._used_s = time.monotonic()
         try:

@@ -96,6 +96,16 @@ def test_a_clock_that_is_set_gives_no_new_budget(board):
     assert board.is_free()
 
 
+def test_a_zone_where_it_is_still_yesterday_gives_no_new_budget(board):
+    use_all(board)
+    west = Conditions(zone="Pacific/Honolulu", day=PROCESSOR.day)
+    assert not board.is_free(west)
+    board.wait(DAY_S + 9 * 3600)
+    assert not board.is_free(west)
+    board.wait(3600)
+    assert board.is_free(west)
+
+
 def test_a_clock_that_was_late_is_caught_up_with_where_the_coordinator_agrees(board):
     use_all(board)
     board.reboot()

@@ -3,9 +3,17 @@
 import pytest
 from board_trees import plant, zones
 
-from edgefl.core.conditions import Conditions, ConditionsEndedError
+from edgefl.core.conditions import Blocker, Conditions, ConditionsEndedError
 from edgefl.device.conditions.budgets import Clocks
-from edgefl.device.conditions.gate import HOLD_S, ConditionGate, clear_pause, save_conditions, save_pause
+from edgefl.device.conditions.gate import (
+    FIRST_STEP_S,
+    HOLD_S,
+    STEP_MARGIN,
+    ConditionGate,
+    clear_pause,
+    save_conditions,
+    save_pause,
+)
 from edgefl.device.hardware.board_reader import BoardReader
 
 MIDNIGHT_S = 1_780_012_800.0 // 86_400 * 86_400
@@ -52,9 +60,11 @@ def test_a_board_without_files_may_always_train_and_writes_nothing(board):
 def test_hours_are_read_anew_while_the_agent_runs(board):
     assert board.get_reason() == ""
     save_conditions(board.folder, NIGHT)
-    board.wait(6 * 3600 - 1)
+    board.wait(6 * 3600 - STEP_MARGIN * FIRST_STEP_S - 1)
     assert board.get_reason() == ""
     board.wait(1)
+    assert board.gate.check() == Blocker(kind="hours", reason="its hours end", free_at_s=MIDNIGHT_S + 22 * 3600)
+    board.wait(STEP_MARGIN * FIRST_STEP_S)
     blocker = board.gate.check()
     assert (blocker.reason, blocker.free_at_s) == ("outside its hours", MIDNIGHT_S + 22 * 3600)
     save_conditions(board.folder, None)
@@ -68,12 +78,14 @@ def test_a_damaged_file_lets_nothing_be_trained_and_says_so(board):
     assert board.get_reason() == ""
 
 
-def test_work_under_way_is_ended_within_half_a_second_of_the_end(board):
+def test_work_under_way_is_ended_before_the_hours_are_over(board):
     save_conditions(board.folder, NIGHT)
-    board.wait(6 * 3600 - 0.4)
+    board.wait(6 * 3600 - STEP_MARGIN * FIRST_STEP_S - 0.4)
     with board.gate.work():
         board.gate.require()
-        board.wait(0.5)
+        board.wait(0.4)
+        board.gate.require()
+        board.wait(30.0)
         with pytest.raises(ConditionsEndedError) as ended:
             board.gate.require()
     assert ended.value.blocker.kind == "hours"
@@ -166,6 +178,36 @@ def test_processor_seconds_of_a_work_are_charged_and_end_it(board):
             used += 2.0
     assert 50 <= used <= 60
     assert board.gate.describe_budgets() == {"processor a day": f"{used:g} of 60 processor seconds"}
+
+
+def test_a_step_ends_within_hours_and_budget_however_often_heartbeats_look_in_between(board):
+    hours = b'hours = ["22:00-06:00"]\n'
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n' + hours + b"[conditions.day]\nprocessor_s = 3030\n")
+    ticks = 0
+
+    def iterate():
+        nonlocal ticks
+        for _ in range(12):  # a minute, with heartbeats
+            ticks += 500
+            plant(board.root, {"proc/self/stat": f"7 (edgefl) S 0 0 0 0 0 0 0 0 0 0 {ticks} 0 0 0 20"})
+            board.wait(5.0)
+            board.gate.check()
+        board.gate.require()
+
+    def work():
+        with board.gate.work():
+            while True:
+                iterate()
+
+    with pytest.raises(ConditionsEndedError, match="used up"):
+        work()
+    assert 2800 < ticks / 100 <= 3030
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n' + hours)
+    board.wait(6 * 3600 - 605 - (board.wall_s - MIDNIGHT_S))
+    with pytest.raises(ConditionsEndedError, match="its hours end"):
+        work()
+    assert 6 * 3600 - 76 < board.wall_s - MIDNIGHT_S <= 6 * 3600 - 15
+    assert board.get_reason() in {"its hours end", "outside its hours"}  # nothing is begun that would not end in time
 
 
 def test_energy_that_is_not_known_is_said_before_a_budget_of_it_is_taken(board):
