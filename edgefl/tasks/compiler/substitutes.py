@@ -24,24 +24,23 @@ Draw = Callable[[tuple[int, ...]], torch.Tensor]
 
 
 def list_noise_shapes(forward: Callable[[], object]) -> tuple[tuple[int, ...], ...]:
-    """Returns the shapes of the random numbers that `forward` draws for dropout, in their order."""
+    """Returns the shapes of the random numbers that dropout and stochastic depth draw in `forward`."""
     shapes: list[tuple[int, ...]] = []
 
     def draw(shape: tuple[int, ...]) -> torch.Tensor:
         shapes.append(shape)
         return torch.rand(shape)
 
-    with torch.no_grad(), _exchange(functional, _make_random_functions(draw)), _exchange_recurrent(run_levels):
+    with torch.no_grad(), _exchange_random(draw), _exchange_recurrent(run_levels):
         forward()
     return tuple(shapes)
 
 
 @contextmanager
 def use_noise(noise: list[torch.Tensor]) -> Iterator[None]:
-    """Dropout takes its random numbers from a list; all else stays as it is."""
+    """Dropout and stochastic depth take their random numbers from a list; all else stays as it is."""
     left = iter(noise)
-    functions = _make_random_functions(lambda _: next(left))
-    with _exchange(functional, functions), _exchange_recurrent(run_levels):
+    with _exchange_random(lambda _: next(left)), _exchange_recurrent(run_levels):
         yield
 
 
@@ -67,6 +66,16 @@ def _exchange(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterat
 @contextmanager
 def _exchange_recurrent(forward: Callable[..., Any]) -> Iterator[None]:
     with _exchange(nn.GRU, {"forward": forward}), _exchange(nn.LSTM, {"forward": forward}):
+        yield
+
+
+@contextmanager
+def _exchange_random(draw: Draw) -> Iterator[None]:
+    def fill(x: torch.Tensor, p: float = 0.5) -> torch.Tensor:
+        """Stochastic depth draws so (Huang et al., ECCV 2016, as in torchvision)."""
+        return x.copy_(draw(tuple(x.shape)) < p)
+
+    with _exchange(functional, _make_random_functions(draw)), _exchange(torch.Tensor, {"bernoulli_": fill}):
         yield
 
 

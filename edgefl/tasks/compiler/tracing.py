@@ -102,7 +102,7 @@ def _check_randomness(graph: torch.fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             raise TaskError(
                 f"operator {node.target} draws random numbers; only dropout of torch.nn may (as a layer, or called "
-                "as torch.nn.functional.dropout)"
+                "as torch.nn.functional.dropout), and Tensor.bernoulli_"
             )
 
 

@@ -139,6 +139,20 @@ def _dense():
     )  # fmt: skip
 
 
+class StochasticDepth(nn.Module):
+    """A residual branch that is left out for some examples, drawn as torchvision does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return self.head(x + self.branch(x))
+        kept = torch.empty((x.shape[0], 1), dtype=x.dtype).bernoulli_(0.6)
+        return self.head(x + self.branch(x) * kept.div_(0.6))
+
+
 NETWORKS: Mapping[str, Callable[[], Example]] = {
     "conv2d": lambda: Example(_conv2d, (2, 19, 21)),
     "conv1d": lambda: Example(_conv1d, (3, 48)),
@@ -151,6 +165,7 @@ NETWORKS: Mapping[str, Callable[[], Example]] = {
     "gru": lambda: Example(
         lambda: Recurrent(nn.GRU(4, 6, num_layers=2, bidirectional=True, dropout=0.2, batch_first=True)), (5, 4)
     ),
+    "stochastic-depth": lambda: Example(StochasticDepth, (6,)),
     "pixels": lambda: Example(lambda: nn.Conv2d(1, 3, 3, padding=1), (1, 6, 6), has_pixels=True),
 }
 """Tasks by what they cover."""

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'
 pytest.importorskip("onnxscript", reason="needs onnxscript: pip install '.[export]'")
 
 from edgefl.core.errors import TaskError  # noqa: E402 after what it needs
+from edgefl.tasks.compiler.substitutes import use_noise  # noqa: E402
 from edgefl.tasks.compiler.tracing import TracedGraph, name_layers, trace  # noqa: E402
 
 INPUTS = {"w": torch.tensor([[1.0, -2.0]]), "x": torch.tensor([[3.0], [0.5]]), "unused": torch.ones(2)}
@@ -52,3 +53,9 @@ def test_an_operator_is_found_in_the_layers_that_call_it() -> None:
     message = r"cannot be compiled: no aten.tanh_backward here \(in 1, a Tanh\)$"
     with pytest.raises(TaskError, match=message), name_layers(network, INPUTS["x"].numpy()):
         raise TaskError("no aten.tanh_backward here")
+
+
+def test_what_is_kept_by_chance_is_so_with_the_probability_that_was_asked_for():
+    with use_noise([torch.tensor([[0.1], [0.5]])]):
+        kept = torch.empty((2, 1)).bernoulli_(0.3)
+    assert kept.tolist() == [[1.0], [0.0]]
