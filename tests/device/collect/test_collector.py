@@ -242,6 +242,7 @@ def _count(folder):
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(180)
 def test_no_line_is_torn_lost_or_there_twice_through_twenty_kills_and_rotations(tmp_path):
     folder, log, luck = tmp_path / "shard", tmp_path / "app.jsonl", Random(7)
     path = _write_file(
