@@ -81,8 +81,9 @@ class HashedNgrams:
     def compute(self, texts: Iterable[str]) -> Array:
         """Returns [n, size] int8 signed counts, those over 127 as 127."""
         find_hash = lru_cache(MAX_CACHED_HASHES)(_compute_hash)
-        rows = [self._count(text, find_hash) for text in texts]
-        return np.array(rows, np.int8).reshape(len(rows), self.size)
+        texts = list(texts)
+        counts = {text: self._count(text, find_hash) for text in dict.fromkeys(texts)}
+        return np.array([counts[text] for text in texts], np.int8).reshape(len(texts), self.size)
 
     def _count(self, text: str, find_hash: Callable[[str], int]) -> Array:
         hashes = np.array([find_hash(ngram) for ngram in self._list_ngrams(text)], np.uint64)

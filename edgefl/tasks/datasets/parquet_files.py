@@ -7,6 +7,7 @@ are wanted are read here before.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
 from edgefl.tasks.registry import import_extra
 
+log = logging.getLogger(__name__)
+
 MAGIC = b"PAR1"
 MAX_FOOTER_BYTES = 16 * 1024**2
 MAX_LISTED = 65_536
@@ -28,7 +31,11 @@ MAX_LISTED = 65_536
 MAX_BYTES_AT_ONCE = 256 * 1024**2
 """Decompressed pages that are in memory together: the largest of each wanted column, all of a group's for texts."""
 MAX_PAGES, MAX_PAGE_VALUES, MAX_PAGE_BYTES = 1_000_000, 2**24, 2**31 - 1
+MAX_UNPACKED_BYTES = 64 * 1024**3
+"""Decompressed pages that are read of one file, in which several groups of rows may have the same ones."""
 MAX_TEXT_CHARS = 1_000_000
+MAX_FILE_TEXT_BYTES = 2**28
+"""Of the texts that are read of one file, each as often as rows have it: a dictionary needs one copy in the file."""
 MAX_TYPE_CHARS = 200
 BUFFER_BYTES = 64 * 1024
 
@@ -36,15 +43,22 @@ BUFFER_BYTES = 64 * 1024
 class ParquetTable:
     """An open Parquet file; see `TableFile`.
 
+    Args:
+        path: of the file.
+        max_cells: rows times columns that are read of it, since a few bytes may be any number of equal rows.
+
     Raises:
         TaskError: pyarrow is not installed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_cells: int) -> None:
         purpose, command = "Parquet files are read with pyarrow", format_install_command("pyarrow")
         self._arrow = import_extra("pyarrow", purpose, command)
         self._parquet = import_extra("pyarrow.parquet", purpose, command)
-        self._path, self._file = path, path.open("rb")
+        self._compute = import_extra("pyarrow.compute", purpose, command)
+        self._path, self._file, self._max_cells = path, path.open("rb"), max_cells
+        self._num_pages, self._unpacked_bytes, self._num_text_bytes = 0, 0, 0
+        self._words = dict[str, str]()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as opened:
@@ -54,6 +68,7 @@ class ParquetTable:
                 file = self._open()
                 self._metadata, self._schema = file.metadata, file.schema_arrow
                 self._leaves = _find_leaves(file.schema)
+            self._check_cells(1)
             opened.pop_all()
         return self
 
@@ -72,6 +87,7 @@ class ParquetTable:
             if fault := self._find_fault(name, is_text=name in texts):
                 what = "texts" if name in texts else "numbers"
                 raise DataError(f"{self._path}: column {name!r} must hold {what}, and holds {fault}")
+        self._check_cells(len(numbers) + len(texts))
         yield np.empty((0, len(numbers)), np.float32), [()] * len(texts)
         with self._explain_damage():
             for batch in self._iterate_batches(numbers, texts, chunk_rows):
@@ -86,8 +102,12 @@ class ParquetTable:
     ) -> Iterator[tuple[int, Iterable[tuple[str, Array | None]]]]:
         counts = Counter(self.header if is_detailed else ())
         numbers = [name for name, count in counts.items() if count == 1 and not self._find_fault(name, is_text=False)]
+        num_rows = max(0, self._metadata.num_rows)
+        if more := set(numbers[self._max_cells // max(1, num_rows) :]):
+            log.warning("%s: %d columns are left out, it has too many numbers to look at all", self._path, len(more))
+            numbers = numbers[: -len(more)]
         is_number = dict.fromkeys(numbers, True)
-        yield max(0, self._metadata.num_rows), [(name, np.empty(0) if name in is_number else None) for name in counts]
+        yield num_rows, [(name, np.empty(0) if name in is_number else None) for name in counts if name not in more]
         for name in numbers:  # one after the other, since each has a page in memory
             with self._explain_damage():
                 for batch in self._iterate_batches([name], [], chunk_rows):
@@ -105,6 +125,14 @@ class ParquetTable:
             thrift_container_size_limit=MAX_LISTED,
             arrow_extensions_enabled=False,
         )
+
+    def _check_cells(self, num_columns: int) -> None:
+        num_rows, max_rows = self._metadata.num_rows, self._max_cells // max(1, num_columns)
+        if num_rows > max_rows:
+            raise DataError(
+                f"{self._path} has {num_rows:,} rows, with so many columns at most {max_rows:,} are read; cut it "
+                "into several files"
+            )
 
     def _check_footer(self) -> None:
         try:
@@ -135,10 +163,16 @@ class ParquetTable:
         return "" if is_right and name in self._leaves else escape_text(str(kind))[:MAX_TYPE_CHARS]
 
     def _iterate_batches(self, numbers: Sequence[str], texts: Sequence[str], chunk_rows: int) -> Iterator[Any]:
-        columns = [*numbers, *texts]
+        """Yields the rows, and raises a `ValueError` where there are more than the footer says."""
+        columns, num_rows = [*numbers, *texts], 0
         for group in range(self._metadata.num_row_groups):
             file = self._open(self._check_pages(self._metadata.row_group(group), columns, texts), self._metadata)
-            yield from file.iter_batches(chunk_rows, row_groups=[group], columns=columns, use_threads=False)
+            self._words = {}
+            for batch in file.iter_batches(chunk_rows, row_groups=[group], columns=columns, use_threads=False):
+                num_rows += batch.num_rows
+                if num_rows > self._metadata.num_rows:
+                    raise ValueError("more rows than the footer says")
+                yield batch
 
     def _check_pages(self, group: Any, columns: Sequence[str], texts: Sequence[str]) -> list[str]:
         """Returns the texts that have a dictionary.
@@ -161,6 +195,13 @@ class ParquetTable:
             if name in texts and has_dictionary:
                 with_dictionary.append(name)
             num_bytes += pages.total_bytes if name in texts else pages.largest_bytes
+            self._num_pages += pages.num_pages
+            self._unpacked_bytes += pages.total_bytes
+        if self._num_pages > MAX_PAGES or self._unpacked_bytes > MAX_UNPACKED_BYTES:
+            raise DataError(
+                f"{self._path} has more than {MAX_PAGES:,} pages or {MAX_UNPACKED_BYTES:,} bytes in these columns; "
+                "cut it into several files, or write larger pages"
+            )
         if num_bytes > MAX_BYTES_AT_ONCE:
             raise DataError(
                 f"{self._path}: a group of rows needs {num_bytes:,} bytes at once in these columns, at most are "
@@ -179,13 +220,25 @@ class ParquetTable:
         if not self._arrow.types.is_dictionary(column.type):
             return self._decode(column, name)
         places = column.indices.fill_null(-1).to_numpy()
-        used = np.unique(places[places >= 0])
-        words = self._decode(column.dictionary.take(self._arrow.array(used)), name)
-        word_of = dict(zip(used.tolist(), words, strict=True))
+        used, counts = np.unique(places[places >= 0], return_counts=True)
+        words = self._decode(column.dictionary.take(self._arrow.array(used)), name, counts)
+        # The rows of a group, which are decoded in many chunks, share the texts of its dictionary.
+        word_of = {
+            place: self._words.setdefault(word, word) for place, word in zip(used.tolist(), words, strict=True)
+        }
         return [word_of.get(place, "") for place in places.tolist()]
 
-    def _decode(self, values: Any, name: str) -> list[str]:
-        words = values.cast(self._arrow.large_string()).to_pylist()
+    def _decode(self, values: Any, name: str, counts: Array | None = None) -> list[str]:
+        """Returns the texts; `counts` says how many rows have each, 1 if it is None."""
+        values = values.cast(self._arrow.large_string())
+        lengths = self._compute.binary_length(values).fill_null(0).to_numpy()
+        self._num_text_bytes += int(lengths.sum() if counts is None else lengths @ counts)
+        if self._num_text_bytes > MAX_FILE_TEXT_BYTES:
+            raise DataError(
+                f"{self._path}: its rows have more than {MAX_FILE_TEXT_BYTES:,} bytes of text in these columns; cut "
+                "it into several files"
+            )
+        words = values.to_pylist()
         if any(word is not None and len(word) > MAX_TEXT_CHARS for word in words):
             raise DataError(f"{self._path}: column {name!r} has a text of more than {MAX_TEXT_CHARS} characters")
         return ["" if word is None else word.strip() for word in words]
@@ -217,6 +270,7 @@ def _find_leaves(schema: Any) -> Mapping[str, int]:
 class PageSizes:
     """Bytes of a column's pages in a group of rows, decompressed, and how they are encoded."""
 
+    num_pages: int
     largest_bytes: int
     total_bytes: int
     encodings: frozenset[int]
@@ -259,7 +313,7 @@ def _measure_pages(descriptor: int, chunk: Any, file_size: int) -> PageSizes:
                     raise ValueError("too many values on a page")
         largest, total = max(largest, sizes[0]), total + sizes[0]
         place += num_bytes + sizes[1]
-    return PageSizes(largest_bytes=largest, total_bytes=total, encodings=frozenset(encodings))
+    return PageSizes(num_pages=num_pages, largest_bytes=largest, total_bytes=total, encodings=frozenset(encodings))
 
 
 def _read_page_header(descriptor: int, start: int, end: int) -> tuple[_Fields, int]:

@@ -68,12 +68,16 @@ class TableFile(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePart:
-    """Rows of one file from `first_row` on: `numbers` [n, columns] float32, and each text column's texts by row."""
+    """Rows of one file from `first_row` on: `numbers` [n, columns] float32, and each text column's texts by row.
+
+    `num_read` counts those that are left out as well.
+    """
 
     path: Path
     numbers: Array
     texts: tuple[tuple[str, ...], ...]
     first_row: int = 1
+    num_read: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +110,15 @@ def read_table(
     Raises:
         DataError: no file, one that is no such table, or no rows.
     """
-    parts, num_cells = [], 0
+    parts, num_cells, num_read = [], 0, 0
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
             options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
             parts.append(_read_file(file, numbers, texts, **options))
             num_cells += parts[-1].numbers.size
-        if num_cells > MAX_CELLS:
-            raise DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
+            num_read += parts[-1].num_read
+        if max(num_cells, num_read) > MAX_CELLS:
+            raise _make_size_error(path, task)
     if not any(len(part.numbers) for part in parts):
         raise DataError(f"shard {path} of task {task} holds no rows")
     return parts
@@ -123,15 +128,14 @@ def iterate_shard(
     path: Path, task: str, numbers: Sequence[str], texts: Sequence[str] = (), *, drops_missing: bool = False
 ) -> Iterator[TablePart]:
     """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once; as `read_table`, also what it raises."""
-    num_rows = 0
+    num_rows, num_read = 0, 0
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
             for part in iterate_table(file, numbers, texts, drops_missing=drops_missing):
                 num_rows += len(part.numbers)
-                if num_rows * max(1, len(numbers)) > MAX_CELLS:
-                    raise DataError(
-                        f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files"
-                    )
+                num_read += part.num_read
+                if max(num_rows * max(1, len(numbers)), num_read) > MAX_CELLS:
+                    raise _make_size_error(path, task)
                 if len(part.numbers):
                     yield part
     if not num_rows:
@@ -174,7 +178,7 @@ def iterate_table(
                 )
             is_whole &= ~is_left_out
             kept = tuple(tuple(itertools.compress(column, is_whole.tolist())) for column in words)
-            yield TablePart(path=path, numbers=found[is_whole], texts=kept, first_row=first_row)
+            yield TablePart(path=path, numbers=found[is_whole], texts=kept, first_row=first_row, num_read=len(found))
             first_row += len(found)
 
 
@@ -193,28 +197,24 @@ def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
 
 
 def list_table_files(path: Path, task: str) -> list[Path]:
-    """Returns the file itself, or a folder's CSV or Parquet files by name without those that begin with a dot.
+    """Returns the file itself, or a folder's CSV files by name, where there is none of these its Parquet files.
+
+    Names that begin with a dot do not count.
 
     Raises:
-        DataError: there is none, there are both, or it is not readable.
+        DataError: there is none, or it is not readable.
     """
     try:
         if path.is_dir():
-            found = {suffix: sorted(path.glob(f"[!.]*{suffix}")) for suffix in (CSV, PARQUET)}
-            files = found[CSV] or found[PARQUET]
+            files = sorted(path.glob(f"[!.]*{CSV}")) or sorted(path.glob(f"[!.]*{PARQUET}"))
         else:
-            found, files = {}, [path] if path.is_file() else []
+            files = [path] if path.is_file() else []
     except OSError as error:
         raise DataError(f"shard {path} of task {task} cannot be read: {error.strerror}") from None
     if not files:
         raise DataError(
             f"shard {path} of task {task} must be a CSV or Parquet file, or a folder of .csv or of .parquet files; "
             "there is none"
-        )
-    if found and all(found.values()):
-        raise DataError(
-            f"shard {path} of task {task} must be a folder of .csv or of .parquet files, it has both, so that rows "
-            "may be there twice; leave one kind"
         )
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
@@ -232,6 +232,10 @@ def is_gone(file: Path) -> bool:
     return False
 
 
+def _make_size_error(path: Path, task: str) -> DataError:
+    return DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
+
+
 def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], **options: bool) -> TablePart:
     parts, num_rows = list[TablePart](), 0
     for part in iterate_table(path, numbers, texts, **options):
@@ -243,6 +247,7 @@ def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], **optio
         path=path,
         numbers=np.concatenate([part.numbers for part in parts]),
         texts=tuple(tuple(itertools.chain(*column)) for column in zip(*(part.texts for part in parts), strict=True)),
+        num_read=sum(part.num_read for part in parts),
     )
 
 
@@ -267,7 +272,7 @@ def _open_table(path: Path) -> TableFile:
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
-        return ParquetTable(path) if path.suffix == PARQUET else CsvTable(path)
+        return ParquetTable(path, max_cells=MAX_CELLS) if path.suffix == PARQUET else CsvTable(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -188,3 +188,12 @@ def test_features_of_a_large_shard_lie_in_a_file_and_not_in_memory(tmp_path):
     features = HashedNgrams(ngrams=("word-1", "word-2"), size=16_384)
     np.testing.assert_array_equal(data.inputs[2040:2060], features.compute(texts[2040:2060]))
     assert data.targets.tolist() == [row % 2 for row in range(2100)]
+
+
+def test_a_text_that_many_rows_share_is_hashed_once(monkeypatch):
+    count, seen = HashedNgrams._count, []
+    monkeypatch.setattr(HashedNgrams, "_count", lambda self, text, find: seen.append(text) or count(self, text, find))
+    found = HashedNgrams(ngrams=("word-1",), size=64).compute(iter(["on", "off", "on"]))
+    assert seen == ["on", "off"]
+    np.testing.assert_array_equal(found[0], found[2])
+    assert (found[0] != found[1]).any()

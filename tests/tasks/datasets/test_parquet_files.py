@@ -4,6 +4,7 @@ import datetime as dt
 import decimal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from edgefl.tasks.datasets import parquet_files, table_files
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.datasets.parquet_files import ParquetTable
 from edgefl.tasks.datasets.shards import inspect_shard, load_task_data
-from edgefl.tasks.datasets.table_files import read_table, survey_table
+from edgefl.tasks.datasets.table_files import iterate_shard, read_table, survey_table
 from edgefl.tasks.registry import make_task
 
 ROWS = 1000
@@ -143,16 +144,36 @@ def test_a_part_of_a_struct_is_not_taken_for_a_column_of_that_name(tmp_path):
 
 def test_a_long_text_that_many_rows_share_is_in_memory_once(tmp_path):
     places = pa.array(np.zeros(4000, np.int32))
-    path = write(tmp_path / "a.parquet", {"a": pa.DictionaryArray.from_arrays(places, ["x" * 900_000])})
+    path = write(tmp_path / "a.parquet", {"a": pa.DictionaryArray.from_arrays(places, ["x" * 60_000])})
     usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
-        with ParquetTable(path) as table:
+        with ParquetTable(path, max_cells=4000) as table:
             chunks = table.read_chunks([], ["a"], 1000)
             assert [len(words[0]) for _, words in chunks] == [0, 1000, 1000, 1000, 1000]
     finally:
         pa.set_memory_pool(usual)
-    assert 900_000 < pool.max_memory() < 30_000_000
+    assert 60_000 < pool.max_memory() < 2_000_000
+
+
+def test_a_word_of_a_dictionary_is_one_text_for_all_rows_of_a_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 50)
+    path = write(tmp_path / "a.parquet", {"a": pa.array([f"a long word {row % 3}" for row in range(1000)])})
+    (part,) = read_table(path, "series", [], ["a"])
+    assert len(set(map(id, part.texts[0]))) == 3
+
+
+@pytest.mark.parametrize("has_dictionary", [True, False])
+def test_texts_count_as_often_as_rows_have_them(tmp_path, monkeypatch, has_dictionary):
+    words = {"a": pa.array(["x" * 1000] * 100 + [None]), "b": pa.array(["y"] * 101)}
+    path = write(tmp_path / "a.parquet", words, use_dictionary=has_dictionary)
+    monkeypatch.setattr(parquet_files, "MAX_FILE_TEXT_BYTES", 100_101)
+    assert len(read(path, [], ["a", "b"], drops_missing=True)[0][1][0]) == 100
+    monkeypatch.setattr(parquet_files, "MAX_FILE_TEXT_BYTES", 100_100)
+    with pytest.raises(
+        DataError, match=r"its rows have more than 100,100 bytes of text .*; cut it into several files"
+    ):
+        read(path, [], ["a", "b"], drops_missing=True)
 
 
 @pytest.mark.parametrize("packing", ["zstd", "gzip", "none"])
@@ -212,21 +233,78 @@ def test_a_file_that_is_cut_encrypted_or_none_is_one_clear_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_folder_is_its_parquet_files_by_name_but_not_both_kinds(tmp_path):
+def test_a_folder_is_its_parquet_files_by_name_unless_it_has_csv_files(tmp_path):
     for name, value in {"b.parquet": 2.0, "a.parquet": 1.0, ".c.parquet": 3.0}.items():
         write(tmp_path / name, {"a": pa.array([value])})
     assert [part[0] for part in read(tmp_path, ["a"])] == [[[1.0]], [[2.0]]]
-    (tmp_path / "a.csv").write_text("a\n1\n")
-    with pytest.raises(DataError, match="it has both, so that rows may be there twice"):
-        read(tmp_path, ["a"])
+    (tmp_path / "a.csv").write_text("a\n7\n")
+    assert [part[0] for part in read(tmp_path, ["a"])] == [[[7.0]]], "as before there were Parquet files"
 
 
 def test_the_bound_on_numbers_holds_for_rows_that_take_no_room_in_the_file(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", {"a": np.zeros(100_000)})
     assert path.stat().st_size < 2000
+    task = make_task("table", {"columns": "a", "loss": "reconstruction"})
+    monkeypatch.setattr(table_files, "MAX_CELLS", 150_000)
+    assert len(task.read(str(path)).inputs) == 100_000
+    write(tmp_path / "b.parquet", {"a": np.zeros(100_000)})
+    with pytest.raises(DataError, match="more than 150,000 numbers; take fewer files"):
+        task.read(str(tmp_path))
     monkeypatch.setattr(table_files, "MAX_CELLS", 50_000)
-    with pytest.raises(DataError, match="more than 50,000 numbers; take fewer files"):
-        make_task("table", {"columns": "a", "loss": "reconstruction"}).read(str(path))
+    for look in (task.read, lambda place: survey_table(Path(place), "table")):
+        with pytest.raises(DataError, match="has 100,000 rows, with so many columns at most 50,000 are read"):
+            look(str(path))
+
+
+@pytest.mark.parametrize("read_shard", [read_table, lambda *found, **options: list(iterate_shard(*found, **options))])
+def test_rows_that_are_left_out_count_too(tmp_path, monkeypatch, read_shard):
+    for name in ("a.parquet", "b.parquet"):
+        write(tmp_path / name, {"a": pa.nulls(1000, pa.float32()), "b": pa.array([1.0] + 999 * [None])})
+    monkeypatch.setattr(table_files, "MAX_CELLS", 1999)
+    with pytest.raises(DataError, match=r"a\.parquet has 1,000 rows, with so many columns at most 999 are read"):
+        read_shard(tmp_path / "a.parquet", "table", ["a", "b"], drops_missing=True)
+    with pytest.raises(DataError, match="more than 1,999 numbers; take fewer files"):
+        read_shard(tmp_path, "table", ["b"], drops_missing=True)
+    monkeypatch.setattr(table_files, "MAX_CELLS", 2000)
+    assert sum(len(part.numbers) for part in read_shard(tmp_path, "table", ["b"], drops_missing=True)) == 2
+
+
+def test_a_footer_that_says_fewer_rows_than_there_are_is_no_way_around_the_bound(tmp_path):
+    path = write(tmp_path / "a.parquet", {"a": np.arange(1000.0)}, store_schema=False)
+    content, rows = path.read_bytes(), b"\x16\xd0\x0f"
+    footer = content.index(rows, len(content) - 8 - int.from_bytes(content[-8:-4], "little"))
+    path.write_bytes(content[:footer] + b"\x16\xce\x0f" + content[footer + len(rows) :])
+    assert inspect_shard("table", str(path)).num_examples == 999
+    with pytest.raises(DataError, match=r"cannot be read as Parquet \(ValueError\)"):
+        read(path, ["a"])
+
+
+@pytest.mark.parametrize(("name", "bound"), [("MAX_PAGES", 49), ("MAX_UNPACKED_BYTES", 49 * 80)])
+def test_pages_of_all_groups_of_rows_count_since_they_may_be_the_same(tmp_path, monkeypatch, name, bound):
+    path = write(tmp_path / "a.parquet", {"a": np.arange(500.0)}, row_group_size=10, use_dictionary=False)
+    assert len(read(path, ["a"])[0][0]) == 500
+    monkeypatch.setattr(parquet_files, name, bound)
+    with pytest.raises(DataError, match=r"pages or .* bytes in these columns; cut it into several files"):
+        read(path, ["a"])
+
+
+def test_a_survey_in_detail_leaves_out_columns_beyond_the_bound_on_numbers(tmp_path, monkeypatch, caplog):
+    path = write(tmp_path / "a.parquet", {name: np.zeros(100) for name in "abc"} | {"d": pa.array(["x"] * 100)})
+    monkeypatch.setattr(table_files, "MAX_CELLS", 299)
+    found = survey_table(path, "table", is_detailed=True)
+    assert (found.num_examples, [line[0] for line in found.details]) == (100, ["a", "b", "d"])
+    assert "1 columns are left out" in caplog.text
+    monkeypatch.setattr(table_files, "MAX_CELLS", 300)
+    assert [line[0] for line in survey_table(path, "table", is_detailed=True).details] == ["a", "b", "c", "d"]
+
+
+def test_a_schema_of_groups_within_groups_is_one_clear_line(tmp_path):
+    group, depth = b"\x35\x02\x18\x01a\x15\x02\0", 60_000  # optional, by name, with one child
+    leaf, size = b"\x15\x02\x25\x02\x18\x01a\0", bytes([(depth + 1) & 127 | 128, (depth + 1) >> 7 & 127 | 128, 3])
+    footer = b"\x15\x02\x19\xfc" + size + group * depth + leaf + b"\x16\0\x19\x0c\0"
+    (tmp_path / "a.parquet").write_bytes(b"PAR1" + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    with pytest.raises(DataError, match=r"cannot be read as Parquet \(OSError\)"):
+        read(tmp_path / "a.parquet", ["a"])
 
 
 def field(number, kind, *content):
