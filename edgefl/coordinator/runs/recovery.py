@@ -403,12 +403,14 @@ def can_auto_resume(record: RunRecord, directory: CoordinatorDirectory) -> bool:
 
 
 def can_begin_again(record: RunRecord, directory: CoordinatorDirectory) -> bool:
-    """Returns whether a run begins again whose coordinator ended before it had a journal, as while its task compiled.
+    """Returns whether a run begins again whose coordinator ended before it had a journal or a checkpoint.
+
+    So it was while its task compiled.
 
     Not after more than `MAX_CRASHES` crashes.
     """
     folder = directory.runs / record.run_id
-    if (folder / "journal").exists():
+    if (folder / "journal").exists() or is_started(record.run_id, directory):
         return False
     if record.status is not RunStatus.RUNNING:
         return True

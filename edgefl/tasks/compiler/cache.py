@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,15 +91,16 @@ class CompileCache:
                 return entry
         return None
 
-    def add(self, key: str, task: Task, entry: CacheEntry, *, since_s: float) -> None:
+    def add(self, key: str, task: Task, entry: CacheEntry, *, since_s: float, names: Iterable[Scalar] = ()) -> None:
         """Adds what was compiled in this process, and removes the oldest entries beyond `max_bytes`.
 
+        Modules of packages that `names` lead to, as `module:factory`, count as those of the task's own package.
         Where a module was changed after the Unix time `since_s`, nothing is added: it may have been read before.
 
         Raises:
             StoreError: it cannot be written.
         """
-        modules = dict(_list_own_modules(task))
+        modules = dict(_list_own_modules(task, names))
         if any(path.stat().st_mtime >= since_s for path in modules.values()):
             return
         sources = {"modules": {name: hash_file(path) for name, path in modules.items()}, "packages": _list_packages()}
@@ -147,7 +148,7 @@ def find_or_compile(
     compiled, report = compile_task(task, name=name, options=options, batch_size=batch_size)
     entry = CacheEntry(content=encode_artefact(compiled), report=asdict(report))
     try:
-        cache.add(key, task, entry, since_s=since_s)
+        cache.add(key, task, entry, since_s=since_s, names=(name, *options.values()))
     except (StoreError, OSError) as error:
         log.warning("a compiled task is not kept for later: %s", error)
     return entry, False
@@ -227,16 +228,17 @@ def _hash_module(name: str) -> str | None:
         return None
 
 
-def _list_own_modules(task: Task) -> Iterator[tuple[str, Path]]:
-    """Yields the imported modules of the task's package, and all that are no part of an installed one."""
-    package = type(task).__module__.partition(".")[0]
+def _list_own_modules(task: Task, names: Iterable[Scalar]) -> Iterator[tuple[str, Path]]:
+    """Yields imported modules: of the task's and the named packages, and all that are no part of installed ones."""
+    named = (name.partition(":")[0] for name in names if isinstance(name, str) and ":" in name)
+    packages = {module.partition(".")[0] for module in (type(task).__module__, *named)}
     standard = tuple(f"{sysconfig.get_path(kind)}{os.sep}" for kind in ("stdlib", "platstdlib"))
     for name, module in sorted(sys.modules.items()):
         path = _get_path(module)
         if path is None or name in _MAIN_MODULES or getattr(module, "__spec__", None) is None:
             continue
         is_installed = not _SITE_FOLDERS.isdisjoint(path.parts)
-        if name.partition(".")[0] == package or not (is_installed or str(path).startswith(standard)):
+        if name.partition(".")[0] in packages or not (is_installed or str(path).startswith(standard)):
             yield name, path
 
 
@@ -254,8 +256,14 @@ def _get_path(module: object) -> Path | None:
 
 
 def _get_version(distribution: str) -> str | None:
+    """Returns the version; with the hash of the list of files where it was installed of a folder, file or address.
+
+    Source: PEP 610. Such a package may be installed again in the same version.
+    """
     try:
-        return importlib.metadata.version(distribution)
+        found = importlib.metadata.distribution(distribution)
+        is_direct = found.read_text("direct_url.json") is not None
+        return f"{found.version}+{_hash(found.read_text('RECORD'))}" if is_direct else found.version
     except (importlib.metadata.PackageNotFoundError, ValueError):  # it is not installed; a name that is none
         return None
 

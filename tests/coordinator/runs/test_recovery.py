@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from edgefl.coordinator.execution.recording_fleet import FleetSnapshot
 from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, create_run_snapshot
 from edgefl.coordinator.runs.recovery import (
     RunStart,
+    can_begin_again,
     can_resume_exactly,
     check_resumable,
     restore_exactly,
@@ -254,6 +256,16 @@ def gone_on(
 ) -> RunStart | None:
     with WalJournal(directory.runs / run.run_id / "journal", lambda _: {}) as wal:
         return restore_exactly(run, made_run, directory, store, wal)
+
+
+def test_a_run_with_a_checkpoint_does_not_begin_again_without_its_journal(
+    store: Store, directory: CoordinatorDirectory
+) -> None:
+    run = record(store)
+    assert can_begin_again(run, directory)
+    checkpoint(directory, run.run_id, advanced(made(), 2))
+    shutil.rmtree(directory.runs / run.run_id / "journal")
+    assert not can_begin_again(run, directory)
 
 
 def test_a_run_goes_on_exactly_where_its_checkpoint_and_the_journal_end(

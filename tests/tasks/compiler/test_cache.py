@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import time
+import types
 
 import pytest
 
@@ -75,6 +76,33 @@ def test_another_version_of_an_imported_package_finds_nothing(project, tmp_path)
     assert cache.find(KEY) is not None
     metadata = project / "site-packages" / "packed_dep-1.0.dist-info" / "METADATA"
     metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 1.1"))
+    assert cache.find(KEY) is None
+
+
+def test_another_text_of_an_installed_package_that_an_option_names_finds_nothing(project, tmp_path, monkeypatch):
+    cache, task = CompileCache(tmp_path / "cache"), make_task()
+    compiler = types.SimpleNamespace(compile_task=lambda *_, **__: (None, {}))
+    monkeypatch.setitem(sys.modules, "edgefl.tasks.compiler.compilation", compiler)
+    for name in ("import_packages", "encode_artefact", "asdict"):
+        monkeypatch.setattr(cache_module, name, lambda *_: b"artefact")
+    monkeypatch.setattr(cache_module, "asdict", dict)
+
+    def find(**options):
+        return find_or_compile(cache, task, name="n", options=options, batch_size=4, since_s=time.time())[1]
+
+    for options in ({"model": "packed_dep:make"}, {"model": "other"}):
+        assert [find(**options), find(**options)] == [False, True]
+    write(project / "site-packages" / "packed_dep.py", "WIDTH = 16\n")
+    assert not find(model="packed_dep:make")
+    assert find(model="other"), "an installed package counts by its version"
+
+
+def test_a_package_of_a_folder_that_is_installed_again_in_the_same_version_finds_nothing(project, tmp_path):
+    cache, about = CompileCache(tmp_path / "cache"), project / "site-packages" / "packed_dep-1.0.dist-info"
+    write(about / "direct_url.json", '{"url": "file:///nets", "dir_info": {}}')
+    add(cache, make_task())
+    assert cache.find(KEY) is not None
+    write(about / "RECORD", "packed_dep.py,sha256=AAAA,9\n")
     assert cache.find(KEY) is None
 
 
