@@ -91,13 +91,16 @@ def forget(
     place: str, since_s: float | None, until_s: float | None, where: dict[str, str], yes: bool, root: Path | None
 ) -> None:
     """Remove rows or files of a time, for ever; a collector and an agent may run meanwhile."""
-    from edgefl.device.collect.forgetting import ForgetRequest  # noqa: PLC0415 fast start
+    from edgefl.device.collect.forgetting import ForgetRequest, restore_here  # noqa: PLC0415 fast start
     from edgefl.device.collect.shard_contents import count_forgotten, require_state  # noqa: PLC0415 likewise
+    from edgefl.device.collect.store_state import lock_folder  # noqa: PLC0415 likewise
 
     if since_s is None and until_s is None and not where:
         raise UsageError("what is to be forgotten? Give --since TIME, --until TIME or --where COLUMN=TEXT")
     folder = find_shard_folder(place, root)
     _check_conditions(require_state(folder), where)
+    with contextlib.suppress(StoreBusyError), lock_folder(folder):  # else a collector has done so
+        restore_here(folder, require_state(folder))
     request = ForgetRequest(since_s=since_s or 0.0, until_s=time.time() if until_s is None else until_s, where=where)
     found = count_forgotten(folder, request)
     if not found.num:
@@ -199,7 +202,7 @@ def _find_uses(folder: Path, root: Path | None, since_s: float) -> list[ShardUse
     state = load_device_state(root)
     if state is None:
         return []
-    tasks = {task for task, path in state.settings.shards.items() if Path(path) == folder.absolute()}
+    tasks = {task for task, path in state.settings.shards.items() if Path(path).resolve() == folder.resolve()}
     uses = read_shard_uses(state.root / USES_NAME)
     return [use for use in uses if use.task in tasks and use.last_s + INTERVAL_S >= since_s]
 

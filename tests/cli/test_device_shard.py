@@ -14,7 +14,7 @@ from edgefl.core.errors import StoreBusyError
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
-from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.collect.row_store import StoreLimits, encode_rows, open_row_store
 from edgefl.device.collect.store_state import lock_folder, read_store_state
 from edgefl.device.training.shard_uses import USES_NAME
 from edgefl.tasks.datasets.table_files import read_table
@@ -64,6 +64,25 @@ def test_what_is_forgotten_is_asked_about_and_the_runs_that_used_it_are_named(ru
     assert "run-other" not in told
     assert _read(tmp_path / "room") == [0, 1, 2, 3, 5, 7, 9]
     assert "nothing of that" in run(*words, "--since", "3").out
+
+
+def test_what_a_kill_has_left_behind_is_no_row_to_forget_and_stops_no_forgetting(run, joined, tmp_path):
+    (tmp_path / "room").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "room")
+    _fill(tmp_path / "link")
+    settings = json.loads((joined / "device.json").read_text())
+    settings["shards"] = {"series": str(tmp_path / "link")}
+    (joined / "device.json").write_text(json.dumps(settings))
+    (joined / USES_NAME).write_text(json.dumps({"v": 1, "uses": [["series", "run-new", 3.0, 9e8]]}))
+    (segment,) = (tmp_path / "room").glob("*.csv")
+    segment.write_bytes(segment.read_bytes() + encode_rows([Row(10.0, (5.0, "a"), 1)]))
+    words = ("device", "shard", "forget", tmp_path / "room", "--state", joined, "--yes")
+    assert "nothing of that" in run(*words, "--since", "10").out
+    assert _read(tmp_path / "room") == list(range(10))
+    assert "used by run run-new of series" in run(*words, "--since", "9").out
+    segment.unlink()
+    assert "nothing of that" in run(*words, "--since", "0").out
+    assert run("device", "shard", "show", tmp_path / "room").code == 0
 
 
 def test_a_request_that_says_nothing_or_a_column_that_is_none_is_refused(run, refused, tmp_path):

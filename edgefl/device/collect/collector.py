@@ -104,7 +104,7 @@ class Collector:
         )
         self._pending: list[Row] = []
         self._offset_s = clock() - monotonic()
-        self._committed_s = self._reported_s = monotonic()
+        self._committed_s = self._reported_s = self._forget_s = monotonic()
         self._pause_s = 0.0
         self._log = RateLimitedLog(log)
         self._resumable = {name: one for name, one in sources.items() if isinstance(one, ResumableSource)}
@@ -197,16 +197,21 @@ class Collector:
 
     def _forget(self) -> None:
         """Removes the rows that somebody asked to forget; those that are pending are written first."""
-        if not has_forget_request(self._store.folder) or not self.flush() or self._pending:
-            return
-        request = read_forget_request(self._store.folder)
-        if request is None:
+        if not has_forget_request(self._store.folder) or self._monotonic() < self._forget_s:
             return
         try:
+            request = read_forget_request(self._store.folder)
+            if request is None or not self.flush() or self._pending:
+                return
             self._store.state = forget_rows(self._store.folder, self._store.state, request, self._maker.span)
             remove_forget_request(self._store.folder)
         except StoreError as error:
+            self._forget_s = self._monotonic() + RETRY_S
             self._log.warning("forget", "rows that are to go stay, and it is tried again: %s", error)
+            with contextlib.suppress(StoreError):  # else the next commit does it
+                self._store.reload()
+            if self._store.state.span > self._maker.span:
+                self._maker.restart(self._store.state.span)
             return
         self._maker.restart(self._store.state.span)
         log.info("forgot what was asked for; %d rows are left", self._store.state.num_rows)

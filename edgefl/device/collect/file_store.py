@@ -40,8 +40,6 @@ _JPEG_START, _JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
 MAX_CLASSES = 1000
 MAX_FILES = 100_000
 MAX_TIME_S = 1e11
-NAME_FORMAT = "%Y%m%dT%H%M%S.%f"
-"""Of the time in the first 19 characters of a file's name, with three digits of the fraction."""
 _NAME = re.compile(r"(\d{8}T\d{6}\.\d{3})-([0-9a-f]{16})\.[a-z]+")
 
 
@@ -228,12 +226,22 @@ def move_example(folder: Path, file: KeptFile, label: str) -> bool:
 
 
 def list_files(folder: Path) -> Iterator[KeptFile]:
-    """Yields the files of a folder that a collector has named."""
+    """Yields the files of a folder that a collector has named; one that goes meanwhile is left out."""
     for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        with contextlib.suppress(FileNotFoundError):
             for file in os.scandir(entry.path):
-                if _NAME.fullmatch(file.name):
-                    yield KeptFile(file.name, entry.name, file.stat().st_size)
+                with contextlib.suppress(FileNotFoundError, ValueError):  # a time that there is not: of another
+                    if _NAME.fullmatch(file.name):
+                        found = KeptFile(file.name, entry.name, file.stat().st_size)
+                        read_file_time(found)
+                        yield found
+
+
+def read_file_time(file: KeptFile) -> float:
+    """Returns the time in a file's name, in seconds since 1970."""
+    return datetime.fromisoformat(file.name[:19]).replace(tzinfo=UTC).timestamp()
 
 
 def check_example(content: bytes, suffix: str) -> None:

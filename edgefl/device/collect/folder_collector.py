@@ -19,11 +19,10 @@ from pathlib import Path
 
 from edgefl.core.errors import StoreError
 from edgefl.device.collect.event_labels import EventLabeller
-from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example
+from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example, read_file_time
 from edgefl.device.collect.forgetting import (
     forget_files,
     has_forget_request,
-    read_file_time,
     read_forget_request,
     remove_forget_request,
 )
@@ -165,7 +164,7 @@ class FolderCollector:
             if isinstance(source, ResumableSource):
                 source.resume(store.state.positions.get(name, ""))
         self._num_written = 0
-        self._committed_s = self._reported_s = monotonic()
+        self._committed_s = self._reported_s = self._forget_s = monotonic()
         self._log = RateLimitedLog(log)
 
     def run(self, stopping: threading.Event, on_turn: Callable[[], None] = lambda: None) -> None:
@@ -256,12 +255,18 @@ class FolderCollector:
     def _forget(self) -> None:
         """Removes the files that somebody asked to forget."""
         folder = self._store.folder
-        if not has_forget_request(folder) or (request := read_forget_request(folder)) is None:
+        if not has_forget_request(folder) or self._monotonic() < self._forget_s:
             return
-        num_files = len(forget_files(folder, request))
+        try:
+            if (request := read_forget_request(folder)) is None:
+                return
+            num_files = len(forget_files(folder, request))
+            remove_forget_request(folder)
+            log.info("forgot %d files as asked for; %d are left", num_files, self._store.num_files - num_files)
+        except (StoreError, OSError) as error:
+            self._forget_s = self._monotonic() + RETRY_S
+            self._log.warning("forget", "files that are to go stay, and it is tried again: %s", error)
         self._store.refresh()
-        remove_forget_request(folder)
-        log.info("forgot %d files as asked for; %d are left", num_files, self._store.num_files)
 
     def _take(self, name: str, watcher: FolderWatcher) -> None:
         try:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from edgefl.core.errors import StoreBusyError, StoreError
 from edgefl.core.safe_parsing import parse_message
-from edgefl.device.collect.file_store import NAME_FORMAT, KeptFile, list_files
+from edgefl.device.collect.file_store import KeptFile, list_files, read_file_time
+from edgefl.device.collect.row_store import is_whole, restore_rows
 from edgefl.device.collect.store_state import Segment, StoreState, save_store_state
-from edgefl.system.atomic_files import make_store_error, sync_directory, write_atomic
+from edgefl.system.atomic_files import make_store_error, remove_temporary_files, sync_directory, write_atomic
 from edgefl.system.row_labels import LABEL_COLUMN, RowLabels, cut_row_labels, read_row_labels
 
 log = logging.getLogger(__name__)
@@ -60,11 +61,6 @@ class ForgetRequest:
         return is_group and is_label and self.since_s <= read_file_time(file) <= self.until_s
 
 
-def read_file_time(file: KeptFile) -> float:
-    """Returns the time in a file's name, in seconds since 1970."""
-    return datetime.strptime(file.name[:19], NAME_FORMAT).replace(tzinfo=UTC).timestamp()
-
-
 def write_forget_request(folder: Path, request: ForgetRequest) -> None:
     """Asks whoever holds the folder's lock; a request that is there already goes first.
 
@@ -79,7 +75,11 @@ def write_forget_request(folder: Path, request: ForgetRequest) -> None:
 
 
 def read_forget_request(folder: Path) -> ForgetRequest | None:
-    """Returns what is to be forgotten; None for nothing, and for a damaged file, which is logged and left alone."""
+    """Returns what is to be forgotten; None for nothing.
+
+    Raises:
+        StoreError: the file is damaged, or cannot be read; it stays.
+    """
     path = folder / FORGET_NAME
     try:
         with path.open("rb") as file:
@@ -88,8 +88,7 @@ def read_forget_request(folder: Path) -> ForgetRequest | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read, and nothing is forgotten; remove it: %s", path, error)
-        return None
+        raise StoreError(f"{path} cannot be read, and nothing is forgotten; remove it: {error!s:.200}") from None
 
 
 def has_forget_request(folder: Path) -> bool:
@@ -122,7 +121,7 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
     """
     labels = _read_labels(folder)
     span, segments = max(state.span, newest_span), list[Segment]()
-    for segment in state.segments:
+    for index, segment in enumerate(state.segments):
         path = folder / segment.name
         try:
             content = path.read_bytes()[: segment.num_bytes]
@@ -132,17 +131,20 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
         kept = cut.remove(content)
         span = cut.span
         if not cut.times:
-            path.unlink(missing_ok=True)
+            _remove_segment(path)
             continue
-        if len(kept) < len(content):
-            write_atomic(path, kept)
         # Of each: a crash between a segment and the state leaves another number of rows than the state has.
         first_s, last_s = cut.times[0], cut.times[-1]
         segments.append(
             replace(segment, num_rows=len(cut.times), num_bytes=len(kept), first_s=first_s, last_s=last_s)
         )
-    if not request.where:
-        cut_row_labels(folder, request.since_s, request.until_s)
+        if kept != content:
+            # After a crash the file may be shorter than the state says, but not longer, and no span comes again.
+            most = replace(segments[-1], num_bytes=max(len(kept), len(content)))
+            later = state.segments[index + 1 :]
+            save_store_state(folder, replace(state, span=span, segments=(*segments[:-1], most, *later)))
+            write_atomic(path, kept)
+    _forget_labels(folder, request)
     state = replace(state, segments=tuple(segments), span=span)
     save_store_state(folder, state)
     return state
@@ -160,18 +162,31 @@ def forget_files(folder: Path, request: ForgetRequest) -> list[KeptFile]:
             (folder / file.label / file.name).unlink(missing_ok=True)
         for label in {file.label for file in removed}:
             sync_directory(folder / label)
+        _forget_labels(folder, request)
     except OSError as error:
         raise make_store_error(folder, error) from None
     return removed
 
 
+def restore_here(folder: Path, state: StoreState) -> StoreState:
+    """Removes what a collector has not committed, and returns the state; the folder's lock is held, none runs.
+
+    Raises:
+        StoreError: the folder cannot be changed.
+    """
+    if state.columns:
+        return restore_rows(folder, state)
+    remove_temporary_files(folder)
+    return state
+
+
 def forget_here(folder: Path, state: StoreState) -> None:
-    """Applies the request in a folder whose lock is held, while no collector runs.
+    """Applies the request in a folder whose lock is held, while no collector runs; restores it first.
 
     Raises:
         StoreError: a segment or a file cannot be read, written or removed.
     """
-    request = read_forget_request(folder)
+    state, request = restore_here(folder, state), read_forget_request(folder)
     if request is None:
         return
     if state.columns:
@@ -206,6 +221,13 @@ def iterate_rows(folder: Path, state: StoreState) -> Iterator[tuple[float, dict[
         yield from rows
 
 
+def _remove_segment(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise make_store_error(path, error) from None
+
+
 class _SegmentCut:
     """Rows of one segment that stay: `times` of them, and the newest `span` that there is."""
 
@@ -218,33 +240,26 @@ class _SegmentCut:
     def remove(self, content: bytes) -> bytes:
         """Returns a segment without the rows that go."""
         header, *lines = content.removesuffix(b"\n").split(b"\n")
-        kept = [header]
-        for line in lines:
+        kept, times = [header], [_read_time(line) for line in lines]
+        by_row = self._labels.find(times) if LABEL in self._request.where else itertools.repeat("")
+        for line, time_s, label in zip(lines, times, by_row, strict=False):
             start, _, _check = line.rpartition(b",")
             values, _, span = start.rpartition(b",")
-            if self._should_go(line):
-                self._is_cut |= span == self._old_span
+            if self._should_go(line, time_s, label):
+                self._is_cut |= span == self._old_span or time_s == -math.inf
                 continue
+            self.times.append(time_s)
             kept.append(self._renumber(line, values, span))
         return b"\n".join(kept) + b"\n"
 
-    def _should_go(self, line: bytes) -> bool:
-        """Returns whether a row goes; one that is damaged goes where its time says so, or says nothing."""
-        try:
-            time_s = float(line[: line.index(b",")])
-        except ValueError:
+    def _should_go(self, line: bytes, time_s: float, label: str) -> bool:
+        """Returns whether a row goes; one that is damaged always does, as nobody can say what it is about."""
+        if time_s == -math.inf:
             return True
         if not self._request.since_s <= time_s <= self._request.until_s:
-            self.times.append(time_s)
             return False
         cells = next(csv.reader([line.decode(errors="replace")]), [])
-        row = dict(zip(self._names, cells, strict=False))
-        if LABEL in self._request.where and LABEL not in row:
-            row[LABEL] = self._labels.find([time_s])[0]
-        if self._request.has_row(time_s, row):
-            return True
-        self.times.append(time_s)
-        return False
+        return self._request.has_row(time_s, {LABEL: label, **dict(zip(self._names, cells, strict=False))})
 
     def _renumber(self, line: bytes, values: bytes, span: bytes) -> bytes:
         """Returns a row that stays, in a span of its own where rows before it went."""
@@ -258,6 +273,21 @@ class _SegmentCut:
             return line
         text = values + b"," + self._new_span
         return b"%s,%08x" % (text, zlib.crc32(text))
+
+
+def _read_time(line: bytes) -> float:
+    """Returns the time of a row without its end of line; minus infinity for one that is damaged."""
+    return float(line[: line.index(b",")]) if is_whole(line + b"\n") else -math.inf
+
+
+def _forget_labels(folder: Path, request: ForgetRequest) -> None:
+    """Removes the labels of a time of which all goes."""
+    if request.where:
+        return
+    try:
+        cut_row_labels(folder, request.since_s, request.until_s)
+    except OSError as error:
+        raise make_store_error(folder, error) from None
 
 
 def _read_labels(folder: Path) -> RowLabels:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from edgefl.core.errors import DataError, NotFoundError
-from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_files, move_example
-from edgefl.device.collect.forgetting import iterate_rows, read_file_time
+from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_files, move_example, read_file_time
+from edgefl.device.collect.forgetting import iterate_rows
 from edgefl.device.collect.settings import is_label
 from edgefl.device.collect.shard_contents import require_state
 from edgefl.device.collect.store_state import StoreState

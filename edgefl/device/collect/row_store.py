@@ -97,37 +97,17 @@ class RowStore:
         return bool(self._select_kept(self.state, now_s, is_growing=False)[1])
 
     def restore(self) -> None:
-        """Makes the folder what the state says: removes what was not committed.
+        """Makes the folder what the state says, as `restore_rows`."""
+        self.state = restore_rows(self.folder, self.state)
+
+    def reload(self) -> None:
+        """Takes the state from its file, after another function that may have ended half-way, and restores.
 
         Raises:
-            StoreError: it cannot be changed.
+            StoreError: it cannot be read, or the folder cannot be changed.
         """
-        names = {segment.name for segment in self.state.segments}
-        try:
-            remove_temporary_files(self.folder)
-            for path in self.folder.glob(_PATTERN):
-                if path.name not in names:
-                    path.unlink()
-            self.state = replace(self.state, segments=tuple(self._restore_segments()))
-        except OSError as error:
-            raise make_store_error(self.folder, error) from None
-
-    def _restore_segments(self) -> Iterator[Segment]:
-        for segment in self.state.segments:
-            path = self.folder / segment.name
-            size = path.stat().st_size if path.is_file() else 0
-            if size > segment.num_bytes:
-                os.truncate(path, segment.num_bytes)
-            if size >= segment.num_bytes:
-                yield segment
-                continue
-            log.warning(
-                "%s has %d bytes, %d were written: the card or somebody lost rows", path, size, segment.num_bytes
-            )
-            num_rows, num_bytes = count_whole_rows(path)
-            if num_rows:
-                os.truncate(path, num_bytes)
-                yield replace(segment, num_rows=num_rows, num_bytes=num_bytes)
+        self.state = read_store_state(self.folder) or self.state
+        self.restore()
 
     def _append_rows(self, state: StoreState, rows: Sequence[Row]) -> tuple[StoreState, bytes]:
         """Returns the state with rows in its last segment, and what is to be appended to that."""
@@ -191,6 +171,23 @@ def open_row_store(folder: Path, columns: Sequence[str], limits: StoreLimits) ->
         yield store
 
 
+def restore_rows(folder: Path, state: StoreState) -> StoreState:
+    """Removes what was not committed from a folder, and returns its state; the folder's lock is held.
+
+    Raises:
+        StoreError: it cannot be changed.
+    """
+    names = {segment.name for segment in state.segments}
+    try:
+        remove_temporary_files(folder)
+        for path in folder.glob(_PATTERN):
+            if path.name not in names:
+                path.unlink()
+        return replace(state, segments=tuple(_restore_segments(folder, state)))
+    except OSError as error:
+        raise make_store_error(folder, error) from None
+
+
 def encode_rows(rows: Sequence[Row]) -> bytes:
     """Returns lines of time, values, span and the CRC-32 of what stands before."""
     text = io.StringIO()
@@ -211,7 +208,7 @@ def count_whole_rows(path: Path) -> tuple[int, int]:
         with path.open("rb") as file:
             for line in file:
                 is_header = not num_bytes and line.startswith(b"time,") and line.endswith(b",check\n")
-                if not is_header and not _is_whole(line):
+                if not is_header and not is_whole(line):
                     break
                 num_rows += not is_header
                 num_bytes += len(line)
@@ -220,7 +217,27 @@ def count_whole_rows(path: Path) -> tuple[int, int]:
     return num_rows, num_bytes
 
 
-def _is_whole(line: bytes) -> bool:
+def _restore_segments(folder: Path, state: StoreState) -> Iterator[Segment]:
+    for segment in state.segments:
+        path = folder / segment.name
+        size = path.stat().st_size if path.is_file() else 0
+        if size > segment.num_bytes:
+            os.truncate(path, segment.num_bytes)
+        if size >= segment.num_bytes:
+            yield segment
+            continue
+        log.warning(
+            "%s has %d bytes of %d that were written: the card lost rows, or they were forgotten",
+            path, size, segment.num_bytes,
+        )  # fmt: skip
+        num_rows, num_bytes = count_whole_rows(path)
+        if num_rows:
+            os.truncate(path, num_bytes)
+            yield replace(segment, num_rows=num_rows, num_bytes=num_bytes)
+
+
+def is_whole(line: bytes) -> bool:
+    """Returns whether a row with its end of line is what was written."""
     text, _, check = line.rpartition(b",")
     return check == b"%08x\n" % zlib.crc32(text)
 
@@ -232,10 +249,17 @@ def _format_cell(value: float | str | None) -> str:
 
 
 def _append(path: Path, content: bytes, start: int) -> None:
-    """Appends to a file of `start` bytes, durably; what lies behind them goes."""
+    """Appends to a file of `start` bytes, durably; what lies behind them goes.
+
+    Raises:
+        StoreError: it has less.
+    """
+    size = path.stat().st_size if path.is_file() else 0
+    if size < start:  # to truncate would fill up with zeros
+        raise StoreError(f"{path} has {size} bytes of {start} that were written: somebody has removed rows")
     with path.open("ab") as file:
         os.fchmod(file.fileno(), 0o600)
-        if file.tell() != start:
+        if size > start:
             file.truncate(start)
         file.write(content)
         file.flush()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgefl.core.errors import NotFoundError
-from edgefl.device.collect.file_store import list_files
-from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows, read_file_time
+from edgefl.device.collect.file_store import list_files, read_file_time
+from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows
 from edgefl.device.collect.store_state import StoreState, read_store_state
 
 MAX_VALUES = 50

@@ -240,19 +240,28 @@ class WorkLoop:
         try:
             content = self._get_cached_reply(assignment, header)
             if content is None:
-                with self._gate.work():
-                    if instruction.is_evaluation:
-                        content = self._trainer.evaluate(header, instruction.body)
-                    else:
-                        content = self._train(header, instruction.body)
-                if "error" not in content[0] and "phase" not in header:
-                    self._uses.record(str(header.get("task")), str(header.get("run")))
+                content = self._work(header, instruction)
             blocker = self._gate.check()
             if blocker is not None and blocker.kind == "network":
                 return self._hand_back(header, blocker)
             self._gate.charge_traffic(len(content[1]))
         except ConditionsEndedError as error:
             return self._hand_back(header, error.blocker)
+        return content
+
+    def _work(self, header: Json, instruction: PulledInstruction) -> ReplyContent:
+        """Returns the reply of the trainer; notes that the run has used the shard, however the work ended."""
+        is_used = "phase" not in header
+        try:
+            with self._gate.work():
+                if instruction.is_evaluation:
+                    content = self._trainer.evaluate(header, instruction.body)
+                else:
+                    content = self._train(header, instruction.body)
+            is_used &= "error" not in content[0]
+        finally:
+            if is_used:
+                self._uses.record(str(header.get("task")), str(header.get("run")))
         return content
 
     def _hand_back(self, header: Json, blocker: Blocker) -> ReplyContent:

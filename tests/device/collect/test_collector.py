@@ -18,8 +18,9 @@ from requirements import PARTS, needs
 
 from edgefl.core.errors import ConfigError, StoreFullError
 from edgefl.device.collect import collector as module
-from edgefl.device.collect import line_source
+from edgefl.device.collect import forgetting, line_source
 from edgefl.device.collect.collector import Collector, OwnSource
+from edgefl.device.collect.forgetting import FORGET_NAME, ForgetRequest, write_forget_request
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.readings import Reading, Source
 from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_row_store
@@ -193,6 +194,51 @@ def test_lines_of_a_downtime_make_the_rows_of_their_times_once_through_a_crash(t
     assert len({*range(101, 202)} - {*times}) <= 1  # no value is held over a restart
     assert _times(tmp_path / "shard", "a") == [min(time - 1, 199) for time in times]
     assert set(_times(tmp_path / "shard", "span")) == {1, 2}
+
+
+def test_what_cannot_be_forgotten_now_loses_no_row_and_is_tried_again(tmp_path, monkeypatch):
+    sensor = Sensor()
+    with _site(tmp_path, sensor, every_s=0, flush_s=0, hold_s=100) as site:
+        for number in range(4):
+            sensor.pending = [Reading(values={"a": float(number)}, time_s=site.wall.now_s)]
+            site.wait(1)
+        write_forget_request(tmp_path, ForgetRequest(since_s=1001.0, until_s=1001.0))
+        save, num_tries, num_bytes = forgetting.save_store_state, [], site.store.state.num_bytes
+
+        def fail_at_the_end(folder, state):
+            num_tries.append(1)
+            if state.num_bytes < num_bytes:
+                raise StoreFullError("no room")
+            save(folder, state)
+
+        monkeypatch.setattr(forgetting, "save_store_state", fail_at_the_end)
+        for number in range(4, 8):
+            sensor.pending = [Reading(values={"a": float(number)}, time_s=site.wall.now_s)]
+            site.wait(1)
+        assert len(num_tries) == 2
+        assert _times(tmp_path, "a") == [0, 2, 3, 4, 5, 6, 7]
+        monkeypatch.setattr(forgetting, "save_store_state", save)
+        site.wait(20)
+        assert not (tmp_path / FORGET_NAME).exists()
+        sensor.pending = [Reading(values={"a": 8.0}, time_s=site.wall.now_s)]
+        site.wait(1)
+    assert _times(tmp_path, "a") == [0, 2, 3, 4, 5, 6, 7, 8]
+    spans = _times(tmp_path, "span")
+    assert len({*spans[:1]} | {*spans[1:3]} | {*spans[3:7]} | {*spans[7:]}) == 4
+    (segment,) = read_store_state(tmp_path).segments
+    assert count_whole_rows(tmp_path / segment.name) == (8, segment.num_bytes)
+
+
+def test_a_request_that_is_damaged_makes_a_collector_write_no_more_often(tmp_path, caplog):
+    sensor = Sensor()
+    with _site(tmp_path, sensor, every_s=0, flush_s=10) as site:
+        (tmp_path / FORGET_NAME).write_bytes(b"{")
+        site.wait(0)
+        for _ in range(5):
+            sensor.pending = [Reading(values={"a": 1.0}, time_s=site.wall.now_s)]
+            site.wait(1)
+        assert site.store.state.num_rows == 0
+    assert caplog.text.count("nothing is forgotten") == 1
 
 
 def test_values_of_another_author_s_source_are_checked():

@@ -13,6 +13,7 @@ from edgefl.core.errors import ConfigError
 from edgefl.device.collect import file_store, folder_collector
 from edgefl.device.collect.file_store import UNLABELLED, check_example, open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
+from edgefl.device.collect.forgetting import FORGET_NAME
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.settings import FolderSection
 from edgefl.tasks.datasets.class_folders import survey_sounds
@@ -251,3 +252,11 @@ def test_a_file_is_whole_where_its_end_is_there():
                 check_example(damaged, suffix)
     with pytest.raises(ValueError):
         check_example(_png().replace(b"abc", b"abd"), ".png")
+
+
+def test_a_request_that_cannot_be_read_stops_no_collecting(tmp_path):
+    with _site(tmp_path) as site:
+        (site.store.folder / FORGET_NAME).write_bytes(b"{")
+        site.put("yes/a.wav", _wav(1))
+        assert site.collector.step() == folder_collector.POLL_S
+        assert len(_names(tmp_path, "yes")) == 1

@@ -65,6 +65,22 @@ def test_rows_that_the_card_lost_are_no_rows_any_more(tmp_path):
     assert _read(tmp_path) == [0, 1, 9]
 
 
+def test_a_segment_that_somebody_made_shorter_gets_no_bytes_of_nothing(tmp_path):
+    with open_row_store(tmp_path, COLUMNS, LIMITS) as store:
+        _commit(store, 0, 3)
+        segment = tmp_path / store.state.segments[0].name
+        os.truncate(segment, segment.stat().st_size - 4)
+        with pytest.raises(StoreError, match="bytes"):
+            _commit(store, 3, 1)
+        _commit(store, 3, 1)
+        segment.unlink()
+        with pytest.raises(StoreError, match="bytes"):
+            _commit(store, 4, 1)
+        _commit(store, 4, 1)
+    assert _read(tmp_path) == [4]
+    assert b"\0" not in b"".join(path.read_bytes() for path in tmp_path.glob("*.csv"))
+
+
 def test_a_changed_byte_of_a_row_is_found_by_its_checksum(tmp_path):
     with open_row_store(tmp_path, COLUMNS, LIMITS) as store:
         _commit(store, 0, 3)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from peer_boards import eventually
 
-from edgefl.core.conditions import Blocker
+from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import NetworkError
 from edgefl.core.protocol import POLL_S
 from edgefl.device.conditions.budgets import Clocks
@@ -425,3 +425,16 @@ def test_the_runs_that_used_a_shard_are_noted_once_an_hour(site, state):
     assert len(read_shard_uses(path)) == 1
     path.write_bytes(b'{"uses":[["a"]]}')
     assert read_shard_uses(path) == []
+
+
+def test_work_that_is_handed_back_has_used_a_shard_and_a_readiness_phase_has_not(site, state):
+    def end():
+        raise ConditionsEndedError(Blocker(kind="heat", reason="too hot"))
+
+    path = state.root / "shard_uses.json"
+    site.do("a", task="series", phase="prefetch")
+    site.do("bad", task="series")
+    assert read_shard_uses(path) == []
+    site.trainer.during = end
+    site.do("b", task="series")
+    assert [use.task for use in read_shard_uses(path)] == ["series"]
