@@ -126,7 +126,8 @@ class Conditions:
 
     def to_json(self) -> dict[str, Any]:
         """Returns what is set, as it stands in a file."""
-        return {item.name: value for item in fields(self) if (value := _to_plain(getattr(self, item.name)))}
+        values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
+        return {name: _to_plain(value) for name, (value, default) in values.items() if value != default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

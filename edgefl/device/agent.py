@@ -157,8 +157,9 @@ class Agent:
         self._models.start()
         self._updater_health.record()
         self._installations.start()
-        with self.liveness.track_work():
-            self._trainer.resume()
+        if self._gate.check() is None:
+            with self.liveness.track_work():
+                self._trainer.resume()
         try:
             while not self._stopping.is_set():
                 self.liveness.record_progress()
@@ -255,7 +256,8 @@ class Agent:
             self._backoff.reset()
         if not did_work:
             self._publish_capabilities()
-            self._capability_reporter.measure_step_rates()
+            if self._gate.check_often() is None:
+                self._capability_reporter.measure_step_rates()
             return
         if self._gate.check_often() is not None:
             self._heartbeat.publish_now()
@@ -309,12 +311,14 @@ class Agent:
         )
 
     def _check_conditions(self) -> Blocker | None:
-        """Returns why this board may not train now; stops a node of a graph, and wakes the main loop afterwards."""
+        """Returns why this board may not train now; stops what trains, and wakes the main loop afterwards."""
         blocker, was_blocked = self._gate.check(), self._was_blocked
         self._was_blocked = blocker is not None
-        if blocker is not None and not was_blocked:
-            log.info("trains nothing: %s", format_blocker(blocker))
-            self._trainer.pause()
+        if blocker is not None:
+            if not was_blocked:
+                log.info("trains nothing: %s", format_blocker(blocker))
+            self._trainer.pause()  # each time: a node of a graph may have started since
+            self._step_rates.on_work()
         elif blocker is None and was_blocked:
             log.info("trains again")
             self._wake_up.notify()

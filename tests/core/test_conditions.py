@@ -28,6 +28,11 @@ def at(text):
     return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
 
 
+def test_a_limit_of_zero_is_shown():
+    text = "[conditions]\nmin_battery = 0\nmax_other_load = 0.0\n"
+    assert parse_conditions(text).to_json() == {"min_battery": 0, "max_other_load": 0}
+
+
 def test_a_file_says_what_it_means():
     conditions = parse_conditions(
         '[conditions]\nzone = "Europe/Oslo"\nhours = ["22:00-06:00"]\nweekdays = ["mon"]\nmin_battery = 0.5\n'

@@ -10,6 +10,8 @@ from peer_boards import eventually
 from edgefl.core.errors import NetworkError
 from edgefl.device.agent import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Agent
 from edgefl.device.commands import WakeUpSignal
+from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.gate import clear_pause, save_pause
 
 
 def make_instruction(assignment):
@@ -55,6 +57,32 @@ def test_a_device_trains_on_while_its_last_answer_is_sent(state):
     agent._work_loop.uploader.close(20)
     assert network.trained == ["a-1", "a-2"]
     assert network.sent == ["answer to a-1", "answer to a-2"]
+
+
+def test_a_board_that_may_not_train_resumes_no_node_measures_no_speed_and_is_stopped_at_every_check(state):
+    save_pause(state.root, None, Clocks(boot_id=""))
+    agent, calls = Agent(state), []
+    for part, name in (
+        (agent._trainer, "resume"),
+        (agent._trainer, "pause"),
+        (agent._step_rates, "on_idle"),
+        (agent._step_rates, "on_work"),
+    ):
+        setattr(part, name, lambda *_, name=name, **__: calls.append(name))
+    agent._capability_reporter._published = (None, {})
+    agent._stopping.set()
+    agent.run()
+    assert "resume" not in calls
+    calls.clear()
+    for _ in range(2):
+        agent._get_activity()
+        agent._poll_work()
+    assert calls == ["pause", "on_work"] * 2
+    clear_pause(state.root)
+    agent._get_activity()
+    agent._work_loop.supernode = SimpleNamespace(pull=lambda: None, incoming_assignment=None)
+    agent._poll_work()
+    assert calls[4:] == ["on_idle"]
 
 
 class Bell(WakeUpSignal):

@@ -29,7 +29,7 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.flower.messages import PreparedBody, Reply
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.errors import NetworkError, RunFailedError
-from edgefl.core.protocol import Command, CommandKind, ReadinessPhase
+from edgefl.core.protocol import HANDED_BACK_KEY, Command, CommandKind, ReadinessPhase
 from edgefl.core.types import DeviceAvailable, Json
 
 log = logging.getLogger(__name__)
@@ -166,6 +166,8 @@ class AdmissionController:
             log.info("%s knows no such question: its agent is older", device_id)
             candidate.status, candidate.is_unannounced = AdmissionStatus.READY, True
         elif reply.header["ready"] is not True:
+            if HANDED_BACK_KEY in reply.header:  # or it would stay rejected when it is free again
+                self.registry.record_blocker(device_id, reply.header[HANDED_BACK_KEY])
             self._reject(candidate, str(reply.header.get("reason", "it gave no reason")))
         elif candidate.phase is ReadinessPhase.CAN:
             candidate.phase = ReadinessPhase.PREPARE

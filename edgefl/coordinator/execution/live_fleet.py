@@ -56,7 +56,7 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.flower.messages import Reply, spool_to_disk
 from edgefl.coordinator.flower.superlink import prepare_body
 from edgefl.core.claims import CLAIM_BOUNDED
-from edgefl.core.conditions import format_blocker
+from edgefl.core.conditions import format_blocker, parse_blocker
 from edgefl.core.errors import CodecError, EdgeflError, NetworkError, SplitSessionError
 from edgefl.core.protocol import (
     ADAPT_KEY,
@@ -101,6 +101,8 @@ MAX_LOST_SESSIONS = 20
 """An assignment of a split network is lost after more answers than these whose rest was lost."""
 MAX_FOREIGN_REPLIES = 1
 """An assignment is rejected after more answers of another lineage or model than these."""
+MAX_HAND_BACKS, HAND_BACK_PERIOD_S = 3, 3600.0
+"""A device that hands back more often within an hour, without an answer between, has failed."""
 
 
 class InterruptedRunError(EdgeflError):
@@ -165,6 +167,7 @@ class LiveFleet:
         admission = self._make_admission(requirements, transport, notifier) if requirements is not None else None
         self._resumed_until_s: float | None = None
         self._has_renewed_lineage = False
+        self._hand_backs: dict[str, list[float]] = {}
         self._base_bytes: dict[str, int] = {}
         self._interruption: InterruptedRunError | None = None
         self._view = LiveFleetView(
@@ -534,17 +537,24 @@ class LiveFleet:
             self._record_event(REJECTED_EVENT_KIND, pending.instruction.device_id, reason[:MAX_REASON_CHARS])
             return [self._fail(pending, UpdateStatus.REJECTED, reason)]
         self._complete(pending)
+        self._hand_backs.pop(pending.instruction.device_id, None)
         if isinstance(event, Update) and NUM_REDUCTIONS in event.metrics.extra:
             sha256 = str(reply.header.get(NEXT_MODEL_HASH_KEY))
             self._distributor.record_next_model(event.device_id, event.base_version + 1, sha256)
         return [event]
 
     def _on_error(self, pending: PendingInstruction, header: Json) -> InstructionFailed:
-        """Fails an instruction; one that its device hands back is lost, as by a device that vanished."""
-        status = UpdateStatus.FAILED
-        if HANDED_BACK_KEY in header:
-            status = UpdateStatus.LOST
-            self.registry.record_blocker(pending.instruction.device_id, header[HANDED_BACK_KEY])
+        """Fails an instruction; one that its device hands back is lost, as by a device that vanished.
+
+        One that hands back again and again without an answer between has failed: it may not want to work.
+        """
+        status, device_id, blocker = UpdateStatus.FAILED, pending.instruction.device_id, header.get(HANDED_BACK_KEY)
+        if parse_blocker(blocker) is not None:
+            self.registry.record_blocker(device_id, blocker)
+            since_s = self.clock() - HAND_BACK_PERIOD_S
+            recent = [moment for moment in self._hand_backs.get(device_id, ()) if moment > since_s]
+            self._hand_backs[device_id] = [*recent, self.clock()][-MAX_HAND_BACKS:]
+            status = UpdateStatus.LOST if len(recent) < MAX_HAND_BACKS else UpdateStatus.FAILED
         return self._fail(pending, status, str(header["error"]))
 
     def _record_part_log(self, pending: PendingInstruction, header: Json) -> None:

@@ -290,14 +290,18 @@ class DeviceRegistry:
     def record_blocker(self, device_id: str, reported: object) -> None:
         """Records why a device may not train now; None, or what makes no sense, that it may."""
         with self._lock:
-            entry, blocker = self._entries.get(device_id), parse_blocker(reported)
-            if entry is None or entry.blocker == blocker:
-                return
-            has_changed = (entry.blocker is None) != (blocker is None)
-            entry.blocker = blocker
-            if has_changed:
-                self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+            self._set_blocker(device_id, parse_blocker(reported))
         self._event_bus.publish()
+
+    def _set_blocker(self, device_id: str, blocker: Blocker | None) -> None:
+        """Sets why a device may not train now, under the lock."""
+        entry = self._entries.get(device_id)
+        if entry is None:
+            return
+        has_changed = (entry.blocker is None) != (blocker is None)
+        entry.blocker = blocker
+        if has_changed:
+            self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
 
     def is_drained(self, device_id: str) -> bool:
         """Returns whether the operator has drained the device, whatever state it reports."""
@@ -412,7 +416,7 @@ class DeviceRegistry:
                 or self._clone_detector.get_rejection_reason(device_id, heartbeat.boot_id or "") is not None
             ):
                 return
-            self.record_blocker(device_id, heartbeat.blocked)
+            self._set_blocker(device_id, parse_blocker(heartbeat.blocked))
             now_s = self._clock()
             self._event_bus.enqueue(self._presence.on_heartbeat(device_id, heartbeat, now_s))
             held = HeldInstructions(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)

@@ -63,21 +63,27 @@ class BudgetUsage:
     """Usage of budgets, in one file of the state directory. Not thread-safe.
 
     What is on disk is never less than what was used: a use is charged ahead with a margin, and a process that is
-    killed has used all of that.
+    killed has used all of that. What could not be written is written by the next call that charges or finds.
+
+    Args:
+        folder: state directory of the board.
+        clocks: of the board.
+        is_agent: whether it may write; any other process only reads.
 
     Raises:
-        StoreError: of its methods that charge: the card is full, or broken.
+        StoreError: of its methods that charge or find: the card is full, or broken.
     """
 
-    def __init__(self, folder: Path, clocks: Clocks) -> None:
-        self._path, self._clocks = folder / USAGE_FILE, clocks
+    def __init__(self, folder: Path, clocks: Clocks, *, is_agent: bool = True) -> None:
+        self._path, self._clocks, self._is_agent = folder / USAGE_FILE, clocks, is_agent
         self._used: dict[str, dict[str, float]] = {name: {} for name in PERIODS}
         self._period = dict.fromkeys(PERIODS, "")
         self._ahead: dict[str, float] = {}
         self._margins = dict(FIRST_MARGINS)
         self._anchor_s, self._anchor_boot_s = clocks.wall(), clocks.boot_time()
-        self._saved_s = self._anchor_s
+        self._unsaved: dict[str, float] | None = None
         self._load()
+        self._saved_s = self.now_s
 
     @property
     def now_s(self) -> float:
@@ -101,8 +107,8 @@ class BudgetUsage:
             return None
         zone = find_zone(conditions.zone)
         self._roll(zone)
-        if self.now_s - self._saved_s > SAVE_INTERVAL_S:
-            self._save()
+        if self._unsaved is not None or self.now_s - self._saved_s > SAVE_INTERVAL_S:
+            self._save(self._get_ahead())
         for period, limits in conditions.budgets.items():
             for kind, limit in limits.items():
                 step = min(self._margins[kind], limit / 2) if needed is None else needed.get(kind, 0.0)
@@ -121,9 +127,9 @@ class BudgetUsage:
             for period in PERIODS:
                 self._used[period][kind] = self._used[period].get(kind, 0.0) + amount
             self._ahead[kind] = self._ahead.get(kind, 0.0) - amount
-        if any(self._ahead[kind] < self._get_least_ahead(kind) for kind in used):
-            self._ahead |= {kind: self._compute_ahead(conditions, kind) for kind in used}
-            self._save()
+        is_short = any(self._ahead[kind] < self._get_least_ahead(kind) for kind in used)
+        if is_short or self._unsaved is not None:
+            self._save(self._get_ahead() | {kind: self._compute_ahead(conditions, kind) for kind in used})
 
     def record_step(self, used: Mapping[str, float]) -> None:
         """Records what one step of a work has used; the next must have room for twice the largest."""
@@ -133,8 +139,11 @@ class BudgetUsage:
     def settle(self, conditions: Conditions) -> None:
         """Gives back what was charged ahead, at the end of a work."""
         if conditions.budgets and self._ahead:
-            self._ahead = {}
-            self._save()
+            self._save({})
+
+    def _get_ahead(self) -> dict[str, float]:
+        """Returns what to charge ahead: what could not be written yet, else what is on disk."""
+        return self._ahead if self._unsaved is None else self._unsaved
 
     def _get_least_ahead(self, kind: str) -> float:
         """Returns the least that is charged ahead: the next step; transfers are charged before they begin."""
@@ -174,7 +183,7 @@ class BudgetUsage:
                     self._used[name], is_new = dict.fromkeys(self._ahead, 0.0), True
                 self._period[name] = current
         if is_new and self._ahead:  # what a work has charged ahead is used in the new period, too
-            self._save()
+            self._save(self._get_ahead())
 
     def _load(self) -> None:
         try:
@@ -186,8 +195,8 @@ class BudgetUsage:
             log.warning("%s is damaged (%s): budgets count as used up", self._path, error)
             self._used = {name: dict.fromkeys(USE_KINDS, ALL) for name in PERIODS}
             self._roll(None)
-            with contextlib.suppress(StoreError):  # a full card: as damaged at the next start
-                self._save()
+            with contextlib.suppress(StoreError):  # a full card: written later
+                self._save({})
 
     def _apply(self, value: Any) -> None:
         found = {name: dict(value["used"][name]) for name in PERIODS}
@@ -201,9 +210,13 @@ class BudgetUsage:
         margins = {kind: _parse_amount(value["margins"][kind]) for kind in USE_KINDS}
         self._used, self._period, self._margins = used, period, margins
 
-    def _save(self) -> None:
+    def _save(self, ahead: dict[str, float]) -> None:
+        """Writes the use with what is charged ahead, which counts only once it is on disk."""
+        if not self._is_agent:
+            return
+        self._unsaved = ahead
         used = {
-            name: {kind: amount + self._ahead.get(kind, 0.0) for kind, amount in amounts.items()}
+            name: {kind: amount + ahead.get(kind, 0.0) for kind, amount in amounts.items()}
             for name, amounts in self._used.items()
         }
         boot_s = self._clocks.boot_time()
@@ -212,7 +225,7 @@ class BudgetUsage:
             "time_s": self.now_s, "boot_s": boot_s, "boot_id": self._clocks.boot_id,
         }  # fmt: skip
         write_atomic(self._path, json.dumps(value).encode())
-        self._saved_s = self.now_s
+        self._ahead, self._saved_s, self._unsaved = ahead, self.now_s, None
 
 
 def _parse_amount(value: object, limit: float = 1e18) -> float:

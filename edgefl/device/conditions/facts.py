@@ -13,6 +13,8 @@ from edgefl.device.hardware.board_reader import BoardReader, parse_int, read_pow
 from edgefl.device.hardware.health import find_interface, read_cpu_counters, read_temperature_c
 
 NMCLI_S = 2.0
+NETWORK_MANAGER = "run/NetworkManager"
+"""Folder that is there where NetworkManager has run in this boot."""
 MAX_PROCESSES = 64
 METERED_PREFIXES = ("wwan", "ppp", "rmnet", "usb")
 """Interfaces that are metered where NetworkManager says nothing: modems and phones."""
@@ -86,9 +88,13 @@ class FactReader:
             processes += children[: MAX_PROCESSES - len(processes)]
         return ticks
 
-    def _is_metered(self, interface: str) -> bool:
+    def _is_metered(self, interface: str) -> bool | None:
+        """Returns what NetworkManager says, or the interface's name; None where NetworkManager runs and is silent."""
         arguments = ["nmcli", "-g", "GENERAL.METERED", "device", "show", interface]
-        answer = self._board.get_program_output(arguments, NMCLI_S) or ""
+        answer = self._board.get_program_output(arguments, NMCLI_S)
+        if answer is None and (self._board.root / NETWORK_MANAGER).exists():
+            return None
+        answer = answer or ""
         if answer.startswith(("yes", "no")):
             return answer.startswith("yes")
         return interface.startswith(METERED_PREFIXES)

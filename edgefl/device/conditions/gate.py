@@ -88,8 +88,9 @@ class ConditionGate:
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._conditions = self._run_conditions = NO_CONDITIONS
         self._pause: Pause | None = None
-        self._fault = ""
+        self._file_fault = self._store_fault = ""
         self._usage: BudgetUsage | None = None
+        self._coordinator_s: tuple[float, float] | None = None
         self._held: tuple[float, Blocker] | None = None
         self._checked_s = -CHECK_INTERVAL_S
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
@@ -107,6 +108,7 @@ class ConditionGate:
         """Returns why this board may not train now, and charges what its work has used; None where it may."""
         with self._lock:
             self._reload()
+            self._set_forward()
             self._charge_work()
             self._checked_s = self._clocks.boot_time()
             self._blocker = self._find_blocker()
@@ -157,18 +159,37 @@ class ConditionGate:
         with self._lock:
             if "traffic" not in {kind for limits in self._conditions.budgets.values() for kind in limits}:
                 return
-            blocker = self._find_used_budget({"traffic": float(num_bytes)})
-            if blocker is None:
-                self._charge({"traffic": float(num_bytes)})
-                blocker = self._make_fault_blocker()
+            self.require_traffic(num_bytes)
+            self._charge({"traffic": float(num_bytes)})
+            blocker = self._make_fault_blocker()
+            if blocker is not None:
+                raise ConditionsEndedError(blocker)
+
+    def require_traffic(self, num_bytes: int) -> None:
+        """Charges nothing yet.
+
+        Raises:
+            ConditionsEndedError: transfers of so many bytes do not fit into a budget.
+        """
+        with self._lock:
+            blocker = self._find_used_budget({"traffic": float(num_bytes)}) if self._conditions.budgets else None
             if blocker is not None:
                 raise ConditionsEndedError(blocker)
 
     def observe_skew(self, skew_s: float) -> None:
-        """Sets the time of budgets forward where the coordinator's clock, which has just been read, agrees."""
+        """Records the coordinator's clock, just read, by `skew_s` ahead of the board's.
+
+        The time of budgets is set forward at this and any later check at which the board's clock agrees with it.
+        """
         with self._lock:
-            if self._usage is not None:
-                self._usage.set_forward(skew_s)
+            self._coordinator_s = self._clocks.wall() + skew_s, self._clocks.boot_time()
+            self._set_forward()
+
+    def _set_forward(self) -> None:
+        """Sets the time of budgets forward where the coordinator's clock, as read last, goes with the board's."""
+        if self._coordinator_s is not None and self._usage is not None:
+            read_s, boot_s = self._coordinator_s
+            self._usage.set_forward(read_s + self._clocks.boot_time() - boot_s - self._clocks.wall())
 
     def describe_budgets(self) -> dict[str, str]:
         """Returns used and limit of every budget, for people."""
@@ -188,9 +209,8 @@ class ConditionGate:
 
     def _find_blocker(self) -> Blocker | None:
         now_s = self._clocks.wall()
-        blocker = self._find_pause(now_s) or self._make_fault_blocker()
-        if blocker is None and self._conditions.budgets:
-            blocker = self._find_used_budget()
+        used_up = self._find_used_budget() if self._conditions.budgets else None  # first: it mends a failed write
+        blocker = self._find_pause(now_s) or self._make_fault_blocker() or used_up
         for conditions in (self._conditions, self._run_conditions):
             if blocker is None and conditions != NO_CONDITIONS:
                 facts = self._facts.read(conditions)
@@ -201,7 +221,16 @@ class ConditionGate:
     def _find_used_budget(self, needed: Mapping[str, float] | None = None) -> Blocker | None:
         found: list[Blocker | None] = []
         self._try(lambda usage: found.append(usage.find_blocker(self._conditions, needed=needed)))
+        if found and found[0] is None and needed is None:
+            return self._find_unknown_energy()
         return found[0] if found else self._make_fault_blocker()
+
+    def _find_unknown_energy(self) -> Blocker | None:
+        if all("energy" not in limits for limits in self._conditions.budgets.values()):
+            return None
+        if self._facts.read_power_w() is not None:
+            return None
+        return Blocker(kind="budget", reason="its power is not known, so its energy cannot be counted")
 
     def _hold(self, blocker: Blocker | None) -> Blocker | None:
         boot_s = self._clocks.boot_time()
@@ -227,7 +256,8 @@ class ConditionGate:
         )
 
     def _make_fault_blocker(self) -> Blocker | None:
-        return Blocker(kind="file", reason=self._fault) if self._fault else None
+        fault = self._file_fault or (self._store_fault if self._conditions.budgets else "")
+        return Blocker(kind="file", reason=fault) if fault else None
 
     def _reload(self) -> None:
         """Reads the files that have changed; a damaged one lets nothing be trained."""
@@ -235,12 +265,12 @@ class ConditionGate:
             self._pause = _read_pause(self._folder / PAUSE_FILE)
         if not self._has_changed(CONDITIONS_FILE):
             return
-        self._fault, self._held = "", None
+        self._file_fault, self._held = "", None
         try:
             self._conditions = load_conditions(self._folder)
         except ConfigError as error:
-            self._fault = f"{CONDITIONS_FILE}: {error}"
-            log.warning("%s; it trains nothing until that is mended", self._fault)
+            self._file_fault = f"{CONDITIONS_FILE}: {error}"
+            log.warning("%s; it trains nothing until that is mended", self._file_fault)
         if self._work is None:
             self._begin_measuring()
 
@@ -256,7 +286,7 @@ class ConditionGate:
 
     def _get_usage(self) -> BudgetUsage:
         if self._usage is None:
-            self._usage = BudgetUsage(self._folder, self._clocks)
+            self._usage = BudgetUsage(self._folder, self._clocks, is_agent=self._is_agent)
         return self._usage
 
     def _begin_measuring(self) -> None:
@@ -296,10 +326,11 @@ class ConditionGate:
         try:
             change(self._get_usage())
         except StoreError as error:
-            self._fault = f"its budgets cannot be kept: {error}"[:200]
-            log.warning("%s; it trains nothing until then", self._fault)
+            if not self._store_fault:
+                log.warning("its budgets cannot be kept: %s; it trains nothing until they can", error)
+            self._store_fault = f"its budgets cannot be kept: {error}"[:200]
         else:
-            self._fault = "" if self._fault.startswith("its budgets") else self._fault
+            self._store_fault = ""
 
 
 def load_conditions(folder: Path) -> Conditions:

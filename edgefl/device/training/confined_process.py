@@ -132,7 +132,6 @@ class TrainingProcess:
             except queue.Empty:
                 self._trainer.remove_expired()
                 continue
-            self._is_interrupted = False
             reply, result = self._execute(str(header["call"]), header.get("header", {}), body)
             self._agent.send({"reply": reply}, result)
             if header["call"] == "close":
@@ -170,6 +169,7 @@ class TrainingProcess:
         while True:
             header, body = self._agent.receive()
             if "call" in header:
+                self._is_interrupted = False  # here: an interrupt may follow before the main thread takes the call
                 self._agent.calls.put((header, body))
                 continue
             argument = str(header.get("argument"))

@@ -246,6 +246,18 @@ def test_one_that_cannot_is_left_out_with_its_reason_until_it_has_changed_and_th
     assert site.notes[-1] == ("device-admitted", "pi-1", "it is ready now")
 
 
+def test_one_that_hands_its_question_back_is_asked_again_when_it_may_train() -> None:
+    site = Site()
+    site.events()
+    site.answer(
+        "pi-1", "can", ready=False, reason="x", handed_back={"kind": "pause", "reason": "paused on the board"}
+    )
+    assert site.pass_all("pi-2") == ["pi-2"]
+    assert site.registry.get_blocker("pi-1") is not None
+    site.beat("pi-1")
+    assert site.pass_all("pi-1") == ["pi-1"]
+
+
 def test_a_run_that_nobody_can_do_fails_with_all_reasons_when_nobody_else_may_come() -> None:
     site = Site()
     site.events()

@@ -16,6 +16,7 @@ from edgefl.coordinator.execution.admission import REJOIN_TIMEOUT_S
 from edgefl.coordinator.execution.fleet_view import SHOW_AFTER_S, RunSpec
 from edgefl.coordinator.execution.live_fleet import (
     EVALUATION_DEADLINE_S,
+    HAND_BACK_PERIOD_S,
     LINEAGE_BEGAN,
     MAX_LOST_SESSIONS,
     InterruptedRunError,
@@ -340,6 +341,29 @@ def test_work_that_a_device_hands_back_is_lost_and_no_failure_of_its_own_and_it_
     site.beat("pi")
     assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
     assert site.fleet.view().idle == ["pi"]
+
+
+@pytest.mark.parametrize("blocker", [{}, None, "night", {"reason": 3}])
+def test_work_handed_back_without_a_reason_that_makes_sense_has_failed(site, blocker):
+    site.give(training())
+    site.reply(101, body=b"", error="x", handed_back=blocker)
+    assert lost(site) == [("a-1", UpdateStatus.FAILED, "x")]
+
+
+def test_a_device_that_hands_back_again_and_again_has_failed_until_it_answers_or_an_hour_is_over(site):
+    def hand_back():
+        site.give(training())
+        site.reply(101, body=b"", error="x", handed_back=PAUSED)
+        site.beat("pi")
+        return lost(site)[0][1]
+
+    assert [hand_back() for _ in range(5)] == ["lost"] * 3 + ["failed"] * 2
+    site.clock.jumped_s += HAND_BACK_PERIOD_S + 1
+    assert [hand_back() for _ in range(4)] == ["lost"] * 3 + ["failed"]
+    site.give(training())
+    site.reply(101)
+    assert len(site.of(Update)) == 1
+    assert hand_back() == "lost"
 
 
 def test_what_a_device_that_may_not_train_does_not_hold_is_lost_and_what_it_has_is_not(site):

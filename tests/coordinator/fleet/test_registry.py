@@ -353,6 +353,22 @@ def test_a_device_that_may_not_train_now_is_there_but_no_worker_until_a_heartbea
     assert not fleet.registry.is_reachable("pi")
 
 
+def test_a_heartbeat_that_blocks_a_device_is_told_outside_the_lock(fleet):
+    fleet.say("pi")
+    others = []
+
+    def read_elsewhere(_event):
+        other = threading.Thread(target=fleet.registry.get_heartbeat, args=("pi",), daemon=True)
+        other.start()
+        other.join(5)
+        others.append(other.is_alive())
+
+    fleet.registry.subscribe(read_elsewhere)
+    fleet.registry.record_heartbeat("pi", beat(1, blocked={"kind": "pause", "reason": "paused on the board"}))
+    assert others
+    assert not any(others)
+
+
 def test_what_happens_to_a_device_is_heard_in_its_order_whichever_threads_tell_it(fleet):
     fleet.add("pi-2", node_id=8, state=None)
     for name in ("pi", "pi-2"):

@@ -181,6 +181,20 @@ def test_a_damaged_ledger_counts_as_used_up_until_the_next_day(board, content):
     assert board.is_free(conditions)
 
 
-def test_a_full_card_is_said(board, full_card):
-    with full_card(), pytest.raises(StoreError):
-        board.usage.charge(PROCESSOR, {"processor": 1.0})
+def test_a_full_card_is_said_until_the_use_is_on_disk(board, full_card):
+    board.usage.charge(PROCESSOR, {"processor": 0.0})
+    with full_card():
+        with pytest.raises(StoreError):
+            board.usage.charge(PROCESSOR, {"processor": 20.0})
+        for call in (
+            lambda: board.usage.charge(PROCESSOR, {"processor": 0.0}),
+            lambda: board.usage.find_blocker(PROCESSOR),
+            lambda: board.usage.settle(PROCESSOR),
+        ):
+            with pytest.raises(StoreError):
+                call()
+    assert board.is_free()
+    board.start()  # killed
+    assert board.usage.describe(PROCESSOR)["processor a day"].startswith("2")
+    board.usage.charge(PROCESSOR, {"processor": 80.0})
+    assert not board.is_free()

@@ -49,6 +49,12 @@ def test_networkmanager_says_what_is_metered_and_without_it_the_name_does(tmp_pa
     assert reader.read(Conditions(unmetered=True)) == BoardFacts(interface=interface, is_metered=expected)
 
 
+def test_where_networkmanager_runs_and_does_not_answer_nothing_is_known_to_be_unmetered(tmp_path):
+    files = {"proc/net/route": ROUTE.format("wlan0"), "run/NetworkManager/resolv.conf": ""}
+    assert make_reader(tmp_path, files).read(Conditions(unmetered=True)).is_metered is None
+    assert make_reader(tmp_path, files, "unknown").read(Conditions(unmetered=True)).is_metered is False
+
+
 def test_without_a_route_nothing_is_known_to_be_unmetered(tmp_path):
     assert make_reader(tmp_path, {}).read(Conditions(unmetered=True)) == BoardFacts(interface="", is_metered=None)
 

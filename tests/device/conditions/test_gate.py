@@ -1,10 +1,12 @@
 """The decision whether a board may train, with a board's files and clocks that a test sets."""
 
+import contextlib
+
 import pytest
-from board_trees import plant, zones
+from board_trees import plant, rails, zones
 
 from edgefl.core.conditions import Blocker, Conditions, ConditionsEndedError
-from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.budgets import SAVE_INTERVAL_S, USAGE_FILE, Clocks
 from edgefl.device.conditions.gate import (
     FIRST_STEP_S,
     HOLD_S,
@@ -17,6 +19,7 @@ from edgefl.device.conditions.gate import (
 from edgefl.device.hardware.board_reader import BoardReader
 
 MIDNIGHT_S = 1_780_012_800.0 // 86_400 * 86_400
+PROCESSOR = b'[conditions]\nzone = "UTC"\n[conditions.day]\nprocessor_s = 60\n'
 NIGHT = b'[conditions]\nzone = "UTC"\nhours = ["22:00-06:00"]\n'
 
 
@@ -31,9 +34,9 @@ class Board:
     def clocks(self):
         return Clocks(boot_id=self.boot_id, wall=lambda: self.wall_s, boot_time=lambda: self.up_s)
 
-    def start(self):
+    def start(self, **options):
         self.gate = ConditionGate(
-            self.folder, board=BoardReader(self.root, clock=lambda: self.up_s), clocks=self.clocks
+            self.folder, board=BoardReader(self.root, clock=lambda: self.up_s), clocks=self.clocks, **options
         )
 
     def wait(self, seconds):
@@ -224,6 +227,63 @@ def test_a_ledger_that_cannot_be_written_lets_nothing_be_trained(board, full_car
         with board.gate.work():
             pass
         assert "its budgets cannot be kept" in board.get_reason()
+    assert board.get_reason() == ""
+
+
+@pytest.mark.parametrize("is_working", [True, False])
+def test_a_board_that_could_not_write_its_budgets_trains_again_once_it_can(board, full_card, is_working):
+    save_conditions(board.folder, PROCESSOR)
+    with board.gate.work() if is_working else contextlib.nullcontext():
+        assert board.get_reason() == ""
+        board.wait(2 * SAVE_INTERVAL_S)
+        with full_card():
+            assert "its budgets cannot be kept" in board.get_reason()
+        assert board.get_reason() == ""
+    save_conditions(board.folder, None)
+    assert board.get_reason() == ""
+
+
+def test_budgets_that_can_be_written_again_excuse_no_damaged_file(board, full_card):
+    save_conditions(board.folder, PROCESSOR)
+    assert board.get_reason() == ""
+    (board.folder / "conditions.toml").write_text("[conditions]\nmin_batery = 1\n")
     with board.gate.work():
-        pass
+        assert "min_batery" in board.get_reason()
+        with full_card():
+            board.wait(2 * SAVE_INTERVAL_S)
+            assert "min_batery" in board.get_reason()
+    assert "min_batery" in board.get_reason()
+
+
+def test_a_budget_of_energy_lets_nothing_be_trained_while_the_power_is_not_known(board):
+    save_conditions(board.folder, b"[conditions.day]\nenergy_j = 1000\n")
+    assert board.get_reason() == "its power is not known, so its energy cannot be counted"
+    plant(board.root, rails("hwmon1", VDD_IN=5000))
+    board.wait(100)
+    assert board.get_reason() == ""
+
+
+def test_a_process_beside_the_agent_writes_no_budgets(board):
+    save_conditions(board.folder, PROCESSOR)
+    for content in (None, b"{"):
+        if content is not None:
+            (board.folder / USAGE_FILE).write_bytes(content)
+        board.start(is_agent=False)
+        board.gate.check()
+        board.wait(2 * SAVE_INTERVAL_S)
+        board.gate.check()
+        board.gate.describe_budgets()
+        assert (board.folder / USAGE_FILE).exists() == (content is not None)
+    assert (board.folder / USAGE_FILE).read_bytes() == b"{"
+
+
+def test_network_time_that_arrives_after_the_connection_ends_a_day_of_budgets_and_a_set_clock_does_not(board):
+    save_conditions(board.folder, PROCESSOR)
+    board.gate.observe_skew(3 * 86_400.0)  # before any budget was read
+    with board.gate.work():
+        plant(board.root, {"proc/self/stat": f"7 (edgefl) S 0 0 0 0 0 0 0 0 0 0 {100 * 60} 0 0 0 20"})
+        assert "used up" in board.get_reason()
+    board.wall_s += 30 * 86_400
+    assert "used up" in board.get_reason()
+    board.wall_s -= 27 * 86_400
     assert board.get_reason() == ""

@@ -1,16 +1,23 @@
 """The confined training process: what code of others can do in it, and what its end does to the agent."""
 
+import queue
+import threading
+from types import SimpleNamespace
+
 import hostile_task
 import numpy as np
 import pytest
 from digit_shards import digit_shard
+from peer_boards import eventually
 
 from edgefl.compression.codec import make_codec
 from edgefl.core.config import AdaptSection
 from edgefl.core.types import Dataset, derive_rng
 from edgefl.device.drift_watch import list_reference_paths
 from edgefl.device.hardware import requirements
+from edgefl.device.training.confined_process import TrainingProcess
 from edgefl.device.training.confined_trainer import ConfiningTrainer, is_built_in
+from edgefl.device.training.process_link import TrainingSetup
 from edgefl.system.confinement import find_gaps
 from edgefl.tasks.adaptation.base_file import AdaptPlan
 from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
@@ -55,14 +62,15 @@ class Board:
         return {**header, **({"options": {}} if task != HOSTILE else {}), **changes}
 
     def train(self, attack="", task=HOSTILE, **changes):
-        known = make_task(task)
-        return self.trainer.train(
-            self.header(attack, task, **changes),
-            make_codec("dense", known.shapes()).encode(known.init(1), derive_rng(0)),
-        )
+        return self.trainer.train(self.header(attack, task, **changes), encode_first_model(task))
 
     def get_error(self, attack):
         return self.train(attack)[0].get("error", "no error")
+
+
+def encode_first_model(task):
+    known = make_task(task)
+    return make_codec("dense", known.shapes()).encode(known.init(1), derive_rng(0))
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +157,37 @@ def test_a_confined_process_keeps_what_a_run_leaves_on_the_board(board, tmp_path
     assert "error" not in own.train(codec="ef|topk:0.5", run="kept")[0]
     own.trainer.close()
     assert [path.name for path in own.root.glob("confined/*/residuals/*")] == ["kept.npz"]
+
+
+def test_an_interrupt_that_follows_a_call_at_once_ends_it(board, tmp_path):
+    """The process reads both before its main thread takes the call."""
+    is_read, replies = threading.Event(), []
+    header = board.header(task="digits")
+    messages = [({"call": "train", "header": header}, encode_first_model("digits")), ({"notice": "interrupt"}, b"")]
+
+    def receive():
+        if messages:
+            return messages.pop(0)
+        is_read.set()
+        return threading.Event().wait(), b""
+
+    class Calls(queue.SimpleQueue):
+        def get(self, **options):
+            assert is_read.wait(30)
+            return super().get(**options)
+
+    def send(message, _body=b""):
+        replies.extend([message["reply"]] if "reply" in message else [])
+
+    agent = SimpleNamespace(receive=receive, send=send, calls=Calls())
+    shards = {"digits": board.shards["digits"]}
+    setup = TrainingSetup(
+        device_id="pi", role="trainer", shards=shards, accelerator="cpu", threads=1, scratch=str(tmp_path),
+        incarnation=1, max_temperature_c=None, bases=str(tmp_path), min_group=1, drift_references={},
+    )  # fmt: skip
+    threading.Thread(target=TrainingProcess(setup, agent).run, daemon=True).start()
+    eventually(lambda: replies, "a reply")
+    assert replies == [{"is_aborted": True}]
 
 
 def test_the_drift_of_a_confined_task_is_measured_in_its_process(tmp_path):
