@@ -151,7 +151,7 @@ class ConditionGate:
                     self._try(lambda usage: usage.settle(self._conditions))
 
     def charge_traffic(self, num_bytes: int) -> None:
-        """Charges a transfer before it begins.
+        """Charges a transfer before it begins; a number below 0 gives back what was not begun.
 
         Raises:
             ConditionsEndedError: it does not fit into a budget.

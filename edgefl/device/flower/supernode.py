@@ -8,6 +8,7 @@ classes below, and the agent decides.
 from __future__ import annotations
 
 import base64
+import contextlib
 import datetime as dt
 import hashlib
 import itertools
@@ -178,7 +179,8 @@ class SuperNode:
         tls_context: verifies the coordinator.
         clock: estimate of the coordinator's time in Unix seconds.
         instance: of this agent process; lets the coordinator distinguish a clone from a restart.
-        charge_traffic: called with the most bytes of a transfer before it; may raise `ConditionsEndedError`.
+        charge_traffic: called with the most bytes of a transfer before it, and with what was not begun, below 0,
+            after one that broke; may raise `ConditionsEndedError`.
     """
 
     def __init__(
@@ -249,15 +251,25 @@ class SuperNode:
             raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
         self._incoming_assignment = header.get("assignment")
         try:
-            self._charge_traffic(len(body))
-            if tree.children:
-                body = b"".join([self._pull_chunk(client, message, child.object_id) for child in tree.children])
+            self._charge_traffic(len(tree.children) * CHUNK_BYTES or len(body))
         except ConditionsEndedError as error:
             return PulledInstruction(message=message, header=header, body=b"", blocker=error.blocker)
+        if tree.children:
+            body = self._pull_chunks(client, message, [child.object_id for child in tree.children])
         return PulledInstruction(message=message, header=header, body=body)
 
+    def _pull_chunks(self, client: _FleetClient, message: Message, object_ids: list[str]) -> bytes:
+        chunks: list[bytes] = []
+        try:
+            for object_id in object_ids:
+                chunks.append(self._pull_chunk(client, message, object_id))  # noqa: PERF401 counted where one fails
+        except NetworkError:
+            with contextlib.suppress(ConditionsEndedError):  # what was not begun comes back
+                self._charge_traffic(-CHUNK_BYTES * (len(object_ids) - len(chunks) - 1))
+            raise
+        return b"".join(chunks)
+
     def _pull_chunk(self, client: _FleetClient, message: Message, object_id: str) -> bytes:
-        self._charge_traffic(CHUNK_BYTES)
         request = PullObjectRequest(node=self._node, run_id=message.metadata.run_id, object_id=object_id)
         response = _send_request(client.PullObject, request)
         if not response.object_available:

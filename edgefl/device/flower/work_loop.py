@@ -194,6 +194,7 @@ class WorkLoop:
         self._reply_cache: OrderedDict[str, tuple[ModelIdentity, ReplyContent]] = OrderedDict()
         self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
+        self._update_bytes: dict[str, int] = {}
         self._uses = ShardUses(state.root / USES_NAME, clock)
         self.supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
@@ -314,7 +315,12 @@ class WorkLoop:
         return {"lineage": lineage, "model_sha256": header.get("model_sha256"), "newest_record": highest}
 
     def _train(self, header: Json, body: bytes) -> ReplyContent:
+        run = str(header.get("run"))
+        is_dense = header.get("codec") == "dense"  # the update is as large as the model
+        self._gate.require_traffic(self._update_bytes.get(run, len(body) if is_dense else 0))
         reply = self._trainer.train(header, body)
+        if reply[1]:
+            self._update_bytes = {run: len(reply[1])}
         _log_result(reply[0])
         if "error" not in reply[0] and "phase" not in header:
             self._reply_cache[str(header["assignment"])] = _get_identity(header), reply

@@ -157,6 +157,8 @@ def test_a_transfer_that_does_not_fit_into_the_budget_does_not_begin(board):
     with pytest.raises(ConditionsEndedError, match="its 2 MB of this day are used up"):
         board.gate.charge_traffic(600_001)
     board.gate.charge_traffic(400_000)
+    board.gate.charge_traffic(-100_000)
+    board.gate.charge_traffic(100_000)
     board.start()
     assert "used up" in board.get_reason()
     board.wait(86_400)

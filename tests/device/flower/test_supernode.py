@@ -5,6 +5,7 @@ import gc
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,7 +15,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.proto.fleet_pb2 import ActivateNodeResponse
 
 from edgefl.coordinator import pki
+from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import NetworkError
+from edgefl.core.protocol import CHUNK_BYTES, FIELD_JSON, RECORD_HEADER
 from edgefl.device.flower.supernode import ReplyRejectedError, SuperNode, UnauthorisedError
 from edgefl.system.https_client import create_pinned_context
 
@@ -135,3 +138,32 @@ def test_an_answer_is_let_go_without_a_garbage_collection(coordinator, make_node
 
 def _requests_and_responses():
     return [made for made in gc.get_objects() if isinstance(made, httpx.Request | httpx.Response)]
+
+
+def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_comes_back(make_node, monkeypatch):
+    node, charged, pulled = make_node(), [], []
+    metadata = SimpleNamespace(message_type="train", run_id=1)
+    message = SimpleNamespace(metadata=metadata, content={RECORD_HEADER: {FIELD_JSON: "{}"}})
+    tree = SimpleNamespace(children=[SimpleNamespace(object_id=str(number)) for number in range(5)])
+    monkeypatch.setattr("edgefl.device.flower.supernode.message_from_proto", lambda _: message)
+    monkeypatch.setattr("edgefl.device.flower.supernode.get_object_body", lambda *_: b"chunk")
+
+    def pull_object(_request):
+        pulled.append(1)
+        return SimpleNamespace(object_available=len(pulled) < 3, object_content=b"")
+
+    node._client = SimpleNamespace(
+        PullMessages=lambda _: SimpleNamespace(messages_list=[1], message_object_trees=[tree]),
+        PullObject=pull_object, close=lambda: None,
+    )  # fmt: skip
+    node._charge_traffic = charged.append
+    with pytest.raises(NetworkError, match="taken the work back"):
+        node.pull()
+    assert charged == [5 * CHUNK_BYTES, -2 * CHUNK_BYTES]
+
+    def refuse(_num_bytes):
+        raise ConditionsEndedError(Blocker(kind="budget", reason="used up"))
+
+    node._charge_traffic = refuse
+    assert node.pull().blocker.reason == "used up"
+    assert len(pulled) == 3

@@ -173,6 +173,19 @@ def test_an_answer_is_not_sent_over_a_network_that_became_metered_or_beyond_the_
     assert wait_for_sent(site, 2)[1][1] == b""
 
 
+def test_no_update_is_trained_that_the_budget_could_not_carry(site):
+    save_conditions(site.root, b"[conditions.day]\ntraffic_mb = 1\n")
+    assert site.gate.check() is None
+    site.gate.charge_traffic(999_996)
+    site.gate.check = lambda: None
+    site.do("a", codec="dense")
+    site.do("b", codec="sign")
+    assert site.trainer.trained == ["b"]
+    site.do("c", codec="sign")  # by now its size is known
+    assert site.trainer.trained == ["b"]
+    assert all("used up" in header["error"] for header, _ in wait_for_sent(site, 3))
+
+
 def wait_for_sent(site, number):
     eventually(lambda: len(site.network.sent) >= number, f"sending {number} answers")
     return site.network.sent
