@@ -79,7 +79,7 @@ def open_atomic(path: Path, *, mode: int = 0o600) -> Iterator[IO[bytes]]:
             file.flush()
             if mode != 0o600:  # which it has: a confined process may change none
                 os.fchmod(file.fileno(), mode)
-            _give_to_owner(file.fileno(), path.parent)
+            give_to_owner(file.fileno(), path.parent)
             os.fsync(file.fileno())
         Path(name).replace(path)
         sync_directory(path.parent)
@@ -111,7 +111,7 @@ def make_private_directory(directory: Path) -> None:
         if not directory.is_dir():
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _open_directory(directory) as descriptor:
-                _give_to_owner(descriptor, directory.parent)
+                give_to_owner(descriptor, directory.parent)
             sync_directory(directory.parent)
         directory.chmod(0o700)
     except OSError as error:
@@ -179,7 +179,7 @@ def _open_directory(directory: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _give_to_owner(handle: int, folder: Path) -> None:
+def give_to_owner(handle: int, folder: Path) -> None:
     """Changes the owner of a file made by root in a user's private folder to that user."""
     info = folder.stat()
     if os.geteuid() != 0 or info.st_uid == 0 or info.st_mode & 0o077:

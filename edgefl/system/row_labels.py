@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import csv
+import errno
 import fcntl
 import io
 import math
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from edgefl.system.atomic_files import write_atomic
+from edgefl.system.atomic_files import give_to_owner, write_atomic
 
 LABELS_NAME, LOCK_NAME = ".labels.csv", ".labels.lock"
 TIME_COLUMN, LABEL_COLUMN = "time", "label"
@@ -102,12 +103,19 @@ def read_row_labels(folder: Path) -> RowLabels:
 
 
 def append_row_labels(folder: Path, lines: Sequence[LabelLine]) -> None:
-    """Appends labels, durably; errors of the operating system propagate."""
+    """Appends labels, durably; errors of the operating system propagate, one of a file that would be too large, too.
+
+    What root appends to is its folder's owner's: a collector and an agent of another user go on.
+    """
+    content = b"".join(map(_encode_line, lines))
     with _lock(folder), (folder / LABELS_NAME).open("ab+") as file:
-        os.fchmod(file.fileno(), 0o600)
         size = file.tell()
+        if lines and size + len(content) >= MAX_BYTES:  # what is behind them nobody would read
+            raise OSError(errno.EFBIG, f"labels may have {MAX_BYTES:,} bytes in all")
+        os.fchmod(file.fileno(), 0o600)
+        give_to_owner(file.fileno(), folder)
         is_cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-        file.write((b"\n" if is_cut else b"") + b"".join(map(_encode_line, lines)))
+        file.write((b"\n" if is_cut else b"") + content)
         file.flush()
         os.fdatasync(file.fileno())
 
@@ -133,6 +141,7 @@ def cut_row_labels(folder: Path, since_s: float, until_s: float) -> None:
 def _lock(folder: Path) -> Iterator[None]:
     """Waits for whoever appends to or replaces the file; the lock ends with the process."""
     with (folder / LOCK_NAME).open("w") as lock:
+        give_to_owner(lock.fileno(), folder)
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -1,3 +1,8 @@
+import os
+
+import pytest
+
+from edgefl.system import row_labels
 from edgefl.system.row_labels import (
     LABELS_NAME,
     LabelKind,
@@ -42,6 +47,22 @@ def test_labels_of_a_time_are_cut_out_and_the_rest_stays(tmp_path):
     cut_row_labels(tmp_path, 3.0, 6.0)
     assert _find(tmp_path, 2.9, 3.0, 4.5, 6.0, 6.1, 25.0) == ["a", "", "", "", "a", "c"]
     assert b",b," not in (tmp_path / LABELS_NAME).read_bytes()
+
+
+def test_labels_that_nobody_would_read_are_refused_and_root_s_are_the_owner_s_of_the_folder(tmp_path, monkeypatch):
+    append_row_labels(tmp_path, [_line(0, 1, "a")])
+    size = (tmp_path / LABELS_NAME).stat().st_size
+    monkeypatch.setattr(row_labels, "MAX_BYTES", size + 10)
+    with pytest.raises(OSError, match="in all"):
+        append_row_labels(tmp_path, [_line(2, 3, "b")])
+    append_row_labels(tmp_path, [])
+    assert (tmp_path / LABELS_NAME).stat().st_size == size
+    if os.geteuid() == 0:
+        folder = tmp_path / "of another"
+        folder.mkdir(mode=0o700)
+        os.chown(folder, 1234, 1234)
+        append_row_labels(folder, [])
+        assert {path.stat().st_uid for path in folder.iterdir()} == {1234}
 
 
 def test_defaults_that_touch_become_one_line_and_say_the_same(tmp_path):

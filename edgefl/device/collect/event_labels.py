@@ -130,6 +130,7 @@ class EventLabeller:
         if not self._section.default:
             return []
         end_s = self._source.end_s if isinstance(self._source, ResumableSource) else math.inf
+        self._received_s = min(self._received_s, now_s + self._section.after_s)  # the clock was set back
         since_s = max(self._received_s, getattr(self._source, "received_since_s", 0.0) + self._section.after_s)
         until_s = min(now_s, end_s) - self._delay_s
         if until_s <= since_s or until_s - since_s < self._interval_s:

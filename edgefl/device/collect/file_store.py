@@ -145,8 +145,9 @@ class FileStore:
         """
         if label not in self._files and len(self._files) >= MAX_CLASSES:
             return
+        is_there = move_example(self.folder, file, label)
         self._forget(file)
-        if move_example(self.folder, file, label):
+        if is_there:
             self._insert(replace(file, label=label))
 
     def count_classes(self) -> dict[str, int]:

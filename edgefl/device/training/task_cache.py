@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -45,6 +46,7 @@ from edgefl.tasks.stored_arrays import select_rows
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 2
+MAX_VERSION_FILES = 200_000
 MAX_LISTED_BLOCKS = 10
 MAX_ARENA_BYTES = 2 * 1024**3
 """Of a compiled task's tensors, where the machine does not say what is free."""
@@ -313,18 +315,33 @@ def _read_block_ranges(path: str) -> BlockRanges:
 def compute_shard_version(path: Path) -> int | None:
     """Returns 48 bits of a hash of the names, sizes and times of a shard's files; None where they cannot be read.
 
-    It is not of their content, which it would let others guess at. What a collector notes beside rows does not count.
+    It is not of their content, which it would let others guess at. What a collector notes beside rows does not count,
+    nor does what is deeper than class folders, or behind `MAX_VERSION_FILES`.
     """
+    if not path.exists():
+        return None
     digest = hashlib.sha256()
     try:
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        for file in files:
-            if not file.name.startswith(".") or file.name == LABELS_NAME:
+        for name, file in itertools.islice(_iterate_files(path), MAX_VERSION_FILES):
+            with contextlib.suppress(FileNotFoundError):  # a collector removes its oldest
                 status = file.stat()
-                digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
+                digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode(errors="replace"))
     except OSError:
         return None
     return int.from_bytes(digest.digest()[:6], "big")
+
+
+def _iterate_files(path: Path) -> Iterator[tuple[str, Path]]:
+    """Yields names and paths of a shard's files, and of those in its class folders."""
+    if not path.is_dir():
+        yield path.name, path
+        return
+    for file in sorted(path.iterdir()):
+        if file.name.startswith(".") and file.name != LABELS_NAME:
+            continue
+        yield file.name, file
+        if file.is_dir():
+            yield from ((f"{file.name}/{one.name}", one) for one in sorted(file.iterdir()) if one.name[0] != ".")
 
 
 def _compute_fingerprint(path: Path) -> object:

@@ -10,7 +10,7 @@ from device.collect.test_collector import Site, _count, _mosquitto, _process, _p
 from peer_boards import eventually
 from requirements import needs
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.collect import event_labels as module
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.collector import run_collector
@@ -99,6 +99,24 @@ def test_no_default_is_said_of_a_time_in_which_events_were_not_heard(tmp_path):
     labeller.flush(1050.0)
     found = read_row_labels(tmp_path).find([1000.0, 1002.0, 1006.9, 1008.0, 1030.0, 1031.5, 1046.9, 1047.5])
     assert found == ["", "calm", "calm", "", "", "calm", "calm", ""]
+
+
+def test_the_default_is_said_again_after_a_clock_that_was_far_ahead(tmp_path):
+    labeller = _labeller(tmp_path, Source(), now_s=9e8)
+    labeller.flush(9e8 + 50)
+    labeller.flush(2000.0)
+    labeller.flush(2050.0)
+    assert read_row_labels(tmp_path).find([1990.0, 2010.0, 2048.0]) == ["", "calm", ""]
+
+
+def test_a_file_that_cannot_be_moved_stays_in_the_store(tmp_path):
+    with open_file_store(tmp_path, LIMITS, "oldest") as store:
+        store.add(b"1", UNLABELLED, ".png", 5.0)
+        (tmp_path / "robin").write_bytes(b"no folder")
+        with pytest.raises(StoreError):
+            store.move(store.list_class(UNLABELLED)[0], "robin")
+        assert (store.num_files, store.num_bytes, store.count_classes()) == (1, 1, {UNLABELLED: 1})
+        assert not store.add(b"1", UNLABELLED, ".png", 5.0)
 
 
 def test_what_is_no_label_is_refused_and_a_flood_is_bounded(tmp_path):
