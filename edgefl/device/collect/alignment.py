@@ -9,11 +9,12 @@ and none twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from edgefl.device.collect.readings import Reading, Value
 
+JUMP_S = 2.0
 MAX_TICKS = 10_000
 """Rows between two readings; more are a gap. After as many of one update the other readings wait."""
 MAX_WAITING = 100_000
@@ -27,6 +28,26 @@ class Row:
     time_s: float
     values: tuple[Value, ...]
     span: int
+
+
+class JumpDetector:
+    """Detector of jumps of a clock.
+
+    Args:
+        clock: seconds since 1970; it may jump.
+        monotonic: seconds; it does not.
+    """
+
+    def __init__(self, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
+        self._clock, self._monotonic = clock, monotonic
+        self._offset_s = clock() - monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """Returns the time, and by how many seconds it jumped since the last call; 0 for up to `JUMP_S`."""
+        now_s = self._clock()
+        offset_s = now_s - self._monotonic()
+        jump_s, self._offset_s = offset_s - self._offset_s, offset_s
+        return now_s, jump_s if abs(jump_s) > JUMP_S else 0.0
 
 
 class RowMaker:

@@ -18,7 +18,7 @@ from typing import Any
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
-from edgefl.device.collect.alignment import Row, RowMaker
+from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
 from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
@@ -55,7 +55,6 @@ NUM_BUSY = 500
 COMMIT_ROWS, MAX_PENDING = 1000, 10_000
 MAX_OWN_READINGS = 10_000
 RETRY_S = 10.0
-JUMP_S = 2.0
 REPORT_S = 3600.0
 
 KIND = ExtensionKind(
@@ -103,7 +102,7 @@ class Collector:
             last_row_s=store.state.last_row_s,
         )
         self._pending: list[Row] = []
-        self._offset_s = clock() - monotonic()
+        self._jumps = JumpDetector(clock, monotonic)
         self._committed_s = self._reported_s = self._forget_s = monotonic()
         self._pause_s = 0.0
         self._log = RateLimitedLog(log)
@@ -128,8 +127,8 @@ class Collector:
         else:
             names = () if self._maker.has_backlog else self._sources
             readings = [reading for name in names for reading in self._read(name)]
-            if self._labeller is not None:
-                readings = self._labeller.take_events(readings)
+            if self._labeller is not None and not self._maker.has_backlog:
+                readings = self._labeller.take_events(readings, now_s)
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
             self._pending += self._maker.update(readings, now_s, end_s)
             num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
@@ -153,7 +152,7 @@ class Collector:
         While readings wait, positions stay: after a crash they are read again, and no row is made twice.
         """
         self._committed_s, now_s = self._monotonic(), self._clock()
-        if not self._flush_labels(now_s):
+        if not self._flush_labels():
             return False
         positions = dict(self._store.state.positions)
         if not self._maker.has_waiting:
@@ -174,11 +173,11 @@ class Collector:
         self._pending = []
         return True
 
-    def _flush_labels(self, now_s: float) -> bool:
+    def _flush_labels(self) -> bool:
         """Writes labels, which come before the positions of their events; returns whether that was possible."""
         try:
             if self._labeller is not None:
-                self._labeller.flush(now_s)
+                self._labeller.flush()
         except StoreError as error:
             self._pause_s = RETRY_S
             self._log.warning("labels", "labels wait: %s", error)
@@ -218,13 +217,13 @@ class Collector:
 
     def _check_clock(self) -> float:
         """Returns the time; after a jump of the clock the values from before it do not count."""
-        now_s = self._clock()
-        offset_s = now_s - self._monotonic()
-        if abs(offset_s - self._offset_s) > JUMP_S:
-            log.warning("the clock jumped by %.1f s; rows begin a new span", offset_s - self._offset_s)
+        now_s, jump_s = self._jumps.read()
+        if jump_s:
+            log.warning("the clock jumped by %.1f s; rows begin a new span", jump_s)
             self._counts["clock_jumps"] += 1
             self._maker.restart()
-        self._offset_s = offset_s
+            if self._labeller is not None:
+                self._labeller.restart(now_s)
         return now_s
 
     def _read(self, name: str) -> list[Reading]:
@@ -321,7 +320,7 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
     check_label_columns(settings, [str(name) for source in sources.values() for name in source.columns])
     with open_file_store(Path(section.folder), limits, section.evict) as store:
         counts.update(store.state.counts)
-        labeller = _make_labeller(settings, list(sources.values()), counts)
+        labeller = _make_labeller(settings, sources, counts)
         collector = FolderCollector(
             settings.folders, store, counts, flush_s=section.flush_s, events=sources, labeller=labeller
         )
@@ -341,9 +340,7 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)
-        collector = Collector(
-            settings, sources, store, counts, labeller=_make_labeller(settings, list(sources.values()), counts)
-        )
+        collector = Collector(settings, sources, store, counts, labeller=_make_labeller(settings, sources, counts))
         log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
         with _started(sources):
             _run(collector)
@@ -362,15 +359,17 @@ def _started(sources: Mapping[str, ReadingSource]) -> Iterator[None]:
             source.close()
 
 
-def _make_labeller(settings: CollectFile, sources: Sequence[ReadingSource], counts: Counts) -> EventLabeller | None:
+def _make_labeller(
+    settings: CollectFile, sources: Mapping[str, ReadingSource], counts: Counts
+) -> EventLabeller | None:
     """Returns what makes labels of the events of a source; None where the file asks for none."""
     section = settings.labels
     if section is None:
         return None
-    (source,) = (one for one in sources if section.column in one.columns)
+    ((name, source),) = ((name, one) for name, one in sources.items() if section.column in one.columns)
     folder, flush_s = Path(settings.collect.folder), settings.collect.flush_s
     try:
-        return EventLabeller(section, folder, source, counts, flush_s=flush_s, now_s=time.time())
+        return EventLabeller(section, folder, name, source, counts, flush_s=flush_s, now_s=time.time())
     except OSError as error:
         raise make_store_error(folder, error) from None
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from edgefl.core.errors import StoreError
+from edgefl.device.collect.alignment import JumpDetector
 from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example, read_file_time
 from edgefl.device.collect.forgetting import (
@@ -26,7 +27,7 @@ from edgefl.device.collect.forgetting import (
     read_forget_request,
     remove_forget_request,
 )
-from edgefl.device.collect.readings import Counts, ReadingSource, ResumableSource
+from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource
 from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
@@ -156,6 +157,7 @@ class FolderCollector:
     ) -> None:
         self._sections, self._store, self._counts, self._flush_s = dict(sections), store, counts, flush_s
         self._clock, self._monotonic = clock, monotonic
+        self._jumps = JumpDetector(clock, monotonic)
         self._watchers = {
             name: FolderWatcher(section, store.state.positions.get(name, "")) for name, section in sections.items()
         }
@@ -181,8 +183,7 @@ class FolderCollector:
             self._forget()
             for name, watcher in self._watchers.items():
                 self._take(name, watcher)
-            for name in self._events:
-                self._take_events(name)
+            self._take_events()
             if self._monotonic() - self._committed_s >= self._flush_s and not self.flush():
                 return RETRY_S
         except StoreError as error:
@@ -204,9 +205,9 @@ class FolderCollector:
         positions = {name: watcher.position for name, watcher in self._watchers.items()}
         positions |= {name: one.position for name, one in self._events.items() if isinstance(one, ResumableSource)}
         counts = {name: count for name, count in self._counts.items() if count}
-        now_s = self._clock()
-        if not self._label(now_s):
+        if not self._label():
             return False
+        now_s = self._clock()
         is_known = positions == dict(state.positions) and counts == dict(state.counts)
         if is_known and not self._store.has_excess(now_s):
             return True
@@ -219,21 +220,32 @@ class FolderCollector:
         self._num_written = 0
         return True
 
-    def _take_events(self, name: str) -> None:
-        assert self._labeller is not None
+    def _take_events(self) -> None:
+        now_s, jump_s = self._jumps.read()
+        if jump_s:
+            log.warning("the clock jumped by %.1f s", jump_s)
+            self._counts["clock_jumps"] += 1
+        if self._labeller is None:
+            return
+        if jump_s:
+            self._labeller.restart(now_s)
+        self._labeller.take_events([reading for name in self._events for reading in self._read(name)], now_s)
+
+    def _read(self, name: str) -> list[Reading]:
         try:
-            self._labeller.take_events(self._events[name].read())
+            return list(self._events[name].read())
         except Exception as error:  # a source of another author may raise anything, and the others go on
             self._counts[f"{name}.errors"] += 1
             if self._log.is_due(f"error {name}"):
                 log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
+            return []
 
-    def _label(self, now_s: float) -> bool:
+    def _label(self) -> bool:
         """Writes labels, and moves files that have one to their class; returns whether that was possible."""
         if self._labeller is None:
             return True
         try:
-            self._labeller.flush(now_s)
+            self._labeller.flush()
             files = self._store.list_class(UNLABELLED)
             times = [read_file_time(file) for file in files]
             labels = read_row_labels(self._store.folder).find(times) if files else []

@@ -182,6 +182,7 @@ class LinesSource:
         if not is_gone or not self._open(self._path):
             return False
         log.warning("source %s: the file that was read is gone; beginning %s anew", self._name, self._path)
+        self._counts[f"{self._name}.gone"] += 1
         self._sought = None
         return True
 

@@ -59,7 +59,8 @@ class MqttSource:
         section: its settings.
         texts: which of its columns hold texts.
         counts: what is left out is added to it.
-        clock: seconds since 1970.
+        clock: seconds since 1970; it may jump.
+        monotonic: seconds; it does not.
 
     Raises:
         ConfigError: a topic, a pointer, the login or the authority is none.
@@ -73,21 +74,26 @@ class MqttSource:
         counts: Counts,
         *,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name, self._section, self._texts, self._counts, self._clock = name, section, set(texts), counts, clock
+        self._monotonic = monotonic
         self._paths = parse_columns(section.columns, f"sources.{name}.columns")
         self.columns = tuple(section.columns)
         self._unread: deque[Reading] = deque(maxlen=MAX_UNREAD)
         self._second, self._num_in_second = 0, 0
         self._log = RateLimitedLog(log)
         self._address = section.host, section.port or (8883 if section.tls else 1883)
-        self._received_since_s = math.inf
+        self._subscribed_s = math.inf
         self._client = self._create_client()
 
     @property
     def received_since_s(self) -> float:
-        """Returns since when no message was missed; infinite while the broker is away or refuses a topic."""
-        return self._received_since_s
+        """Returns since when there is a subscription, by the clock of now; infinite while there is none.
+
+        That is while the broker is away or refuses a topic.
+        """
+        return self._clock() - self._monotonic() + self._subscribed_s
 
     def start(self) -> None:
         """Starts the thread that connects, and reconnects whenever it breaks."""
@@ -138,12 +144,12 @@ class MqttSource:
         self, _client: Any, _data: Any, _number: int, reasons: Sequence[ReasonCode], _properties: Any
     ) -> None:
         is_refused = any(reason.is_failure for reason in reasons)
-        self._received_since_s = math.inf if is_refused else self._clock()
+        self._subscribed_s = math.inf if is_refused else self._monotonic()
         if is_refused:
             self._log.warning("deaf", "the broker of source %s refuses a topic; check its rules", self._name)
 
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
-        self._received_since_s = math.inf
+        self._subscribed_s = math.inf
         if reason.is_failure:
             self._log.warning("lost", "source %s lost its broker (%s); connecting again", self._name, reason)
 

@@ -215,17 +215,25 @@ def _iterate_files(
     count = 0
     for folder in folders:
         label = folder.name if rules is None else rules.find_label(folder.name)
-        if rules is not None and not label:
+        # One without files may be left of a label that was taken back.
+        if rules is not None and not label and next(_list_examples(folder, suffixes), None) is not None:
             raise DataError(
                 f"shard {path} of task {task} has a folder {folder.name[:80]!a}, which is none of the labels "
                 f"{rules.format_labels()}"
             )
-        for file in sorted(folder.iterdir()):
+        for file in sorted(_list_examples(folder, suffixes)):
+            count += 1
+            if count > MAX_EXAMPLES:
+                raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
+            yield file, label
+
+
+def _list_examples(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:
+    """Yields the examples in a class folder; none where it went meanwhile, as a collector removes empty ones."""
+    with contextlib.suppress(FileNotFoundError):
+        for file in folder.iterdir():
             if file.suffix.lower() in suffixes and not file.name.startswith(".") and file.is_file():
-                count += 1
-                if count > MAX_EXAMPLES:
-                    raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
-                yield file, label
+                yield file
 
 
 def _read_present(file: Path, read: Callable[[Path], Array]) -> Array | None:

@@ -17,9 +17,10 @@ from edgefl.device.collect.collector import run_collector
 from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
+from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.readings import Reading
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
-from edgefl.device.collect.settings import LabelsSection, load_collect_file
+from edgefl.device.collect.settings import LabelsSection, LinesSection, load_collect_file
 from edgefl.system.row_labels import read_row_labels
 from edgefl.tasks.configured.series import series
 from edgefl.tasks.configured.table import table
@@ -48,7 +49,12 @@ def _section(**settings):
 
 
 def _labeller(folder, source, now_s=1000.0, **settings):
-    return EventLabeller(_section(**settings), folder, source, Counter(), flush_s=0.0, now_s=now_s)
+    return EventLabeller(_section(**settings), folder, "one", source, Counter(), flush_s=0.0, now_s=now_s)
+
+
+def _flush(labeller, now_s, *readings):
+    labeller.take_events(readings, now_s)
+    labeller.flush()
 
 
 def _event(label, time_s):
@@ -80,8 +86,7 @@ def test_a_window_whose_last_row_has_no_label_is_no_example_and_none_lies_over_a
         store.commit([Row(float(time), (float(time),), 1) for time in range(20)], {}, {}, 0.0)
     source = Source()
     labeller = _labeller(tmp_path, source, default="", before_s=2.0)
-    labeller.take_events([_event("up", 9.0), _event("down", 15.0)])
-    labeller.flush(1000.0)
+    _flush(labeller, 1000.0, _event("up", 9.0), _event("down", 15.0))
     task = series(columns=["a"], window=4, step=1, target="label", labels=["up", "down"], group="span")
     data = task.read(str(tmp_path))
     assert data.inputs[:, 0, -1].tolist() == [7, 8, 9, 13, 14, 15]
@@ -92,20 +97,20 @@ def test_a_window_whose_last_row_has_no_label_is_no_example_and_none_lies_over_a
 def test_no_default_is_said_of_a_time_in_which_events_were_not_heard(tmp_path):
     source = Source()
     labeller = _labeller(tmp_path, source, after_s=1.0)
-    labeller.flush(1010.0)
+    _flush(labeller, 1010.0)
     source.received_since_s = float("inf")
-    labeller.flush(1020.0)
+    _flush(labeller, 1020.0)
     source.received_since_s = 1030.0
-    labeller.flush(1050.0)
+    _flush(labeller, 1050.0)
     found = read_row_labels(tmp_path).find([1000.0, 1002.0, 1006.9, 1008.0, 1030.0, 1031.5, 1046.9, 1047.5])
     assert found == ["", "calm", "calm", "", "", "calm", "calm", ""]
 
 
 def test_the_default_is_said_again_after_a_clock_that_was_far_ahead(tmp_path):
     labeller = _labeller(tmp_path, Source(), now_s=9e8)
-    labeller.flush(9e8 + 50)
-    labeller.flush(2000.0)
-    labeller.flush(2050.0)
+    _flush(labeller, 9e8 + 50)
+    _flush(labeller, 2000.0)
+    _flush(labeller, 2050.0)
     assert read_row_labels(tmp_path).find([1990.0, 2010.0, 2048.0]) == ["", "calm", ""]
 
 
@@ -119,14 +124,88 @@ def test_a_file_that_cannot_be_moved_stays_in_the_store(tmp_path):
         assert not store.add(b"1", UNLABELLED, ".png", 5.0)
 
 
+def test_no_default_is_said_over_a_jump_of_the_clock_nor_where_an_event_was_lost(tmp_path):
+    source = Source()
+    with open_row_store(tmp_path, ("a",), LIMITS) as store:
+        site = Site(tmp_path, store, {"one": source}, every_s=0, flush_s=0)
+        labeller = site.collector._labeller = _labeller(tmp_path, source)
+        site.wait(10)
+        for jump_s in (1e6, -1e6 + 100):
+            site.wall.now_s += jump_s
+            site.wait(1)
+            site.wait(9)
+    # 1000 to 1010, a million later 1 000 010 to 1 000 020, and back at 1120.
+    found = read_row_labels(tmp_path)
+    assert found.find([1006.9, 1007.5, 1e6, 1e6 + 1010.5]) == ["calm", "", "", ""]
+    assert found.find([1e6 + 1012, 1e6 + 1016.9, 1120.5, 1121.5]) == ["calm", "calm", "", "calm"]
+    for loss in ("one.too_fast", "one.unread", "one.refused", "labels.refused", "labels.too_fast"):
+        start_s = labeller._taken_s
+        labeller._counts[loss] += 1
+        _flush(labeller, start_s + 10)
+        _flush(labeller, start_s + 20)
+        found = read_row_labels(tmp_path).find([start_s + second for second in (-4, 0, 9, 11, 16.9)])
+        assert found == ["calm", "", "", "calm", "calm"], loss
+
+
+def test_no_default_is_said_while_events_wait_unread(tmp_path):
+    labeller = _labeller(tmp_path, Source())
+    _flush(labeller, 1010.0)
+    labeller.flush()  # a full card: nothing was read meanwhile
+    assert [line.until_s for line in read_row_labels(tmp_path).lines] == [1007.0]
+
+
+def _lines_labeller(folder, path, counts, now_s, **settings):
+    section = LinesSection(path=str(path), columns={"state": "/s"}, time="/t")
+    source = LinesSource("one", section, ["state"], counts, clock=lambda: now_s)
+    return source, EventLabeller(
+        _section(before_s=10.0, **settings), folder, "one", source, counts, flush_s=0.0, now_s=now_s
+    )
+
+
+def test_the_default_of_lines_begins_at_the_first_one_and_goes_on_at_the_last_default(tmp_path):
+    path, counts, position, spans = tmp_path / "e.jsonl", Counter(), "", []
+    for now_s, text in (
+        (100_140.0, '{"t": 100000, "s": "up"}\n'),
+        (100_200.0, ""),  # from where the last process was
+        (100_300.0, "no line\n"),
+        (100_400.0, ""),  # from the loss on, in another process too
+        (50_000.0, ""),  # the clock was set back: from now on
+        (50_100.0, ""),
+    ):
+        with path.open("a") as file:
+            file.write(text)
+        source, labeller = _lines_labeller(tmp_path, path, counts, now_s)
+        source.resume(position)
+        _flush(labeller, now_s, *source.read())
+        if now_s == 50_000.0:
+            _flush(labeller, now_s + 20)
+        position = source.position
+        lines = [line for line in read_row_labels(tmp_path).lines if line.label == "calm"]
+        spans, num_known = [(line.since_s, line.until_s) for line in lines], len(spans)
+        assert len(spans) <= num_known + 1
+        source.close()
+    assert spans == [
+        (100_000, 100_130), (100_130, 100_190), (100_300, 100_390), (50_000, 50_010), (50_010, 50_090)
+    ]  # fmt: skip
+
+
+def test_the_row_of_an_events_own_message_gets_its_label_and_none_a_time_to_come(tmp_path):
+    with open_row_store(tmp_path, ("a",), LIMITS) as store:
+        store.commit([Row(time_s, (1.0,), 1) for time_s in (999.8, 1000.0006, 1000.1)], {}, {}, 0.0)
+    labeller = _labeller(tmp_path, Source(), default="", before_s=0.1)
+    _flush(labeller, 1000.0006, _event("up", 1000.0006 + 3600))
+    (part,) = read_table(tmp_path, "table", ("a",), ("time", "label"))
+    assert part.texts == (("1000.001",), ("up",))
+
+
 def test_what_is_no_label_is_refused_and_a_flood_is_bounded(tmp_path):
     labeller = _labeller(tmp_path, Source(), default="")
-    labeller.take_events([_event(label, 1.0) for label in (None, "", "../x", ".hidden", "a\nb", "x" * 81, 3.0)])
+    labeller.take_events([_event(label, 1.0) for label in (None, "", "../x", ".hidden", "a\nb", "x" * 81, 3.0)], 1.0)
     assert labeller._counts == {"labels.refused": 6}
-    labeller.take_events([_event("on", 10.0 + number / 10) for number in range(5000)])
-    labeller.take_events([_event(f"s{number}", 5000.0) for number in range(2000)])
+    labeller.take_events([_event("on", 10.0 + number / 10) for number in range(5000)], 9000.0)
+    labeller.take_events([_event(f"s{number}", 5000.0) for number in range(2000)], 9000.0)
     assert labeller._counts["labels.too_fast"] == 1001
-    labeller.flush(1.0)
+    labeller.flush()
     assert len(read_row_labels(tmp_path).lines) == 1000
     assert read_row_labels(tmp_path).find([8.0, 509.0]) == ["on", "on"]
 
@@ -136,8 +215,7 @@ def test_a_full_file_of_labels_takes_no_more_until_old_ones_are_trimmed(tmp_path
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 5000)
     labeller = _labeller(tmp_path, Source(), default="")
     for turn in range(200):
-        labeller.take_events([_event(f"s{turn}", 100.0 * turn)])
-        labeller.flush(1.0)
+        _flush(labeller, 100.0 * turn, _event(f"s{turn}", 100.0 * turn))
     num_kept = len(read_row_labels(tmp_path).lines)
     assert labeller._counts["labels.too_many"] == 200 - num_kept > 0
     labeller.trim(3000.0)
