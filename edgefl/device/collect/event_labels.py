@@ -176,7 +176,7 @@ class EventLabeller:
         return [LabelLine(since_s=since_s, until_s=until_s, label=self._section.default, kind=LabelKind.DEFAULT)]
 
     def _find_start(self, now_s: float) -> float:
-        """Returns from when on all events are received; of a source that goes on where it was, the last default's end.
+        """Returns from when on all events are received: of a source that goes on, the end of the last default.
 
         Where there is none, its first reading may lie before now.
         """

@@ -229,7 +229,8 @@ def _make_model(
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
     parts, num_windows = [], 0
-    for part in read_table(path, NAME, (*columns, *targets.numbers), targets.texts, keeps_unlabelled=True):
+    numbers, is_known = (*columns, *targets.numbers), targets.is_known
+    for part in read_table(path, NAME, numbers, targets.texts, keeps_unlabelled=True, is_known=is_known):
         parts.append(_cut_windows(part, len(columns), targets, windows))
         num_windows += len(parts[-1])
         _check_memory(f"shard {path} of task {NAME}", num_windows, len(columns), targets, windows)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -63,6 +63,10 @@ class TargetColumns:
     @property
     def texts(self) -> tuple[str, ...]:
         return (*(self.columns if self.labels else ()), *((self.group,) if self.group else ()))
+
+    def is_known(self, label: str) -> bool:
+        """Returns whether a class has this label, or there are no classes."""
+        return not self.labels or make_label_finder(self.labels)(label) is not None
 
     def read_targets(self, part: TablePart, values: Array) -> Array:
         """Returns [n] or [n, columns] targets of a file's rows; `values` are those of `numbers`."""
@@ -274,18 +278,22 @@ def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str, *, 
     Raises:
         DataError: a cell is none of them.
     """
-    numbers = {label: index for index, label in enumerate(labels)}
-    by_number = numbers if any(map(_to_whole_number, labels)) else {str(index): index for index in range(len(labels))}
-    classes = np.empty(len(cells), np.int64)
+    find, classes = make_label_finder(labels), np.empty(len(cells), np.int64)
     for place, cell in enumerate(cells):
-        found = numbers.get(cell, by_number.get(_to_whole_number(cell)))
-        if found is None:
+        if (found := find(cell)) is None:
             # Errors reach the coordinator, cells must not.
             raise DataError(
                 f"{whose} must hold one of {', '.join(labels[:12])}; row {first_row + place} holds something else"
             )
         classes[place] = found
     return classes
+
+
+def make_label_finder(labels: tuple[str, ...]) -> Callable[[str], int | None]:
+    """Returns a function from a cell to the number of its label; None where it is none of them."""
+    numbers = {label: index for index, label in enumerate(labels)}
+    by_number = numbers if any(map(_to_whole_number, labels)) else {str(index): index for index in range(len(labels))}
+    return lambda cell: numbers.get(cell, by_number.get(_to_whole_number(cell)))
 
 
 def _to_whole_number(cell: str) -> str:
@@ -300,7 +308,8 @@ def _to_whole_number(cell: str) -> str:
 def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, drops_missing: bool) -> Dataset:
     inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
     numbers = (*columns, *targets.numbers)
-    for part in iterate_shard(path, NAME, numbers, targets.texts, drops_missing=drops_missing):
+    options: dict[str, Any] = {"drops_missing": drops_missing, "is_known": targets.is_known}
+    for part in iterate_shard(path, NAME, numbers, targets.texts, **options):
         inputs.add(part.numbers[:, : len(columns)])
         found.append(targets.read_targets(part, part.numbers[:, len(columns) :]))
         if (group := targets.read_groups(part)) is not None:

@@ -183,7 +183,8 @@ def _read_texts(
     """Returns the features of a shard's texts, with targets of 0 where no column says them."""
     inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
     num_texts, columns = 0, (column, *(targets.texts if targets else ()))
-    for part in iterate_shard(path, NAME, (), columns, drops_missing=drops_missing):
+    is_known = targets.is_known if targets else bool
+    for part in iterate_shard(path, NAME, (), columns, drops_missing=drops_missing, is_known=is_known):
         texts, others = part.texts[0], replace(part, texts=part.texts[1:])
         num_texts += len(texts)
         if num_texts * features.size > MAX_CELLS:

@@ -3,7 +3,7 @@
 The first line of a CSV file names the columns. Between cells are commas, semicolons or tabs, whichever the first line
 has most of; with semicolons a number may have a decimal comma. A last line that is still being written is left for
 later. Where labels lie beside the CSV files of a folder, as `row_labels` says, they are one more column, `label`. A
-row without one is left out where that is asked for.
+row without one, or with one that the task does not know, is left out where that is asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import itertools
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol, Self
@@ -24,6 +26,8 @@ from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
 from edgefl.system.row_labels import LABEL_COLUMN, TIME_COLUMN, RowLabels, has_labels, read_row_labels
 from edgefl.tasks.datasets.parquet_files import ParquetTable
+
+log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2 * 1024**3
 MAX_LINE_CHARS = 1_000_000
@@ -88,7 +92,50 @@ class Survey:
     details: tuple[str, ...] = ()
 
 
-def read_table(
+class ShardLabels:
+    """Labels beside the files of a shard, read once.
+
+    Args:
+        is_known: whether the task has a label; rows with others count as rows without any, and are logged.
+    """
+
+    def __init__(self, is_known: Callable[[str], bool] = bool) -> None:
+        self._is_known = is_known
+        self._by_folder: dict[Path, RowLabels] = {}
+        self._known: dict[str, bool] = {"": True}
+        self._num_unknown = Counter[Path]()
+
+    def find(self, path: Path, cells: Sequence[str]) -> list[str]:
+        """Returns the labels of rows by the texts of their times, empty for none or an unknown one.
+
+        Raises:
+            DataError: the labels cannot be read.
+        """
+        folder = path.parent
+        if folder not in self._by_folder:
+            try:
+                self._by_folder[folder] = read_row_labels(folder)
+            except OSError as error:
+                raise DataError(f"the labels of {path} cannot be read: {error.strerror}") from None
+        times = [_parse_number(cell) for cell in cells]
+        found = self._by_folder[folder].find(
+            [NO_TIME if time_s is None or math.isnan(time_s) else time_s for time_s in times]
+        )
+        for place, label in enumerate(found):
+            if label not in self._known:
+                self._known[label] = self._is_known(label)
+            if not self._known[label]:
+                found[place] = ""
+                self._num_unknown[folder] += 1
+        return found
+
+    def log_unknown(self) -> None:
+        """Logs how many rows have labels that the task does not know."""
+        for folder, count in self._num_unknown.items():
+            log.warning("%d rows in %s have labels that the task does not have, and are left out", count, folder)
+
+
+def read_table(  # noqa: PLR0913 one keyword for each option
     path: Path,
     task: str,
     numbers: Sequence[str],
@@ -96,6 +143,7 @@ def read_table(
     *,
     drops_missing: bool = False,
     keeps_unlabelled: bool = False,
+    is_known: Callable[[str], bool] = bool,
 ) -> list[TablePart]:
     """Returns the rows of each file.
 
@@ -106,38 +154,47 @@ def read_table(
         texts: columns of any text.
         drops_missing: whether a row with an empty cell is left out; else it is an error.
         keeps_unlabelled: whether a row without a label of `row_labels` is there all the same, with an empty text.
+        is_known: whether the task has a label of `row_labels`; a row with another one counts as one without.
 
     Raises:
         DataError: no file, one that is no such table, or no rows.
     """
-    parts, num_cells, num_read = [], 0, 0
+    parts, num_cells, num_read, labels = [], 0, 0, ShardLabels(is_known)
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
             options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
-            parts.append(_read_file(file, numbers, texts, **options))
+            parts.append(_read_file(file, numbers, texts, labels, **options))
             num_cells += parts[-1].numbers.size
             num_read += parts[-1].num_read
         if max(num_cells, num_read) > MAX_CELLS:
             raise _make_size_error(path, task)
+    labels.log_unknown()
     if not any(len(part.numbers) for part in parts):
         raise DataError(f"shard {path} of task {task} holds no rows")
     return parts
 
 
 def iterate_shard(
-    path: Path, task: str, numbers: Sequence[str], texts: Sequence[str] = (), *, drops_missing: bool = False
+    path: Path,
+    task: str,
+    numbers: Sequence[str],
+    texts: Sequence[str] = (),
+    *,
+    drops_missing: bool = False,
+    is_known: Callable[[str], bool] = bool,
 ) -> Iterator[TablePart]:
     """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once; as `read_table`, also what it raises."""
-    num_rows, num_read = 0, 0
+    num_rows, num_read, labels = 0, 0, ShardLabels(is_known)
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
-            for part in iterate_table(file, numbers, texts, drops_missing=drops_missing):
+            for part in iterate_table(file, numbers, texts, drops_missing=drops_missing, labels=labels):
                 num_rows += len(part.numbers)
                 num_read += part.num_read
                 if max(num_rows * max(1, len(numbers)), num_read) > MAX_CELLS:
                     raise _make_size_error(path, task)
                 if len(part.numbers):
                     yield part
+    labels.log_unknown()
     if not num_rows:
         raise DataError(f"shard {path} of task {task} holds no rows")
 
@@ -149,18 +206,20 @@ def iterate_table(
     *,
     drops_missing: bool,
     keeps_unlabelled: bool = False,
+    labels: ShardLabels | None = None,
 ) -> Iterator[TablePart]:
     """Yields the rows of one file, at most `CHUNK_ROWS` at once, so that texts need not be held; as `read_table`."""
     names, first_row = [*numbers, *texts], 1
     with _open_table(path) as table:
-        labels = _find_labels(path, table) if LABEL_COLUMN in texts else None
+        is_labelled = LABEL_COLUMN in texts and _has_labels_beside(path, table)
+        labels = (labels or ShardLabels()) if is_labelled else None
         read = [TIME_COLUMN if labels is not None and name == LABEL_COLUMN else name for name in texts]
         _check_columns(path, table, [*numbers, *read])
         for found, cells in table.read_chunks(numbers, read, CHUNK_ROWS):
             words, has_label = list(cells), np.ones(len(found), bool)
             if labels is not None:
                 place = list(texts).index(LABEL_COLUMN)
-                words[place] = _label_times(labels, cells[place])
+                words[place] = labels.find(path, cells[place])
                 has_label = np.fromiter(map(bool, words[place]), bool, len(found))
             is_whole: Array = np.asarray(np.isfinite(found).all(axis=1))
             for name, column in zip(texts, words, strict=True):
@@ -236,9 +295,11 @@ def _make_size_error(path: Path, task: str) -> DataError:
     return DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
 
 
-def _read_file(path: Path, numbers: Sequence[str], texts: Sequence[str], **options: bool) -> TablePart:
+def _read_file(
+    path: Path, numbers: Sequence[str], texts: Sequence[str], labels: ShardLabels, **options: bool
+) -> TablePart:
     parts, num_rows = list[TablePart](), 0
-    for part in iterate_table(path, numbers, texts, **options):
+    for part in iterate_table(path, numbers, texts, labels=labels, **options):
         parts.append(part)
         num_rows += len(part.numbers)
         if num_rows * max(1, len(numbers) + len(texts)) > MAX_CELLS:
@@ -277,20 +338,10 @@ def _open_table(path: Path) -> TableFile:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _find_labels(path: Path, table: TableFile) -> RowLabels | None:
-    """Returns the labels beside a CSV file that has times and no labels of its own; None where there are none."""
+def _has_labels_beside(path: Path, table: TableFile) -> bool:
+    """Returns whether labels lie beside a CSV file that has times and no labels of its own."""
     is_timed = isinstance(table, CsvTable) and table.header.count(TIME_COLUMN) == 1
-    if not is_timed or LABEL_COLUMN in table.header or not has_labels(path.parent):
-        return None
-    try:
-        return read_row_labels(path.parent)
-    except OSError as error:
-        raise DataError(f"the labels of {path} cannot be read: {error.strerror}") from None
-
-
-def _label_times(labels: RowLabels, cells: Sequence[str]) -> list[str]:
-    times = [_parse_number(cell) for cell in cells]
-    return labels.find([NO_TIME if time_s is None or math.isnan(time_s) else time_s for time_s in times])
+    return is_timed and LABEL_COLUMN not in table.header and has_labels(path.parent)
 
 
 def _check_columns(path: Path, table: TableFile, names: Sequence[str]) -> None:

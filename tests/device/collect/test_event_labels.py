@@ -24,6 +24,7 @@ from edgefl.device.collect.settings import LabelsSection, LinesSection, load_col
 from edgefl.system.row_labels import read_row_labels
 from edgefl.tasks.configured.series import series
 from edgefl.tasks.configured.table import table
+from edgefl.tasks.datasets import table_files
 from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
@@ -122,6 +123,34 @@ def test_a_file_that_cannot_be_moved_stays_in_the_store(tmp_path):
             store.move(store.list_class(UNLABELLED)[0], "robin")
         assert (store.num_files, store.num_bytes, store.count_classes()) == (1, 1, {UNLABELLED: 1})
         assert not store.add(b"1", UNLABELLED, ".png", 5.0)
+
+
+def test_rows_with_a_label_that_the_task_does_not_have_are_left_out_and_counted(tmp_path, caplog):
+    with open_row_store(tmp_path, ("a",), LIMITS) as store:
+        store.commit([Row(float(time), (float(time),), 1) for time in range(12)], {}, {}, 0.0)
+    labeller = _labeller(tmp_path, Source(), default="", before_s=3.0)
+    _flush(labeller, 1000.0, _event("up", 3.0), _event("dwon", 7.0), _event("down", 11.0))
+    data = table(columns=["a"], target="label", labels=["up", "down"]).read(str(tmp_path))
+    assert sorted(data.inputs[:, 0].tolist()) == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert "4 rows" in caplog.text
+    assert "dwon" not in caplog.text
+    windows = series(columns=["a"], window=4, step=1, target="label", labels=["up", "down"], group="span")
+    assert windows.read(str(tmp_path)).inputs[:, 0, -1].tolist() == [3, 8, 9, 10, 11]
+    numbers = table(columns=["a"], target="label", labels=["calm", "up", "down"])  # a label may be its number
+    _flush(labeller, 1000.0, _event("2", 7.0))
+    assert sorted(numbers.read(str(tmp_path)).targets.tolist()) == [1] * 4 + [2] * 8
+
+
+def test_the_labels_of_a_shard_are_read_once(tmp_path, monkeypatch):
+    with open_row_store(tmp_path, ("a",), StoreLimits(max_bytes=2000)) as store:
+        for time in range(12):
+            store.commit([Row(float(time), (float(time),), 1)], {}, {}, 0.0)
+        assert len(store.state.segments) > 1
+    _flush(_labeller(tmp_path, Source(), default="", before_s=30.0), 1000.0, _event("up", 11.0))
+    reads, read = [], table_files.read_row_labels
+    monkeypatch.setattr(table_files, "read_row_labels", lambda folder: reads.append(folder) or read(folder))
+    assert len(table(columns=["a"], target="label", labels=["up", "down"]).read(str(tmp_path))) == 12
+    assert reads == [tmp_path]
 
 
 def test_no_default_is_said_over_a_jump_of_the_clock_nor_where_an_event_was_lost(tmp_path):

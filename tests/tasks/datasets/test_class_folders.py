@@ -187,3 +187,8 @@ def test_a_sound_that_is_none_or_has_another_rate_is_one_clear_line(tmp_path):
         path.write_bytes(content)
         with pytest.raises(DataError, match="cannot be read as WAV"):
             read_sound(path, sample_rate=8000, num_samples=2)
+
+
+def test_an_empty_folder_that_is_none_of_the_labels_is_left_alone(tmp_path):
+    touch(tmp_path, "cat/a.png", "robbin/.b.png")
+    assert len(read(tmp_path, ("cat", "owl"))) == 1
