@@ -39,9 +39,9 @@ class ConditionsEndedError(TaskError):
         blocker: why, and until when.
     """
 
-    def __init__(self, blocker: Blocker) -> None:
-        super().__init__(blocker.reason)
-        self.blocker = blocker
+    def __init__(self, message: str, blocker: Blocker | None = None) -> None:
+        super().__init__(message)
+        self.blocker = blocker or Blocker(kind="file", reason=message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

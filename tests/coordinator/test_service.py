@@ -97,6 +97,7 @@ def test_a_run_that_an_earlier_coordinator_left_is_interrupted_before_anybody_ca
             submitted_at=1.0,
         )  # fmt: skip
         store.set_run_status("r1", RunStatus.RUNNING, at=2.0)
+    (directory.runs / "r1" / "journal").mkdir(parents=True)  # it began; without one it would begin again
     with Coordinator(directory, _options(directory), build_run):
         pass
     assert seen == [RunStatus.INTERRUPTED]

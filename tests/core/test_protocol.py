@@ -227,6 +227,7 @@ def test_an_error_code_becomes_the_class_it_names() -> None:
     assert error_code(WrongCaError("x")) == "wrong-ca"
     assert type(error_from_code("token-invalid", "x")) is TokenInvalidError
     assert type(error_from_code("from-the-future", "x")) is NetworkError
+    assert error_from_code("conditions-ended", "too hot").blocker.reason == "too hot"
 
 
 def test_what_a_device_tells_of_itself_is_small_and_shallow() -> None:

@@ -131,7 +131,7 @@ class ConditionGate:
                 self._record_step()
                 self.check()
         if self._blocker is not None:
-            raise ConditionsEndedError(self._blocker)
+            raise ConditionsEndedError(self._blocker.reason, self._blocker)
 
     @contextmanager
     def work(self, run_conditions: Conditions = NO_CONDITIONS) -> Iterator[None]:
@@ -163,7 +163,7 @@ class ConditionGate:
             self._charge({"traffic": float(num_bytes)})
             blocker = self._make_fault_blocker()
             if blocker is not None:
-                raise ConditionsEndedError(blocker)
+                raise ConditionsEndedError(blocker.reason, blocker)
 
     def require_traffic(self, num_bytes: int) -> None:
         """Charges nothing yet.
@@ -174,7 +174,7 @@ class ConditionGate:
         with self._lock:
             blocker = self._find_used_budget({"traffic": float(num_bytes)}) if self._conditions.budgets else None
             if blocker is not None:
-                raise ConditionsEndedError(blocker)
+                raise ConditionsEndedError(blocker.reason, blocker)
 
     def observe_skew(self, skew_s: float) -> None:
         """Records the coordinator's clock, just read, by `skew_s` ahead of the board's.

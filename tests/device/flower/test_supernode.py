@@ -162,7 +162,7 @@ def test_a_model_is_charged_whole_before_its_first_chunk_and_what_was_not_begun_
     assert charged == [5 * CHUNK_BYTES, -2 * CHUNK_BYTES]
 
     def refuse(_num_bytes):
-        raise ConditionsEndedError(Blocker(kind="budget", reason="used up"))
+        raise ConditionsEndedError("used up", Blocker(kind="budget", reason="used up"))
 
     node._charge_traffic = refuse
     assert node.pull().blocker.reason == "used up"

@@ -442,7 +442,7 @@ def test_the_runs_that_used_a_shard_are_noted_once_an_hour(site, state):
 
 def test_work_that_is_handed_back_has_used_a_shard_and_a_readiness_phase_has_not(site, state):
     def end():
-        raise ConditionsEndedError(Blocker(kind="heat", reason="too hot"))
+        raise ConditionsEndedError("too hot", Blocker(kind="heat", reason="too hot"))
 
     path = state.root / "shard_uses.json"
     site.do("a", task="series", phase="prefetch")
