@@ -229,6 +229,7 @@ def live(board: Board, folder: Path, days: float) -> int:
             if rng.random() < 0.3:  # a reboot
                 board.boots, board.up_s, board.skew_s = board.boots + 1, 20.0, min(0.0, board.skew_s)
             gate = ConditionGate(folder, clocks=board.clocks, facts=board)
+            gate.check()  # it reads the clock before anybody sets it
         if board.kind != OFFICE and rng.random() < 0.02:  # the clock is set; only hours go by it
             board.skew_s = float(rng.uniform(-30, 30)) * DAY_S if rng.random() < 0.5 else 0.0
             num_kills += 1

@@ -82,6 +82,7 @@ class BudgetUsage:
         self._margins = dict(FIRST_MARGINS)
         self._anchor_s, self._anchor_boot_s = clocks.wall(), clocks.boot_time()
         self._unsaved: dict[str, float] | None = None
+        self._is_new_boot = True
         self._load()
         self._saved_s = self.now_s
 
@@ -89,6 +90,12 @@ class BudgetUsage:
     def now_s(self) -> float:
         """Returns the time of budgets in Unix seconds; it never goes back."""
         return self._anchor_s + max(0.0, self._clocks.boot_time() - self._anchor_boot_s)
+
+    def keep_time(self) -> None:
+        """Saves the time of budgets in a new boot, as the clock may be set before anything is used."""
+        if self._is_new_boot:
+            with contextlib.suppress(StoreError):  # a full card: it is written by the next call that charges or finds
+                self._save(self._get_ahead())
 
     def set_forward(self, skew_s: float) -> None:
         """Sets the time to the clock's where that is ahead and the coordinator's, `skew_s` later, agrees."""
@@ -204,7 +211,7 @@ class BudgetUsage:
         period = {name: str(value["period"][name])[:10] for name in PERIODS}
         time_s, boot_s = (_parse_amount(value[name], MAX_TIME_S) for name in ("time_s", "boot_s"))
         if value["boot_id"] == self._clocks.boot_id and boot_s <= self._anchor_boot_s:
-            self._anchor_s = time_s + self._anchor_boot_s - boot_s
+            self._anchor_s, self._is_new_boot = time_s + self._anchor_boot_s - boot_s, False
         else:
             self._anchor_s = max(self._anchor_s, time_s)
         margins = {kind: _parse_amount(value["margins"][kind]) for kind in USE_KINDS}

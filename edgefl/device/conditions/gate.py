@@ -287,6 +287,7 @@ class ConditionGate:
     def _get_usage(self) -> BudgetUsage:
         if self._usage is None:
             self._usage = BudgetUsage(self._folder, self._clocks, is_agent=self._is_agent)
+            self._usage.keep_time()
         return self._usage
 
     def _begin_measuring(self) -> None:

@@ -106,6 +106,15 @@ def test_a_zone_where_it_is_still_yesterday_gives_no_new_budget(board):
     assert board.is_free(west)
 
 
+def test_a_clock_that_is_set_after_a_reboot_before_anything_is_used_gives_no_new_budget(board):
+    use_all(board)
+    board.reboot()
+    board.usage.keep_time()
+    board.wall_s += 13 * DAY_S
+    board.start()  # the agent is killed before it saves anything else
+    assert not board.is_free()
+
+
 def test_a_clock_that_was_late_is_caught_up_with_where_the_coordinator_agrees(board):
     use_all(board)
     board.reboot()
