@@ -89,6 +89,14 @@ def get_labels_size(folder: Path) -> int:
     return (folder / LABELS_NAME).stat().st_size if has_labels(folder) else 0
 
 
+def get_labels_version(folder: Path) -> tuple[int, ...]:
+    """Returns what is another one once a folder's labels have changed."""
+    if not has_labels(folder):
+        return ()
+    status = (folder / LABELS_NAME).stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
 def read_row_labels(folder: Path) -> RowLabels:
     """Returns the labels in a folder; none where there is no file. Lines that are damaged are left out.
 

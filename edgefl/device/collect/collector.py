@@ -19,7 +19,7 @@ from typing import Any
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
-from edgefl.device.collect.event_labels import EventLabeller
+from edgefl.device.collect.event_labels import MAX_FILE_BYTES, EventLabeller
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.forgetting import (
@@ -140,8 +140,8 @@ class Collector:
         if self._monotonic() - self._reported_s >= REPORT_S:
             self._reported_s = self._monotonic()
             log.info("%s", self.format_report())
-            if self._labeller is not None and self._store.state.segments:
-                self._labeller.trim(self._store.state.segments[0].first_s)
+            if not self._pending:
+                self._store.trim_labels(MAX_FILE_BYTES)
         if num_readings >= NUM_BUSY:
             return BUSY_POLL_S
         return min(POLL_S, self._settings.every_s or POLL_S)
@@ -153,6 +153,7 @@ class Collector:
         """
         self._committed_s, now_s = self._monotonic(), self._clock()
         if not self._flush_labels():
+            self._evict(now_s)
             return False
         positions = dict(self._store.state.positions)
         if not self._maker.has_waiting:
@@ -172,6 +173,13 @@ class Collector:
         self._pause_s = 0.0
         self._pending = []
         return True
+
+    def _evict(self, now_s: float) -> None:
+        """Removes rows that are too old, which makes room for labels; positions stay as they are."""
+        state = self._store.state
+        if self._store.has_excess(now_s):
+            with contextlib.suppress(StoreError):
+                self._store.commit((), state.positions, state.counts, now_s)
 
     def _flush_labels(self) -> bool:
         """Writes labels, which come before the positions of their events; returns whether that was possible."""
@@ -317,7 +325,7 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
     sources = {
         one.name: make_source(one, texts, counts) for one in settings.sources if one.name not in settings.folders
     }
-    check_label_columns(settings, [str(name) for source in sources.values() for name in source.columns])
+    check_label_columns(settings, {name: source.columns for name, source in sources.items()})
     with open_file_store(Path(section.folder), limits, section.evict) as store:
         counts.update(store.state.counts)
         labeller = _make_labeller(settings, sources, counts)
@@ -335,7 +343,7 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     texts = (*settings.collect.texts, *([event_column] if event_column is not None else []))
     sources = {one.name: make_source(one, texts, counts) for one in settings.sources}
     columns = [str(name) for source in sources.values() for name in source.columns]
-    check_label_columns(settings, columns)
+    check_label_columns(settings, {name: source.columns for name, source in sources.items()})
     check_columns(columns, texts)
     columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:

@@ -137,10 +137,10 @@ class EventLabeller:
             self._pending.append(LabelLine(since_s=since_s, until_s=until_s, label=label, kind=LabelKind.EVENT))
 
     def trim(self, oldest_s: float) -> None:
-        """Removes labels from before a time, where the file is large."""
+        """Removes labels of files from before a time, where there are many."""
         try:
             if get_labels_size(self._folder) > MAX_FILE_BYTES:
-                cut_row_labels(self._folder, 0.0, oldest_s)
+                cut_row_labels(self._folder, -math.inf, oldest_s - 0.001)
         except (OSError, StoreError) as error:
             log.warning("labels of %s cannot be removed: %s", self._folder, error)
 

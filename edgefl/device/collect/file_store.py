@@ -69,6 +69,7 @@ class FileStore:
         folder: of the shard.
         state: as of the last commit, with positions, counts and what was written.
         num_files: of all classes.
+        num_added: files that came to the books, also by reading the folder anew.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class FileStore:
         self.folder, self.state, self._limits, self._evicted = folder, state, limits, evicted
         self._files: dict[str, list[KeptFile]] = {}
         self._digests: set[str] = set()
-        self.num_files = self.num_bytes = 0
+        self.num_files = self.num_bytes = self.num_added = 0
         self.refresh()
 
     def add(self, content: bytes, label: str, suffix: str, time_s: float) -> bool:
@@ -174,6 +175,7 @@ class FileStore:
         bisect.insort(self._files.setdefault(file.label, []), file)
         self._digests.add(file.digest)
         self.num_files += 1
+        self.num_added += 1
         self.num_bytes += file.num_bytes
 
     def _remove(self, file: KeptFile) -> None:
@@ -219,6 +221,9 @@ def move_example(folder: Path, file: KeptFile, label: str) -> bool:
         (folder / file.label / file.name).rename(folder / label / file.name)
         for name in (label, file.label):
             sync_directory(folder / name)
+        if file.label != UNLABELLED:
+            with contextlib.suppress(OSError):  # other files are in it, or it is gone
+                (folder / file.label).rmdir()
     except FileNotFoundError:
         return False
     except OSError as error:

@@ -31,12 +31,13 @@ from edgefl.device.collect.readings import Counts, Reading, ReadingSource, Resum
 from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
-from edgefl.system.row_labels import read_row_labels
+from edgefl.system.row_labels import get_labels_version, read_row_labels
 
 log = logging.getLogger(__name__)
 
 POLL_S, RETRY_S, REPORT_S = 1.0, 10.0, 3600.0
-TRIM_S = 400 * 86_400
+TRIM_S = 7 * 86_400
+"""After which labels go where there are many; a file that comes later with an older time gets none."""
 MAX_FILES_AT_ONCE = 100
 MAX_ENTRIES = 200_000
 
@@ -165,6 +166,7 @@ class FolderCollector:
         for name, source in self._events.items():
             if isinstance(source, ResumableSource):
                 source.resume(store.state.positions.get(name, ""))
+        self._labelled: tuple[object, ...] = ()
         self._num_written = 0
         self._committed_s = self._reported_s = self._forget_s = monotonic()
         self._log = RateLimitedLog(log)
@@ -194,7 +196,7 @@ class FolderCollector:
             self._reported_s = self._monotonic()
             self._store.refresh()  # somebody may have moved or removed files
             if self._labeller is not None:
-                self._labeller.trim(self._clock() - TRIM_S)  # files that were to have one have it
+                self._labeller.trim(self._clock() - TRIM_S)
             log.info("%s", self.format_report())
         return POLL_S
 
@@ -205,12 +207,13 @@ class FolderCollector:
         positions = {name: watcher.position for name, watcher in self._watchers.items()}
         positions |= {name: one.position for name, one in self._events.items() if isinstance(one, ResumableSource)}
         counts = {name: count for name, count in self._counts.items() if count}
-        if not self._label():
-            return False
         now_s = self._clock()
+        if not (is_labelled := self._label()):  # events are read again after a crash
+            kept = {name: place for name, place in state.positions.items() if name in self._events}
+            positions = {name: place for name, place in positions.items() if name not in self._events} | kept
         is_known = positions == dict(state.positions) and counts == dict(state.counts)
         if is_known and not self._store.has_excess(now_s):
-            return True
+            return is_labelled
         state = count_written(replace(state, positions=positions, counts=counts), self._num_written, now_s)
         try:
             self._store.commit(state, now_s)
@@ -218,7 +221,7 @@ class FolderCollector:
             self._log.warning("store", "what was taken cannot be noted: %s", error)
             return False
         self._num_written = 0
-        return True
+        return is_labelled
 
     def _take_events(self) -> None:
         now_s, jump_s = self._jumps.read()
@@ -246,12 +249,15 @@ class FolderCollector:
             return True
         try:
             self._labeller.flush()
+            news = get_labels_version(self._store.folder), self._store.num_added
+            if news == self._labelled:
+                return True
             files = self._store.list_class(UNLABELLED)
-            times = [read_file_time(file) for file in files]
-            labels = read_row_labels(self._store.folder).find(times) if files else []
+            labels = read_row_labels(self._store.folder).find([read_file_time(file) for file in files])
             for file, label in zip(files, labels, strict=True):
                 if label:
                     self._store.move(file, label)
+            self._labelled = news
         except (StoreError, OSError) as error:
             self._log.warning("labels", "labels wait: %s", error)
             return False

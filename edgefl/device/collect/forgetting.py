@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 FORGET_NAME = ".forget.json"
 MAX_REQUEST_BYTES = 65_536
+CHUNK_ROWS = 1000
+"""That are held at once."""
 LABEL, GROUP = LABEL_COLUMN, "group"
 """What a condition on files is about: their class folder, or the text that their names begin with."""
 
@@ -134,7 +136,7 @@ def forget_rows(folder: Path, state: StoreState, request: ForgetRequest, newest_
             _remove_segment(path)
             continue
         # Of each: a crash between a segment and the state leaves another number of rows than the state has.
-        first_s, last_s = cut.times[0], cut.times[-1]
+        first_s, last_s = min(cut.times), cut.times[-1]
         segments.append(
             replace(segment, num_rows=len(cut.times), num_bytes=len(kept), first_s=first_s, last_s=last_s)
         )
@@ -211,14 +213,16 @@ def iterate_rows(folder: Path, state: StoreState) -> Iterator[tuple[float, dict[
             continue
         except OSError as error:
             raise StoreError(f"{folder / segment.name} cannot be read: {error.strerror}") from None
-        rows = list[tuple[float, dict[str, str]]]()
-        for cells in csv.reader(lines[1:]):
-            with contextlib.suppress(ValueError):  # a row that the card has damaged
-                rows.append((float(cells[0]) if cells else 0.0, dict(zip(names, cells, strict=True))))
-        if labels.lines and LABEL not in names:
-            for (_, row), label in zip(rows, labels.find([time_s for time_s, _ in rows]), strict=True):
-                row[LABEL] = label
-        yield from rows
+        reader = csv.reader(lines[1:])
+        while chunk := list(itertools.islice(reader, CHUNK_ROWS)):
+            rows = list[tuple[float, dict[str, str]]]()
+            for cells in chunk:
+                with contextlib.suppress(ValueError):  # a row that the card has damaged
+                    rows.append((float(cells[0]) if cells else 0.0, dict(zip(names, cells, strict=True))))
+            if labels.lines and LABEL not in names:
+                for (_, row), label in zip(rows, labels.find([time_s for time_s, _ in rows]), strict=True):
+                    row[LABEL] = label
+            yield from rows
 
 
 def _remove_segment(path: Path) -> None:

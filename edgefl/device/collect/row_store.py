@@ -13,6 +13,7 @@ import contextlib
 import csv
 import io
 import logging
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from edgefl.device.collect.store_state import (
     save_store_state,
 )
 from edgefl.system.atomic_files import make_private_directory, make_store_error, remove_temporary_files
+from edgefl.system.row_labels import cut_row_labels, get_labels_size
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,18 @@ class RowStore:
         for segment in removed:
             with contextlib.suppress(OSError):  # the next start removes what the state does not name
                 (self.folder / segment.name).unlink()
+        if removed:
+            self.trim_labels()
+
+    def trim_labels(self, above_bytes: int = 0) -> None:
+        """Removes labels from before the oldest row, and makes one of defaults that touch, in a file above a size."""
+        oldest_s = min((segment.first_s for segment in self.state.segments), default=-math.inf)
+        try:
+            # Rows have milliseconds.
+            if get_labels_size(self.folder) > above_bytes:
+                cut_row_labels(self.folder, -math.inf, oldest_s - 0.001)
+        except (OSError, StoreError) as error:
+            log.warning("labels of %s cannot be removed: %s", self.folder, error)
 
     def has_excess(self, now_s: float) -> bool:
         """Returns whether a commit without rows would remove something that is too much or too old."""
@@ -120,6 +134,7 @@ class RowStore:
         last = segments[-1]
         segments[-1] = replace(
             last,
+            first_s=min(last.first_s, *(row.time_s for row in rows)),  # the clock may be set back
             num_rows=last.num_rows + len(rows),
             num_bytes=last.num_bytes + len(content),
             last_s=rows[-1].time_s,

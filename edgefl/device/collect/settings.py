@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from edgefl.system.row_labels import LABEL_COLUMN
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
 MAX_HOLD_S = 366 * 86_400
 MAX_LABEL_CHARS = 80
+MAX_LABEL_BYTES = 255
+"""Of a folder's name."""
 OWN_COLUMNS = ("time", "span", "check")
 """That the collector adds to each row."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -164,7 +166,7 @@ class LabelsSection:
 def is_label(text: str) -> bool:
     """Returns whether a text can be a label, which is a folder's name where examples are files."""
     is_name = 0 < len(text) <= MAX_LABEL_CHARS and not text.startswith(".") and "/" not in text
-    return is_name and is_safe_text(text)
+    return is_name and is_safe_text(text) and len(text.encode()) <= MAX_LABEL_BYTES
 
 
 SourceSection = MqttSection | LinesSection | FolderSection | OwnSection
@@ -235,7 +237,9 @@ def load_collect_file(path: Path) -> CollectFile:
     faults.check()
     assert collect is not None
     found = CollectFile(collect=collect, sources=tuple(sources), labels=labels)
-    num_sources = len(sources) - len(found.event_sources)
+    # An own source says what columns it has once it is made: `check_label_columns` looks again.
+    own = [one for one in sources if labels is not None and isinstance(one.section, OwnSection)]
+    num_sources = len(sources) - len(found.event_sources) - bool(own and not found.event_sources)
     if not collect.every_s and num_sources > 1:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
     if found.folders and len(found.folders) < num_sources:
@@ -266,15 +270,23 @@ def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
     faults.check()
 
 
-def check_label_columns(settings: CollectFile, columns: list[str]) -> None:
-    """Checks the columns of all sources together for labels from events.
+def check_label_columns(settings: CollectFile, by_source: Mapping[str, Sequence[str]]) -> None:
+    """Checks the columns of all sources that are no folders for labels from events.
 
     Raises:
-        ConfigError: no source has the events, no column is left for rows, or one has the name of the labels'.
+        ConfigError: no source or several have the events, no column is left for rows, too many sources are, or a
+            column has the name of the labels'.
     """
     if settings.labels is None:
         return
-    event_column = settings.labels.column
+    event_column, columns = settings.labels.column, [str(name) for names in by_source.values() for name in names]
+    if (count := columns.count(event_column)) > 1:
+        raise ConfigError(f"labels.column: {event_column!r:.80} must be of one source, it is of {count}")
+    num_others = sum(set(names) != {event_column} for names in by_source.values())
+    if num_others and settings.folders:
+        raise ConfigError("the source of events must be the only one that is no folder, and have no other column")
+    if num_others > 1 and not settings.collect.every_s:
+        raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_others}")
     if event_column not in columns:
         raise ConfigError(f"labels.column: {event_column!r:.80} is no column; {suggest_name(event_column, columns)}")
     if columns == [event_column] and not settings.folders:

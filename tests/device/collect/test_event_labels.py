@@ -6,12 +6,13 @@ import time
 from collections import Counter
 
 import pytest
-from device.collect.test_collector import Site, _count, _mosquitto, _process, _publisher
+from device.collect.test_collector import Clock, Site, _count, _mosquitto, _process, _publisher
 from peer_boards import eventually
 from requirements import needs
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.collect import event_labels as module
+from edgefl.device.collect import folder_collector
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.collector import run_collector
 from edgefl.device.collect.event_labels import EventLabeller
@@ -20,8 +21,8 @@ from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.readings import Reading
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
-from edgefl.device.collect.settings import LabelsSection, LinesSection, load_collect_file
-from edgefl.system.row_labels import read_row_labels
+from edgefl.device.collect.settings import LabelsSection, LinesSection, check_label_columns, load_collect_file
+from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels, read_row_labels
 from edgefl.tasks.configured.series import series
 from edgefl.tasks.configured.table import table
 from edgefl.tasks.datasets import table_files
@@ -42,6 +43,27 @@ class Source:
         return found
 
     def close(self):
+        pass
+
+
+class Resumable(Source):
+    """A source whose position is how often it was read."""
+
+    end_s = float("inf")
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    @property
+    def position(self):
+        return str(self.num_reads)
+
+    def read(self):
+        self.num_reads += 1
+        return super().read()
+
+    def resume(self, position):
         pass
 
 
@@ -229,8 +251,10 @@ def test_the_row_of_an_events_own_message_gets_its_label_and_none_a_time_to_come
 
 def test_what_is_no_label_is_refused_and_a_flood_is_bounded(tmp_path):
     labeller = _labeller(tmp_path, Source(), default="")
-    labeller.take_events([_event(label, 1.0) for label in (None, "", "../x", ".hidden", "a\nb", "x" * 81, 3.0)], 1.0)
-    assert labeller._counts == {"labels.refused": 6}
+    labeller.take_events(
+        [_event(label, 1.0) for label in (None, "", "../x", ".hidden", "a\nb", "x" * 81, "\U0001f600" * 64, 3.0)], 1.0
+    )
+    assert labeller._counts == {"labels.refused": 7}
     labeller.take_events([_event("on", 10.0 + number / 10) for number in range(5000)], 9000.0)
     labeller.take_events([_event(f"s{number}", 5000.0) for number in range(2000)], 9000.0)
     assert labeller._counts["labels.too_fast"] == 1001
@@ -248,8 +272,90 @@ def test_a_full_file_of_labels_takes_no_more_until_old_ones_are_trimmed(tmp_path
     num_kept = len(read_row_labels(tmp_path).lines)
     assert labeller._counts["labels.too_many"] == 200 - num_kept > 0
     labeller.trim(3000.0)
-    assert read_row_labels(tmp_path).find([2900.0, 3100.0]) == ["", "s31"]
+    assert read_row_labels(tmp_path).find([2900.0, 3000.0, 3100.0]) == ["", "s30", "s31"]
     assert len(read_row_labels(tmp_path).lines) == num_kept - 30
+
+
+def test_labels_go_with_the_oldest_segment_and_no_label_of_a_row_that_is_still_there_does(tmp_path):
+    with open_row_store(tmp_path, ("a",), StoreLimits(max_bytes=1200)) as store:
+        for time in (100, 101, 50, 51, 102, 103):  # the clock was set back
+            store.commit([Row(float(time), (1.0,), 1)], {}, {}, 0.0)
+        assert store.state.segments[-1].first_s > min(segment.first_s for segment in store.state.segments) == 50.0
+        labels = [
+            LabelLine(since_s=at, until_s=at, label=str(at), kind=LabelKind.PERSON) for at in (40.0, 50.0, 100.0)
+        ]
+        append_row_labels(tmp_path, labels)
+        store.trim_labels()
+        assert read_row_labels(tmp_path).find([40.0, 50.0, 100.0]) == ["", "50.0", "100.0"]
+        while store.state.segments[0].first_s <= 103:
+            store.commit([Row(104.0, (1.0,), 1)], {}, {}, 0.0)
+        assert read_row_labels(tmp_path).lines == ()
+        store.commit([Row(200.0, (1.0,), 1), Row(90.0, (1.0,), 2)], {}, {}, 0.0)
+        assert store.state.segments[-1].first_s == 90.0
+
+
+def test_a_full_card_keeps_events_for_later_and_removes_what_is_too_old_all_the_same(tmp_path, monkeypatch):
+    def fail(*_values):
+        raise OSError(28, "No space left on device")
+
+    source = Resumable()
+    with open_row_store(tmp_path / "rows", ("a",), StoreLimits(max_bytes=10**7, max_age_s=100.0)) as store:
+        site = Site(tmp_path / "rows", store, {"one": source}, every_s=0, flush_s=0)
+        site.collector._labeller = _labeller(tmp_path / "rows", source)
+        source.pending = [Reading(values={"a": 1.0}, time_s=1000.0)]
+        site.wait(1)
+        assert (store.state.num_rows, store.state.positions) == (1, {"one": "1"})
+        with monkeypatch.context() as full:
+            full.setattr(module, "append_row_labels", fail)
+            source.pending = [_event("up", 1150.0)]
+            site.wait(200)
+            assert (store.state.num_rows, store.state.positions) == (0, {"one": "1"})
+        site.wait(20)
+        assert store.state.positions == {"one": "3"}
+    limits = StoreLimits(max_bytes=10**7, max_age_s=100.0)
+    with open_file_store(tmp_path / "files", limits, "oldest") as store:
+        store.add(b"1", "robin", ".png", 1000.0)
+        clock, mono = Clock(), Clock()
+        collector = FolderCollector(
+            {}, store, Counter(), flush_s=0, events={"one": source},
+            labeller=_labeller(tmp_path / "files", source), clock=clock, monotonic=mono,
+        )  # fmt: skip
+        clock.now_s = mono.now_s = 1200.0
+        monkeypatch.setattr(module, "append_row_labels", fail)
+        source.pending = [_event("up", 1150.0)]
+        collector.step()
+        assert (store.num_files, dict(store.state.positions)) == (0, {})
+
+
+def test_labels_of_files_are_read_again_only_where_files_or_labels_are_new(tmp_path, monkeypatch):
+    reads, source = [], Source()
+    monkeypatch.setattr(
+        folder_collector, "read_row_labels", lambda folder: reads.append(1) or read_row_labels(folder)
+    )
+    with open_file_store(tmp_path, LIMITS, "oldest") as store:
+        store.add(b"1", UNLABELLED, ".png", 1000.0)
+        labeller = _labeller(tmp_path, source, default="", before_s=6.0)
+        collector = FolderCollector(
+            {}, store, Counter(), flush_s=0, events={"one": source}, labeller=labeller, clock=lambda: 1030.0
+        )
+        for _ in range(5):
+            collector.step()
+        assert len(reads) == 1
+        source.pending = [_event("wren", 1020.0)]
+        collector.step()
+        store.add(b"2", UNLABELLED, ".png", 1018.0)
+        collector.step()
+        assert store.count_classes() == {UNLABELLED: 1, "wren": 1}
+
+
+def test_a_class_folder_goes_with_its_last_file(tmp_path):
+    with open_file_store(tmp_path, LIMITS, "oldest") as store:
+        for number in range(2):
+            store.add(b"%d" % number, "robbin", ".png", 5.0)
+        for file in store.list_class("robbin"):
+            assert (tmp_path / "robbin").is_dir()
+            store.move(file, UNLABELLED)
+        assert not (tmp_path / "robbin").exists()
 
 
 def test_files_without_a_class_are_moved_to_that_of_an_event(tmp_path):
@@ -293,6 +399,24 @@ def test_settings_of_labels_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="the only column"):
         run_collector(_write(path, tmp_path / "shard", alone, column="state"))
     assert load_collect_file(path).event_sources == {"one"}
+
+
+def test_a_source_of_another_author_may_have_the_events_of_files_and_two_sources_may_not(tmp_path):
+    (tmp_path / "in").mkdir()
+    source = ["[sources.pictures]", 'kind = "folder"', f'path = "{tmp_path}/in"']
+    own = ["[sources.own]", f'kind = "{__name__}:OwnEvents"']
+    path = _write(tmp_path / "c.toml", tmp_path / "shard", [*source, *own], column="state")
+    settings = load_collect_file(path)
+    check_label_columns(settings, {"own": ["state"]})
+    for columns, message in (
+        ({"own": ["state", "a"]}, "the only one that is no folder"),
+        ({"own": ["state"], "other": ["state"]}, "must be of one source, it is of 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_label_columns(settings, columns)
+    lines = [f'[sources.{name}]\nkind = "lines"\npath = "/x"\ncolumns = {{ state = "/s" }}' for name in ("x", "y")]
+    with pytest.raises(ConfigError, match="must be of one source, it is of 2"):
+        run_collector(_write(path, tmp_path / "shard", [*source, *lines], column="state"))
 
 
 @pytest.mark.extended
