@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import hashlib
 import io
+import logging
 import os
 import re
 import wave
@@ -31,6 +32,8 @@ from edgefl.system.atomic_files import (
     remove_temporary_files,
     sync_directory,
 )
+
+log = logging.getLogger(__name__)
 
 UNLABELLED = ".unlabelled"
 SUFFIXES = (".png", ".jpg", ".jpeg", ".wav")
@@ -78,6 +81,7 @@ class FileStore:
         self.folder, self.state, self._limits, self._evicted = folder, state, limits, evicted
         self._files: dict[str, list[KeptFile]] = {}
         self._digests: set[str] = set()
+        self._times: dict[str, int] = {}
         self.num_files = self.num_bytes = self.num_added = 0
         self.refresh()
 
@@ -97,13 +101,14 @@ class FileStore:
             raise ValueError(f"there are {MAX_CLASSES} classes already")
         time = datetime.fromtimestamp(min(max(time_s, 0.0), MAX_TIME_S), UTC)
         name = f"{time:%Y%m%dT%H%M%S}.{time.microsecond // 1000:03d}-{digest}{suffix}"
-        make_private_directory(self.folder / label)
         path = self.folder / label / name
-        try:
-            with open_atomic(path) as file:
-                file.write(content)
-        except OSError as error:
-            raise make_store_error(path, error) from None
+        with self._own_change(label):
+            make_private_directory(path.parent)
+            try:
+                with open_atomic(path) as file:
+                    file.write(content)
+            except OSError as error:
+                raise make_store_error(path, error) from None
         self._insert(KeptFile(name, label, len(content)))
         self._remove_surplus()
         return True
@@ -114,9 +119,10 @@ class FileStore:
         Raises:
             StoreError: it cannot be written.
         """
+        self._catch_up()
         oldest = self._format_oldest(now_s)
-        for files in self._files.values():
-            while files and files[0].name < oldest:
+        for label in list(self._files):
+            while (files := self._files.get(label)) and files[0].name < oldest:
                 self._remove(files[0])
         self._remove_surplus()
         save_store_state(self.folder, state)
@@ -124,11 +130,13 @@ class FileStore:
 
     def has_excess(self, now_s: float) -> bool:
         """Returns whether a commit would remove something that is too much or too old."""
+        self._catch_up()
         oldest = self._format_oldest(now_s)
         return self._has_surplus() or any(files and files[0].name < oldest for files in self._files.values())
 
     def refresh(self) -> None:
         """Reads the folder anew, after files of it went or were moved."""
+        self._times = self._read_times()  # first: what changes meanwhile is seen by the next look
         self._files, self._digests = {}, set()
         self.num_files = self.num_bytes = 0
         for file in sorted(list_files(self.folder)):
@@ -136,6 +144,7 @@ class FileStore:
 
     def list_class(self, label: str) -> list[KeptFile]:
         """Returns the files of a class, oldest first."""
+        self._catch_up()
         return list(self._files.get(label, ()))
 
     def move(self, file: KeptFile, label: str) -> None:
@@ -146,7 +155,8 @@ class FileStore:
         """
         if label not in self._files and len(self._files) >= MAX_CLASSES:
             return
-        is_there = move_example(self.folder, file, label)
+        with self._own_change(file.label, label):
+            is_there = move_example(self.folder, file, label)
         self._forget(file)
         if is_there:
             self._insert(replace(file, label=label))
@@ -179,9 +189,41 @@ class FileStore:
         self.num_bytes += file.num_bytes
 
     def _remove(self, file: KeptFile) -> None:
-        with contextlib.suppress(OSError):  # its owner was faster, or the next start finds it again
-            (self.folder / file.label / file.name).unlink()
+        try:
+            with self._own_change(file.label):
+                (self.folder / file.label / file.name).unlink()
+        except FileNotFoundError:  # somebody has removed it, or moved it to another class, where it still counts
+            self.refresh()
+            return
+        except OSError as error:  # the next look finds it again
+            log.debug("%s cannot be removed: %s", file.name, error.strerror)
         self._forget(file)
+
+    def _catch_up(self) -> None:
+        """Reads the folder anew where somebody else has changed a class, such as a person who labels."""
+        if self._read_times() != self._times:
+            self.refresh()
+
+    @contextlib.contextmanager
+    def _own_change(self, *labels: str) -> Iterator[None]:
+        """Notes what the block changes in class folders as known, unless somebody else was there before."""
+        known = [label for label in labels if self._read_time(label) == self._times.get(label, 0)]
+        try:
+            yield
+        finally:
+            times = self._times | {label: self._read_time(label) for label in known}
+            self._times = {label: time_ns for label, time_ns in times.items() if time_ns}
+
+    def _read_times(self) -> dict[str, int]:
+        """Returns when names in each class folder changed last."""
+        names = [entry.name for entry in os.scandir(self.folder) if entry.is_dir(follow_symlinks=False)]
+        return {name: time_ns for name in names if (time_ns := self._read_time(name))}
+
+    def _read_time(self, label: str) -> int:
+        try:
+            return (self.folder / label).stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def _forget(self, file: KeptFile) -> None:
         self._files[file.label].remove(file)
@@ -213,6 +255,8 @@ def open_file_store(folder: Path, limits: StoreLimits, evicted: Literal["oldest"
 def move_example(folder: Path, file: KeptFile, label: str) -> bool:
     """Moves a file of a shard to another class by rename, durably; returns whether it was there.
 
+    A class that has no file any more goes with its folder, which no task could read.
+
     Raises:
         StoreError: it cannot be moved.
     """
@@ -220,29 +264,34 @@ def move_example(folder: Path, file: KeptFile, label: str) -> bool:
     try:
         (folder / file.label / file.name).rename(folder / label / file.name)
         for name in (label, file.label):
-            sync_directory(folder / name)
-        if file.label != UNLABELLED:
-            with contextlib.suppress(OSError):  # other files are in it, or it is gone
-                (folder / file.label).rmdir()
+            with contextlib.suppress(FileNotFoundError):  # it has no file any more, and somebody was faster
+                sync_directory(folder / name)
     except FileNotFoundError:
         return False
     except OSError as error:
         raise make_store_error(folder / label, error) from None
+    if file.label not in {label, UNLABELLED}:
+        with contextlib.suppress(OSError):  # others are in it
+            (folder / file.label).rmdir()
     return True
 
 
 def list_files(folder: Path) -> Iterator[KeptFile]:
-    """Yields the files of a folder that a collector has named; one that goes meanwhile is left out."""
+    """Yields the files of a folder that a collector has named; one that goes or moves meanwhile may be left out."""
     for entry in os.scandir(folder):
-        if not entry.is_dir(follow_symlinks=False):
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            for file in os.scandir(entry.path):
-                with contextlib.suppress(FileNotFoundError, ValueError):  # a time that there is not: of another
-                    if _NAME.fullmatch(file.name):
-                        found = KeptFile(file.name, entry.name, file.stat().st_size)
-                        read_file_time(found)
-                        yield found
+        if entry.is_dir(follow_symlinks=False):
+            yield from list_class_files(folder, entry.name)
+
+
+def list_class_files(folder: Path, label: str) -> Iterator[KeptFile]:
+    """Yields those of one class; none where it has no folder."""
+    with contextlib.suppress(FileNotFoundError):
+        for file in os.scandir(folder / label):
+            with contextlib.suppress(FileNotFoundError, ValueError):  # a time that there is not: of another
+                if _NAME.fullmatch(file.name):
+                    found = KeptFile(file.name, label, file.stat().st_size)
+                    read_file_time(found)
+                    yield found
 
 
 def read_file_time(file: KeptFile) -> float:
