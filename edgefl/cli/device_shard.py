@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgefl.device.training.shard_uses import ShardUse
 
 WAIT_S, POLL_S = 120.0, 0.1
-_LOOPBACK = frozenset({"127.0.0.1", "localhost"})
+_LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
 def _parse_time(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
@@ -120,24 +120,17 @@ def forget(
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--label", "labels", multiple=True, help="A label, in the order of the keys; may be repeated.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address; one of a LAN needs a joined board.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="IP address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="0 takes a free one.")
 @click.option(
     "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
 )
-@state_option
-def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window: float, root: Path | None) -> None:
+def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window: float) -> None:
     """Serve a page on which a person labels what a collector keeps in FOLDER, until SIGTERM or Ctrl-C."""
-    from edgefl.device.collect.label_page import (  # noqa: PLC0415 fast start
-        Gate,
-        LabelServer,
-        make_pin,
-        make_server_context,
-        print_address,
-    )
+    from edgefl.device.collect.label_page import LabelServer, print_address  # noqa: PLC0415 fast start
     from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
+    from edgefl.device.collect.label_server import Gate, make_pin, make_server_context  # noqa: PLC0415 likewise
     from edgefl.device.collect.settings import is_label  # noqa: PLC0415 likewise
-    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 likewise
 
     if wrong := [text for text in labels if not is_label(text)]:
         raise UsageError(f"--label must be visible, without a slash and no dot in front; got {wrong[0]!r:.80}")
@@ -145,9 +138,9 @@ def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window
     files = target if isinstance(target, FileTarget) else None
     tls, fingerprint = None, ""
     if host not in _LOOPBACK:
-        tls, fingerprint = make_server_context(DeviceStateDir.load(root), host)
+        tls, fingerprint = make_server_context(host)
     try:
-        server = LabelServer(LabelQueue(target, labels), files, Gate(pin), (host, port), tls)
+        server = LabelServer(LabelQueue(target, labels), files, Gate(pin), (_LOOPBACK.get(host, host), port), tls)
     except OSError as error:
         reason = error.strerror or error
         raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None

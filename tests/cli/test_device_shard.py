@@ -2,9 +2,13 @@
 
 import io
 import json
+import re
+import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager
+from urllib.parse import urlencode
 
 import pytest
 from peer_boards import eventually
@@ -12,7 +16,7 @@ from peer_boards import eventually
 from edgefl.cli import device_shard
 from edgefl.core.errors import StoreBusyError
 from edgefl.device.collect.alignment import Row
-from edgefl.device.collect.file_store import open_file_store
+from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
 from edgefl.device.collect.row_store import StoreLimits, encode_rows, open_row_store
 from edgefl.device.collect.store_state import lock_folder, read_store_state
@@ -148,3 +152,32 @@ def test_a_running_collector_forgets_what_the_command_asks_for_and_goes_on(run, 
     assert len(set(spans[:20])) == len(set(spans[20:80])) == len(set(spans[80:])) == 1
     assert len({spans[0], spans[20], spans[80]}) == 3
     assert not (folder / FORGET_NAME).exists()
+
+
+def test_the_page_for_labels_prints_address_and_pin_labels_a_file_and_ends_by_a_signal(tmp_path):
+    with open_file_store(tmp_path, LIMITS, "oldest") as store:
+        store.add(b"1", UNLABELLED, ".png", 5.0)
+        store.commit(store.state, 6.0)
+    words = [sys.executable, "-m", "edgefl", "device", "label", str(tmp_path), "--label", "robin", "--port", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            found = re.match(r"label at (http://127\.0\.0\.1:\d+/) with the PIN (\d{6});", process.stdout.readline())
+            url, pin = found.groups()
+            cookies = urllib.request.HTTPCookieProcessor()
+            browser = urllib.request.build_opener(urllib.request.ProxyHandler({}), cookies)
+            page = browser.open(url + "login", urlencode({"pin": pin}).encode(), timeout=20).read().decode()
+            hidden = dict(re.findall(r'name="(token|key)" value="([^"]+)"', page))
+            browser.open(url, urlencode({**hidden, "label": "robin"}).encode(), timeout=20).close()
+            assert [path.parent.name for path in tmp_path.glob("*/*.png")] == ["robin"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+        assert process.stderr.read() == ""
+
+
+def test_an_address_for_the_page_that_is_a_name_is_refused(run, tmp_path):
+    _fill(tmp_path)
+    refused = run("device", "label", tmp_path, "--host", "board.local")
+    assert refused.code == 3
+    assert "--host must be an IP address" in refused.err

@@ -358,8 +358,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
 
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
-        "device/collect/label_page.py:make_server_context": "the board's own key",
-        "device/collect/file_store.py:read_file_time": "a name of digits, whose time `list_files` has tried",
+        "device/collect/file_store.py:read_file_time": "a name of digits, whose time `list_class_files` has tried",
         "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",
         "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
         "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",

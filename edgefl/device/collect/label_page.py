@@ -10,39 +10,30 @@ from __future__ import annotations
 
 import hmac
 import html
-import ipaddress
 import logging
 import secrets
+import shutil
 import ssl
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from http import HTTPStatus
-from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, quote
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-from edgefl.core.errors import ConfigError, EdgeflError
+from edgefl.core.errors import EdgeflError, StoreError
 from edgefl.device.collect.label_queue import Example, FileTarget, LabelQueue
-from edgefl.device.state_dir import DeviceStateDir
+from edgefl.device.collect.label_server import (
+    MAX_BODY_BYTES,
+    BoundedHandler,
+    BoundedHttpServer,
+    Gate,
+    list_own_names,
+)
 from edgefl.system.processes import on_stop_signal
 
 log = logging.getLogger(__name__)
 
-MAX_WRONG, LOCK_S = 5, 60.0
-MAX_BODY_BYTES = 4096
-MAX_SESSIONS = 16
-CERTIFICATE_DAYS = 30
-IDLE_TIMEOUT_S = 30.0
 COOKIE = "edgefl_label"
 KEYS = "123456789abcdefghijklmnopqrtvwxyz"
 """Of labels in their order; s skips and u takes the last label back."""
@@ -69,47 +60,6 @@ document.addEventListener('keydown', (event) => {
 """
 
 
-class Gate:
-    """PIN and sessions; used by many threads.
-
-    Args:
-        pin: that opens a session.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(self, pin: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pin, self._clock, self._lock = pin, clock, threading.Lock()
-        self._num_wrong, self._locked_until_s = 0, 0.0
-        self._sessions: dict[str, str] = {}
-
-    def open(self, pin: str) -> str | None:
-        """Returns a new session; None for a wrong PIN, or any while too many were wrong."""
-        with self._lock:
-            if self._clock() < self._locked_until_s:
-                return None
-            if not hmac.compare_digest(pin.encode(), self._pin.encode()):
-                self._num_wrong += 1
-                if self._num_wrong >= MAX_WRONG:
-                    self._num_wrong, self._locked_until_s = 0, self._clock() + LOCK_S
-                    log.warning("%d wrong PINs; none counts for %g s", MAX_WRONG, LOCK_S)
-                return None
-            self._num_wrong = 0
-            session = secrets.token_urlsafe(32)
-            self._sessions[session] = secrets.token_urlsafe(32)
-            while len(self._sessions) > MAX_SESSIONS:
-                del self._sessions[next(iter(self._sessions))]
-            return session
-
-    @property
-    def is_locked(self) -> bool:
-        return self._clock() < self._locked_until_s
-
-    def find_token(self, session: str) -> str | None:
-        """Returns the token that changes of a session need; None for a session that there is not."""
-        with self._lock:
-            return self._sessions.get(session)
-
-
 class LabelServer:
     """Server of the page, active from `start` to `stop`.
 
@@ -118,7 +68,7 @@ class LabelServer:
         target: of a shard of files, whose content is shown; None of rows.
         gate: PIN and sessions.
         address: to listen on; port 0 takes a free one.
-        tls: of the board's certificate; None on loopback.
+        tls: of the server; None on loopback.
     """
 
     def __init__(
@@ -129,20 +79,12 @@ class LabelServer:
         address: tuple[str, int],
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._server = _HttpServer(address, _Handler)
+        self._server = _HttpServer(address, _Handler, tls)
         self._server.queue, self._server.target, self._server.gate = queue, target, gate
-        self._server.scheme = "http" if tls is None else "https"
-        self._tls, self._stopping = tls, threading.Event()
-        if tls is not None:
-            # The handshake is done by the thread of the connection: a silent one keeps nobody waiting.
-            self._server.socket = tls.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
 
     @property
     def url(self) -> str:
-        host, port = self._server.server_address[:2]
-        return f"{self._server.scheme}://{host!s}:{port}/"
+        return self._server.url
 
     def run(self) -> None:
         """Serves until a stop signal."""
@@ -158,30 +100,45 @@ class LabelServer:
         self._server.server_close()
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+class _HttpServer(BoundedHttpServer):
     queue: LabelQueue
     target: FileTarget | None
     gate: Gate
-    scheme: str
 
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+    def __init__(self, address: tuple[str, int], handler: type[BoundedHandler], tls: ssl.SSLContext | None) -> None:
         self.turn = threading.Lock()
-        super().__init__(address, handler)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 the library's interface
-        log.debug("a connection from %s broke", client_address)
+        super().__init__(address, handler, tls)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     server: _HttpServer
-    timeout = IDLE_TIMEOUT_S
+    is_answered = False
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 the library's name
-        log.debug(format, *args)
+    def do_GET(self) -> None:  # noqa: N802 the library's name
+        self._answer(self._show)
 
-    def do_GET(self) -> None:
+    def do_POST(self) -> None:  # noqa: N802 likewise
+        self._answer(self._take_form)
+
+    def _answer(self, act: Callable[[], None]) -> None:
+        """Answers a request, in words where it fails."""
+        try:
+            act()
+        except (ConnectionError, TimeoutError, ssl.SSLError):
+            raise  # the browser has gone
+        except Exception as error:  # a bug keeps its traceback in the log, and the page goes on
+            if self.is_answered:
+                raise
+            status, text = HTTPStatus.INTERNAL_SERVER_ERROR, "This failed; the log says more."
+            if isinstance(error, StoreError | OSError):
+                status, text = HTTPStatus.SERVICE_UNAVAILABLE, str(error)
+            elif isinstance(error, EdgeflError):
+                status, text = HTTPStatus.BAD_REQUEST, str(error)
+            is_bug = status is HTTPStatus.INTERNAL_SERVER_ERROR
+            log.warning("%s %s failed: %s", self.command, self.path.partition("?")[0], error, exc_info=is_bug)
+            self._send_page(status, f'<p class="error">{html.escape(text)}</p><p><a href="/">Go on</a></p>')
+
+    def _show(self) -> None:
         token, path = self._find_token(), self.path.partition("?")[0]
         if not self._is_own_host():
             self._send_page(HTTPStatus.MISDIRECTED_REQUEST, "<p>This is not the address of this page.</p>")
@@ -195,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send_page(HTTPStatus.NOT_FOUND, "<p>There is no such page.</p>")
 
-    def do_POST(self) -> None:
+    def _take_form(self) -> None:
         form = self._read_form()
         if form is None or not self._is_own_host() or not self._is_own_origin():
             self._send_page(HTTPStatus.FORBIDDEN, "<p>This came from another page.</p>")
@@ -210,19 +167,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _change(self, form: Mapping[str, str]) -> None:
         queue = self.server.queue
-        try:
-            with self.server.turn:
-                if "undo" in form:
-                    queue.undo()
-                elif "skip" in form:
-                    queue.skip(form.get("key", ""))
-                else:
-                    queue.label(form.get("key", ""), form.get("new", "").strip() or form.get("label", ""))
-        except EdgeflError as error:
-            self._send_page(
-                HTTPStatus.BAD_REQUEST, f'<p class="error">{html.escape(str(error))}</p><p><a href="/">Back</a></p>'
-            )
-            return
+        with self.server.turn:
+            if "undo" in form:
+                queue.undo()
+            elif "skip" in form:
+                queue.skip(form.get("key", ""))
+            else:
+                queue.label(form.get("key", ""), form.get("new", "").strip() or form.get("label", ""))
         self._redirect()
 
     def _log_in(self, pin: str) -> None:
@@ -235,17 +186,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._redirect({"Set-Cookie": f"{COOKIE}={session}; HttpOnly; SameSite=Strict; Path=/{secure}"})
 
     def _find_token(self) -> str | None:
-        try:
-            morsel = SimpleCookie(self.headers.get("Cookie", "")).get(COOKIE)
-        except CookieError:
-            return None
-        return None if morsel is None else self.server.gate.find_token(morsel.value)
+        # The library's parser gives up at the first cookie of another program that it does not like.
+        for cookie in self.headers.get("Cookie", "").split(";"):
+            name, _, session = cookie.strip().partition("=")
+            if name == COOKIE:
+                return self.server.gate.find_token(session)
+        return None
 
     def _is_own_host(self) -> bool:
-        """Returns whether the address in the request is ours, and no name that leads here (DNS rebinding)."""
         local, port = self.connection.getsockname()[:2]
-        names = {f"{local}:{port}", f"localhost:{port}"}
-        return self.headers.get("Host", "") in names
+        return self.headers.get("Host", "").lower() in list_own_names(local, port, self.server.scheme)
 
     def _is_own_origin(self) -> bool:
         origin = self.headers.get("Origin")
@@ -255,8 +205,11 @@ class _Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdigit()) or len(length) > 6 or int(length) > MAX_BODY_BYTES:
             return None
+        content = self.rfile.read(int(length))
+        if len(content) < int(length):
+            return None
         try:
-            fields = parse_qs(self.rfile.read(int(length)).decode(), keep_blank_values=True, max_num_fields=8)
+            fields = parse_qs(content.decode(), keep_blank_values=True, max_num_fields=8)
         except ValueError:
             return None
         return {name: values[0] for name, values in fields.items()}
@@ -284,7 +237,7 @@ class _Handler(BaseHTTPRequestHandler):
             f"script-src 'nonce-{nonce}'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
         )
         headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy}
-        self._send(status, page.encode(), headers)
+        self._send(status, headers, page.encode())
 
     def _send_media(self, key: str) -> None:
         with self.server.turn:
@@ -292,17 +245,19 @@ class _Handler(BaseHTTPRequestHandler):
         if example is None or self.server.target is None or example.key != key:
             self._send_page(HTTPStatus.NOT_FOUND, "<p>There is no such example.</p>")
             return
-        try:
-            content, kind = self.server.target.read(example)
-        except EdgeflError as error:
-            self._send_page(HTTPStatus.NOT_FOUND, f"<p>{html.escape(str(error))}</p>")
-            return
-        self._send(HTTPStatus.OK, content, {"Content-Type": kind})
+        file, kind = self.server.target.open(example)
+        with file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            self._send(HTTPStatus.OK, {"Content-Type": kind, "Content-Length": str(size)})
+            shutil.copyfileobj(file, self.wfile)
 
     def _redirect(self, headers: Mapping[str, str] | None = None) -> None:
-        self._send(HTTPStatus.SEE_OTHER, b"", {"Location": "/", **(headers or {})})
+        self._send(HTTPStatus.SEE_OTHER, {"Location": "/", **(headers or {})})
 
-    def _send(self, status: HTTPStatus, content: bytes, headers: Mapping[str, str]) -> None:
+    def _send(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes = b"") -> None:
+        self.is_answered = True
+        self.server.end_deadline(self.connection)
         self.send_response(status)
         fixed = {
             "Content-Length": str(len(content)), "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
@@ -354,8 +309,9 @@ def _format_key(place: int) -> str:
 def _format_content(example: Example) -> str:
     when = f"{datetime.fromtimestamp(example.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     if example.file is None:
-        return f"<p>Rows from {when}, {example.until_s - example.since_s:.0f} s</p>" + "".join(
-            map(_format_curve, *zip(*example.curves, strict=True)) if example.curves else ()
+        now = f", now {html.escape(example.label)}" if example.label else ""
+        return f"<p>Rows from {when}, {example.until_s - example.since_s:.0f} s{now}</p>" + "".join(
+            _format_curve(name, values) for name, values in example.curves
         )
     source = f"/media/{quote(example.key)}"
     if example.file.name.endswith(".wav"):
@@ -363,7 +319,7 @@ def _format_content(example: Example) -> str:
     return f'<p>{when}</p><img src="{source}" alt="Picture of {when}">'
 
 
-def _format_curve(name: str, values: tuple[float, ...]) -> str:
+def _format_curve(name: str, values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     height, last = (high - low) or 1.0, max(1, len(values) - 1)
     points = " ".join(
@@ -374,49 +330,6 @@ def _format_curve(name: str, values: tuple[float, ...]) -> str:
         f'<p>{title}</p><svg viewBox="0 0 300 60" preserveAspectRatio="none" role="img" aria-label="{title}">'
         f'<polyline points="{points}"/></svg>'
     )
-
-
-def make_server_context(state: DeviceStateDir, host: str) -> tuple[ssl.SSLContext, str]:
-    """Returns the server's side of TLS and the SHA-256 of its certificate, to compare with what a browser shows.
-
-    The fleet's certificate of a board is for clients, and browsers refuse it: this one is made anew at every start,
-    with the same key, for one address, and signed by itself.
-
-    Args:
-        state: of the board.
-        host: IP address that the page is reached by.
-
-    Raises:
-        ConfigError: the address is none, or the key cannot be used.
-    """
-    try:
-        key = serialization.load_pem_private_key(state.key.read_bytes(), None)
-        address = x509.IPAddress(ipaddress.ip_address(host))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--host must be an IP address of a board with its key in {state.root}: {error}") from None
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    name, now = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, state.device_id)]), datetime.now(UTC)
-    builder = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=CERTIFICATE_DAYS))
-        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    )
-    certificate = builder.sign(key, hashes.SHA256())
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    with tempfile.NamedTemporaryFile(dir=state.root, prefix=".label-", suffix=".pem") as file:
-        file.write(certificate.public_bytes(serialization.Encoding.PEM))
-        file.flush()
-        context.load_cert_chain(file.name, state.key)
-    return context, certificate.fingerprint(hashes.SHA256()).hex(":").upper()
-
-
-def make_pin() -> str:
-    """Returns six random digits."""
-    return f"{secrets.randbelow(10**6):06d}"
 
 
 def print_address(server: LabelServer, pin: str, fingerprint: str = "") -> None:

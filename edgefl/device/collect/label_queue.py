@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from edgefl.core.errors import DataError, NotFoundError
-from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_files, move_example, read_file_time
+from edgefl.core.errors import ConfigError, DataError, NotFoundError, StoreBusyError, StoreError
+from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_class_files, move_example, read_file_time
 from edgefl.device.collect.forgetting import iterate_rows
 from edgefl.device.collect.settings import is_label
 from edgefl.device.collect.shard_contents import require_state
-from edgefl.device.collect.store_state import StoreState
+from edgefl.device.collect.store_state import STATE_NAME, StoreState, lock_folder
 from edgefl.system.atomic_files import make_store_error
-from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels
+from edgefl.system.row_labels import (
+    LABEL_COLUMN,
+    LABELS_NAME,
+    LabelKind,
+    LabelLine,
+    RowLabels,
+    append_row_labels,
+    read_row_labels,
+)
 
-MAX_EXAMPLES, MAX_POINTS, MAX_CURVES = 500, 600, 8
-MAX_FILE_BYTES = 32 * 1024**2
+MAX_EXAMPLES, MAX_POINTS, MAX_CURVES = 500, 300, 8
+MAX_MOVES = 4
+NUM_ROWS = 1000
+"""That are looked up in the labels at once."""
 MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".wav": "audio/wav"}
+
+Version = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """What gets a label: `file` of a shard of files, else the rows of a time, as `curves` of numbers by column."""
+    """What gets a label: `file` of a shard of files, else the rows of a time, as `curves` of numbers by column.
+
+    `label` is the one that an event or a default has given.
+    """
 
     since_s: float
     until_s: float
+    label: str = ""
     file: KeptFile | None = None
-    curves: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    curves: tuple[tuple[str, Sequence[float]], ...] = ()
 
     @property
     def key(self) -> str:
@@ -41,19 +60,23 @@ class Example:
 class LabelTarget(Protocol):
     """Shard whose examples get labels."""
 
-    def list_unlabelled(self) -> list[Example]:
-        """Returns the oldest examples without a label, at most `MAX_EXAMPLES`."""
+    def list_examples(self) -> list[Example]:
+        """Returns the oldest that no person has labelled, at most `MAX_EXAMPLES`: first those without a label."""
         ...
 
     def list_labels(self) -> list[str]:
         """Returns the labels that there are."""
         ...
 
+    def read_version(self) -> Version:
+        """Returns what changes whenever the list may have changed, and is read at once."""
+        ...
+
     def label(self, example: Example, label: str) -> bool:
         """Gives an example its label, durably; returns whether it is still there."""
         ...
 
-    def undo(self, example: Example, label: str) -> bool:
+    def undo(self, example: Example) -> bool:
         """Takes a label back that this process gave, durably; returns whether the example is still there."""
         ...
 
@@ -64,72 +87,122 @@ class FileTarget:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def list_unlabelled(self) -> list[Example]:
-        files = sorted(file for file in list_files(self.folder) if file.label == UNLABELLED)[:MAX_EXAMPLES]
+    def list_examples(self) -> list[Example]:
+        files = sorted(list_class_files(self.folder, UNLABELLED))[:MAX_EXAMPLES]
         times = [read_file_time(file) for file in files]
         return [Example(since_s=at, until_s=at, file=file) for at, file in zip(times, files, strict=True)]
 
     def list_labels(self) -> list[str]:
-        return sorted({file.label for file in list_files(self.folder)} - {UNLABELLED})
+        return sorted(filter(is_label, self._list_folders()))
+
+    def read_version(self) -> Version:
+        return _read_version(self.folder / UNLABELLED)
 
     def label(self, example: Example, label: str) -> bool:
-        assert example.file is not None
-        return move_example(self.folder, example.file, label)
+        return self._move(example, label)
 
-    def undo(self, example: Example, label: str) -> bool:
-        assert example.file is not None
-        file = example.file
-        moved = KeptFile(file.name, label, file.num_bytes)
-        return move_example(self.folder, moved, file.label)
+    def undo(self, example: Example) -> bool:
+        return self._move(example, UNLABELLED)
 
-    def read(self, example: Example) -> tuple[bytes, str]:
-        """Returns content and media type of an example.
+    def open(self, example: Example) -> tuple[BinaryIO, str]:
+        """Returns the opened file and the media type of an example.
 
         Raises:
             NotFoundError: it is gone.
         """
+        for _ in range(MAX_MOVES):
+            file = self._find(example)
+            if file is None:
+                break
+            path = self.folder / file.label / file.name
+            try:
+                return path.open("rb"), MEDIA_TYPES.get(path.suffix, "application/octet-stream")
+            except FileNotFoundError:
+                continue
+        raise NotFoundError("the example is gone: forgotten, or too old")
+
+    def _move(self, example: Example, label: str) -> bool:
+        """Moves a file from wherever it is: a collector may move it meanwhile, and the person counts more."""
+        for _ in range(MAX_MOVES):
+            file = self._find(example)
+            if file is None:
+                return False
+            if file.label == label or move_example(self.folder, file, label):
+                return True
+        return False
+
+    def _find(self, example: Example) -> KeptFile | None:
         assert example.file is not None
-        path = self.folder / example.file.label / example.file.name
+        for label in (example.file.label, *self._list_folders()):
+            if (self.folder / label / example.file.name).exists():
+                return replace(example.file, label=label)
+        return None
+
+    def _list_folders(self) -> list[str]:
         try:
-            with path.open("rb") as file:
-                return file.read(MAX_FILE_BYTES), MEDIA_TYPES.get(path.suffix, "application/octet-stream")
+            return [path.name for path in self.folder.iterdir() if path.is_dir() and not path.is_symlink()]
         except OSError as error:
-            raise NotFoundError(f"the example is gone: {error.strerror}") from None
+            raise StoreError(f"{self.folder} cannot be read: {error.strerror}") from None
 
 
 class RowTarget:
-    """Shard of rows, cut into windows of a length; a window counts where none of its rows has a label."""
+    """Shard of rows, cut into windows of a length in which all have the same label, and none a person's.
+
+    A last window that a running collector may still add to is left out.
+    """
 
     def __init__(self, folder: Path, state: StoreState, window_s: float) -> None:
         self.folder, self._state, self._window_s = folder, state, window_s
         self._labels: set[str] = set()
 
-    def list_unlabelled(self) -> list[Example]:
-        found, rows = list[Example](), list[tuple[float, dict[str, str]]]()
-        for time_s, row in iterate_rows(self.folder, require_state(self.folder)):
-            if label := row.get("label", ""):
-                self._labels.add(label)
-            is_next = bool(rows) and (time_s - rows[0][0] >= self._window_s or row["span"] != rows[0][1]["span"])
-            if (label or is_next) and rows:
-                found += self._make_example(rows)
-                rows = []
-            if len(found) >= MAX_EXAMPLES:
-                return found
-            if not label:
-                rows.append((time_s, row))
-        return [*found, *self._make_example(rows)]
+    def list_examples(self) -> list[Example]:
+        unlabelled, others = list[Example](), list[Example]()
+        window: _Window | None = None
+        for time_s, row, is_of_person in self._iterate_rows():
+            label = row.get(LABEL_COLUMN, "")
+            self._labels |= {label} - {""}
+            if window is not None and (is_of_person or not window.has_room(time_s, row["span"], label)):
+                (others if window.label else unlabelled).append(window.make_example())
+                del others[max(0, MAX_EXAMPLES - len(unlabelled)) :]
+                window = None
+            if len(unlabelled) >= MAX_EXAMPLES:
+                return unlabelled
+            if not is_of_person:
+                window = window or _Window(time_s, row, self._state.columns, self._window_s)
+                window.add(time_s, row)
+        if window is not None and not _is_collected(self.folder):
+            (others if window.label else unlabelled).append(window.make_example())
+        return [*unlabelled, *others][:MAX_EXAMPLES]
 
     def list_labels(self) -> list[str]:
         return sorted(self._labels)
+
+    def read_version(self) -> Version:
+        state, labels = _read_version(self.folder / STATE_NAME), _read_version(self.folder / LABELS_NAME)
+        return (state, labels, _is_collected(self.folder))
 
     def label(self, example: Example, label: str) -> bool:
         self._append(example, label, LabelKind.PERSON)
         self._labels.add(label)
         return True
 
-    def undo(self, example: Example, label: str) -> bool:  # noqa: ARG002 the protocol's
+    def undo(self, example: Example) -> bool:
         self._append(example, "", LabelKind.CLEAR)
         return True
+
+    def _iterate_rows(self) -> Iterator[tuple[float, dict[str, str], bool]]:
+        """Yields time and cells of each row, and whether a person has labelled it."""
+        try:
+            lines = read_row_labels(self.folder).lines
+        except OSError as error:
+            raise StoreError(f"the labels in {self.folder} cannot be read: {error.strerror}") from None
+        by_person = RowLabels(
+            [replace(line, label="person") for line in lines if line.kind in {LabelKind.PERSON, LabelKind.CLEAR}]
+        )
+        rows = iterate_rows(self.folder, require_state(self.folder))
+        while chunk := list(islice(rows, NUM_ROWS)):
+            for (time_s, row), text in zip(chunk, by_person.find([time_s for time_s, _ in chunk]), strict=True):
+                yield time_s, row, bool(text)
 
     def _append(self, example: Example, label: str, kind: LabelKind) -> None:
         line = LabelLine(since_s=example.since_s, until_s=example.until_s, label=label, kind=kind)
@@ -138,17 +211,39 @@ class RowTarget:
         except OSError as error:
             raise make_store_error(self.folder, error) from None
 
-    def _make_example(self, rows: Sequence[tuple[float, dict[str, str]]]) -> list[Example]:
-        if not rows:
-            return []
-        step = -(-len(rows) // MAX_POINTS)
-        curves = []
-        for name in self._state.columns:
-            try:
-                curves.append((name, tuple(float(row[name]) for _, row in rows[::step])))
-            except ValueError:
-                continue  # a column of texts, or with a missing value
-        return [Example(since_s=rows[0][0], until_s=rows[-1][0], curves=tuple(curves[:MAX_CURVES]))]
+
+class _Window:
+    """Rows as they come, of which up to twice `MAX_POINTS` stay, at equal distances."""
+
+    def __init__(self, since_s: float, row: Mapping[str, str], columns: Sequence[str], window_s: float) -> None:
+        self.span, self.label = row["span"], row.get(LABEL_COLUMN, "")
+        self._since_s = self._until_s = since_s
+        self._end_s, self._num_rows, self._step = since_s + window_s, 0, 1
+        names = [name for name in columns if _parse_number(row[name]) is not None][:MAX_CURVES]
+        self._curves = {name: array("d") for name in names}
+
+    def has_room(self, time_s: float, span: str, label: str) -> bool:
+        return time_s < self._end_s and (span, label) == (self.span, self.label)
+
+    def add(self, time_s: float, row: Mapping[str, str]) -> None:
+        self._until_s = time_s
+        if self._num_rows % self._step == 0:
+            for name in list(self._curves):
+                number = _parse_number(row[name])
+                if number is None:
+                    del self._curves[name]  # a missing value
+                else:
+                    self._curves[name].append(number)
+        self._num_rows += 1
+        if self._num_rows == 2 * MAX_POINTS * self._step:
+            self._step *= 2
+            for points in self._curves.values():
+                del points[1::2]
+
+    def make_example(self) -> Example:
+        return Example(
+            since_s=self._since_s, until_s=self._until_s, label=self.label, curves=tuple(self._curves.items())
+        )
 
 
 def open_target(folder: Path, window_s: float) -> FileTarget | RowTarget:
@@ -157,8 +252,14 @@ def open_target(folder: Path, window_s: float) -> FileTarget | RowTarget:
     Raises:
         NotFoundError: no collector has written into it.
         StoreError: its state cannot be read.
+        ConfigError: its rows have a column of their own that is called `label`.
     """
     state = require_state(folder)
+    if LABEL_COLUMN in state.columns:
+        raise ConfigError(
+            f"{folder} has a column {LABEL_COLUMN!r} of its own, which counts in place of what a person says; "
+            "give it another name in the collect file, and collect into another folder"
+        )
     return RowTarget(folder, state, window_s) if state.columns else FileTarget(folder)
 
 
@@ -171,15 +272,17 @@ class LabelQueue:
 
     def __init__(self, target: LabelTarget, labels: Sequence[str]) -> None:
         self._target, self._first_labels = target, tuple(labels)
-        self._queue = target.list_unlabelled()
-        self._done: list[tuple[Example, str]] = []
+        self._queue = list[Example]()
+        self._version: Version | None = None
+        self._done: list[Example] = []
         self.num_done = 0
+        self._fill()
 
     @property
     def current(self) -> Example | None:
         """Returns the next example; None where all have a label."""
         if not self._queue:
-            self._queue = self._target.list_unlabelled()
+            self._fill()
         return self._queue[0] if self._queue else None
 
     @property
@@ -200,6 +303,7 @@ class LabelQueue:
 
         Raises:
             DataError: it is no label.
+            NotFoundError: the example is gone; the next one is asked about.
             StoreError: it cannot be written.
         """
         if not is_label(label):
@@ -209,10 +313,11 @@ class LabelQueue:
             return
         is_there = self._target.label(example, label)
         del self._queue[0]
-        if is_there:
-            self._done.append((example, label))
-            del self._done[:-MAX_EXAMPLES]
-            self.num_done += 1
+        if not is_there:
+            raise NotFoundError("this example is gone, as it was forgotten or too old; go on with the next one")
+        self._done.append(example)
+        del self._done[:-MAX_EXAMPLES]
+        self.num_done += 1
 
     def skip(self, key: str) -> None:
         """Asks about the current example later."""
@@ -223,13 +328,48 @@ class LabelQueue:
         """Takes the last label back, and asks about its example again.
 
         Raises:
+            NotFoundError: the example is gone.
             StoreError: it cannot be written.
         """
         if not self._done:
             return
-        example, label = self._done[-1]
-        is_there = self._target.undo(example, label)
+        example = self._done[-1]
+        is_there = self._target.undo(example)
         del self._done[-1]
         self.num_done -= 1
-        if is_there:
-            self._queue.insert(0, example)
+        if not is_there:
+            raise NotFoundError("that example is gone, as it was forgotten or too old")
+        self._queue.insert(0, example)
+
+    def _fill(self) -> None:
+        """Lists examples anew, where anything has changed since they were listed."""
+        version = self._target.read_version()
+        if version != self._version:
+            self._queue, self._version = self._target.list_examples(), version
+
+
+def _parse_number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _read_version(path: Path) -> Version:
+    try:
+        info = path.stat()
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+    return (info.st_mtime_ns, info.st_size)
+
+
+def _is_collected(folder: Path) -> bool:
+    """Returns whether a collector runs, whose lock this holds for a moment otherwise."""
+    try:
+        with lock_folder(folder):
+            return False
+    except StoreBusyError:
+        return True
