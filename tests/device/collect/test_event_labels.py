@@ -320,11 +320,15 @@ def test_a_full_card_keeps_events_for_later_and_removes_what_is_too_old_all_the_
             {}, store, Counter(), flush_s=0, events={"one": source},
             labeller=_labeller(tmp_path / "files", source), clock=clock, monotonic=mono,
         )  # fmt: skip
+        collector.step()
+        assert store.num_files == 1
+        position = dict(store.state.positions)
+        assert position
         clock.now_s = mono.now_s = 1200.0
         monkeypatch.setattr(module, "append_row_labels", fail)
         source.pending = [_event("up", 1150.0)]
         collector.step()
-        assert (store.num_files, dict(store.state.positions)) == (0, {})
+        assert (store.num_files, dict(store.state.positions)) == (0, position)
 
 
 def test_labels_of_files_are_read_again_only_where_files_or_labels_are_new(tmp_path, monkeypatch):
