@@ -1,8 +1,7 @@
 """Conditions of training: the hours, power, heat, load and network in which a board may train, and its budgets.
 
-The same words stand in the board's own file and in a run file. They are data, and `find_blocker` is a function of
-them and of what is known of the board: so a device, the coordinator and the simulator decide alike. A value that is
-not known holds for none of them.
+They stand in the board's own file. They are data, and `find_blocker` is a function of them and of what is known of
+the board. A value that is not known holds for none of them.
 """
 
 from __future__ import annotations
