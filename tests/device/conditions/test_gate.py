@@ -185,6 +185,7 @@ def test_processor_seconds_of_a_work_are_charged_and_end_it(board):
     assert board.gate.describe_budgets() == {"processor a day": f"{used:g} of 60 processor seconds"}
 
 
+@pytest.mark.extended
 def test_a_step_ends_within_hours_and_budget_however_often_heartbeats_look_in_between(board):
     hours = b'hours = ["22:00-06:00"]\n'
     save_conditions(board.folder, b'[conditions]\nzone = "UTC"\n' + hours + b"[conditions.day]\nprocessor_s = 3030\n")

@@ -125,7 +125,7 @@ def test_without_confinement_the_same_attacks_succeed(board, tmp_path):
 def test_a_process_that_ends_badly_fails_its_assignment_alone(board, attack, reason, tmp_path, monkeypatch):
     monkeypatch.setattr(requirements, "MIN_CONFINED_BYTES", 600_000_000)
     monkeypatch.setattr(requirements, "read_available_memory_bytes", lambda *_: 0)
-    own = Board(tmp_path, silence_s=3.0 if attack in {"hang", "loop"} else 60.0)
+    own = Board(tmp_path, silence_s=10.0 if attack in {"hang", "loop"} else 60.0)
     try:
         assert own.train()[0]["metrics"]["iterations"] == 3
         reply, body = own.train(attack)
