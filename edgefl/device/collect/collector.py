@@ -30,7 +30,16 @@ from edgefl.device.collect.forgetting import (
 )
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
-from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource, Source, Value, parse_value
+from edgefl.device.collect.readings import (
+    Counts,
+    Reading,
+    ReadingSource,
+    ResumableSource,
+    Source,
+    Value,
+    parse_value,
+    read_source,
+)
 from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
 from edgefl.device.collect.settings import (
     CollectFile,
@@ -126,7 +135,9 @@ class Collector:
             self._maker.restart()
         else:
             names = () if self._maker.has_backlog else self._sources
-            readings = [reading for name in names for reading in self._read(name)]
+            readings = [
+                one for name in names for one in read_source(name, self._sources[name], self._counts, self._log)
+            ]
             if self._labeller is not None and not self._maker.has_backlog:
                 readings = self._labeller.take_events(readings, now_s)
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
@@ -233,15 +244,6 @@ class Collector:
             if self._labeller is not None:
                 self._labeller.restart(now_s)
         return now_s
-
-    def _read(self, name: str) -> list[Reading]:
-        try:
-            return list(self._sources[name].read())
-        except Exception as error:  # a source of another author may raise anything, and the others go on
-            self._counts[f"{name}.errors"] += 1
-            if self._log.is_due(f"error {name}"):
-                log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
-            return []
 
 
 class OwnSource:

@@ -27,7 +27,7 @@ from edgefl.device.collect.forgetting import (
     read_forget_request,
     remove_forget_request,
 )
-from edgefl.device.collect.readings import Counts, Reading, ReadingSource, ResumableSource
+from edgefl.device.collect.readings import Counts, ReadingSource, ResumableSource, read_source
 from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
@@ -232,16 +232,9 @@ class FolderCollector:
             return
         if jump_s:
             self._labeller.restart(now_s)
-        self._labeller.take_events([reading for name in self._events for reading in self._read(name)], now_s)
-
-    def _read(self, name: str) -> list[Reading]:
-        try:
-            return list(self._events[name].read())
-        except Exception as error:  # a source of another author may raise anything, and the others go on
-            self._counts[f"{name}.errors"] += 1
-            if self._log.is_due(f"error {name}"):
-                log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
-            return []
+        sources = self._events.items()
+        found = [one for name, source in sources for one in read_source(name, source, self._counts, self._log)]
+        self._labeller.take_events(found, now_s)
 
     def _label(self) -> bool:
         """Writes labels, and moves files that have one to their class; returns whether that was possible."""

@@ -6,6 +6,7 @@ missing. Everything else is refused with a `ValueError`, which a source counts.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Protocol, runtime_checkable
 
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.safe_text import is_safe_text
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
 
 MAX_TEXT_CHARS = 64
 MAX_NUMBER = 3.4e38
@@ -64,6 +68,17 @@ class ReadingSource(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def read_source(name: str, source: ReadingSource, counts: Counts, limited: RateLimitedLog) -> list[Reading]:
+    """Returns what is new of a source; nothing, which is counted and logged, where it fails."""
+    try:
+        return list(source.read())
+    except Exception as error:  # a source of another author may raise anything, and the others go on
+        counts[f"{name}.errors"] += 1
+        if limited.is_due(f"error {name}"):
+            log.warning("source %s failed and is asked again: %s", name, error, exc_info=True)
+        return []
 
 
 @runtime_checkable
