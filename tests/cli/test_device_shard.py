@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from contextlib import contextmanager
 from urllib.parse import urlencode
 
 import pytest
+from collector_process import count_kept_rows, run_collector_process
 from peer_boards import eventually
 
 from edgefl.cli import device_shard
@@ -19,7 +19,7 @@ from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
 from edgefl.device.collect.row_store import StoreLimits, encode_rows, open_row_store
-from edgefl.device.collect.store_state import lock_folder, read_store_state
+from edgefl.device.collect.store_state import lock_folder
 from edgefl.device.training.shard_uses import USES_NAME
 from edgefl.tasks.datasets.table_files import read_table
 
@@ -111,27 +111,13 @@ def test_a_collector_that_does_not_answer_is_left_the_request(run, tmp_path, mon
     assert _read(tmp_path) == [5, 6, 7]
 
 
-@contextmanager
 def _collector(folder, log):
     path = folder.parent / "c.toml"
     path.write_text(
         f'[collect]\nfolder = "{folder}"\nevery_s = 0\nflush_s = 0.05\n[sources.one]\nkind = "lines"\n'
         f'path = "{log}"\ntime = "/t"\ncolumns = {{ a = "/n" }}\n'
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "edgefl", "device", "collect", str(path)], stderr=subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def _count(folder):
-    state = read_store_state(folder)
-    return state.num_rows if state else 0
+    return run_collector_process(path)
 
 
 @pytest.mark.extended
@@ -139,12 +125,12 @@ def test_a_running_collector_forgets_what_the_command_asks_for_and_goes_on(run, 
     folder, log = tmp_path / "shard", tmp_path / "app.jsonl"
     log.write_text("".join(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 200)))
     with _collector(folder, log) as process:
-        eventually(lambda: _count(folder) == 100, timeout_s=30)
+        eventually(lambda: count_kept_rows(folder) == 100, timeout_s=30)
         done = run("device", "shard", "forget", folder, "--since", "120", "--until", "139", "--yes")
         assert (done.code, done.out.splitlines()[-1]) == (0, "forgot 20 examples")
         with log.open("a") as file:
             file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(200, 210))
-        eventually(lambda: _count(folder) == 90, timeout_s=30)
+        eventually(lambda: count_kept_rows(folder) == 90, timeout_s=30)
         process.terminate()
         assert process.wait(20) == 0
     assert _read(folder) == [*range(100, 120), *range(140, 210)]

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from random import Random
 
 import paho.mqtt.client as mqtt
 import pytest
+from collector_process import count_kept_rows, run_collector_process
 from paho.mqtt.enums import CallbackAPIVersion
 from peer_boards import eventually
 from requirements import PARTS, needs
@@ -269,24 +269,6 @@ def _write_file(file, folder, kind, **tables):
     return file
 
 
-@contextmanager
-def _process(path):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "edgefl", "device", "collect", str(path)], stderr=subprocess.PIPE
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-def _count(folder):
-    state = read_store_state(folder)
-    return state.num_rows if state else 0
-
-
 @pytest.mark.extended
 @pytest.mark.timeout(180)
 def test_no_line_is_torn_lost_or_there_twice_through_twenty_kills_and_rotations(tmp_path):
@@ -309,16 +291,16 @@ def test_no_line_is_torn_lost_or_there_twice_through_twenty_kills_and_rotations(
     writer.start()
     try:
         for _ in range(20):
-            before = _count(folder)
-            with _process(path) as process:
-                eventually(lambda: _count(folder) > before, timeout_s=30)  # noqa: B023 within this turn
+            before = count_kept_rows(folder)
+            with run_collector_process(path) as process:
+                eventually(lambda: count_kept_rows(folder) > before, timeout_s=30)  # noqa: B023 within this turn
                 time.sleep(luck.uniform(0.0, 0.2))
                 process.send_signal(signal.SIGKILL)
     finally:
         stopping.set()
         writer.join()
-    with _process(path) as process:
-        eventually(lambda: _count(folder) >= len(ledger), timeout_s=30)
+    with run_collector_process(path) as process:
+        eventually(lambda: count_kept_rows(folder) >= len(ledger), timeout_s=30)
         process.terminate()
         assert process.wait(20) == 0
     assert _times(folder, "a") == ledger
@@ -364,14 +346,14 @@ def test_messages_of_a_real_broker_become_rows_and_bad_ones_are_counted(tmp_path
             tmp_path / "c.toml", tmp_path / "shard", "mqtt", host="127.0.0.1", port=port, columns=columns,
             max_message_bytes=100, collect={"every_s": 0.05},
         )  # fmt: skip
-        with _process(path) as process:
+        with run_collector_process(path) as process:
 
             def says():
                 client.publish("zigbee2mqtt/Living room", json.dumps({"temperature": 21.5, "battery": 3}))
                 client.publish("zigbee2mqtt/Living room", b"{" * 50)
                 client.publish("zigbee2mqtt/Living room", b"1" * 101)
                 client.publish("shelly/power", b"7", qos=1).wait_for_publish(5)
-                return _count(tmp_path / "shard") > 5
+                return count_kept_rows(tmp_path / "shard") > 5
 
             eventually(says, timeout_s=30)
             process.terminate()

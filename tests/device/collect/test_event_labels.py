@@ -6,7 +6,8 @@ import time
 from collections import Counter
 
 import pytest
-from device.collect.test_collector import Clock, Site, _count, _mosquitto, _process, _publisher
+from collector_process import count_kept_rows, run_collector_process
+from device.collect.test_collector import Clock, Site, _mosquitto, _publisher
 from peer_boards import eventually
 from requirements import needs
 
@@ -439,8 +440,8 @@ def test_labels_of_lines_that_come_late_are_whole_through_kills(tmp_path):
             file.writelines(f'{{"t": {turn * 100 + second}, "a": {second}}}\n' for second in range(100))
         with events.open("a") as file:
             file.write(f'{{"t": {turn * 100 + 50}, "s": "failed"}}\n{{"t": {turn * 100 + 70}, "s": "fai')
-        with _process(path) as process:
-            eventually(lambda: _count(folder) == (turn + 1) * 100, timeout_s=30)  # noqa: B023 within this turn
+        with run_collector_process(path) as process:
+            eventually(lambda: count_kept_rows(folder) == (turn + 1) * 100, timeout_s=30)  # noqa: B023 within this turn
             if turn < 5:
                 process.send_signal(signal.SIGKILL)
             with events.open("a") as file:
@@ -465,11 +466,11 @@ def test_an_event_of_a_real_broker_labels_the_rows_before_it(tmp_path):
         sources = ["[sources.t]", *broker, 'columns = { t = "room#/t" }', "[sources.w]", *broker]
         sources += ['columns = { open = "window#/contact" }']
         path = _write(tmp_path / "c.toml", folder, sources, column="open", before_s=0.6, default="quiet")
-        with _process(path) as process:
+        with run_collector_process(path) as process:
 
             def says(num_rows):
                 client.publish("room", json.dumps({"t": 21.5}), qos=1).wait_for_publish(5)
-                return _count(folder) >= num_rows
+                return count_kept_rows(folder) >= num_rows
 
             eventually(lambda: says(5), timeout_s=30)
             client.publish("window", json.dumps({"contact": False}), qos=1).wait_for_publish(5)
