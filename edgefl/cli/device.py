@@ -22,11 +22,19 @@ from edgefl.cli.device_join import (
 from edgefl.cli.device_shard import forget, label, show
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.signing import apply_update, signers_option, trust
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FILE_TYPE, allow_module_option, load_device_state, state_option
-from edgefl.core.errors import DataError, NetworkError, NotFoundError, UsageError, WrongCaError
+from edgefl.cli.sources import (
+    EXISTING_FILE_TYPE,
+    FILE_TYPE,
+    allow_module_option,
+    find_deployed_file,
+    get_policy,
+    load_device_state,
+    open_store,
+    state_option,
+)
+from edgefl.core.errors import DataError, NetworkError, UsageError, WrongCaError
 
 if TYPE_CHECKING:
-    from edgefl.device.inference.deployments import DeployedModel, ModelStore
     from edgefl.device.state_dir import DeviceStateDir
 
 PREDICTION_COLUMNS: tuple[str, ...] = ("row", "class", "index", "probability")
@@ -67,10 +75,10 @@ def infer(  # noqa: PLR0913 the options of one command
 
     state_dir = root or get_default_state_dir()
     rows, labels = predict_file(
-        file or _find_deployed_file(root, signers),
+        file or find_deployed_file(root, signers),
         source,
         state_dir=state_dir,
-        policy=_get_policy(state_dir, confine),
+        policy=get_policy(state_dir, confine),
         threads=threads,
     )
     predictions = [{"row": number, **prediction} for number, prediction in enumerate(rows)]
@@ -103,39 +111,10 @@ def serve(  # noqa: PLR0913 the options of one command
         raise DataError(f"there is no model file {file}")
     state_dir = root or get_default_state_dir()
     listener = open_listener(host, port)
-    if _get_policy(state_dir, confine) != "never":
+    if get_policy(state_dir, confine) != "never":
         run_confined(listener, state_dir, signers, file, threads)
-    served = ServedModel(store=None if file else _open_store(root, signers), file=file, threads=threads)
+    served = ServedModel(store=None if file else open_store(root, signers), file=file, threads=threads)
     run_server(served, listener)
-
-
-def _get_policy(state_dir: Path, confine: str | None) -> str:
-    """Returns what is confined: as the command says, else the board's settings."""
-    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
-
-    if confine is None and (state_dir / "device.json").is_file():
-        confine = DeviceStateDir.load(state_dir).settings.confine
-    return confine or "auto"
-
-
-def _open_store(root: Path | None, signers: Path) -> ModelStore:
-    from edgefl.device.inference.deployments import ModelStore  # noqa: PLC0415 fast start
-    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
-    from edgefl.device.updates.slots import load_update_config  # noqa: PLC0415 likewise
-
-    return ModelStore(root or get_default_state_dir(), load_update_config(signers))
-
-
-def _find_deployed_file(root: Path | None, signers: Path) -> Path:
-    store: Any = _open_store(root, signers)
-    current: DeployedModel | None = store.load().current
-    if current is None:
-        raise NotFoundError(
-            f"no model is deployed in {store.folder.parent}; on the coordinator: edgefl model deploy MODEL, "
-            "or name a file: --model FILE.onnx"
-        )
-    path: Path = store.get_permitted_path(current)
-    return path
 
 
 @click.group(cls=FullHelpGroup)

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from edgefl.cli.device_join import find_shard_folder
+from edgefl.cli.device_join import confine_option, find_shard_folder
 from edgefl.cli.output import echo, text_format_option
-from edgefl.cli.sources import load_device_state, state_option
+from edgefl.cli.signing import signers_option
+from edgefl.cli.sources import find_deployed_file, get_policy, load_device_state, state_option
 from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.collect.forgetting import ForgetRequest
+    from edgefl.device.collect.label_guesses import Guesser
     from edgefl.device.collect.shard_contents import Times
     from edgefl.device.collect.store_state import StoreState
     from edgefl.device.training.shard_uses import ShardUse
 
 WAIT_S, POLL_S = 120.0, 0.1
+DEPLOYED = "deployed"
 _LOOPBACK = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "::1": "::1"}
 
 
@@ -125,7 +128,35 @@ def forget(
 @click.option(
     "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
 )
-def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window: float) -> None:
+@click.option(
+    "--model",
+    metavar="FILE|deployed",
+    help="ONNX file, or the model that is deployed here: it guesses, and what it is least certain of comes first.",
+)
+@click.option(
+    "--random",
+    "share",
+    type=click.FloatRange(0, 1),
+    default=0.25,
+    show_default=True,
+    help="With --model: share of examples that are drawn at random, by which the page says how often it was right.",
+)
+@state_option
+@signers_option
+@confine_option
+def label(  # noqa: PLR0913 the options of one command
+    *,
+    folder: Path,
+    labels: tuple[str, ...],
+    host: str,
+    port: int,
+    window: float,
+    model: str | None,
+    share: float,
+    root: Path | None,
+    signers: Path,
+    confine: str | None,
+) -> None:
     """Serve a page on which a person labels what a collector keeps in FOLDER, until SIGTERM or Ctrl-C."""
     from edgefl.device.collect.label_page import LabelServer, print_address  # noqa: PLC0415 fast start
     from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
@@ -136,16 +167,29 @@ def label(*, folder: Path, labels: tuple[str, ...], host: str, port: int, window
         raise UsageError(f"--label must be visible, without a slash and no dot in front; got {wrong[0]!r:.80}")
     target, pin = open_target(folder, window), make_pin()
     files = target if isinstance(target, FileTarget) else None
+    guesser = None if model is None else _make_guesser(model, share, root, signers, confine)
+    queue = LabelQueue(target, labels, guesser)
     tls, fingerprint = None, ""
     if host not in _LOOPBACK:
         tls, fingerprint = make_server_context(host)
     try:
-        server = LabelServer(LabelQueue(target, labels), files, Gate(pin), (_LOOPBACK.get(host, host), port), tls)
+        server = LabelServer(queue, files, Gate(pin), (_LOOPBACK.get(host, host), port), tls)
     except OSError as error:
         reason = error.strerror or error
         raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None
     print_address(server, pin, fingerprint)
     server.run()
+
+
+def _make_guesser(model: str, share: float, root: Path | None, signers: Path, confine: str | None) -> Guesser:
+    from edgefl.device.collect.label_guesses import Guesser  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
+
+    def find_model() -> Path:
+        return find_deployed_file(root, signers) if model == DEPLOYED else Path(model)
+
+    state_dir = root or get_default_state_dir()
+    return Guesser(find_model, state_dir=state_dir, policy=get_policy(state_dir, confine), share=share)
 
 
 def _check_conditions(state: StoreState, where: dict[str, str]) -> None:

@@ -99,7 +99,7 @@ EXAMPLES = {
     "device probe": "device probe --json",
     "device resume": "device resume",
     "device serve": "device serve --port 8080",
-    "device label": "device label /var/lib/edgefl-collect/birds --label robin --label wren",
+    "device label": "device label /var/lib/edgefl-collect/birds --label robin --label wren --model deployed",
     "device set": "device set --max-temperature 75",
     "device shard add": "device shard add digits /home/pi/device-01.npz",
     "device shard check": "device shard check",

@@ -27,6 +27,7 @@ from edgefl.core.errors import (
 
 if TYPE_CHECKING:
     from edgefl.core.types import Array, Json
+    from edgefl.device.inference.deployments import DeployedModel, ModelStore
     from edgefl.device.state_dir import DeviceStateDir
     from edgefl.history.series import RunInfo
     from edgefl.storage.queries.columns import HistoryFilters
@@ -434,3 +435,32 @@ def _get_rows(response: Json) -> list[Json]:
     if not isinstance(rows, list):
         raise NetworkError("the coordinator answered without rows; update edgefl on the older side")
     return rows
+
+
+def get_policy(state_dir: Path, confine: str | None) -> str:
+    """Returns what is confined: as the command says, else the board's settings."""
+    from edgefl.device.state_dir import DeviceStateDir  # noqa: PLC0415 fast start
+
+    if confine is None and (state_dir / "device.json").is_file():
+        confine = DeviceStateDir.load(state_dir).settings.confine
+    return confine or "auto"
+
+
+def open_store(root: Path | None, signers: Path) -> ModelStore:
+    from edgefl.device.inference.deployments import ModelStore  # noqa: PLC0415 fast start
+    from edgefl.device.state_dir import get_default_state_dir  # noqa: PLC0415 likewise
+    from edgefl.device.updates.slots import load_update_config  # noqa: PLC0415 likewise
+
+    return ModelStore(root or get_default_state_dir(), load_update_config(signers))
+
+
+def find_deployed_file(root: Path | None, signers: Path) -> Path:
+    store: Any = open_store(root, signers)
+    current: DeployedModel | None = store.load().current
+    if current is None:
+        raise NotFoundError(
+            f"no model is deployed in {store.folder.parent}; on the coordinator: edgefl model deploy MODEL, "
+            "or name a file: --model FILE.onnx"
+        )
+    path: Path = store.get_permitted_path(current)
+    return path

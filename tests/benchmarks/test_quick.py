@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NEED_DATA = {
+    "active_labels",
     "adacomp_claim",
     "codec_convergence",
     "esync_claim",

@@ -162,8 +162,18 @@ def test_the_page_for_labels_prints_address_and_pin_labels_a_file_and_ends_by_a_
         assert process.stderr.read() == ""
 
 
-def test_an_address_for_the_page_that_is_a_name_is_refused(run, tmp_path):
-    _fill(tmp_path)
-    refused = run("device", "label", tmp_path, "--host", "board.local")
-    assert refused.code == 3
-    assert "--host must be an IP address" in refused.err
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (("--host", "board.local"), 3, "--host must be an IP address"),
+        (("--model", "none.onnx"), 4, "there is no model file"),
+        (("--model", "deployed"), 40, "on the coordinator: edgefl model deploy MODEL"),
+    ],
+)
+def test_a_page_for_labels_that_cannot_be_is_refused(run, tmp_path, words, code, text):
+    with open_file_store(tmp_path / "shard", LIMITS, "oldest") as store:
+        store.add(b"1", UNLABELLED, ".png", 5.0)
+        store.commit(store.state, 6.0)
+    refused = run("device", "label", tmp_path / "shard", *words, "--state", tmp_path / "state")
+    assert refused.code == code
+    assert text in refused.err

@@ -45,7 +45,8 @@ button:disabled{opacity:.45}img{height:34vh;object-fit:contain;background:#eef1f
 progress{width:100%}.labels{display:grid;grid-template-columns:repeat(auto-fill,minmax(9rem,1fr));gap:.5rem}
 button,input{font:inherit;min-height:3rem;padding:.5rem;border:1px solid #55626f;border-radius:.4rem;background:#fff;
 color:inherit;width:100%;overflow-wrap:anywhere}button:focus-visible,input:focus-visible{outline:3px solid #0b62c4}
-.labels button{background:#0b4f9e;border-color:#0b4f9e;color:#fff}kbd{opacity:.8;margin-right:.5rem}
+.labels button{background:#0b4f9e;border-color:#0b4f9e;color:#fff}
+.labels .guess{outline:3px solid #b35c00;outline-offset:2px}kbd{opacity:.8;margin-right:.5rem}
 .row{display:grid;grid-template-columns:1fr 1fr;gap:.5rem;margin:.5rem 0}.error{color:#a00000}
 polyline{fill:none;stroke:#0b4f9e;stroke-width:1.5;vector-effect:non-scaling-stroke}
 @media(prefers-color-scheme:dark){body,button,input{background:#12181f;color:#e8edf2}img,svg{background:#1d262f}
@@ -277,12 +278,19 @@ def _format_example(queue: LabelQueue, token: str) -> str:
         f'<p role="status">{queue.num_done} of {total} labelled</p>',
         f'<progress aria-label="Labelled" max="{max(1, total)}" value="{queue.num_done}"></progress>',
     ]
+    if queue.check.num:
+        parts.append(f"<p>The model was right on {queue.check.num_right} of {queue.check.num} drawn at random</p>")
     if example is not None:
         hidden += f'<input type="hidden" name="key" value="{example.key}">'
         parts.append(_format_content(example))
+        guess = queue.guess
+        guessed = "" if guess is None else guess.label
+        if guess is not None:
+            parts.append(f"<p>The model says {html.escape(guessed)}, {guess.probability:.0%}</p>")
         buttons = (
-            f'<button name="label" value="{label}" {_format_key(place)}</kbd>{label}</button>'
-            for place, label in enumerate(map(html.escape, queue.labels))
+            f'<button name="label" value="{html.escape(label)}"{" class=guess" if label == guessed else ""} '
+            f"{_format_key(place)}</kbd>{html.escape(label)}</button>"
+            for place, label in enumerate(queue.labels)
         )
         parts.append(f'<form method="post" action="/">{hidden}<div class="labels">{"".join(buttons)}</div></form>')
         parts.append(

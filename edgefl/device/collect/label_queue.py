@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,9 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from edgefl.core.errors import ConfigError, DataError, NotFoundError, StoreBusyError, StoreError
+from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, StoreBusyError, StoreError
 from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_class_files, move_example, read_file_time
 from edgefl.device.collect.forgetting import iterate_rows
+from edgefl.device.collect.label_guesses import Draw, Guess, Guesser, Source, order_examples
 from edgefl.device.collect.settings import is_label
 from edgefl.device.collect.shard_contents import require_state
 from edgefl.device.collect.store_state import STATE_NAME, StoreState, lock_folder
@@ -28,7 +30,10 @@ from edgefl.system.row_labels import (
     read_row_labels,
 )
 
+log = logging.getLogger(__name__)
+
 MAX_EXAMPLES, MAX_POINTS, MAX_CURVES = 500, 300, 8
+MAX_GUESSED = 2000
 MAX_MOVES = 4
 NUM_ROWS = 1000
 """That are looked up in the labels at once."""
@@ -56,12 +61,22 @@ class Example:
         text = self.file.name if self.file is not None else f"{self.since_s!r} {self.until_s!r}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def source(self) -> Source:
+        """Returns where a model finds it in the shard."""
+        return (self.since_s, self.until_s) if self.file is None else (self.file.label, self.file.name)
+
 
 class LabelTarget(Protocol):
-    """Shard whose examples get labels."""
+    """Shard whose examples get labels, in `folder`."""
 
-    def list_examples(self) -> list[Example]:
-        """Returns the oldest that no person has labelled, at most `MAX_EXAMPLES`: first those without a label."""
+    folder: Path
+
+    def list_examples(self, draw: Draw | None = None) -> list[Example]:
+        """Returns the oldest that no person has labelled, at most `MAX_EXAMPLES`: first those without a label.
+
+        With `draw` files are sampled from all instead, at most `MAX_GUESSED`, for a model to say what comes first.
+        """
         ...
 
     def list_labels(self) -> list[str]:
@@ -87,8 +102,12 @@ class FileTarget:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def list_examples(self) -> list[Example]:
-        files = sorted(list_class_files(self.folder, UNLABELLED))[:MAX_EXAMPLES]
+    def list_examples(self, draw: Draw | None = None) -> list[Example]:
+        files = sorted(list_class_files(self.folder, UNLABELLED))
+        if draw is None:
+            del files[MAX_EXAMPLES:]
+        elif len(files) > MAX_GUESSED:
+            files = [files[place] for place in sorted(draw(len(files), MAX_GUESSED))]
         times = [read_file_time(file) for file in files]
         return [Example(since_s=at, until_s=at, file=file) for at, file in zip(times, files, strict=True)]
 
@@ -155,7 +174,7 @@ class RowTarget:
         self.folder, self._state, self._window_s = folder, state, window_s
         self._labels: set[str] = set()
 
-    def list_examples(self) -> list[Example]:
+    def list_examples(self, draw: Draw | None = None) -> list[Example]:  # noqa: ARG002 curves of all are too large
         unlabelled, others = list[Example](), list[Example]()
         window: _Window | None = None
         for time_s, row, is_of_person in self._iterate_rows():
@@ -263,19 +282,37 @@ def open_target(folder: Path, window_s: float) -> FileTarget | RowTarget:
     return RowTarget(folder, state, window_s) if state.columns else FileTarget(folder)
 
 
+@dataclass(frozen=True, slots=True)
+class RandomCheck:
+    """How a model did on examples sampled at random: `num_right` of `num` guesses were what the person said."""
+
+    num: int = 0
+    num_right: int = 0
+
+
 class LabelQueue:
     """Examples in the order in which they are asked about, with what was done to undo it.
 
+    Args:
+        target: of what is labelled.
+        labels: that are offered first.
+        guesser: of labels, by which the least certain come first; None for the target's order.
+
     Attributes:
         num_done: labels that were given, without those that were taken back.
+        check: of the model's guesses.
+
+    Raises:
+        EdgeflError: the target or the model cannot be used.
     """
 
-    def __init__(self, target: LabelTarget, labels: Sequence[str]) -> None:
-        self._target, self._first_labels = target, tuple(labels)
+    def __init__(self, target: LabelTarget, labels: Sequence[str], guesser: Guesser | None = None) -> None:
+        self._target, self._first_labels, self._guesser = target, tuple(labels), guesser
         self._queue = list[Example]()
         self._version: Version | None = None
-        self._done: list[Example] = []
-        self.num_done = 0
+        self._done: list[tuple[Example, RandomCheck]] = []
+        self._guesses, self._sampled = dict[str, Guess](), set[str]()
+        self.num_done, self.check = 0, RandomCheck()
         self._fill()
 
     @property
@@ -284,6 +321,12 @@ class LabelQueue:
         if not self._queue:
             self._fill()
         return self._queue[0] if self._queue else None
+
+    @property
+    def guess(self) -> Guess | None:
+        """Returns what the model says of the current example; None of those sampled at random, to sway nobody."""
+        example = self.current
+        return None if example is None or example.key in self._sampled else self._guesses.get(example.key)
 
     @property
     def num_left(self) -> int:
@@ -295,8 +338,9 @@ class LabelQueue:
 
     @property
     def labels(self) -> list[str]:
-        """Returns the labels of the command line, then others that there are."""
-        return list(dict.fromkeys([*self._first_labels, *self._target.list_labels()]))
+        """Returns the labels of the command line, then others that there are, then those of the model's guesses."""
+        guessed = sorted({guess.label for guess in self._guesses.values() if is_label(guess.label)})
+        return list(dict.fromkeys([*self._first_labels, *self._target.list_labels(), *guessed]))
 
     def label(self, key: str, label: str) -> None:
         """Gives the current example a label; nothing where the page showed another one, as after two taps.
@@ -315,9 +359,11 @@ class LabelQueue:
         del self._queue[0]
         if not is_there:
             raise NotFoundError("this example is gone, as it was forgotten or too old; go on with the next one")
-        self._done.append(example)
+        self._done.append((example, self.check))
         del self._done[:-MAX_EXAMPLES]
         self.num_done += 1
+        if key in self._sampled and (guess := self._guesses.get(key)) is not None:
+            self.check = RandomCheck(self.check.num + 1, self.check.num_right + (guess.label == label))
 
     def skip(self, key: str) -> None:
         """Asks about the current example later."""
@@ -333,19 +379,34 @@ class LabelQueue:
         """
         if not self._done:
             return
-        example = self._done[-1]
+        example, check = self._done[-1]
         is_there = self._target.undo(example)
         del self._done[-1]
-        self.num_done -= 1
+        self.num_done, self.check = self.num_done - 1, check
         if not is_there:
             raise NotFoundError("that example is gone, as it was forgotten or too old")
         self._queue.insert(0, example)
 
     def _fill(self) -> None:
         """Lists examples anew, where anything has changed since they were listed."""
-        version = self._target.read_version()
-        if version != self._version:
-            self._queue, self._version = self._target.list_examples(), version
+        version, is_first = self._target.read_version(), self._version is None
+        if version == self._version:
+            return
+        draw = None if self._guesser is None else self._guesser.draw
+        self._queue, self._version = self._target.list_examples(draw), version
+        if self._guesser is None:
+            return
+        try:
+            self._guesses = self._guesser.guess(self._target.folder, {one.key: one.source for one in self._queue})
+        except EdgeflError as error:
+            if is_first:
+                raise
+            log.warning("examples come in order of time, as the model cannot guess: %s", error)
+            self._guesses = {}
+        margins = [self._guesses[one.key].margin if one.key in self._guesses else None for one in self._queue]
+        order, sampled = order_examples(margins, self._guesser.share, self._guesser.draw)
+        self._sampled = {self._queue[place].key for place in sampled}
+        self._queue = [self._queue[place] for place in order]
 
 
 def _parse_number(text: str) -> float | None:

@@ -113,7 +113,7 @@ def test_of_a_long_window_only_the_points_that_are_drawn_are_kept(tmp_path):
 def test_the_shard_is_read_again_where_it_has_changed_alone(tmp_path, monkeypatch):
     folder, times = _rows(tmp_path, 10), []
     listed = RowTarget.list_examples
-    monkeypatch.setattr(RowTarget, "list_examples", lambda self: (times.append(1), listed(self))[1])
+    monkeypatch.setattr(RowTarget, "list_examples", lambda self, _draw: (times.append(1), listed(self))[1])
     queue = LabelQueue(open_target(folder, 10.0), ())
     _label(queue, "on")
     assert [queue.current for _ in range(5)] == [None] * 5
