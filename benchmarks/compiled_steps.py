@@ -27,8 +27,8 @@ from harness.compiled_networks import NETWORKS
 from edgefl.core.types import Array, Dataset, TensorKind
 from edgefl.tasks.compiled.artefact import CompiledManifest
 from edgefl.tasks.compiled.board.graph_check import load_compiled_task
-from edgefl.tasks.learners.numpy_learner import to_features
 from edgefl.tasks.losses.registry import make_loss
+from edgefl.tasks.preparation import to_features
 
 SIDES = ("graph", "torch")
 LEARNING_RATE = 0.001

@@ -18,9 +18,12 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.named_arrays import concatenate_inputs, wrap_inputs
 from edgefl.core.settings import check_settings
 
 Array = NDArray[Any]
+Inputs = Array | Any
+"""One array [n, ...], or arrays by name: a dict where a `Dataset` is made, and `NamedArrays` in it."""
 Json = dict[str, Any]
 Scalar = str | int | float | bool
 
@@ -849,15 +852,20 @@ class Dataset:
 
     Attributes:
         inputs: [n, ...] numbers; those of a large shard stay in its files, and are read by row numbers or ranges.
+            A dict of such arrays becomes `NamedArrays`, which are indexed likewise.
         targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them.
         weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
         groups: [n] whom or what an example comes from, for natural shards; None where that is not known.
     """
 
-    inputs: Array
+    inputs: Inputs
     targets: Array
     weights: Array | None = None
     groups: Array | None = None
+
+    def __post_init__(self) -> None:
+        """Raises a `DataError` where inputs are a dict of what are no arrays of the same length."""
+        object.__setattr__(self, "inputs", wrap_inputs(self.inputs))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -877,7 +885,7 @@ class Dataset:
         weights = [part.weights for part in parts if part.weights is not None]
         groups = [part.groups for part in parts if part.groups is not None]
         return cls(
-            inputs=np.concatenate([part.inputs for part in parts]),
+            inputs=concatenate_inputs([part.inputs for part in parts]),
             targets=np.concatenate([part.targets for part in parts]),
             weights=np.concatenate(weights) if len(weights) == len(parts) else None,
             groups=np.concatenate(groups) if len(groups) == len(parts) else None,

@@ -15,11 +15,12 @@ from functools import partial
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.types import Array, Dataset, Task
+from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.named_arrays import NamedArrays, format_row_shape, unwrap_inputs, wrap_inputs
+from edgefl.core.types import Array, Dataset, Inputs, Task
 
-Augment = Callable[[Array, Array, Generator], tuple[Array, Array]]
-"""(inputs [n, ...], targets [n, ...], rng) -> both, changed; the arrays are the batch's own."""
+Augment = Callable[[Inputs, Array, Generator], tuple[Inputs, Array]]
+"""(inputs [n, ...] or a dict of those, targets [n, ...], rng) -> both, changed; the arrays are the batch's own."""
 Change = Callable[[Array, Generator], Array]
 """(inputs [n, ...], rng) -> inputs of the same shape and type."""
 
@@ -44,22 +45,31 @@ class AugmentedDataset(Dataset):
             TaskError: the hook failed, or returned what is no batch of this size.
         """
         batch = Dataset.take(self, rows)
-        shape = batch.inputs.shape
+        shape = f"{len(batch)} of {format_row_shape(batch.inputs)}"
         try:
-            found: object = self.augment(batch.inputs, batch.targets, self.rng)
+            found: object = self.augment(unwrap_inputs(batch.inputs), batch.targets, self.rng)
         except Exception as error:  # a hook of the user's own may raise anything
             raise TaskError(f"augment of task {self.task} raised {type(error).__name__}: {error}") from error
-        if not (isinstance(found, tuple) and [type(part) for part in found] == [np.ndarray] * 2):
+        kinds = [dict if isinstance(batch.inputs, NamedArrays) else np.ndarray, np.ndarray]
+        if not (isinstance(found, tuple) and [type(part) for part in found] == kinds):
+            what = "a dict of arrays and an array" if kinds[0] is dict else "two arrays"
             raise TaskError(
-                f"augment of task {self.task} must return two arrays, inputs and targets, got {_format_type(found)}"
+                f"augment of task {self.task} must return {what}, inputs and targets, got {_format_type(found)}"
             )
-        inputs, targets = found
-        if inputs.shape != shape or len(targets) != len(batch):
+        inputs, targets = self._wrap(found[0]), found[1]
+        found_shape = f"{len(inputs)} of {format_row_shape(inputs)}"
+        if found_shape != shape or len(targets) != len(batch):
             raise TaskError(
-                f"augment of task {self.task} must return inputs of {list(shape)} and as many targets, "
-                f"got {list(inputs.shape)} and {len(targets)}"
+                f"augment of task {self.task} must return inputs of the same shape, {shape}, and as many targets, "
+                f"got {found_shape} and {len(targets)}"
             )
         return Dataset(inputs=inputs, targets=targets, weights=batch.weights, groups=batch.groups)
+
+    def _wrap(self, inputs: Inputs) -> Inputs:
+        try:
+            return wrap_inputs(inputs)
+        except DataError as error:
+            raise TaskError(f"augment of task {self.task}: {error}") from None
 
 
 def find_augment(task: Task) -> Augment | None:

@@ -19,6 +19,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.random import Generator
 
 from edgefl.core.errors import DataError
+from edgefl.core.named_arrays import NamedArrays, list_arrays
 from edgefl.core.types import Array, Dataset
 
 MAX_BYTES_IN_MEMORY = 32 * 1024**2
@@ -214,7 +215,9 @@ def _open_temporary() -> IO[bytes]:
 
 
 def is_stored(array: object) -> TypeGuard[StoredArray]:
-    """Returns whether an array lies in files."""
+    """Returns whether an array lies in files, or one of arrays by name."""
+    if isinstance(array, NamedArrays):
+        return any(isinstance(one, StoredArray) for one in list_arrays(array))
     return isinstance(array, StoredArray)
 
 
@@ -223,7 +226,13 @@ def select_rows(data: Dataset, rows: Array | slice) -> Dataset:
     if not is_stored(data.inputs):
         return data.take(rows)
     without = replace(data, inputs=np.empty((len(data), 0), np.uint8)).take(rows)
-    return replace(without, inputs=data.inputs.select(rows))
+    return replace(without, inputs=_select(data.inputs, rows))
+
+
+def _select(inputs: Any, rows: Array | slice) -> Any:
+    if isinstance(inputs, NamedArrays):
+        return inputs.map(lambda array: _select(array, rows))
+    return inputs.select(rows) if isinstance(inputs, StoredArray) else inputs[rows]
 
 
 def iterate_blocks(array: Array) -> Iterator[Array]:

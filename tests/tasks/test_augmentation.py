@@ -64,12 +64,39 @@ def test_batches_are_changed_and_an_evaluation_is_not():
 
 
 @pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, None),
+        (np.zeros((2, 1)), "must return a dict of arrays and an array, inputs and targets, got a tuple of 2"),
+        ({"a": np.zeros((2, 1))}, r"2 of a \[1\], b \[\], and as many targets, got 2 of a \[1\] and 2"),
+        ({"a": np.zeros((2, 1)), "b": np.zeros(3)}, "'b' have 3 rows"),
+    ],
+)
+def test_a_hook_gets_inputs_by_name_as_a_dict_and_returns_one(found, message):
+    task = Marked()
+    task.augment = lambda inputs, targets, rng: (
+        {**inputs, "b": inputs["b"] + 1} if found is None else found,
+        targets,
+    )
+    inputs = {"a": np.zeros((2, 1)), "b": np.zeros(2)}
+    data = augment_batches(task, Dataset(inputs=inputs, targets=np.zeros(2)), np.random.default_rng(0))
+    if message is None:
+        assert data.take(slice(None)).inputs["b"].tolist() == [1.0, 1.0]
+    else:
+        with pytest.raises(TaskError, match=f"augment of task marked:Marked.*{message}"):
+            data.take(slice(None))
+
+
+@pytest.mark.parametrize(
     ("hook", "message"),
     [
         (lambda inputs, targets, rng: inputs, "must return two arrays, inputs and targets, got ndarray"),
         (lambda inputs, targets, rng: (inputs, [1, 2]), "must return two arrays.* got a tuple of 2"),
-        (lambda inputs, targets, rng: (inputs[:1], targets), r"of \[2, 1\] and as many targets, got \[1, 1\] and 2"),
-        (lambda inputs, targets, rng: (inputs, targets[:1]), r"got \[2, 1\] and 1"),
+        (
+            lambda inputs, targets, rng: (inputs[:1], targets),
+            r"2 of \[1\], and as many targets, got 1 of \[1\] and 2",
+        ),
+        (lambda inputs, targets, rng: (inputs, targets[:1]), r"got 2 of \[1\] and 1"),
         (lambda inputs, targets, rng: inputs.nothing(), "raised AttributeError: "),
     ],
 )

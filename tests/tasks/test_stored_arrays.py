@@ -16,6 +16,7 @@ from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.shards import (
     MAX_BYTES_IN_MEMORY,
     ShardMetadata,
+    load_task_data,
     read_shard,
     split_train_test,
     write_shard,
@@ -46,7 +47,7 @@ def count_open_files():
 
 def read_in_place(path, **options):
     with path.open("rb") as file:
-        return read_npz(file, in_place=("inputs",), **options)["inputs"]
+        return read_npz(file, in_place="inputs".__eq__, **options)["inputs"]
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +248,23 @@ def test_a_shard_that_there_is_no_room_for_is_one_line(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "DataError: a large shard needs a temporary file of 1280000 bytes and more: File too large" in done.stderr
+
+
+def test_arrays_by_name_of_a_large_shard_stay_in_their_file_and_are_read_together(tmp_path, examples):
+    path, numbers = tmp_path / "own.npz", np.arange(NUM_ROWS)
+    task = SimpleNamespace(name="own", loss="mse")
+    data = Dataset(inputs={"signal": examples.inputs, "number": numbers}, targets=numbers)
+    write_shard(path, data, ShardMetadata(task="own", is_dataset=True))
+    found = load_task_data(task, path)
+    assert is_stored(found.inputs)
+    train_part, test_part = split_train_test(found, 0.25)
+    assert is_stored(train_part.inputs)
+    in_memory = split_train_test(data, 0.25)
+    np.testing.assert_array_equal(train_part.targets, in_memory[0].targets)
+    np.testing.assert_array_equal(test_part.targets, in_memory[1].targets)
+    seen = []
+    for batch in iterate_stored_batches(train_part, 64, derive_rng(1)):
+        np.testing.assert_array_equal(batch.inputs["number"], batch.targets)
+        np.testing.assert_array_equal(batch.inputs["signal"], examples.inputs[batch.targets])
+        seen += [*batch.targets]
+    assert sorted(seen) == sorted(train_part.targets)

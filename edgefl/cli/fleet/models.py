@@ -233,9 +233,8 @@ def _export_onnx(
         options=row["task_options"],
         model_sha256=row["sha256"],
     )
-    dims = ", ".join(["n", *map(str, report.input_shape[1:])])
     click.echo(
-        f"{out}: {format_bytes(report.bytes_file)}, ONNX opset {report.opset}, float32 {report.input_name} [{dims}] "
+        f"{out}: {format_bytes(report.bytes_file)}, ONNX opset {report.opset}, {report.inputs} "
         f"-> {report.output_name} [n, {report.num_classes}]"
     )
     origin = "made-up inputs, since no --shard was given" if shard is None else f"inputs of {shard}"

@@ -40,6 +40,7 @@ SUPPORTED_FORMATS = (
     ".npy, .npz, .csv, an IDX file, a file as the model's task reads it, or a shard (file or folder) of that task"
 )
 
+MAX_SHOWN_INPUTS = 5
 CHECK_TIMEOUT_S = 600.0
 MODULE = "edgefl.device.inference.onnx_model"
 
@@ -74,7 +75,11 @@ class OnnxModel:
         self.has_classes = metadata.get("edgefl.outputs") != "values"
         inputs, outputs = self._session.get_inputs(), [output.name for output in self._session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
-            raise DataError(f"{path} must take one float32 input, it takes {[(i.name, i.type) for i in inputs]}")
+            found = ", ".join(f"{one.name} of {one.type}" for one in inputs[:MAX_SHOWN_INPUTS])
+            raise DataError(
+                f"{path} must take one float32 input to run on a board, it takes {found}; run one with inputs by "
+                "name by onnxruntime itself"
+            )
         self._input = inputs[0].name
         self._output = LOGITS_OUTPUT if LOGITS_OUTPUT in outputs else outputs[0]
         self.input_shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])

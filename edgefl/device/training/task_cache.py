@@ -40,6 +40,7 @@ from edgefl.tasks.datasets.shards import (
 from edgefl.tasks.learners.torch_split import cut_front
 from edgefl.tasks.metrics.evaluation import make_task_metrics
 from edgefl.tasks.noop import NoopLearner
+from edgefl.tasks.preparation import check_inputs
 from edgefl.tasks.registry import make_task
 from edgefl.tasks.stored_arrays import select_rows
 
@@ -184,7 +185,9 @@ class TaskCache:
         fingerprint = (path, _compute_fingerprint(Path(path)))
         if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
             cached_task.shard_version = compute_shard_version(Path(path))  # before the files are read
-            cached_task.data, cached_task.blocks = load_task_data(cached_task.task, path), _read_block_ranges(path)
+            data = load_task_data(cached_task.task, path)
+            check_inputs(cached_task.learner, data.inputs)
+            cached_task.data, cached_task.blocks = data, _read_block_ranges(path)
             cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
         if self._drift is not None:
             self._drift.record_reference(cached_task.task, cached_task.name, cached_task.options, cached_task.data)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.named_arrays import format_row_shape
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.central import load_central_data, read_own_data, read_test_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
@@ -18,11 +19,15 @@ from edgefl.tasks.datasets.shards import (
     compute_root_fraction,
     compute_sample_hashes,
     get_metadata_path,
+    pack_inputs,
     read_metadata,
     split_train_test,
+    unpack_inputs,
 )
 
 _ROW_FIELDS = ("rows", "train", "test")
+_POOL_PREFIX = "pool-"
+"""Before the names of the files of the pool's arrays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +110,8 @@ def read_shards(
     if not paths:
         raise ConfigError("a fleet needs at least one shard")
     parts = [read_own_data(task, Path(path)) for path in paths]
-    if len({part.inputs.shape[1:] for part in parts}) > 1:
-        raise DataError("the shards hold inputs of different shapes")
+    if len(shapes := {format_row_shape(part.inputs) for part in parts}) > 1:
+        raise DataError(f"the shards hold inputs of different shapes: {'; '.join(sorted(shapes)[:2])}")
     pool = Dataset.concatenate(parts)
     offsets = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]
@@ -145,10 +150,9 @@ def _split_shards(
 
 def save_data(folder: Path, data: FleetData) -> None:
     """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
-    np.save(folder / "inputs.npy", data.pool.inputs)
-    np.save(folder / "targets.npy", data.pool.targets)
-    if data.pool.weights is not None:
-        np.save(folder / "weights.npy", data.pool.weights)
+    weights = {} if data.pool.weights is None else {"weights": data.pool.weights}
+    for name, array in {**pack_inputs(data.pool.inputs), "targets": data.pool.targets, **weights}.items():
+        np.save(folder / f"{_POOL_PREFIX}{name}.npy", array)
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
         np.save(folder / f"{name}.npy", np.concatenate(arrays).astype(np.int64))
@@ -160,11 +164,10 @@ def save_data(folder: Path, data: FleetData) -> None:
 def load_data(folder: Path) -> FleetData:
     """Returns the data that `save_data` wrote, without the coordinator's own data."""
     arrays = {
-        name: np.load(path, mmap_mode="r")
-        for name in ("inputs", "targets", "weights")
-        if (path := folder / f"{name}.npy").exists()
+        path.stem.removeprefix(_POOL_PREFIX): np.load(path, mmap_mode="r")
+        for path in folder.glob(f"{_POOL_PREFIX}*.npy")
     }
-    pool = Dataset(inputs=arrays["inputs"], targets=arrays["targets"], weights=arrays.get("weights"))
+    pool = Dataset(inputs=unpack_inputs(arrays), targets=arrays["targets"], weights=arrays.get("weights"))
     rows = {
         name: np.split(np.load(folder / f"{name}.npy"), np.load(folder / f"{name}-ends.npy")[:-1])
         for name in _ROW_FIELDS

@@ -61,6 +61,7 @@ from edgefl.tasks.local_algorithms.personal_training import make_personal_model
 from edgefl.tasks.local_algorithms.scaffold import ClientControlVariate, get_start_version
 from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.noop import NoopLearner
+from edgefl.tasks.preparation import check_inputs
 from edgefl.tasks.registry import make_task
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024
@@ -226,6 +227,7 @@ class SimulatedTrainer:
         # One thread, so that the same job gives the same bits in any process.
         has_model = self._analysis is None or self._analysis.has_task_model
         self._learner = task.learner(accelerator=task_spec.accelerator, threads=1) if has_model else NoopLearner(())
+        check_inputs(self._learner, data.pool.inputs)
         self._split = (
             None
             if task_spec.split.after is None

@@ -15,6 +15,7 @@ from numpy.random import Generator
 
 from edgefl import __version__
 from edgefl.core.errors import TaskError
+from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Array, Dataset, ModelSpec, Scalar, Task, derive_rng
 from edgefl.tasks.compiled.artefact import (
     BUFFER,
@@ -140,6 +141,10 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
             f"task {task.name} trains with a {type(learner).__name__}: only tasks of a torch model (TorchLearner) "
             "are compiled; one in NumPy needs no torch as it is"
         )
+    if (data is not None and isinstance(data.inputs, NamedArrays)) or not _takes_one_input(learner):
+        raise TaskError(
+            f"task {task.name} has inputs by name, and a compiled task takes one array; boards train it with torch"
+        )
     if still := [name for name, parameter in learner.module.named_parameters() if not parameter.requires_grad]:
         raise TaskError(
             f"parameter {still[0]} of task {task.name} takes no gradient (requires_grad = False); compiled are "
@@ -190,6 +195,14 @@ def _list_specs(task: Task, state: Mapping[str, Array]) -> ModelSpec:
 
 def _list_versions() -> dict[str, str]:
     return {"torch": torch.__version__, "onnx": onnx.__version__, "edgefl": __version__}
+
+
+def _takes_one_input(learner: TorchLearner) -> bool:
+    try:
+        inspect.signature(learner.module.forward).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _hash_source(task: Task, learner: TorchLearner, options: Mapping[str, Scalar] | None, batch_size: int) -> str:

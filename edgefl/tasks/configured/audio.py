@@ -23,7 +23,7 @@ from edgefl.tasks.export.onnx_graph import (
     register_node_builder,
 )
 from edgefl.tasks.learners.image_layers import ImageFormat
-from edgefl.tasks.learners.numpy_learner import Prepare
+from edgefl.tasks.preparation import Prepare
 
 NAME = "audio"
 MIN_RATE, MAX_RATE = 4000, 48_000

@@ -8,8 +8,8 @@ from edgefl.tasks.configured.options import Numbers, check_size
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, MODELS, make_dense_model
 from edgefl.tasks.learners.image_layers import ImageFormat
 from edgefl.tasks.learners.image_networks import make_chain
-from edgefl.tasks.learners.numpy_learner import Prepare
 from edgefl.tasks.learners.torch_learner import TORCHVISION, TorchFactoryModel, make_chain_model
+from edgefl.tasks.preparation import Prepare
 
 NETWORKS = ("cnn", "cnn-small", "cnn-large", "resnet18", "resnet32", "mobilenet-v1", "mobilenet-v2")
 """Networks of torch that take any number of pixels and of classes."""

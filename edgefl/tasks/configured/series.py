@@ -37,8 +37,8 @@ from edgefl.tasks.configured.table import (
 )
 from edgefl.tasks.datasets.table_files import MAX_CELLS, TablePart, read_table
 from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.numpy_learner import Prepare
 from edgefl.tasks.learners.torch_learner import make_chain_model
+from edgefl.tasks.preparation import Prepare
 
 NAME = "series"
 NETWORKS = ("cnn", "gru")

@@ -17,7 +17,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import IO, Any
 
@@ -68,12 +68,16 @@ PUBLISHED_MD5 = {
 
 
 def read_npz(
-    file: IO[bytes], names: Collection[str] | None = None, *, in_place: Collection[str] = (), is_checked: bool = False
+    file: IO[bytes],
+    names: Collection[str] | None = None,
+    *,
+    in_place: Callable[[str], bool] | None = None,
+    is_checked: bool = False,
 ) -> dict[str, Array]:
     """Returns the arrays of an open `.npz` file by name; with `names`, these.
 
-    Those of `in_place` stay in the file, as `StoredArray`, where they lie there unpacked and row by row. With
-    `is_checked` their checksums are not computed.
+    Those for whose name `in_place` is true stay in the file, as `StoredArray`, where they lie there unpacked and row
+    by row. With `is_checked` their checksums are not computed.
 
     Raises:
         ValueError: it is damaged, no archive of arrays, lacks one of `names`, holds objects, or would unpack to more
@@ -90,7 +94,11 @@ def read_npz(
                 raise ValueError(f"it has no array {missing[0]!r}, only {', '.join(infos)[:200] or 'others'}")
             requested = infos if names is None else {name: infos[name] for name in names}
             return {
-                name: (_store_member(file, archive, info, is_checked=is_checked) if name in in_place else None)
+                name: (
+                    _store_member(file, archive, info, is_checked=is_checked)
+                    if in_place is not None and in_place(name)
+                    else None
+                )
                 or _read_member(archive, info)
                 for name, info in requested.items()
             }

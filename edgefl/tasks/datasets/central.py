@@ -18,6 +18,7 @@ from edgefl.core.errors import (
     TaskError,
     format_install_command,
 )
+from edgefl.core.named_arrays import format_row_shape
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
@@ -123,10 +124,10 @@ def read_test_data(task: Task, path: Path, train: Dataset) -> Dataset:
     if not len(test):
         raise DataError(f"test data {path} of task {task.name} holds no examples")
     for what, ours, theirs in (("inputs", train.inputs, test.inputs), ("targets", train.targets, test.targets)):
-        if ours.shape[1:] != theirs.shape[1:]:
+        if format_row_shape(ours) != format_row_shape(theirs):
             raise DataError(
-                f"{what} of test data {path} are {list(theirs.shape[1:])} each, those that are trained on are "
-                f"{list(ours.shape[1:])}"
+                f"{what} of test data {path} are {format_row_shape(theirs)} each, those that are trained on are "
+                f"{format_row_shape(ours)}"
             )
     return test
 

@@ -1,8 +1,8 @@
 """Shards on disk: one `.npz` and its card (a JSON file with its metadata), or a growing folder of `.npz` files.
 
-`inputs` [n, ...] and `labels` [n] are stored raw (pixels as bytes); a task turns them into features when it trains,
-so files stay small and a sample keeps its hash for ever. By that hash a device splits its data into a training and a
-test part.
+`inputs` [n, ...], or `inputs.NAME` for each array by name, and `labels` [n] are stored raw (pixels as bytes); a task
+turns them into features when it trains, so files stay small and a sample keeps its hash for ever. By that hash a
+device splits its data into a training and a test part.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
+from edgefl.core.named_arrays import NamedArrays, list_arrays
 from edgefl.core.safe_parsing import parse_json
-from edgefl.core.types import Array, Dataset, Task
+from edgefl.core.types import Array, Dataset, Inputs, Task
 from edgefl.system.atomic_files import compute_sha256, open_atomic
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.class_folders import survey_class_folders, survey_sounds
@@ -42,6 +43,7 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
 _ARRAYS = ("inputs", "labels")
+_INPUT_PREFIX = "inputs."
 _SURVEYS: Mapping[str, Callable[..., Survey]] = {
     "audio": survey_sounds,
     "pictures": survey_class_folders,
@@ -220,11 +222,10 @@ def list_shard_files(folder: Path) -> list[Path]:
 
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
     """Writes `.npz` and card, each whole or not at all; returns the card with its counts and checksum."""
+    weights = {} if data.weights is None else {"weights": data.weights}
     with write_atomically(path) as file:
-        if data.weights is None:
-            np.savez(file, inputs=data.inputs, labels=data.targets)
-        else:
-            np.savez(file, inputs=data.inputs, labels=data.targets, weights=data.weights)
+        arrays: dict[str, Any] = {**pack_inputs(data.inputs), "labels": data.targets, **weights}
+        np.savez(file, **arrays)
     is_counted = bool(metadata.labels) or not metadata.is_dataset
     counts = count_labels(data.targets) if is_counted else {}
     written = replace(metadata, counts=counts, num_examples=len(data), sha256=compute_file_sha256(path))
@@ -267,11 +268,37 @@ def _read_cut_file(path: Path, task: Task) -> Dataset:
                 f"{text!r:.200}; cut it again"
             )
     arrays = _load_arrays(path, None, in_place=bool(_select_in_place([path])), is_checked=True)
-    if missing := [name for name in _ARRAYS if name not in arrays]:
+    is_named = not any(name == _ARRAYS[0] for name in arrays) and any(map(_is_input, arrays))
+    if missing := [name for name in _ARRAYS[is_named:] if name not in arrays]:
         raise DataError(f"shard {path} has no array {missing[0]!r}; cut it again")
     if wrong := [name for name, array in arrays.items() if array.ndim == 0 or array.dtype.kind not in "fiub"]:
         raise DataError(f"{wrong[0]} of shard {path} must be numbers [n, ...], got {arrays[wrong[0]].dtype}")
-    return Dataset(inputs=arrays["inputs"], targets=arrays["labels"], weights=arrays.get("weights"))
+    try:
+        return Dataset(inputs=unpack_inputs(arrays), targets=arrays["labels"], weights=arrays.get("weights"))
+    except DataError as error:
+        raise DataError(f"shard {path}: {error}") from None
+
+
+def pack_inputs(inputs: Inputs) -> dict[str, Array]:
+    """Returns inputs as arrays of a file: `inputs`, or `inputs.NAME` for each name."""
+    if not isinstance(inputs, NamedArrays):
+        return {_ARRAYS[0]: inputs}
+    return {f"{_INPUT_PREFIX}{name}": array for name, array in inputs.to_dict().items()}
+
+
+def unpack_inputs(arrays: Mapping[str, Array]) -> Inputs:
+    """Returns the inputs among the arrays of a file, as `pack_inputs` names them; there are some.
+
+    Raises:
+        DataError: arrays by name are no inputs.
+    """
+    if _ARRAYS[0] in arrays:
+        return arrays[_ARRAYS[0]]
+    return NamedArrays({name.removeprefix(_INPUT_PREFIX): arrays[name] for name in arrays if _is_input(name)})
+
+
+def _is_input(name: str) -> bool:
+    return name == _ARRAYS[0] or name.startswith(_INPUT_PREFIX)
 
 
 def is_of_classes(task: Task, data: Dataset) -> bool:
@@ -362,7 +389,7 @@ def _check_card(path: Path, task: str) -> ShardMetadata:
 def _load_arrays(path: Path, names: Collection[str] | None, *, in_place: bool, is_checked: bool) -> dict[str, Array]:
     try:
         with path.open("rb") as file:
-            return read_npz(file, names, in_place=_ARRAYS[:1] if in_place else (), is_checked=is_checked)
+            return read_npz(file, names, in_place=_is_input if in_place else None, is_checked=is_checked)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
 
@@ -424,14 +451,21 @@ def compute_root_fraction(data: Dataset, num_examples: int) -> float:
     return min(0.5, num_examples / max(1, len(data)))
 
 
-def compute_sample_hashes(inputs: Array, salt: str = "") -> Array:
-    """Returns [n] uint64, uniform, the same for equal samples on every machine."""
+def compute_sample_hashes(inputs: Inputs, salt: str = "") -> Array:
+    """Returns [n] uint64, uniform, the same for equal samples on every machine; of all arrays by name together."""
     start = hashlib.blake2b(digest_size=HASH_BYTES, key=hashlib.sha256(salt.encode()).digest())
     digests = bytearray()
     for block in iterate_blocks(inputs) if inputs.size else ():
-        rows = np.ascontiguousarray(block).astype(inputs.dtype.newbyteorder("<"), copy=False)
-        for row in rows.reshape(len(rows), -1).view(np.uint8):
+        parts = [_to_bytes(array) for array in list_arrays(block) if array.size]
+        for row in zip(*parts, strict=True):
             digest = start.copy()
-            digest.update(row.data)
+            for part in row:
+                digest.update(part.data)
             digests += digest.digest()
     return np.frombuffer(bytes(digests), dtype="<u8")
+
+
+def _to_bytes(array: Array) -> Array:
+    """Returns the bytes of each row, [n, bytes], the same on every machine."""
+    rows = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
+    return rows.reshape(len(rows), -1).view(np.uint8)

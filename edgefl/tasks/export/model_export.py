@@ -1,7 +1,8 @@
 """Export of a model as a file independent of the task's code: ONNX, or a torch state dict; checked before it appears.
 
-The ONNX file takes the inputs of the task's `read`, as float32, and returns `logits`: the task's own preparation of
-raw inputs is part of the graph. A user's `prepare` without a node builder is omitted, and the metadata notes it.
+The ONNX file takes the inputs of the task's `read`, as float32 (or by name, as its module does), and returns
+`logits`: the task's own preparation of raw inputs is part of the graph. A user's `prepare` without a node builder is
+omitted, and the metadata notes it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import numpy as np
 
 from edgefl.core.clusters import is_stack, split_stack
 from edgefl.core.errors import TaskError
-from edgefl.core.types import Array, Dataset, Json, Scalar, Task, Tensors, derive_rng
+from edgefl.core.named_arrays import NamedArrays, unwrap_inputs, wrap_inputs
+from edgefl.core.types import Array, Dataset, Inputs, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import make_store_error, open_atomic
 from edgefl.tasks.export.onnx_graph import (
     INPUTS,
@@ -29,11 +31,13 @@ from edgefl.tasks.export.onnx_graph import (
     OPSET,
     PREPARE,
     OnnxGraph,
+    Sources,
     get_node_builder,
     import_onnx,
     suppress_export_logs,
 )
 from edgefl.tasks.losses.registry import has_classes
+from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 from edgefl.tasks.registry import import_extra, import_torch
 
 TOLERANCE = 2e-5
@@ -61,7 +65,7 @@ def open_session(content: bytes) -> Any:
         raise TaskError(f"onnxruntime cannot load the exported model: {error}") from error
 
 
-def verify_logits(session: Any, features: Array, expected: Array) -> tuple[float, float]:
+def verify_logits(session: Any, features: Inputs, expected: Array) -> tuple[float, float]:
     """Returns the largest difference of the file's logits from the expected ones, and its tolerance.
 
     Raises:
@@ -81,7 +85,7 @@ def verify_logits(session: Any, features: Array, expected: Array) -> tuple[float
     return difference, tolerance
 
 
-def compute_accuracy(session: Any, features: Array, labels: Array | None) -> float | None:
+def compute_accuracy(session: Any, features: Inputs, labels: Array | None) -> float | None:
     """Returns the fraction of correct predictions of the file; None without labels, or where they are no classes."""
     if labels is None or not len(labels) or labels.dtype.kind not in "iu" or labels.ndim != 1:
         return None
@@ -114,14 +118,15 @@ def quantise_model(content: bytes) -> Any:
             raise TaskError(f"onnxruntime cannot quantise this model: {error}") from error
 
 
-def run_in_batches(function: Callable[[Array], Array], inputs: Array) -> Iterator[Array]:
+def run_in_batches(function: Callable[[Inputs], Array], inputs: Inputs) -> Iterator[Array]:
     """Yields a function's results by batch: a whole test set at once needs too much memory."""
     for start in range(0, len(inputs), BATCH_SIZE):
         yield function(inputs[start : start + BATCH_SIZE])
 
 
-def _compute_logits(session: Any, features: Array) -> Array:
-    (logits,) = session.run([LOGITS], {INPUTS: features})
+def _compute_logits(session: Any, features: Inputs) -> Array:
+    named = features.to_dict() if isinstance(features, NamedArrays) else {INPUTS: features}
+    (logits,) = session.run([LOGITS], {name: np.ascontiguousarray(array) for name, array in named.items()})
     return np.asarray(logits)
 
 
@@ -132,7 +137,7 @@ class OnnxExportReport:
     Attributes:
         sha256, bytes_file: of the file.
         opset: the version of ONNX's operators.
-        input_name, input_shape: its input, float32; None stands for any number of examples.
+        inputs: its inputs, as `float32 inputs [n, 8, 8]`.
         output_name, num_classes: its output, float32 [n, num_classes].
         max_difference: between its logits and the task's own, the largest over `num_checked` inputs. For a quantised
             file it is that of the float32 file.
@@ -147,8 +152,7 @@ class OnnxExportReport:
     sha256: str
     bytes_file: int
     opset: int
-    input_name: str
-    input_shape: tuple[int | None, ...]
+    inputs: str
     output_name: str
     num_classes: int
     max_difference: float
@@ -165,9 +169,9 @@ class OnnxExportable(Protocol):
     """Interface of a learner, beyond `Learner`, whose model can be exported."""
 
     @property
-    def prepare(self) -> Callable[[Array], Array]: ...
-    def logits(self, inputs: Array) -> Array: ...
-    def draw(self, graph: OnnxGraph, features: str, example: Array) -> str: ...
+    def prepare(self) -> Prepare: ...
+    def logits(self, inputs: Inputs) -> Array: ...
+    def draw(self, graph: OnnxGraph, features: str, example: Inputs) -> str: ...
 
 
 def export_onnx(  # noqa: PLR0913 all but three by name
@@ -176,7 +180,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
     path: Path,
     *,
     quantise: bool = False,
-    samples: Dataset | Array | None = None,
+    samples: Dataset | Inputs | None = None,
     options: Mapping[str, Scalar] | None = None,
     model_sha256: str = "",
 ) -> OnnxExportReport:
@@ -216,8 +220,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
         sha256=hashlib.sha256(content).hexdigest(),
         bytes_file=len(content),
         opset=OPSET,
-        input_name=INPUTS,
-        input_shape=(None, *features.shape[1:]),
+        inputs=_format_inputs(features),
         output_name=LOGITS,
         num_classes=built.graph.output[0].type.tensor_type.shape.dim[1].dim_value,
         max_difference=difference,
@@ -231,7 +234,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
     )
 
 
-def _select_inputs(task: Task, samples: Dataset | Array | None) -> tuple[Array, Array | None]:
+def _select_inputs(task: Task, samples: Dataset | Inputs | None) -> tuple[Inputs, Array | None]:
     if isinstance(samples, Dataset):
         inputs, labels = samples.inputs, samples.targets
     else:
@@ -292,31 +295,49 @@ def check_whole(task: Task, model: Tensors) -> None:
         )
 
 
-def _build_graph(learner: OnnxExportable, inputs: Array) -> tuple[Json, Any]:
+def _build_graph(learner: OnnxExportable, inputs: Inputs) -> tuple[Json, Any]:
     """Returns the preparation outside the graph, and the graph."""
-    graph, prepared = OnnxGraph(), learner.prepare(inputs[:2])
+    graph, prepared = OnnxGraph(), prepare_inputs(learner.prepare, inputs[:2])
     steps = get_node_builder(learner.prepare)
     preprocess: Json = {}
-    if steps is not None:
+    if steps is not None and not isinstance(inputs, NamedArrays):
         features = steps(graph, INPUTS)
     elif _is_identity(learner.prepare, inputs):
         features = INPUTS
     else:
         features, preprocess = INPUTS, {"kind": "task"}
     graph.stage = MODEL
-    shape = prepared.shape[1:] if preprocess else inputs.shape[1:]
-    result = learner.draw(graph, features, np.ascontiguousarray(prepared, dtype=np.float32))
+    sources = _list_sources(prepared if preprocess else to_features(unwrap_inputs(inputs)))
+    result = learner.draw(graph, features, prepared)
     num_classes = learner.logits(inputs[:1]).shape[1]
-    return preprocess, graph.build_model(source=INPUTS, shape=shape, result=result, num_classes=num_classes)
+    return preprocess, graph.build_model(sources=sources, result=result, num_classes=num_classes)
 
 
-def _is_identity(prepare: Callable[[Array], Array], inputs: Array) -> bool:
-    prepared = np.asarray(prepare(inputs))
-    return prepared.shape == inputs.shape and bool(np.array_equal(prepared, inputs.astype(np.float32)))
+def _list_sources(features: Inputs) -> Sources:
+    """Returns type and shape of one example of each input of the graph, by name."""
+    named = features if isinstance(features, Mapping) else {INPUTS: features}
+    return {name: (str(array.dtype), tuple(array.shape[1:])) for name, array in named.items()}
 
 
-def _compute_features(learner: OnnxExportable, inputs: Array, preprocess: Json) -> Array:
-    return np.ascontiguousarray(learner.prepare(inputs) if preprocess else inputs, dtype=np.float32)
+def _format_inputs(features: Inputs) -> str:
+    sources = _list_sources(unwrap_inputs(features))
+    return ", ".join(
+        f"{dtype} {name} [{', '.join(['n', *map(str, shape)])}]" for name, (dtype, shape) in sources.items()
+    )
+
+
+def _is_identity(prepare: Prepare, inputs: Inputs) -> bool:
+    prepared, plain = (prepare_inputs(each, inputs) for each in (prepare, to_features))
+    if isinstance(prepared, Mapping) and isinstance(plain, Mapping):
+        return prepared.keys() == plain.keys() and all(
+            np.array_equal(prepared[name], plain[name]) and prepared[name].dtype == plain[name].dtype
+            for name in plain
+        )
+    return not isinstance(prepared, Mapping) and not isinstance(plain, Mapping) and np.array_equal(prepared, plain)
+
+
+def _compute_features(learner: OnnxExportable, inputs: Inputs, preprocess: Json) -> Inputs:
+    return wrap_inputs(prepare_inputs(learner.prepare if preprocess else to_features, inputs))
 
 
 def _make_metadata(task: Task, options: Mapping[str, Scalar] | None, sha256: str, preprocess: Json) -> dict[str, str]:

@@ -11,13 +11,13 @@ import importlib
 import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from edgefl.core.errors import TaskError, format_install_command
-from edgefl.core.types import Array
+from edgefl.core.types import Array, Inputs
 from edgefl.tasks.registry import import_extra, import_torch
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ _BUILDER_ATTRIBUTE = "onnx_steps"
 
 NodeBuilder = Callable[["OnnxGraph", str], str]
 """(graph, name of a value) -> name of the value after the added steps."""
+Sources = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Type and shape of one example of each input of a graph, by name."""
 Prepare = TypeVar("Prepare", bound=Callable[[Array], Array])
 
 INPUTS, LOGITS = "inputs", "logits"
@@ -65,18 +67,26 @@ class OnnxGraph:
         self.constants[name] = self.onnx.numpy_helper.from_array(array, name=name)
         return name
 
-    def build_model(self, *, source: str, shape: tuple[int, ...], result: str, num_classes: int) -> Any:
-        """Returns the ModelProto from float32 `inputs` [n, *shape], the value `source`, to `logits` [n, num_classes].
+    def build_model(self, *, sources: Sources, result: str, num_classes: int) -> Any:
+        """Returns the ModelProto from its inputs by name, [n, *shape] each, to float32 `logits` [n, num_classes].
 
         Raises:
-            TaskError: the graph is invalid for ONNX.
+            TaskError: the graph is invalid for ONNX, or has a value with the name of an input.
         """
         helper, kind = self.onnx.helper, self.onnx.TensorProto.FLOAT
+        values = {*self.constants, LOGITS, *(name for node in self.nodes for name in node.output)}
+        if taken := sorted(values.intersection(sources)):
+            raise TaskError(
+                f"input {taken[0]!r} has the name of another value of the ONNX graph; give it another name"
+            )
         last = helper.make_node("Identity", [result], [LOGITS], name="name_logits")
         graph = helper.make_graph(
             [*self.nodes, last],
             "edgefl",
-            [helper.make_tensor_value_info(source, kind, ["n", *shape])],
+            [
+                helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(np.dtype(dtype)), ["n", *shape])
+                for name, (dtype, shape) in sources.items()
+            ],
             [helper.make_tensor_value_info(LOGITS, kind, ["n", num_classes])],
             initializer=list(self.constants.values()),
         )
@@ -161,14 +171,14 @@ def get_first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def add_torch_module(module: torch.nn.Module, graph: OnnxGraph, features: str, example: Array) -> str:
+def add_torch_module(module: torch.nn.Module, graph: OnnxGraph, features: str, example: Inputs) -> str:
     """Adds the module's nodes and weights to the graph and returns the name of its logits.
 
     Args:
         module: maps a float32 batch of any size to logits.
         graph: the graph to extend.
-        features: the module's input value.
-        example: one float32 batch of features, for their shape.
+        features: the module's input value; inputs by name are those values.
+        example: one batch of features, for their types and shapes.
 
     Raises:
         TaskError: onnxscript is missing, or torch cannot export this module.
@@ -179,32 +189,40 @@ def add_torch_module(module: torch.nn.Module, graph: OnnxGraph, features: str, e
             f"install it with: {format_install_command('onnxscript')}"
         )
     exported = _export_module(module.eval(), example)
+    named = {f"{_INPUT_NAME}_{name}": name for name in example} if isinstance(example, Mapping) else {}
+    values = named or {_INPUT_NAME: features}
     if exported.functions or any(node.domain for node in exported.graph.node):
         raise TaskError("torch's exporter left operators in the graph that are not of ONNX itself")
     for tensor in exported.graph.initializer:
         graph.constants[tensor.name] = tensor
     for node in exported.graph.node:
-        node.input[:] = [features if name == _INPUT_NAME else name for name in node.input]
+        node.input[:] = [values.get(name, name) for name in node.input]
         graph.nodes.append(node)
     return _OUTPUT_NAME
 
 
-def _export_module(module: torch.nn.Module, example: Array) -> Any:
+def _export_module(module: torch.nn.Module, example: Inputs) -> Any:
     backend = import_torch()
+    is_named = isinstance(example, Mapping)
+    named: Mapping[str, Array] = (
+        example if isinstance(example, Mapping) else {"": np.asarray(example, dtype=np.float32)}
+    )
     # Two examples: from one, torch would infer a constant batch size.
-    batch = backend.from_numpy(np.ascontiguousarray(np.resize(example, (2, *example.shape[1:])), dtype=np.float32))
+    batches = {name: backend.from_numpy(np.resize(array, (2, *array.shape[1:]))) for name, array in named.items()}
+    sizes = {name: {0: backend.export.Dim("n")} for name in named}
     with suppress_export_logs():
         try:
             program = backend.onnx.export(
                 module,
-                (batch,),
+                () if is_named else tuple(batches.values()),
+                kwargs=batches if is_named else None,
                 dynamo=True,
                 opset_version=OPSET,
                 external_data=False,
                 verbose=False,
-                input_names=[_INPUT_NAME],
+                input_names=[f"{_INPUT_NAME}_{name}" for name in named] if is_named else [_INPUT_NAME],
                 output_names=[_OUTPUT_NAME],
-                dynamic_shapes=({0: backend.export.Dim("n")},),
+                dynamic_shapes=sizes if is_named else tuple(sizes.values()),
             )
         except Exception as error:  # the exporter passes on any exception of a user's module
             raise TaskError(f"torch cannot export this model to ONNX: {get_first_line(error)}") from error

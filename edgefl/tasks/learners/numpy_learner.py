@@ -11,25 +11,19 @@ from typing import Any
 import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.types import Array, Dataset, ModelSpec, Tensor, TensorKind, Tensors
+from edgefl.core.named_arrays import NamedArrays
+from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, Tensor, TensorKind, Tensors
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import FunctionLoss, LossLike, make_loss, select_targets
 from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.preparation import Prepare, call_prepare, to_features
 from edgefl.tasks.registry import validate_accelerator
-
-Prepare = Callable[[Array], Array]
-"""Turns a batch of a shard's raw inputs into float32 features; raw shards are small and hash the same for ever."""
 
 EVALUATION_BATCH_SIZE = 1024
 GELU_FACTOR, GELU_CUBE = float(np.sqrt(2 / np.pi)), 0.044715
 """Of the approximation by tanh in Hendrycks, Gimpel, Gaussian Error Linear Units, 2016."""
-
-
-def to_features(inputs: Array) -> Array:
-    """Returns inputs as float32, otherwise as they are: the usual `prepare`."""
-    return inputs.astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +191,12 @@ class NumpyLearner(ArrayLearner):
         )
         self._first_trained = next(trained, 0)
 
-    def logits(self, inputs: Array) -> Array:
+    def check_inputs(self, inputs: Inputs) -> None:
+        """Raises a `TaskError` where raw inputs are arrays by name that no `prepare` joins to one."""
+        if isinstance(inputs, NamedArrays) and len(inputs):
+            self._compute_features(inputs[:1])
+
+    def logits(self, inputs: Inputs) -> Array:
         """Returns the model's logits of raw inputs, [n, classes]."""
         return self._forward(inputs)[1][-1]
 
@@ -215,7 +214,7 @@ class NumpyLearner(ArrayLearner):
         with np.errstate(over="ignore", invalid="ignore"):  # the coordinator handles a diverged model
             return self._compute_gradient(batch, *self._forward(batch.inputs))
 
-    def compute_features(self, inputs: Array) -> Array | None:
+    def compute_features(self, inputs: Inputs) -> Array | None:
         """Returns what the first layer that is trained gets, [n, size]; None where that are the inputs themselves."""
         if not self._first_trained or isinstance(self._loss, Reconstruction):
             return None
@@ -245,9 +244,18 @@ class NumpyLearner(ArrayLearner):
         loss = len(batch) * self._loss.compute_mean(outputs, targets, batch.weights)[0]
         return loss, self._loss.count_right(outputs, batch.targets)
 
-    def _forward(self, inputs: Array) -> tuple[list[Array], list[Array]]:
+    def _compute_features(self, inputs: Inputs) -> Array:
+        features = call_prepare(self._prepare, inputs)
+        if isinstance(features, Mapping):
+            raise TaskError(
+                f"inputs are arrays by name ({', '.join(features)}), and a model in NumPy takes one; give it a "
+                "`prepare` that joins them, or take a model of torch"
+            )
+        return features
+
+    def _forward(self, inputs: Inputs) -> tuple[list[Array], list[Array]]:
         """Returns the input of every layer, and the sums that it makes of it; the last sums are the logits."""
-        return self._run_layers(self._prepare(inputs).reshape(len(inputs), -1), self._layers)
+        return self._run_layers(self._compute_features(inputs).reshape(len(inputs), -1), self._layers)
 
     def _run_layers(self, hidden: Array, layers: Sequence[tuple[str, str]]) -> tuple[list[Array], list[Array]]:
         layer_inputs: list[Array] = []

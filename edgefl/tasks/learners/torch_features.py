@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Array, Dataset
+from edgefl.core.named_arrays import NamedArrays
+from edgefl.core.types import Array, Dataset, Inputs
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.learners.torch_split import cut_module, list_tensor_names
 from edgefl.tasks.losses.value_losses import Reconstruction
@@ -44,7 +45,7 @@ class TorchFeatures:
         return self._learner.compute_gradient(batch, self._rest, batch.inputs)
 
 
-def make_features(learner: TorchLearner, trained: Collection[str], inputs: Array) -> TorchFeatures | None:
+def make_features(learner: TorchLearner, trained: Collection[str], inputs: Inputs) -> TorchFeatures | None:
     """Returns the network cut before the first of its modules with a trained tensor; None where that cannot be.
 
     The cut is tried on a few raw inputs: while the network trains, the front is neither random nor does it depend on
@@ -57,6 +58,8 @@ def make_features(learner: TorchLearner, trained: Collection[str], inputs: Array
         inputs: [n, ...] raw, n at least 1.
     """
     if isinstance(learner.loss, Reconstruction):  # its targets are the inputs
+        return None
+    if isinstance(inputs, NamedArrays):  # a front has one input
         return None
     children = [name for name, _ in learner.module.named_children()]
     has_trained = [any(tensor.startswith(f"{name}.") for tensor in trained) for name in children]

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError, format_install_command
+from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.settings import find_similar
-from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
+from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
 from edgefl.tasks.export.onnx_graph import (
     OnnxGraph,
     add_torch_module,
@@ -30,10 +31,12 @@ from edgefl.tasks.export.onnx_graph import (
     register_node_builder,
 )
 from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target, to_features
+from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
+from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 from edgefl.tasks.registry import import_extra, import_torch, load_object, validate_accelerator
 
 if TYPE_CHECKING:
@@ -57,13 +60,13 @@ class TorchModel:
     `build` makes the module. `tensors` are known without torch where they are given, in the order of the module's
     parameters followed by its buffers, and `first_weights` samples them; without it the first weights are the
     module's own, the same for the same seed and release of torch. `loss` is as of `make_loss`; a task's own goes
-    before it.
+    before it. The module gets one array as its only argument, arrays by name as arguments of these names.
     """
 
     needs_torch: ClassVar[bool] = True
 
     build: Callable[[], torch.nn.Module]
-    prepare: Callable[[Array], Array] = to_features
+    prepare: Prepare = to_features
     tensors: ModelSpec | None = None
     first_weights: Callable[[ModelSpec, int], dict[str, Array]] | None = None
     loss: LossLike = "cross-entropy"
@@ -112,7 +115,7 @@ class TorchLearner:
         self,
         module: torch.nn.Module,
         *,
-        prepare: Callable[[Array], Array] | None = None,
+        prepare: Prepare | None = None,
         accelerator: str = "cpu",
         threads: int | None = None,
         evaluation_batch_size: int = EVALUATION_BATCH_SIZE,
@@ -121,7 +124,8 @@ class TorchLearner:
         """Moves the module to the accelerator.
 
         Args:
-            module: maps a float32 batch to outputs [n, ...], such as logits [n, classes].
+            module: maps a float32 batch to outputs [n, ...], such as logits [n, classes]. Inputs by name are its
+                keyword arguments, of which whole numbers are int64 and truth values bool.
             prepare: turns a batch of a shard's raw inputs into the module's input; None leaves it unchanged.
             accelerator: cpu, cuda or cuda:N.
             threads: torch threads of this whole process; None leaves torch's choice.
@@ -194,7 +198,7 @@ class TorchLearner:
         return self._module
 
     @property
-    def prepare(self) -> Callable[[Array], Array]:
+    def prepare(self) -> Prepare:
         """The function from raw inputs to the module's input."""
         return self._prepare
 
@@ -203,7 +207,30 @@ class TorchLearner:
         """What it trains to make small."""
         return self._loss
 
-    def logits(self, inputs: Array) -> Array:
+    def check_inputs(self, inputs: Inputs) -> None:
+        """Checks that the module takes inputs of these names.
+
+        Raises:
+            TaskError: it takes others, or the loss needs one array.
+        """
+        features = self._compute_features(inputs[:1]) if isinstance(inputs, NamedArrays) and len(inputs) else None
+        if not isinstance(features, Mapping):
+            return
+        if isinstance(self._loss, Reconstruction):
+            raise TaskError(f"loss {self._loss.name} needs one array of inputs, got {', '.join(features)}")
+        try:
+            signature = inspect.signature(self._module.forward)
+        except (TypeError, ValueError):  # a compiled module says nothing of it
+            return
+        try:
+            signature.bind(**features)
+        except TypeError:
+            raise TaskError(
+                f"inputs are named {', '.join(features)}, and forward of {type(self._module).__name__} takes "
+                f"({', '.join(signature.parameters)}); give both the same names"
+            ) from None
+
+    def logits(self, inputs: Inputs) -> Array:
         """Returns the model's outputs for raw inputs, [n, ...]."""
         self._module.eval()
         with self._torch.no_grad():
@@ -224,7 +251,7 @@ class TorchLearner:
     def gradient(self, batch: Dataset) -> float:
         return self.compute_gradient(batch, self._module, self._compute_features(batch.inputs))
 
-    def compute_gradient(self, batch: Dataset, part: torch.nn.Module, inputs: Array) -> float:
+    def compute_gradient(self, batch: Dataset, part: torch.nn.Module, inputs: Inputs) -> float:
         """Does what `gradient` does by a part of the network, such as its end, which gets other inputs."""
         self.start_training(len(batch))
         outputs = self.apply(part, inputs)
@@ -238,10 +265,18 @@ class TorchLearner:
         with self._torch.no_grad():
             return evaluate_in_batches(data, self._evaluation_batch_size, self._evaluate_batch)
 
-    def apply(self, part: torch.nn.Module, inputs: Array) -> torch.Tensor:
-        """Returns what a part of the network makes of prepared inputs."""
-        outputs: torch.Tensor = part(self._torch.from_numpy(np.ascontiguousarray(inputs)).to(self._device))
+    def apply(self, part: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Returns what a part of the network makes of prepared inputs, a dict of which are keyword arguments."""
+        outputs: torch.Tensor
+        if isinstance(inputs, Mapping):
+            outputs = part(**{name: self._to_tensor(array) for name, array in inputs.items()})
+        else:
+            outputs = part(self._to_tensor(inputs))
         return outputs
+
+    def _to_tensor(self, array: Array) -> torch.Tensor:
+        tensor: torch.Tensor = self._torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return tensor
 
     def start_training(self, num_examples: int) -> None:
         """Puts the network into the mode of a training step on so many examples, with gradients of 0."""
@@ -263,15 +298,14 @@ class TorchLearner:
     def _forward(self, batch: Dataset) -> tuple[torch.Tensor, Array]:
         """Returns the module's outputs, and the targets for them: checked here, since a GPU would end the process."""
         features = self._compute_features(batch.inputs)
-        outputs: torch.Tensor = self._module(self._torch.from_numpy(features).to(self._device))
+        outputs = self.apply(self._module, features)
         return outputs, select_targets(self._loss, batch, features, tuple(outputs.shape))
 
-    def _logits(self, inputs: Array) -> torch.Tensor:
-        logits: torch.Tensor = self._module(self._torch.from_numpy(self._compute_features(inputs)).to(self._device))
-        return logits
+    def _logits(self, inputs: Inputs) -> torch.Tensor:
+        return self.apply(self._module, self._compute_features(inputs))
 
-    def _compute_features(self, inputs: Array) -> Array:
-        return np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)
+    def _compute_features(self, inputs: Inputs) -> Inputs:
+        return prepare_inputs(self._prepare, inputs)
 
 
 def module_shapes(module: torch.nn.Module) -> ModelSpec:

@@ -15,6 +15,7 @@ from onnxscript import opset18  # noqa: E402 after what it needs
 from tasks.compiler.networks import NETWORKS, Example  # noqa: E402
 
 from edgefl.core.errors import TaskError  # noqa: E402
+from edgefl.core.types import Dataset  # noqa: E402
 from edgefl.tasks.compiled.artefact import PERMITTED_OPERATORS  # noqa: E402
 from edgefl.tasks.compiler import onnx_files  # noqa: E402
 from edgefl.tasks.compiler.compilation import compile_task, format_loss  # noqa: E402
@@ -183,3 +184,18 @@ def test_what_a_learner_does_that_boards_do_not_see_is_refused():
     smooth = CrossEntropy(label_smoothing=0.1)
     with pytest.raises(TaskError, match=r"smoothing=0.0\), its learner trains with .*smoothing=0.1\); boards count"):
         compile_task(Hidden(network, (4,), trained=smooth), name="example", batch_size=3)
+
+
+def test_inputs_by_name_are_refused_in_one_line():
+    class Joined(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(4, 3)
+
+        def forward(self, left, right):
+            return self.fc(left + right)
+
+    data = Dataset(inputs={"left": np.zeros((4, 4)), "right": np.zeros((4, 4))}, targets=np.zeros(4, np.int64))
+    for given, network in ((None, Joined), (data, Joined), (data, lambda: torch.nn.Linear(4, 3))):
+        with pytest.raises(TaskError, match="inputs by name, and a compiled task takes one array"):
+            compile_task(Example(network, (4,)), name="example", batch_size=3, data=given)

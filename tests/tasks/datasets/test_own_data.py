@@ -6,16 +6,25 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+import edgefl
 from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.extensions import allow_modules
+from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Dataset
-from edgefl.simulation.backends.partitioned_data import partition_in_memory
+from edgefl.device.training.task_cache import TaskCache
+from edgefl.simulation.backends.partitioned_data import load_data, partition_in_memory, save_data
 from edgefl.tasks.datasets.central import create_shards, load_central_data, read_test_data
 from edgefl.tasks.datasets.partitioning import compute_strata
-from edgefl.tasks.datasets.shards import check_shard, compute_file_sha256, load_task_data
+from edgefl.tasks.datasets.shards import (
+    check_shard,
+    compute_file_sha256,
+    compute_sample_hashes,
+    load_task_data,
+    split_train_test,
+)
 from edgefl.tasks.registry import make_task
 
-NAME = "orchard:Orchard"
+NAME, GARDEN = "orchard:Orchard", "orchard:Garden"
 MODULE = """
 import numpy as np
 from edgefl.core.types import Dataset, Task
@@ -30,6 +39,26 @@ class Orchard(Task):
     def read(self, path):
         rows = np.loadtxt(path, delimiter=",", ndmin=2)
         return Dataset(inputs=rows[:, :2], targets=rows[:, 2], weights=rows[:, 3], groups=rows[:, 4].astype(int))
+
+
+class Garden(Orchard):
+    name = "orchard:Garden"
+    model = DenseModel(sizes=(2, 1), prepare=lambda inputs: np.stack([inputs["light"], inputs["water"]], axis=1))
+
+    def read(self, path):
+        data = super().read(path)
+        named = {"water": data.inputs[:, 0], "light": data.inputs[:, 1].astype("f4")}
+        return Dataset(inputs=named, targets=data.targets, weights=data.weights, groups=data.groups)
+
+
+class Other(Garden):
+    name = "orchard:Garden"
+    model = DenseModel(sizes=(2, 1), prepare=lambda inputs: np.stack([inputs["light"], inputs["shade"]], axis=1))
+
+
+class Bare(Garden):
+    name = "orchard:Garden"
+    model = DenseModel(sizes=(2, 1))
 """
 
 
@@ -128,3 +157,55 @@ def test_strata_hold_equally_many_and_keep_the_order():
     strata = compute_strata(values)
     assert np.bincount(strata).tolist() == [100] * 10
     assert (np.diff(strata[np.argsort(values)]) >= 0).all()
+
+
+@pytest.mark.parametrize("scheme", ["iid", "dirichlet:0.5", "by-class", "natural"])
+def test_inputs_by_name_are_cut_and_split_as_one_array_is(orchard, tmp_path, scheme):
+    paths = create_shards(GARDEN, scheme, 3, tmp_path / "shards", orchard)
+    in_memory = partition_in_memory(GARDEN, scheme, 3, data=orchard, seed=7, test_fraction=0.1)
+    save_data(tmp_path, in_memory)
+    there = load_data(tmp_path)
+    for path, shard in zip(paths, there.shards, strict=True):
+        whole = load_task_data(make_task(GARDEN), path)
+        for rows, data in zip((shard.train, shard.test), split_train_test(whole, 0.1), strict=True):
+            assert there.pool.take(rows).inputs.keys() == data.inputs.keys() == ["light", "water"]
+            for name in data.inputs:
+                np.testing.assert_array_equal(there.pool.take(rows).inputs[name], data.inputs[name])
+            np.testing.assert_array_equal(there.pool.take(rows).targets, data.targets)
+    other = Dataset(inputs={"water": np.zeros(3)}, targets=np.zeros(3))
+    task = make_task(GARDEN)
+    task.read = lambda path: other
+    with pytest.raises(DataError, match=r"inputs of test data .* are water \[\] each, .* are light \[\], water \[\]"):
+        read_test_data(task, orchard, in_memory.pool)
+
+
+def test_the_order_of_names_moves_no_example_and_each_array_counts():
+    a, b = np.arange(40.0), np.arange(40.0)[::-1]
+    hashes = compute_sample_hashes(NamedArrays({"a": a, "b": b}))
+    np.testing.assert_array_equal(hashes, compute_sample_hashes(NamedArrays({"b": b, "a": a})))
+    assert len({*hashes, *compute_sample_hashes(NamedArrays({"a": a, "b": a}))}) == 80
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_model_in_numpy_trains_on_inputs_that_its_prepare_joins(orchard, tmp_path, workers):
+    settings = {"run": {"task": GARDEN, "rounds": 2}, "simulation": {"devices": 2, "workers": workers}}
+    result = edgefl.simulate(settings, data=str(orchard), root=tmp_path, allow_modules=["orchard"])
+    first, second = (row["loss"] for row in result.rounds)
+    assert second < first
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Other", "prepare of the task raised KeyError: 'shade' at inputs named light, water"),
+        ("Bare", r"inputs are arrays by name \(light, water\), and a model in NumPy takes one"),
+    ],
+)
+def test_names_that_a_model_does_not_take_are_refused_before_the_first_round(orchard, tmp_path, name, message):
+    (path,) = create_shards(GARDEN, "iid", 1, tmp_path / "shards", orchard)
+    cache = TaskCache(lambda: {f"orchard:{name}": str(path)}, accelerator="cpu", threads=1)
+    with pytest.raises(TaskError, match=message):
+        cache.load_data(cache.get(f"orchard:{name}", {}))
+    settings = {"run": {"task": f"orchard:{name}", "rounds": 2}, "simulation": {"devices": 2}}
+    with pytest.raises(TaskError, match=message):
+        edgefl.simulate(settings, data=str(orchard), root=tmp_path, allow_modules=["orchard"])

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from edgefl.core.errors import StoreError, TaskError
-from edgefl.core.types import Dataset, SparseTensor, derive_rng
+from edgefl.core.errors import DataError, StoreError, TaskError
+from edgefl.core.types import Dataset, SparseTensor, Task, derive_rng
+from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.tasks.export.model_export import NUM_RANDOM_INPUTS, export_onnx, export_torch
 from edgefl.tasks.export.onnx_graph import register_node_builder
 from edgefl.tasks.images import MODELS as IMAGE_MODELS
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, NumpyLearner
+from edgefl.tasks.learners.torch_learner import TorchModel
 from edgefl.tasks.registry import BUILT_IN, make_task
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
@@ -109,7 +111,8 @@ def test_the_file_answers_as_the_task_does_for_any_number_of_examples(name, opti
         found = answers(path, inputs[:count])
         assert found.shape == (count, len(task.labels))
         assert np.abs(found - expected[:count]).max() <= report.tolerance
-    assert (report.preprocess, report.input_shape) == ({}, (None, *inputs.shape[1:]))
+    dims = ", ".join(["n", *map(str, inputs.shape[1:])])
+    assert (report.preprocess, report.inputs) == ({}, f"float32 inputs [{dims}]")
     assert list(tmp_path.iterdir()) == [path], "weights lie in the one file"
 
 
@@ -118,7 +121,7 @@ def test_the_report_and_the_file_s_metadata_say_what_it_is_and_the_same_model_ma
     report = export_onnx(task, task.init(7), path, options=options, model_sha256="ab" * 32)
     content = path.read_bytes()
     assert (report.sha256, report.bytes_file) == (hashlib.sha256(content).hexdigest(), len(content))
-    assert (report.opset, report.input_name, report.output_name, report.num_classes) == (18, "inputs", "logits", 10)
+    assert (report.opset, report.output_name, report.num_classes) == (18, "logits", 10)
     assert (report.num_checked, report.accuracy) == (NUM_RANDOM_INPUTS, None)
     assert (report.is_quantised, report.accuracy_quantised, report.bytes_float32) == (False, None, len(content))
     assert metadata(path) == {
@@ -364,3 +367,46 @@ def test_a_place_that_cannot_be_written_is_one_error_and_without_torch_the_remed
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "[train]'" in done.stderr.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.extended
+def test_inputs_by_name_are_inputs_of_the_file_in_their_types(tmp_path):
+    torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
+
+    class Joined(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.site, self.head = torch.nn.Embedding(4, 2), torch.nn.Linear(6, 3)
+
+        def forward(self, image, site):
+            return self.head(torch.cat([image.flatten(1), self.site(site)], 1))
+
+    class Sites(Task):
+        name = "sites:Sites"
+        model = TorchModel(build=Joined)
+
+    rng = np.random.default_rng(0)
+    inputs = {"site": rng.integers(0, 4, 30, np.int16), "image": rng.normal(size=(30, 2, 2))}
+    samples = Dataset(inputs=inputs, targets=rng.integers(0, 3, 30))
+    task, path = Sites(), tmp_path / "model.onnx"
+    report = export_onnx(task, task.init(1), path, samples=samples)
+    assert report.inputs == "float32 image [n, 2, 2], int64 site [n]"
+    assert report.accuracy == pytest.approx(np.mean(_run(path, inputs).argmax(axis=1) == samples.targets))
+    learner = task.learner()
+    learner.load(task.init(1))
+    np.testing.assert_allclose(_run(path, inputs), learner.logits(samples.inputs), atol=1e-5)
+    with pytest.raises(
+        DataError, match=r"one float32 input to run on a board, it takes image of tensor\(float\), site"
+    ):
+        OnnxModel(path)
+    # What a task's own code prepares outside the graph is not in it.
+    Sites.model = TorchModel(build=Joined, prepare=lambda each: {"image": each["image"] + 1, "site": each["site"]})
+    report = export_onnx(Sites(), task.init(1), path, samples=samples)
+    assert report.preprocess == {"kind": "task"}
+    with pytest.raises(TaskError, match="does not say the shape of its inputs"):
+        export_onnx(Sites(), task.init(1), path)
+
+
+def _run(path, inputs):
+    session = onnxruntime.InferenceSession(str(path))
+    return session.run(None, {"image": inputs["image"].astype("f4"), "site": inputs["site"].astype("i8")})[0]

@@ -16,6 +16,7 @@ from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.learners.torch_learner import TorchLearner, make_resizing_prepare, module_shapes
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.motionsense import motionsense
+from edgefl.tasks.preparation import to_features
 from edgefl.tasks.registry import make_task
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
@@ -421,3 +422,78 @@ def test_torchvisions_resnet_is_one_line_where_it_is_installed():
     task = make_task("fashion-mnist", {"model": "torchvision:resnet18"})
     assert sum(spec.size for spec in task.shapes() if spec.kind == TensorKind.PARAMETER) == 11_181_642
     assert trained_factory_model(task, images(5), epochs=None, iterations=1)["fc.weight"].any()
+
+
+class Joined(torch.nn.Module):
+    """Takes a picture, a number and a class, each by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.picture, self.site, self.head = torch.nn.Linear(6, 3), torch.nn.Embedding(4, 2), torch.nn.Linear(5, 2)
+
+    def forward(self, image, age, site, is_new=None):
+        self.types = {"image": image.dtype, "age": age.dtype, "site": site.dtype}
+        new = torch.zeros(len(age), 1) if is_new is None else is_new[:, None].float()
+        return self.head(torch.cat([self.picture(image.flatten(1)), self.site(site)], 1) + age[:, None] + new)
+
+
+def some_named_data(n=24):
+    rng = np.random.default_rng(0)
+    inputs = {"site": rng.integers(0, 4, n, np.uint8), "age": rng.normal(size=n), "image": rng.normal(size=(n, 2, 3))}
+    return Dataset(inputs=inputs, targets=(inputs["age"] > 0).astype(int))
+
+
+def test_inputs_by_name_are_keyword_arguments_of_the_module_and_train_it():
+    data, learner = some_named_data(), TorchLearner(Joined(), prepare=to_features, threads=1)
+    before = learner.evaluate(data)[0]
+    trained(learner, data, epochs=30, batch_size=7, learning_rate=0.1)
+    loss, accuracy = learner.evaluate(data)
+    assert loss < 0.7 * before
+    assert accuracy > 0.8
+    assert learner.module.types == {"image": torch.float32, "age": torch.float32, "site": torch.int64}
+    inputs = {name: torch.from_numpy(array) for name, array in to_features(data.inputs.to_dict()).items()}
+    with torch.no_grad():
+        by_torch = learner.module.eval()(**inputs)
+    np.testing.assert_array_equal(learner.logits(data.inputs), by_torch.numpy())
+    flagged = Dataset(inputs={**data.inputs.to_dict(), "is_new": np.ones(24, bool)}, targets=data.targets)
+    learner.check_inputs(flagged.inputs)
+    assert not np.array_equal(learner.logits(flagged.inputs), by_torch.numpy())
+
+
+def test_a_prepare_may_make_of_inputs_by_name_others_or_one_array():
+    data = some_named_data()
+    halved = TorchLearner(Joined(), prepare=lambda inputs: {**inputs, "age": inputs["age"] / 2}, threads=1)
+    plain = TorchLearner(halved.module, threads=1)
+    older = Dataset(inputs={**data.inputs.to_dict(), "age": 2 * data.inputs["age"]}, targets=data.targets)
+    np.testing.assert_allclose(halved.logits(older.inputs), plain.logits(data.inputs), rtol=1e-6)
+    flat = TorchLearner(torch.nn.Linear(6, 2), prepare=lambda inputs: inputs["image"].reshape(-1, 6), threads=1)
+    flat.check_inputs(data.inputs)
+    assert flat.logits(data.inputs).shape == (24, 2)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "loss", "message"),
+    [
+        (
+            lambda inputs: {**inputs, "years": inputs["age"]},
+            "cross-entropy",
+            r"named age, image, site, years, and fo.* ",
+        ),
+        (
+            lambda inputs: {"image": inputs["image"]},
+            "cross-entropy",
+            r"forward of Joined takes \(image, age, site, is_n",
+        ),
+        (lambda inputs: inputs["weight"], "cross-entropy", "prepare of the task raised KeyError: 'weight' at inputs"),
+        (
+            lambda inputs: {**inputs, "age": inputs["age"][:0]},
+            "cross-entropy",
+            "prepare of the task: inputs 'image' h",
+        ),
+        (to_features, "reconstruction", "loss reconstruction needs one array of inputs, got age, image, site"),
+    ],
+)
+def test_inputs_of_other_names_than_the_module_takes_are_one_clear_line(prepare, loss, message):
+    learner = TorchLearner(Joined(), prepare=prepare, threads=1, loss=loss)
+    with pytest.raises(TaskError, match=message):
+        learner.check_inputs(some_named_data().inputs)

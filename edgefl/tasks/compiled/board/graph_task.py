@@ -12,8 +12,8 @@ from edgefl.tasks.compiled.artefact import CompiledTask
 from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES
 from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
-from edgefl.tasks.learners.numpy_learner import Prepare, to_features
 from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.preparation import Prepare, to_features
 
 
 class GraphTask(Task):

@@ -28,9 +28,10 @@ from edgefl.tasks.compiled.artefact import (
     CompiledTask,
 )
 from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, BoundGraph, make_session
-from edgefl.tasks.learners.numpy_learner import ArrayLearner, Prepare, evaluate_in_batches
+from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
+from edgefl.tasks.preparation import Prepare
 
 
 class OnnxLearner(ArrayLearner):

@@ -9,8 +9,8 @@ from tasks.compiled.board.dense_graphs import BATCH_SIZE, MODEL, change_graph, h
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Dataset
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
-from edgefl.tasks.learners.numpy_learner import to_features
 from edgefl.tasks.losses.class_losses import CrossEntropy
+from edgefl.tasks.preparation import to_features
 
 
 def make_learner(compiled=None, **options):
