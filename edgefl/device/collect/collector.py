@@ -30,6 +30,7 @@ from edgefl.device.collect.forgetting import (
 )
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
+from edgefl.device.collect.polled_source import PolledSource, make_files_fetch, make_http_fetch
 from edgefl.device.collect.readings import (
     Counts,
     Reading,
@@ -43,7 +44,9 @@ from edgefl.device.collect.readings import (
 from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
 from edgefl.device.collect.settings import (
     CollectFile,
+    FilesSection,
     FolderSection,
+    HttpSection,
     LinesSection,
     MqttSection,
     OwnSection,
@@ -293,10 +296,16 @@ def make_source(settings: SourceSettings, texts: tuple[str, ...], counts: Counts
             return MqttSource(settings.name, settings.section, texts, counts)
         case LinesSection():
             return LinesSource(settings.name, settings.section, texts, counts)
+        case HttpSection(columns=columns, poll_s=poll_s):
+            fetch = make_http_fetch(settings.name, settings.section, texts, counts)
+            return PolledSource(settings.name, tuple(columns), fetch, poll_s=poll_s, counts=counts)
+        case FilesSection(columns=columns, poll_s=poll_s):
+            fetch = make_files_fetch(settings.name, settings.section, texts, counts)
+            return PolledSource(settings.name, tuple(columns), fetch, poll_s=poll_s, counts=counts)
         case FolderSection():
             raise ConfigError(f"sources.{settings.name} is a folder of files, and no source of rows")
         case OwnSection(options=options):
-            kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines"))
+            kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines", "http", "files"))
             try:
                 return OwnSource(settings.name, kind(**options), texts, counts)
             except Exception as error:  # noqa: BLE001 another author's constructor may raise anything
@@ -361,7 +370,7 @@ def _started(sources: Mapping[str, ReadingSource]) -> Iterator[None]:
     """Starts sources that connect, and closes all of them."""
     try:
         for source in sources.values():
-            if isinstance(source, MqttSource):
+            if isinstance(source, MqttSource | PolledSource):
                 source.start()
         yield
     finally:

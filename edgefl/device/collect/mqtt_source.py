@@ -113,7 +113,7 @@ class MqttSource:
     def _create_client(self) -> mqtt.Client:
         client = mqtt.Client(CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5)
         if self._section.login_file:
-            client.username_pw_set(*_read_login(Path(self._section.login_file)))
+            client.username_pw_set(*read_login(Path(self._section.login_file)))
         if self._section.tls:
             try:
                 client.tls_set_context(ssl.create_default_context(cafile=self._section.ca_file or None))
@@ -223,7 +223,7 @@ def parse_message_values(
     return values, num_refused
 
 
-def _read_login(path: Path) -> tuple[str, str]:
+def read_login(path: Path) -> tuple[str, str]:
     """Returns user and password; raises a `ConfigError` that shows neither."""
     try:
         with path.open(encoding="utf-8") as file:

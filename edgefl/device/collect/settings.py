@@ -123,6 +123,42 @@ class FolderSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HttpSection:
+    """Source `http`: a URL that is asked again and again.
+
+    Attributes:
+        url: http or https.
+        columns: by name, `#/KEY/KEY` for a value of a JSON answer, or `#` for an answer that is the value.
+        poll_s: seconds from one question to the next.
+        login_file: a file whose first line is the user and whose second is the password, or one line, a token.
+        ca_file: authority of the server's certificate; none for those of the system.
+        timeout_s: a question without an answer fails after so long.
+        max_answer_bytes: a longer answer fails.
+    """
+
+    url: str
+    columns: Mapping[str, Scalar]
+    poll_s: float = field(default=10.0, metadata={"at_least": 0.1, "at_most": 86_400})
+    login_file: str = ""
+    ca_file: str = ""
+    timeout_s: float = field(default=5.0, metadata={"above": 0, "at_most": 300})
+    max_answer_bytes: int = field(default=65_536, metadata={"at_least": 64, "at_most": 1_048_576})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesSection:
+    """Source `files`: files of one value each, as the kernel has them of IIO, 1-wire and hwmon sensors.
+
+    Attributes:
+        columns: by name, the absolute path of its file.
+        poll_s: seconds from one look to the next.
+    """
+
+    columns: Mapping[str, Scalar]
+    poll_s: float = field(default=10.0, metadata={"at_least": 0.01, "at_most": 86_400})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSection:
     """A source of another author: `kind` is `module:Class`.
 
@@ -169,9 +205,15 @@ def is_label(text: str) -> bool:
     return is_name and is_safe_text(text) and len(text.encode()) <= MAX_LABEL_BYTES
 
 
-SourceSection = MqttSection | LinesSection | FolderSection | OwnSection
+SourceSection = MqttSection | LinesSection | HttpSection | FilesSection | FolderSection | OwnSection
 _TABLES = ("collect", "sources", "labels")
-_SECTIONS: Mapping[str, type[Any]] = {"mqtt": MqttSection, "lines": LinesSection, "folder": FolderSection}
+_SECTIONS: Mapping[str, type[Any]] = {
+    "mqtt": MqttSection,
+    "lines": LinesSection,
+    "http": HttpSection,
+    "files": FilesSection,
+    "folder": FolderSection,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +245,7 @@ class CollectFile:
         return frozenset(
             source.name
             for source in self.sources
-            if isinstance(source.section, MqttSection | LinesSection) and set(source.section.columns) == {column}
+            if not isinstance(source.section, FolderSection | OwnSection) and set(source.section.columns) == {column}
         )
 
 
