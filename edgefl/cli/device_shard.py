@@ -102,11 +102,15 @@ def forget(
         raise UsageError("what is to be forgotten? Give --since TIME, --until TIME or --where COLUMN=TEXT")
     folder = find_shard_folder(place, root)
     _check_conditions(require_state(folder), where)
-    with contextlib.suppress(StoreBusyError), lock_folder(folder):  # else a collector has done so
-        restore_here(folder, require_state(folder))
+    is_collected = False
+    try:
+        with lock_folder(folder):
+            restore_here(folder, require_state(folder))
+    except StoreBusyError:
+        is_collected = True  # and it has done so
     request = ForgetRequest(since_s=since_s or 0.0, until_s=time.time() if until_s is None else until_s, where=where)
     found = count_forgotten(folder, request)
-    if not found.num:
+    if not (found.num or is_collected):
         echo(f"{folder} has nothing of that")
         return
     echo(f"{folder}: {found.num} examples{_format_span(found)}")
@@ -117,7 +121,10 @@ def forget(
     _apply(folder, request)
     if uses:
         echo("models of these runs have learned from them: forgetting them here does not change that")
-    echo(f"forgot {found.num} examples")
+    # Rows that the collector has not written yet are counted nowhere.
+    echo(
+        f"forgot {found.num} examples" + (", and what the collector had not written of that" if is_collected else "")
+    )
 
 
 @click.command()

@@ -1,5 +1,6 @@
 """`edgefl device shard show` and `forget`, of rows and files, beside a running collector."""
 
+import contextlib
 import io
 import json
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -111,13 +113,41 @@ def test_a_collector_that_does_not_answer_is_left_the_request(run, tmp_path, mon
     assert _read(tmp_path) == [5, 6, 7]
 
 
-def _collector(folder, log):
+def _collector(folder, log, *, flush_s=0.05):
     path = folder.parent / "c.toml"
     path.write_text(
-        f'[collect]\nfolder = "{folder}"\nevery_s = 0\nflush_s = 0.05\n[sources.one]\nkind = "lines"\n'
+        f'[collect]\nfolder = "{folder}"\nevery_s = 0\nflush_s = {flush_s}\n[sources.one]\nkind = "lines"\n'
         f'path = "{log}"\ntime = "/t"\ncolumns = {{ a = "/n" }}\n'
     )
     return run_collector_process(path)
+
+
+def _has_open(pid, path):
+    """Returns whether a process has a file open, which a collector reads in the same turn."""
+    with contextlib.suppress(OSError):
+        return path in {link.resolve() for link in Path(f"/proc/{pid}/fd").iterdir()}
+    return False
+
+
+@pytest.mark.extended
+def test_rows_that_a_running_collector_has_not_written_yet_are_forgotten_too(run, tmp_path):
+    folder, log = tmp_path / "shard", tmp_path / "app.jsonl"
+    log.write_text('{"t": 99, "n": 99}\n')
+    with _collector(folder, log) as process:
+        eventually(lambda: count_kept_rows(folder) == 1, timeout_s=30)
+        process.terminate()
+        assert process.wait(20) == 0
+    with log.open("a") as file:
+        file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 120))
+    with _collector(folder, log, flush_s=3600) as process:
+        eventually(lambda: _has_open(process.pid, log), timeout_s=30)
+        assert count_kept_rows(folder) == 1
+        done = run("device", "shard", "forget", folder, "--since", "105", "--until", "114", "--yes")
+        last = "forgot 0 examples, and what the collector had not written of that"
+        assert (done.code, done.out.splitlines()[-1]) == (0, last)
+        process.terminate()
+        assert process.wait(20) == 0
+    assert _read(folder) == [*range(99, 105), *range(115, 120)]
 
 
 @pytest.mark.extended
@@ -127,7 +157,8 @@ def test_a_running_collector_forgets_what_the_command_asks_for_and_goes_on(run, 
     with _collector(folder, log) as process:
         eventually(lambda: count_kept_rows(folder) == 100, timeout_s=30)
         done = run("device", "shard", "forget", folder, "--since", "120", "--until", "139", "--yes")
-        assert (done.code, done.out.splitlines()[-1]) == (0, "forgot 20 examples")
+        last = "forgot 20 examples, and what the collector had not written of that"
+        assert (done.code, done.out.splitlines()[-1]) == (0, last)
         with log.open("a") as file:
             file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(200, 210))
         eventually(lambda: count_kept_rows(folder) == 90, timeout_s=30)
