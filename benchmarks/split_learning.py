@@ -1,6 +1,7 @@
 """Split learning beside `fedavg`: accuracy, a board's memory, and its bytes.
 
-    python benchmarks/split_learning.py [--data DIR] [--parts accuracy boards] [--rounds 5] [--seeds 3] [--json]
+    python benchmarks/split_learning.py [--data DIR] [--parts accuracy boards] [--rounds 5] [--seeds 3]
+        [--trained central fedavg cut cut-int8] [--json]
 
 accuracy: MNIST over boards in the simulator: one device on all of the data, `fedavg`, and the network cut after
 `--after`, with whole numbers and with the codec `int8`, each with as many epochs.
@@ -33,6 +34,7 @@ from edgefl.simulation.local_fleet import LocalFleet, partition_devices
 from edgefl.simulation.simulated_run import make_reference, simulate
 
 BASE = "import flwr, torch, edgefl.device.agent, edgefl.tasks.images"
+TRAINED = ("central", "fedavg", "cut", "cut-int8")
 PART_OF_DATA = 120
 """A board of the second part has one of so many parts of the data: 500 examples."""
 
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--boards", type=int, default=4, help="[%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="of the accuracy [%(default)s]")
     parser.add_argument("--seeds", type=int, default=3, help="runs of the accuracy [%(default)s]")
+    parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED, help="of the accuracy [all]")
     parser.add_argument("--after", default="pool2", help="cut of the CNN [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = options.parse(parser, rounds=1, seeds=1, boards=2, parts=("boards",))
@@ -69,17 +72,16 @@ def main() -> int:
 
 def measure_accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the accuracies after the last round, one for each seed."""
-    splits: Mapping[str, Mapping[str, str]] = {
-        "one device on all data": {},
-        "fedavg": {},
-        f"cut after {args.after}": {"after": args.after},
-        f"cut after {args.after}, int8": {"after": args.after, "up": "int8", "down": "int8"},
+    splits: Mapping[str, tuple[str, Mapping[str, str]]] = {
+        "central": ("one device on all data", {}),
+        "fedavg": ("fedavg", {}),
+        "cut": (f"cut after {args.after}", {"after": args.after}),
+        "cut-int8": (f"cut after {args.after}, int8", {"after": args.after, "up": "int8", "down": "int8"}),
     }
     rows = []
-    for title, split in splits.items():
-        accuracies = []
+    for trained in args.trained:
+        (title, split), accuracies = splits[trained], list[float]()
         for seed in range(1, args.seeds + 1):
-            _say(f"{title}, seed {seed}")
             tables = {
                 "run": {"task": "mnist", "rounds": args.rounds, "seed": seed},
                 "task": {"model": "cnn-small"},
@@ -89,8 +91,9 @@ def measure_accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
             }
             config = parse_run(tables)
             with tempfile.TemporaryDirectory(prefix="edgefl-split-") as folder:
-                run = simulate(make_reference(config) if title.startswith("one") else config, root=folder)
+                run = simulate(make_reference(config) if trained == "central" else config, root=folder)
                 accuracies.append(run.evaluations[-1]["accuracy"])
+            _say(f"{title}, seed {seed}: {accuracies[-1]:.4f}")
         rows.append({"title": title, "accuracies": accuracies})
     return rows
 

@@ -185,11 +185,12 @@ class PacedFleet:
     def update(self, name, work):
         board, order = self.boards[name], work.order
         target = board.target if order.block is None else float(order.block)
+        moved = trained(work.start, target, order.plan.learning_rate, work.done) - work.start
         return Update(
             assignment_id=order.assignment_id,
             device_id=name,
             base_version=order.base_version,
-            tensors={"w": trained(work.start, target, order.plan.learning_rate, work.done) - work.start},
+            tensors={"w": select_part(moved, order.codec or "")},
             metrics=UpdateMetrics(
                 num_examples=board.num_examples, iterations=work.done,
                 compute_s=work.compute_s, send_s=board.exchange_s,
@@ -212,6 +213,17 @@ class PacedFleet:
 
     def recalls(self):
         return [(at, order.device_id) for at, order in self.given if isinstance(order, FinishEarlyInstruction)]
+
+
+def select_part(moved, codec):
+    """The entries of a part, times the number of parts, where the codec is `slice`; else all."""
+    name, *numbers = codec.partition("|")[0].split(":")
+    if name != "slice":
+        return moved
+    part, num_parts = map(int, numbers)
+    places = np.arange(moved.size)
+    is_part = (places >= moved.size * (part - 1) // num_parts) & (places < moved.size * part // num_parts)
+    return np.where(is_part, num_parts * moved, 0.0)
 
 
 def trained(w, target, learning_rate, iterations):

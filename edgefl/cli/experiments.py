@@ -453,7 +453,8 @@ def data() -> None:
     "by class), disorder:F (sorted, but for the fraction F of the rows, which is dealt at random), dirichlet:A, "
     "labels:K (K classes at random), classes:K (K in a row, the next device's K/2 further), "
     "shards:K (K such parts for each device, dealt at random), redundant:R (every subset of R devices shares a "
-    "block) or duplicate:R (devices in groups of R with equal shards).",
+    "block) or duplicate:R (devices in groups of R with equal shards). A scheme and a bar before the last two "
+    "cut the blocks: 'sorted|redundant:2'.",
 )
 @click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of shards.")
 @click.option("--out", type=FOLDER_TYPE, required=True, help="Folder to write into.")

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.random import Generator
 
 from edgefl.compression.codec import Codec, build_codec, check_stateful_stages, decode_frame, is_delta_frame
+from edgefl.compression.quantisation.alternating import Alternating
 from edgefl.compression.quantisation.rounding import BFloat16, Float16, Float32, OneBitSgd, ScaledSign
 from edgefl.compression.quantisation.stochastic_rounding import NaturalCompression, Qsgd, TernGrad
 from edgefl.compression.registry import DELTA_PREFIX, FEEDBACK_PREFIX, STAGES, parse_spec
@@ -49,7 +50,8 @@ def parse_downlink_codec(spec: str) -> tuple[bool, str]:
             f"codec {spec!r}: what does not travel of a model would be zero; {codec.spec.partition('|')[0]} is for "
             "[compression] up, take dense, fp16, bf16 or int8, or delta in front for what changed"
         )
-    if isinstance(codec.value_stage, _UPDATE_ONLY_STAGES):
+    stage = codec.value_stage
+    if isinstance(stage, _UPDATE_ONLY_STAGES) or (isinstance(stage, Alternating) and stage.is_random):
         raise CodecError(
             f"codec {spec!r}: such values come right in the mean of many updates, and a model is sent once; "
             "take dense, fp16, bf16 or int8"

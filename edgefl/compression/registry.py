@@ -25,7 +25,7 @@ from edgefl.compression.quantisation.stochastic_rounding import NaturalCompressi
 from edgefl.compression.sparsification.atomo import Atomo, AtomoDct
 from edgefl.compression.sparsification.atomo_svd import AtomoAuto, AtomoSvd
 from edgefl.compression.sparsification.lss import Lss
-from edgefl.compression.sparsification.sparsifiers import Dense, RandK, SparseDelta, Threshold, TopK
+from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Slice, SparseDelta, Threshold, TopK
 from edgefl.compression.stages import LosslessStage, StageKind, TensorStage, ValueStage
 from edgefl.compression.wire import StageId
 from edgefl.core.errors import CodecError
@@ -71,6 +71,7 @@ STAGES: Mapping[str, tuple[int, StageClass]] = MappingProxyType(
         "atomo-dct": (21, AtomoDct),
         "alternating": (22, Alternating),
         "laq": (23, LossAware),
+        "slice": (24, Slice),
     }
 )
 """Built-in stages: name, number on the wire, class. Names with one number write one form, read by the first."""
@@ -282,6 +283,9 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
             ("atomo-dct:0.01",)),
         "powersgd": StageDescription(
             "RANK[:RULE]", "low rank by one warm power iteration; needs ef (Vogels et al. 2019)", ("ef|powersgd:2",)),
+        "slice": StageDescription("PART:PARTS",
+            "a part of each tensor, times their number; the strategy redundant sets it (ndc of Parallel-SGD)",
+            ("slice:2:3", "slice:1:2|fp16")),
         "lss": StageDescription("BITS[:FRACTION][:hash][:keep][:raw]",
             "clusters of alike values, and means of buckets in each (LSS/CASQ, Fu et al. 2019)",
             ("lss:2", "lss:2|fp16")),

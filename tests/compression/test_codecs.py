@@ -36,7 +36,7 @@ from edgefl.compression.codec import Codec, decode_body, make_codec
 from edgefl.compression.registry import LAYERS, LAYERS_ID, STAGES, list_stage_names, list_stages
 from edgefl.compression.sparsification.atomo import Atomo, AtomoDct
 from edgefl.compression.sparsification.atomo_svd import AtomoSvd
-from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Threshold, TopK
+from edgefl.compression.sparsification.sparsifiers import Dense, RandK, Slice, Threshold, TopK
 from edgefl.compression.wire import NAMED_STAGE_ID, encode_varint, read_frame, write_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, TensorKind, Tensors, TensorSpec
@@ -106,7 +106,7 @@ def test_parameters_come_back_within_the_stated_error_and_the_rest_bit_for_bit(c
         stage = part_for(codec, name).tensor_stage
         # Where triples are larger or worse a tensor is written whole, or as entries; cosines have an entry each.
         assert isinstance(stage, AtomoSvd | AtomoDct) or isinstance(tensor, SparseTensor) == (
-            name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK)
+            name in (*LOSSY, "empty") and isinstance(stage, Atomo | TopK | Threshold | RandK | Slice)
         )
         if isinstance(tensor, SparseTensor):
             assert_well_formed(tensor)
@@ -129,7 +129,7 @@ def test_what_is_no_float32_comes_back_bit_for_bit_as_parameter_and_as_buffer(co
 
 def assert_within_the_error(codec: Codec, name: str, decoded: Tensor, tensor: Array) -> None:
     part = part_for(codec, name)
-    if not isinstance(part.tensor_stage, Dense | TopK | Threshold | RandK):
+    if not isinstance(part.tensor_stage, Dense | TopK | Threshold | RandK | Slice):
         # Its entries are not those that went in, and how far off they may be is a matter of its own tests.
         assert np.all(np.isfinite(arrays({name: decoded})[name])), name
         return
@@ -144,7 +144,11 @@ def travelled(part: Codec, decoded: Tensor, tensor: Array) -> tuple[Array, Array
         assert isinstance(part.tensor_stage, Dense)
         return decoded, tensor
     sent = tensor.reshape(-1)[decoded.indices]
-    scale = tensor.size / len(sent) if isinstance(part.tensor_stage, RandK) and len(sent) else 1
+    stage, scale = part.tensor_stage, 1.0
+    if isinstance(stage, RandK) and len(sent):
+        scale = tensor.size / len(sent)
+    elif isinstance(stage, Slice):
+        scale = stage.num_parts
     return decoded.values, sent * np.float32(scale)
 
 
@@ -360,6 +364,10 @@ def test_a_large_tensor_takes_at_most_three_times_its_memory_more_each_way(spec:
         ("topk:0.1|ef", "ef stands before the stages, once and without an argument"),
         ("ef:2|topk:0.1", "ef stands before the stages"),
         ("ef|ef|topk:0.1", "ef stands before the stages"),
+        ("slice:0:2", "'slice' needs a whole number from 1 to 2, got slice:0"),
+        ("slice:3:2", "'slice' needs a whole number from 1 to 2, got slice:3"),
+        ("slice:1:257", "'slice count' needs a whole number from 1 to 256, got slice count:257"),
+        ("ef|slice:1:2", "the error of a draw can be larger than the update, and ef would pile it up"),
         ("ef|randk:0.1", "the error of a draw can be larger than the update, and ef would pile it up"),
         ("ef|topk:0.1|terngrad", "the error of a draw can be larger than the update"),
         ("delta|fp16", "delta is for [compression] down, where the device holds a model already"),

@@ -175,6 +175,7 @@ def test_a_line_for_the_downlink_is_taken_apart(spec: str, found: tuple[bool, st
         ("fp16|delta", "delta stands before the stages"),
         ("topk:0.1|int8", "what does not travel of a model would be zero; topk:0.1 is for"),
         ("dense|qsgd:8|zstd", "come right in the mean of many updates"),
+        ("alternating:4:tan:random", "come right in the mean of many updates"),
     ],
 )
 def test_a_line_that_makes_no_downlink_is_refused(spec: str, message: str) -> None:

@@ -108,6 +108,19 @@ def test_every_strategy_survives_dead_slow_and_uneven_boards_and_always_alike(si
         assert other.model != result.model
 
 
+def test_holders_that_send_slices_send_no_block_twice_and_reach_the_model_of_whole_copies(simulate):
+    fleet = {"devices": 4, "scheme": "sorted|duplicate:2", "guard": {"enabled": False}}
+    whole, slices = (
+        simulate(copies, **fleet, strategy={"name": "redundant", "iterations": 5, "copies": copies})
+        for copies in ("whole", "slices")
+    )
+    assert [row["num_updates"] for row in slices.rounds] == [4] * 3
+    model = load_model_file(slices.model)
+    for name, tensor in load_model_file(whole.model).items():
+        np.testing.assert_allclose(model[name], tensor, rtol=1e-4, atol=1e-6)
+    assert slices.rounds[-1]["bytes_up"] < 2.2 * sum(tensor.nbytes for tensor in model.values())
+
+
 @pytest.mark.parametrize(
     ("rule", "value", "reason"),
     [

@@ -1,4 +1,4 @@
-"""The sent entries of tensors: all (`dense`), the largest (`topk`), large ones (`threshold`), random ones (`randk`).
+"""The sent entries of tensors: all (`dense`), the largest (`topk`), large (`threshold`), random (`randk`), or a part.
 
 The stages but `dense` decode to `SparseTensor`s. `delta` sends changed entries of a model, which `delta.py` finds.
 """
@@ -25,6 +25,7 @@ from edgefl.compression.stages import (
     compute_max_magnitude,
     is_lossy,
     parse_decimal_argument,
+    parse_int_argument,
     read_exact,
     to_spec_values,
 )
@@ -32,6 +33,7 @@ from edgefl.compression.wire import PayloadReader
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, Tensor, Tensors, TensorSpec
 
+MAX_PARTS = 256
 _MIN_SAMPLED_SIZE = 2**16
 _SAMPLE_SIZE = 2**14
 
@@ -188,6 +190,49 @@ class RandK(_FractionSparsifier):
             raise CodecError(f"randk multiplies by {scale:.6g}, too much for {largest:.6g}: use topk")
         indices = np.sort(rng.choice(flat.size, count, replace=False, shuffle=False)) if count else np.arange(0)
         return indices, flat[indices] * np.float32(scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(EachTensorStage):
+    """`slice:k:r`: part k of r, in a row, of each float32 parameter, times r: the mean over all parts is the value.
+
+    Written are k and r, and the values. Of n entries part k has those from n (k - 1) // r to n k // r.
+
+    Source: `ndc` of Parallel-SGD, where each of r holders of a block sends a part of it.
+    """
+
+    is_unbiased: ClassVar[bool] = False
+    is_contraction: ClassVar[bool] = False
+
+    part: int
+    num_parts: int
+
+    @classmethod
+    def parse(cls, argument: str) -> Self:
+        part, _, num_parts = argument.partition(":")
+        count = parse_int_argument("slice count", num_parts, 1, MAX_PARTS)
+        return cls(part=parse_int_argument("slice", part, 1, count), num_parts=count)
+
+    def encode_tensor(self, spec: TensorSpec, array: Array, values: ValueStage, rng: Generator) -> Iterator[Array]:
+        if (largest := compute_max_magnitude("slice", array)) * self.num_parts > _MAX_FLOAT32:
+            raise CodecError(f"slice multiplies by {self.num_parts}, too much for {largest:.6g}: use dense")
+        start, stop = _find_part(spec.size, self.part, self.num_parts)
+        yield np.array([self.part - 1, self.num_parts - 1], dtype=np.uint8)
+        yield from values.encode(array.reshape(-1)[start:stop] * np.float32(self.num_parts), rng)
+
+    @staticmethod
+    def decode_tensor(reader: PayloadReader, spec: TensorSpec, values: type[ValueStage]) -> SparseTensor:
+        part, num_parts = (number + 1 for number in reader.read_bytes(2))
+        if part > num_parts:
+            raise CodecError(f"payload holds part {part} of {num_parts}")
+        start, stop = _find_part(spec.size, part, num_parts)
+        found = values.decode(reader, stop - start)
+        return SparseTensor(indices=np.arange(start, stop), values=found, shape=spec.shape)
+
+
+def _find_part(size: int, part: int, num_parts: int) -> tuple[int, int]:
+    """Returns where part 1 to `num_parts` of `size` entries begins and ends."""
+    return size * (part - 1) // num_parts, size * part // num_parts
 
 
 def count_kept(fraction: Fraction, size: int) -> int:

@@ -49,6 +49,7 @@ from edgefl.engine.assembly.job import build_job
 from edgefl.engine.assembly.rules import choose_evaluation, make_divergence_rule, make_goal, make_policy
 from edgefl.engine.assembly.split import check_split_strategy, make_split_model, name_codec_errors
 from edgefl.engine.assembly.strategy import (
+    check_slices,
     get_inner_strategy,
     get_plan,
     get_versions_per_round,
@@ -93,6 +94,8 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     if config.aggregation.is_collective:
         check_collective(config)
     strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
+    with name_codec_errors("compression.up"):
+        check_slices(config, strategy, trained)
     has_residuals = any(has_error_feedback(spec) for spec in ([up] if codecs is None else codecs.specs))
     num_clusters = check_clusters(strategy, config, shapes_on_board, has_residuals=has_residuals)
     cluster_shapes = shapes if num_clusters else ()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from edgefl.compression.codec import make_codec
 from edgefl.core.config import (
     RunConfig,
 )
+from edgefl.core.errors import ConfigError
 from edgefl.core.types import (
     ModelSpec,
     Scalar,
@@ -26,6 +28,8 @@ from edgefl.strategies.registry import (
 )
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.synchronous.collective_rounds import make_rules
+from edgefl.strategies.synchronous.redundant_shards import RedundantShards
+from edgefl.strategies.synchronous.strategy import format_slice_codec
 from edgefl.strategies.validated_strategy import ValidatedStrategy, make_validated_strategy
 
 
@@ -70,6 +74,25 @@ def get_plan(strategy: Strategy[Any]) -> Any:
 def get_inner_strategy(strategy: Strategy[Any]) -> Strategy[Any]:
     """Returns a strategy without the checks that a user's or Flower's is wrapped in."""
     return strategy.strategy if isinstance(strategy, ValidatedStrategy) else strategy
+
+
+def check_slices(config: RunConfig, strategy: Strategy[Any], shapes: ModelSpec) -> None:
+    """Checks that nothing needs whole updates where devices send parts of them.
+
+    Raises:
+        ConfigError, CodecError: a setting does; there is no such codec of a part.
+    """
+    if not (isinstance(strategy, RedundantShards) and strategy.sends_slices):
+        return
+    how, guard = "strategy.copies = 'slices'", config.guard
+    if guard.enabled or guard.max_norm is not None:
+        raise ConfigError(
+            f"guard.enabled must be false with {how}, and guard.max_norm left out: parts of updates are no measure "
+            "of one another"
+        )
+    if config.split.after is not None:
+        raise ConfigError(f"split.after must be left out with {how}, got {config.split.after!r}")
+    make_codec(format_slice_codec(strategy.rules.codec, 1, 2), shapes)
 
 
 def get_batch_size(strategy: Strategy[Any], config: RunConfig) -> int:

@@ -5,6 +5,10 @@ block's random streams follow from the block, so that every holder's copy is the
 nothing, not a bit of the model. Cut shards with the scheme `redundant:R` or `duplicate:R`; a device whose shard has
 no blocks takes part with all of it.
 
+With `copies = "slices"` each of the r holders that are there when a round opens sends another part of the block's
+update, so no entry travels twice. The part of a holder that is gone is another's, who trains the block once more.
+Source: `ndc` of Parallel-SGD. Differs: there the parts of a lost holder are lost.
+
 A device has at most two assignments; holders begin with different blocks, a redundant copy finishes early. When all
 holders of a block are gone, the round continues without it, after the round time-out if there is one.
 """
@@ -12,9 +16,10 @@ holders of a block are gone, the round continues without it, after the round tim
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import FinishEarlyInstruction, FleetView, Instruction, Update
@@ -32,15 +37,21 @@ _ERROR_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")
 MAX_OUTSTANDING = 2
 MAX_RETRIES = 3
 """Retries per round for blocks that their holders failed to deliver."""
+MAX_PARTS = 256
+"""Most parts of a block's update, as the codec stage `slice` has."""
 BLOCK_SLOT_PREFIX = "block:"
 """Prefix of the slots of blocks, which no assignment id has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundantShardsConfig(SingleStepConfig):
-    """Settings of a run with `redundant`; `weights` averages blocks uniformly or by their examples."""
+    """Settings of a run with `redundant`; `weights` averages blocks uniformly or by their examples.
+
+    With `copies` each holder sends its block's update whole, and the first counts, or a slice of it.
+    """
 
     weights: Literal["uniform", "samples"] = "uniform"
+    copies: Literal["whole", "slices"] = "whole"
 
     def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         if self.keep_optimizer:
@@ -57,20 +68,26 @@ class RedundantShardsConfig(SingleStepConfig):
         if rules.min_updates is not None:
             raise ConfigError("run.min_updates: redundant waits for every block; give strategy fedavg for k of n")
         weigh = weight_uniformly if self.weights == "uniform" else weight_by_examples
-        return self.make(RedundantShards, rules, compute_weight=weigh)
+        return self.make(RedundantShards, rules, compute_weight=weigh, sends_slices=self.copies == "slices")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedundantShards(SynchronousStrategy[RoundState]):
-    """Rounds whose slots are blocks; a device without blocks is its own slot."""
+    """Rounds whose slots are blocks, or parts of them; a device without blocks is its own slot."""
+
+    sends_slices: bool = False
 
     def list_candidates(self, state: RoundState, view: FleetView) -> Sequence[str]:  # noqa: ARG002 the fleet says it all
         return _list_present(view)
 
     def open_round(self, state: RoundState, selected: Sequence[str], view: FleetView) -> tuple[Instruction, ...]:
         new_round, holders = state.open[-1], self._find_holders(selected, view)
-        new_round.fold.expected = [_format_slot(block) for block in holders]
-        new_round.queued = _make_queues(holders)
+        new_round.fold.expected = [
+            slot
+            for block, names in holders.items()
+            for slot in _format_slots(block, min(len(names), MAX_PARTS) if self.sends_slices else 1)
+        ]
+        new_round.queued = _make_queues(holders.items())
         requests = [
             SlotRequest(device_id=name)
             for name in selected
@@ -79,6 +96,11 @@ class RedundantShards(SynchronousStrategy[RoundState]):
         return _finish_all_early(view) + self.assign_slots(
             state, new_round, [*requests, *_select_next_requests(new_round, view)], view
         )
+
+    def weigh_update(self, slot: str, update: Update) -> float:
+        """Returns the weight of a block for an update of it, and of a part of one its share of that."""
+        place = _parse_slot(slot)
+        return self.compute_weight(update) / (place.num_parts if place else 1)
 
     def on_update(self, state: RoundState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
         _, slot = current_round.assigned[update.assignment_id]
@@ -109,7 +131,7 @@ class RedundantShards(SynchronousStrategy[RoundState]):
         return (
             self.rules.round_timeout_s is not None
             and not current_round.is_abandoned
-            and bool(_find_missing_blocks(current_round))
+            and bool(_find_missing(current_round))
         )
 
     def is_complete(self, current_round: OpenRound, view: FleetView) -> bool:
@@ -126,24 +148,25 @@ class RedundantShards(SynchronousStrategy[RoundState]):
         return requests
 
     def select_backups(self, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
-        """Returns requests for missing blocks: to holders not at work on them, or else to all holders."""
+        """Returns requests for missing blocks: to holders not at work on them, or else to all; for a part to one."""
         in_flight = {current_round.assigned[name] for name in current_round.list_pending(view)}
-        missing = _find_missing_blocks(current_round)
-        holders = {
-            block: [name for name in names if (name, _format_slot(block)) not in in_flight] or names
-            for block, names in self._find_holders(_list_present(view), view).items()
-            if block in missing
-        }
-        current_round.queued = _make_queues(holders)
+        holders = self._find_holders(_list_present(view), view)
+        choices = list[tuple[int, Sequence[str]]]()
+        for slot, place in _find_missing(current_round).items():
+            names = holders.get(place.block, [])
+            names = [name for name in names if (name, slot) not in in_flight] or names
+            if place.num_parts > 1 and names:
+                names = [names[place.part % len(names)]]
+            choices.append((place.block, names))
+        current_round.queued = _make_queues(choices)
         return _select_next_requests(current_round, view)
 
     def list_missing(self, current_round: OpenRound, view: FleetView) -> Iterable[str]:
         """Returns the missing blocks with their asked devices, and the pending devices."""
-        for block in sorted(_find_missing_blocks(current_round)):
-            device_ids = {
-                current_round.assigned[name][0] for name in current_round.copies.get(_format_slot(block), ())
-            }
-            yield f"block {block} of {' or '.join(sorted(device_ids)) or 'nobody'}"
+        for slot, place in _find_missing(current_round).items():
+            device_ids = {current_round.assigned[name][0] for name in current_round.copies.get(slot, ())}
+            part = f"part {place.part} of {place.num_parts} of " if place.num_parts > 1 else ""
+            yield f"{part}block {place.block} of {' or '.join(sorted(device_ids)) or 'nobody'}"
         for name in current_round.list_pending(view):
             device_id, slot = current_round.assigned[name]
             if slot not in current_round.copies:
@@ -151,7 +174,7 @@ class RedundantShards(SynchronousStrategy[RoundState]):
 
     def _can_retry(self, current_round: OpenRound, view: FleetView) -> bool:
         """Returns whether a present device holds a missing block, with retries left."""
-        missing = _find_missing_blocks(current_round)
+        missing = {place.block for place in _find_missing(current_round).values()}
         if not missing or (current_round.num_retries >= MAX_RETRIES and current_round.num_received):
             return False
         return any(block in missing for name in _list_present(view) for block in self._get_blocks(name, view))
@@ -174,41 +197,55 @@ def _list_present(view: FleetView) -> list[str]:
     return sorted({*view.idle, *(name for name in view.busy if can_receive_work(name, view))})
 
 
-def _make_queues(holders: Mapping[int, Sequence[str]]) -> dict[str, list[int]]:
-    """Returns each device's queue of blocks.
+def _make_queues(choices: Iterable[tuple[int, Sequence[str]]]) -> dict[str, list[int]]:
+    """Returns each device's queue of blocks, from blocks and their holders.
 
     Each block is a first choice of its first holder, a second one of the next, and so on, so that copies come last.
     """
-    choices: dict[str, list[tuple[int, int]]] = {}
-    for block, names in holders.items():
+    ranked: dict[str, list[tuple[int, int]]] = {}
+    for block, names in choices:
         for rank, name in enumerate(names):
-            choices.setdefault(name, []).append((rank, block))
-    return {name: [block for _, block in sorted(ranked_blocks)] for name, ranked_blocks in choices.items()}
+            ranked.setdefault(name, []).append((rank, block))
+    return {name: [block for _, block in sorted(ranked_blocks)] for name, ranked_blocks in ranked.items()}
 
 
 def _select_next_requests(current_round: OpenRound, view: FleetView) -> list[SlotRequest]:
     """Pops the next blocks from the queues of devices with capacity."""
-    requests, busy = [], view.busy
-    for name in [name for name in current_round.queued if can_receive_work(name, view)]:
+    names = [name for name in current_round.queued if can_receive_work(name, view)]
+    if not names:
+        return []
+    requests, busy, missing = list[SlotRequest](), view.busy, dict[int, dict[str, _Place]]()
+    for slot, place in _find_missing(current_round).items():
+        missing.setdefault(place.block, {})[slot] = place
+    in_flight = [current_round.assigned[assignment_id] for assignment_id in current_round.list_pending(view)]
+    for name in names:
         queue, capacity = current_round.queued[name], MAX_OUTSTANDING - len(busy.get(name, ()))
         while queue and capacity > 0:
             block = queue.pop(0)
-            if not current_round.fold.has_update(_format_slot(block)):
-                requests.append(SlotRequest(device_id=name, slot=_format_slot(block), block=block))
-                capacity -= 1
+            if slots := missing.get(block):
+                slot = _choose_slot(name, slots, in_flight)
+                place, capacity = slots[slot], capacity - 1
+                in_flight.append((name, slot))
+                part = (place.part, place.num_parts) if place.num_parts > 1 else None
+                requests.append(SlotRequest(device_id=name, slot=slot, block=block, part=part))
         if not queue:
             del current_round.queued[name]
     return requests
+
+
+def _choose_slot(name: str, slots: Iterable[str], in_flight: Collection[tuple[str, str]]) -> str:
+    """Returns the first slot that fewest devices work on, one that this device does not work on before all others."""
+    at_work = Counter(slot for _, slot in in_flight)
+    return min(slots, key=lambda slot: ((name, slot) in in_flight, at_work[slot]))
 
 
 def _is_in_progress(current_round: OpenRound, view: FleetView) -> bool:
     """Returns whether the round has work in flight, or a present device with queued blocks."""
     if current_round.is_pending(view):
         return True
-    has_update = current_round.fold.has_update
+    missing = {place.block for place in _find_missing(current_round).values()}
     return any(
-        can_receive_work(name, view) and not all(has_update(_format_slot(block)) for block in queue)
-        for name, queue in current_round.queued.items()
+        can_receive_work(name, view) and not missing.isdisjoint(queue) for name, queue in current_round.queued.items()
     )
 
 
@@ -217,18 +254,33 @@ def _is_in_flight(current_round: OpenRound, assignment_id: str, view: FleetView)
     return assignment_id in view.busy.get(device_id, ())
 
 
-def _find_missing_blocks(current_round: OpenRound) -> set[int]:
-    """Returns the blocks without any received copy."""
-    slots, has_update = current_round.fold.expected, current_round.fold.has_update
-    return {
-        int(slot.removeprefix(BLOCK_SLOT_PREFIX))
-        for slot in slots
-        if slot.startswith(BLOCK_SLOT_PREFIX) and not has_update(slot)
-    }
+class _Place(NamedTuple):
+    """A block, or a part of one: part 1 of 1 is all of it."""
+
+    block: int
+    part: int
+    num_parts: int
 
 
-def _format_slot(block: int) -> str:
-    return f"{BLOCK_SLOT_PREFIX}{block}"
+def _find_missing(current_round: OpenRound) -> dict[str, _Place]:
+    """Returns the slots of blocks and parts without any received copy, in order."""
+    has_update = current_round.fold.has_update
+    places = ((slot, _parse_slot(slot)) for slot in current_round.fold.expected if not has_update(slot))
+    return {slot: place for slot, place in places if place}
+
+
+def _format_slots(block: int, num_parts: int) -> list[str]:
+    if num_parts == 1:
+        return [f"{BLOCK_SLOT_PREFIX}{block}"]
+    return [f"{BLOCK_SLOT_PREFIX}{block}:{part}:{num_parts}" for part in range(1, num_parts + 1)]
+
+
+def _parse_slot(slot: str) -> _Place | None:
+    """Returns the block and part of a slot; None for that of a device without blocks."""
+    if not slot.startswith(BLOCK_SLOT_PREFIX):
+        return None
+    block, *part = map(int, slot.removeprefix(BLOCK_SLOT_PREFIX).split(":"))
+    return _Place(block, *part) if part else _Place(block, 1, 1)
 
 
 def _finish_all_early(view: FleetView) -> tuple[Instruction, ...]:

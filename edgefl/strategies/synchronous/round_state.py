@@ -135,12 +135,14 @@ class RoundState:
 class SlotRequest:
     """A request to a device to fill a slot (a new one when None), on its whole shard or one block.
 
-    With `resend` it asks for the displacement that the device holds of that assignment.
+    `part` is the part of the update to send, and of how many; None for all of it. With `resend` it asks for the
+    displacement that the device holds of that assignment.
     """
 
     device_id: str
     slot: str | None = None
     block: int | None = None
+    part: tuple[int, int] | None = None
     resend: str = ""
 
 

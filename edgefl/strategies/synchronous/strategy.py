@@ -69,6 +69,13 @@ def weight_uniformly(update: Update) -> float:  # noqa: ARG001 every update weig
     return 1.0
 
 
+def format_slice_codec(codec: str | None, part: int, num_parts: int) -> str:
+    """Returns the codec of one part of an update, such as `slice:1:2|fp16` of `fp16`."""
+    line, separator, layers = (codec or "dense").partition(";")
+    stages = [stage for stage in map(str.strip, line.split("|")) if stage != "dense"]
+    return "|".join([f"slice:{part}:{num_parts}", *stages]) + separator + layers
+
+
 def compute_constant_rate(closed_rounds: int) -> float:  # noqa: ARG001 the same learning rate in every round
     return 1.0
 
@@ -135,6 +142,10 @@ class SynchronousStrategy(Strategy[R]):
 
     def on_update(self, state: R, current_round: OpenRound, update: Update) -> None:
         """Called with every update that fills a slot, before it is counted."""
+
+    def weigh_update(self, slot: str, update: Update) -> float:  # noqa: ARG002 for subclasses
+        """Returns the share of an update in the mean."""
+        return self.compute_weight(update)
 
     def compute_divisor(self, state: R, update: Update) -> float:  # noqa: ARG002 for subclasses
         """Returns what the displacement of an update is divided by; see `StreamingMean.compute_mean`."""
@@ -213,7 +224,7 @@ class SynchronousStrategy(Strategy[R]):
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
-                    slot, update, weight=self.compute_weight(update), norm=self.compute_divisor(state, update)
+                    slot, update, weight=self.weigh_update(slot, update), norm=self.compute_divisor(state, update)
                 )
                 if not self.should_keep_updates and self.rules.collective is None:
                     open_round.fold.add_next_updates(state.model, self.rules.server.buffers)
@@ -281,6 +292,8 @@ class SynchronousStrategy(Strategy[R]):
         self, state: R, current_round: OpenRound, request: SlotRequest, plan: TrainConfig
     ) -> TrainInstruction:
         block = "" if request.block is None else f"-b{request.block}"
+        if request.part is not None:
+            block += f"-p{request.part[0]}"
         assignment_id = f"v{state.version}-a{state.attempt}-{request.device_id}{block}"
         current_round.add_assignment(assignment_id, request.device_id, request.slot)
         if request.resend and plan.collective is not None:
@@ -291,7 +304,7 @@ class SynchronousStrategy(Strategy[R]):
             device_id=request.device_id,
             base_version=state.version,
             plan=plan,
-            codec=self.rules.codec,
+            codec=self.rules.codec if request.part is None else format_slice_codec(self.rules.codec, *request.part),
             deadline_s=self.compute_deadline_s(state),
             block=request.block,
             used_assignments=tuple(state.used_assignments.get(request.device_id, ())),

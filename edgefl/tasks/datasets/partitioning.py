@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.random import Generator
@@ -26,6 +26,7 @@ MIN_EXAMPLES = 10
 MAX_DIRICHLET_DRAWS = 200
 MAX_BLOCKS = 10_000
 
+_REDUNDANT = ("redundant", "duplicate")
 _SCHEME_PATTERN = re.compile(
     r"(natural|iid|contiguous|by-class|sorted)|(dirichlet|disorder):([0-9.eE+-]+)|"
     r"(labels|classes|shards|redundant|duplicate):(\d+)"
@@ -36,10 +37,15 @@ BlockRows = Mapping[int, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionScheme:
-    """A partition scheme; `parameter` is A, F, K or R where the scheme has one."""
+    """A partition scheme; `parameter` is A, F, K or R where the scheme has one.
+
+    Attributes:
+        blocks: how the blocks of a redundant scheme are cut, as if each were a device; None: at random.
+    """
 
     name: str
     parameter: float = 0.0
+    blocks: PartitionScheme | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +57,24 @@ class Partitioning:
 
 
 def parse_scheme(text: str) -> PartitionScheme:
-    """Returns the scheme of a typed name.
+    """Returns the scheme of a typed name, or of a chain such as `sorted|redundant:2`: blocks, then who holds them.
 
     Raises:
-        ConfigError: there is no such scheme, or its number is out of range.
+        ConfigError: there is no such scheme, its number is out of range, or schemes do not go in this order.
     """
+    first, bar, last = text.partition("|")
+    if not bar:
+        return _parse_one(text)
+    blocks, scheme = _parse_one(first.strip()), _parse_one(last.strip())
+    if scheme.name not in _REDUNDANT or blocks.name in _REDUNDANT:
+        raise ConfigError(
+            f"scheme {text!r} must cut blocks before the bar, and say behind it who holds them: "
+            "SCHEME|redundant:R or SCHEME|duplicate:R"
+        )
+    return replace(scheme, blocks=blocks)
+
+
+def _parse_one(text: str) -> PartitionScheme:
     match = _SCHEME_PATTERN.fullmatch(text)
     if not match:
         raise ConfigError(f"scheme must be one of {', '.join(SCHEMES)}, got {text!r}")
@@ -80,7 +99,7 @@ def partition_rows(
 ) -> Partitioning:
     """Returns the rows of each device; in a redundant scheme each row is on r devices.
 
-    Only `sorted` and `disorder` leave rows out, fewer than there are devices.
+    Only `sorted` and `disorder` leave rows out, fewer than there are devices, or blocks in a chain with them.
 
     Args:
         scheme: the partition scheme.
@@ -96,6 +115,10 @@ def partition_rows(
     if not 1 <= num_devices <= len(labels):
         raise ConfigError(f"devices must be 1 to {len(labels)} (the number of examples), got {num_devices}")
     k = int(scheme.parameter)
+    if scheme.name in _REDUNDANT:
+        list_holders = list_subset_holders if scheme.name == "redundant" else list_duplicate_holders
+        holders = list_holders(num_devices, k)
+        return assign_blocks(_cut_blocks(scheme, len(holders), labels, rng, groups), holders, num_devices)
     partitions: Mapping[str, Callable[[], list[Array]]] = {
         "iid": lambda: _split_shuffled(np.arange(len(labels)), num_devices, rng),
         "contiguous": lambda: np.array_split(np.arange(len(labels)), num_devices),
@@ -108,9 +131,6 @@ def partition_rows(
         "classes": lambda: partition_by_holders(labels, list_consecutive_classes(labels, num_devices, k), rng),
         "natural": lambda: partition_by_group(groups, num_devices),
     }
-    if scheme.name not in partitions:
-        list_holders = list_subset_holders if scheme.name == "redundant" else list_duplicate_holders
-        return partition_redundant(len(labels), list_holders(num_devices, k), num_devices, rng)
     rows = partitions[scheme.name]()
     _require_non_empty(rows, scheme)
     return Partitioning(rows=tuple(rows))
@@ -280,15 +300,8 @@ def list_duplicate_holders(num_devices: int, r: int) -> list[tuple[int, ...]]:
     return [tuple(range(start, start + r)) for start in range(0, num_devices, r)]
 
 
-def partition_redundant(
-    num_examples: int, holders: Sequence[tuple[int, ...]], num_devices: int, rng: Generator
-) -> Partitioning:
-    """Returns rows in equal shuffled blocks, every block whole and in one order on each of its holders."""
-    if len(holders) > num_examples:
-        raise ConfigError(
-            f"{num_examples} examples cannot fill {len(holders)} blocks; use fewer devices or duplicate:R"
-        )
-    parts = _split_shuffled(np.arange(num_examples), len(holders), rng)
+def assign_blocks(parts: Sequence[Array], holders: Sequence[tuple[int, ...]], num_devices: int) -> Partitioning:
+    """Returns the rows of each device: those of its blocks, every block whole and in one order on all its holders."""
     rows: list[list[Array]] = [[] for _ in range(num_devices)]
     blocks: list[dict[int, tuple[int, int]]] = [{} for _ in range(num_devices)]
     for block, (part, block_holders) in enumerate(zip(parts, holders, strict=True)):
@@ -297,6 +310,25 @@ def partition_redundant(
             rows[device].append(part)
             blocks[device][block] = (start, start + len(part))
     return Partitioning(rows=tuple(np.concatenate(part) for part in rows), blocks=tuple(blocks))
+
+
+def _cut_blocks(
+    scheme: PartitionScheme, num_blocks: int, labels: Array, rng: Generator, groups: Array | None
+) -> Sequence[Array]:
+    """Returns the rows of each block; a scheme before the bar cuts blocks as it cuts shards.
+
+    Source: Parallel-SGD, whose transforms such as Make_Non_IID order the data before a block assignment cuts it.
+    """
+    if num_blocks > len(labels):
+        raise ConfigError(f"{len(labels)} examples cannot fill {num_blocks} blocks; use fewer devices or duplicate:R")
+    if scheme.blocks is None:
+        return _split_shuffled(np.arange(len(labels)), num_blocks, rng)
+    try:
+        return partition_rows(scheme.blocks, labels=labels, num_devices=num_blocks, rng=rng, groups=groups).rows
+    except ConfigError as error:
+        raise ConfigError(
+            f"the {num_blocks} blocks of {scheme.name} are cut as {num_blocks} devices' shards: {error}"
+        ) from error
 
 
 def _sample_dirichlet(labels: Array, num_devices: int, alpha: float, rng: Generator) -> list[Array]:

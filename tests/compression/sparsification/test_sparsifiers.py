@@ -65,6 +65,15 @@ def test_random_entries_are_other_ones_every_time_and_scaled_by_their_share() ->
     assert first.values.tolist() == [10 * (index + 1) for index in first.indices]
 
 
+@pytest.mark.parametrize(("size", "num_parts"), [(17, 3), (2, 5), (1, 1), (8, 8)])
+def test_parts_follow_one_another_and_their_mean_is_the_tensor(size: int, num_parts: int) -> None:
+    values = np.arange(1, size + 1, dtype=np.float32)
+    parts = [sent(f"slice:{part}:{num_parts}", values) for part in range(1, num_parts + 1)]
+    assert np.concatenate([part.indices for part in parts]).tolist() == list(range(size))
+    assert max(len(part.indices) for part in parts) == -(-size // num_parts)
+    np.testing.assert_allclose(sum(part.dense() for part in parts) / num_parts, values, rtol=1e-6)
+
+
 def test_every_entry_is_equally_likely_to_be_drawn() -> None:
     counts = np.zeros(20)
     for seed in range(500):

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from edgefl.core.config import parse_run
+from edgefl.core.errors import CodecError, ConfigError
 from edgefl.engine.assembly.build import build_run
 from edgefl.engine.assembly.strategy import get_plan
 
@@ -24,3 +25,23 @@ def test_a_strategy_takes_its_share_of_the_task_s_rate_unless_the_run_file_gives
 ) -> None:
     run = build_run(parse_run({"run": {"task": "digits", "rounds": 1}, "strategy": strategy}), "r")
     assert get_plan(run.strategy).learning_rate == rate
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"guard": {}}, r"guard\.enabled must be false with strategy\.copies = 'slices'"),
+        (
+            {"guard": {"enabled": False, "max_norm": 9.0}},
+            r"guard\.max_norm left out: parts of updates are no measure",
+        ),
+        ({"compression": {"up": "topk:0.1"}}, r"compression\.up: codec 'slice:1:2\|topk:0\.1'"),
+        ({"compression": {"up": "ef|fp16"}}, "error feedback makes the copies of a block differ"),
+    ],
+)
+def test_what_needs_whole_updates_is_refused_where_devices_send_slices(
+    sections: dict[str, dict[str, Any]], message: str
+) -> None:
+    run = {"run": {"task": "digits", "rounds": 1}, "strategy": {"name": "redundant", "copies": "slices"}}
+    with pytest.raises((ConfigError, CodecError), match=message):
+        build_run(parse_run({**run, "guard": {"enabled": False}, **sections}), "r")

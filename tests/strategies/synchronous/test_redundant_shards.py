@@ -140,6 +140,67 @@ def test_blocks_weigh_alike_or_by_their_examples():
         assert state.model["w"].tolist() == [0.25 * expected] * 2
 
 
+def sliced(rules=None, **options):
+    return redundant(rules, copies="slices", **options)
+
+
+def codecs_of(fleet, block, version=0):
+    return sorted(
+        (order.device_id, order.codec)
+        for order in fleet.assignments()
+        if (order.block, order.base_version) == (block, version)
+    )
+
+
+@pytest.mark.parametrize("holders", [list_duplicate_holders(4, 2), list_subset_holders(5, 3)], ids=len)
+def test_each_holder_sends_a_part_of_its_own_and_together_they_are_the_mean_over_blocks(holders):
+    fleet = fleet_of(holders, paces={0: 0.7, 1: 1.3})
+    state = run(fleet, sliced({"codec": "dense|fp16; *.bias = dense"}), rounds=3)
+    for block, held in enumerate(holders):
+        parts = [f"slice:{part}:{len(held)}|fp16; *.bias = dense" for part in range(1, len(held) + 1)]
+        assert sorted(codec for _, codec in codecs_of(fleet, block)) == parts
+        assert [name for name, _ in codecs_of(fleet, block)] == [f"d{number}" for number in held]
+    assert len(fleet.assignments()) == 3 * sum(map(len, holders)), "nothing is sent twice"
+    expected = np.frombuffer(by_hand(len(holders), 3))
+    np.testing.assert_allclose(state.model["w"], expected, rtol=1e-12)
+
+
+def test_holders_that_are_away_have_no_part_and_those_lost_at_work_are_stood_in_for():
+    fleet = fleet_of([(0, 1, 2), (3, 4, 5)], paces={1: 9.0, 4: 9.0, 5: 9.0})
+    fleet.leave("d2")
+    fleet.at(2.0, lambda: fleet.leave("d1") + fleet.leave("d4") + fleet.leave("d5"))
+    state = run(fleet, sliced(), rounds=1)
+    assert codecs_of(fleet, 0) == [("d0", "slice:1:2"), ("d0", "slice:2:2"), ("d1", "slice:2:2")]
+    assert [update.device_id for _, update in fleet.arrived] == ["d0", "d3", "d0", "d3", "d3"]
+    np.testing.assert_allclose(state.model["w"], np.frombuffer(by_hand(2, 1)), rtol=1e-12)
+
+
+def test_a_part_that_hangs_is_asked_of_one_other_holder_after_the_time_out():
+    fleet = fleet_of([(0, 1, 2)])
+    fleet.boards["d1"].answers = False
+    state = run(fleet, sliced({"round_timeout_s": 5.0, "on_timeout": "reassign"}), rounds=1)
+    assert [(update.device_id, at) for at, update in fleet.arrived] == [("d0", 1.0), ("d2", 1.0), ("d0", 6.0)]
+    np.testing.assert_allclose(state.model["w"], np.frombuffer(by_hand(1, 1)), rtol=1e-12)
+
+
+def test_a_part_that_nobody_has_is_named():
+    fleet = fleet_of([(0, 1)])
+    fleet.at(0.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
+    with pytest.raises(
+        StrategyError, match=r"waited 20 s for part 1 of 2 of block 0 of d0, part 2 of 2 of block 0 of d1"
+    ):
+        run(fleet, sliced({"round_timeout_s": 10.0, "on_timeout": "none"}), rounds=1)
+
+
+@pytest.mark.parametrize(("weights", "expected"), [("uniform", 0.5), ("samples", 0.25)])
+def test_a_block_in_parts_weighs_as_much_as_a_whole_one(weights, expected):
+    fleet = fleet_of([(0, 1), (2,)])
+    for name, num_examples in (("d0", 30), ("d1", 30), ("d2", 10)):
+        fleet.boards[name].num_examples = num_examples
+    state = run(fleet, sliced(weights=weights), rounds=1)
+    np.testing.assert_allclose(state.model["w"], [0.25 * expected] * 2, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("options", "rules", "message"),
     [

@@ -130,6 +130,19 @@ def test_disorder_deals_a_fraction_of_the_sorted_parts_anew(fraction, own):
     assert kept == pytest.approx([own] * 10, abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["redundant", "duplicate"])
+def test_a_chain_cuts_the_blocks_by_its_first_scheme_and_gives_each_to_r_devices(name):
+    labels, groups = FASHION_LABELS[:6000], np.arange(6000) % 40
+    holders = list_subset_holders(6, 2) if name == "redundant" else list_duplicate_holders(6, 2)
+    for first in ("sorted", "disorder:0.2", "labels:4", "natural"):
+        chained = cut(f"{first} | {name}:2", labels, 6, groups=groups)
+        parts = cut(first, labels, len(holders), groups=groups).rows
+        for block, devices in enumerate(holders):
+            assert [device for device in range(6) if block in chained.blocks[device]] == list(devices)
+            for device in devices:
+                assert np.array_equal(chained.rows[device][slice(*chained.blocks[device][block])], parts[block])
+
+
 def test_shards_k_deals_k_parts_of_the_sorted_rows_to_each_device():
     sharding = cut("shards:2", FASHION_LABELS, 100)
     assert [len(rows) for rows in sharding.rows] == [600] * 100
@@ -181,6 +194,16 @@ def test_natural_keeps_people_whole_and_devices_balanced_one_a_person_in_their_o
         ("dirichlet:e", 4, "needs a number after the colon"),
         ("dirichlet", 4, r"must be one of natural, iid, contiguous, by-class, sorted, disorder:F, dirichlet:A"),
         ("iid:3", 4, "must be one of"),
+        ("sorted|iid", 4, r"'sorted\|iid' must cut blocks before the bar, and say behind it who holds them"),
+        ("redundant:2|duplicate:2", 4, "must cut blocks before the bar"),
+        ("sorted|sorted|redundant:2", 4, r"must be one of .* got 'sorted\|redundant:2'"),
+        ("sorted|", 4, "must be one of .* got ''"),
+        (
+            "natural|redundant:2",
+            5,
+            "10 blocks of redundant are cut as 10 devices' shards: natural .* at most 7 devices",
+        ),
+        ("sorted|redundant:3", 12, "100 examples cannot fill 220 blocks"),
     ],
 )
 def test_a_scheme_that_cannot_serve_is_one_clear_line(scheme, devices, message):
@@ -196,6 +219,8 @@ def test_natural_needs_people():
 def test_a_scheme_is_read_as_it_is_typed():
     assert parse_scheme("dirichlet:0.5") == PartitionScheme(name="dirichlet", parameter=0.5)
     assert parse_scheme("iid") == PartitionScheme(name="iid")
+    disorder = PartitionScheme(name="disorder", parameter=0.3)
+    assert parse_scheme("disorder:0.3|redundant:2") == PartitionScheme(name="redundant", parameter=2, blocks=disorder)
 
 
 def test_classes_are_those_of_the_published_split_of_eight_nodes():
