@@ -33,7 +33,7 @@ import numpy as np
 from harness import options
 
 import edgefl
-from edgefl.core.conditions import BoardFacts, Conditions, ConditionsEndedError, parse_conditions
+from edgefl.core.conditions import BoardFacts, ConditionsEndedError, RunConditions, parse_conditions
 from edgefl.core.types import derive_rng
 from edgefl.device.conditions.budgets import Clocks
 from edgefl.device.conditions.facts import FactReader
@@ -120,7 +120,7 @@ class Board(FactReader):
         is_plugged = is_home and self.noise("plug", DAY_S) < 0.7 and self.noise("cable", HOUR_S) < 0.95
         return BoardFacts(battery_status="Charging" if is_plugged else "Discharging", is_metered=not is_home)
 
-    def read(self, conditions: Conditions) -> BoardFacts:
+    def read(self, conditions: RunConditions) -> BoardFacts:
         del conditions
         return self.sense()
 

@@ -353,6 +353,10 @@ def print_plan(plan: Json, fmt: str) -> None:
         f"a round: {devices}, {format_value('bytes_', plan['bytes_up'])} up, "
         f"{format_value('bytes_', plan['bytes_down'])} down, computing {seconds}"
     )
+    if counts := plan.get("conditions"):
+        parts = [f"{counts['blocked']} would not be free", f"{counts['unknown']} did not say"]
+        others = ", ".join(part for part in parts if not part.startswith("0 "))
+        echo(f"conditions of the run: {counts['free']} would be free now" + (f", {others}" if others else ""))
     if plan.get("base_bytes"):
         echo(f"a device fetches a base of {format_value('bytes_', plan['base_bytes'])} once, unless it has it")
     for line in plan["assumed"]:
@@ -382,6 +386,8 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
     config = load_run(file)
     if config.adapt.is_used:
         raise ConfigError("adapt: a Flower app sends whole models; leave it out")
+    if config.conditions.to_json():
+        raise ConfigError("conditions: nodes of a Flower app know none; leave it out")
     built = build_run(config, "check")
     if built.has_personal:
         raise ConfigError(

@@ -13,6 +13,7 @@ from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService, ExportModel, deploy_finished_run
 from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
 from edgefl.coordinator.runs.scheduler import RunContext, RunScheduler
+from edgefl.core.conditions import parse_blocker
 from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import Command, CommandKind, Heartbeat
 from edgefl.core.types import Progress
@@ -106,6 +107,9 @@ class DeviceMessageRouter:
         clients.deployments.on_heartbeat(device_id, heartbeat)
         clients.installations.on_heartbeat(device_id, heartbeat)
         _cancel_stale_work(clients, device_id, heartbeat, self._clock())
+        blocker = parse_blocker(heartbeat.blocked)
+        if blocker is not None and blocker.run and not _is_current(clients, blocker.run):
+            _send_end(clients, device_id, blocker.run, self._clock())  # it keeps the conditions of a run that is over
 
 
 def _cancel_stale_work(clients: DeviceClients, device_id: str, heartbeat: Heartbeat, now_s: float) -> None:
@@ -116,14 +120,21 @@ def _cancel_stale_work(clients: DeviceClients, device_id: str, heartbeat: Heartb
     scheduler, assignment, run = clients.run_scheduler, heartbeat.assignment, heartbeat.run
     if run is None:
         return
-    is_current = scheduler.is_active(run) or scheduler.is_autonomous(run)
-    if is_current and (assignment or not scheduler.is_blocked(run, device_id)):
+    if _is_current(clients, run) and (assignment or not scheduler.is_blocked(run, device_id)):
         return
     if assignment:
         # The same id each time: a device obeys a command once.
         command = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)
         clients.notifier.send_command(device_id, command)
     else:  # an autonomous node
-        # Another id after a while: it may have ended, and started again when the run was resumed.
-        end_id = f"end-{run}-{int(now_s / END_RESEND_S)}"
-        clients.notifier.send_command(device_id, Command(id=end_id, kind=CommandKind.END, argument=run))
+        _send_end(clients, device_id, run, now_s)
+
+
+def _is_current(clients: DeviceClients, run: str) -> bool:
+    return clients.run_scheduler.is_active(run) or clients.run_scheduler.is_autonomous(run)
+
+
+def _send_end(clients: DeviceClients, device_id: str, run: str, now_s: float) -> None:
+    # Another id after a while: it may have ended, and started again when the run was resumed.
+    end_id = f"end-{run}-{int(now_s / END_RESEND_S)}"
+    clients.notifier.send_command(device_id, Command(id=end_id, kind=CommandKind.END, argument=run))

@@ -295,7 +295,7 @@ class Coordinator:
     def _make_api_context(self, clients: DeviceClients) -> ApiContext:
         """Returns the services of the HTTPS API."""
         directory, store = self._directory, self._store
-        validator = RunValidator(self._build_run, self._registry, store)
+        validator = RunValidator(self._build_run, self._registry, store, clients.device_rpc.call)
         record_rejection = self._rejections.record
         self._auth = auth = Authenticator(
             directory, store, listen_host=self._options.host, record_rejection=record_rejection

@@ -1,7 +1,7 @@
 """Conditions of training: the hours, power, heat, load and network in which a board may train, and its budgets.
 
-They stand in the board's own file. They are data, and `find_blocker` is a function of them and of what is known of
-the board. A value that is not known holds for none of them.
+They stand in the board's own file, and in a run file; both must hold. They are data, and `find_blocker` is a function
+of them and of what is known of the board. A value that is not known holds for none of them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import date, datetime, timedelta, tzinfo
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.safe_parsing import parse_toml
-from edgefl.core.settings import from_mapping, suggest_name
+from edgefl.core.settings import Faults, from_mapping, suggest_name
 
 TABLE = "conditions"
 WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 MAX_SPANS, MAX_INTERFACES = 24, 16
-MAX_REASON_CHARS = 200
+MAX_REASON_CHARS, MAX_RUN_CHARS = 200, 120
 CHARGING_STATES = frozenset({"Charging", "Full", "Not charging"})
 """Of a battery beside external power; `Not charging` is full enough."""
 USE_KINDS = ("traffic", "processor", "energy")
@@ -69,22 +69,20 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
-    """`[conditions]`: when a board may train; all that is set must hold.
+class RunConditions:
+    """`[conditions]`: when boards may work for a run, beside what their owners allow; all that is set must hold.
 
     Attributes:
-        zone: IANA name of the time zone of hours and days; the board's own at first.
+        zone: IANA name of the time zone of hours and days; each board's own at first.
         hours: spans of local time such as 22:00-06:00; any hour without one.
         weekdays: on which spans begin: mon to sun; any day without one.
-        mains: it is on external power.
+        mains: the board is on external power.
         min_battery: it is on external power, or its battery is at least so full, in 0-1.
         charging: its battery is being charged, or is full.
         max_temperature_c: its processor is no hotter, in degrees Celsius.
-        max_other_load: share of all cores that other processes may keep, in 0-1.
+        max_other_load: share of all its cores that other processes may keep, in 0-1.
         unmetered: its way to the internet is not metered.
         interfaces: its way to the internet is one of these network interfaces.
-        day: budgets of a day.
-        month: budgets of a month.
     """
 
     zone: str = ""
@@ -97,36 +95,53 @@ class Conditions:
     max_other_load: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
     unmetered: bool = False
     interfaces: tuple[str, ...] = ()
-    day: Budget = Budget()
-    month: Budget = Budget()
 
     def __post_init__(self) -> None:
-        find_zone(self.zone)
+        faults = Faults()
+        with faults:
+            find_zone(self.zone)
         if len(self.hours) > MAX_SPANS:
-            raise ConfigError(f"conditions.hours must be at most {MAX_SPANS} spans, got {len(self.hours)}")
-        for span in self.hours:
-            parse_span(span)
-        for name in self.weekdays:
-            if name not in WEEKDAYS:
-                raise ConfigError(
-                    f"conditions.weekdays must be of {', '.join(WEEKDAYS)}, got {name!r:.40}"
-                    f" ({suggest_name(name.lower()[:3], WEEKDAYS)})"
-                )
+            faults.messages.append(f"conditions.hours must be at most {MAX_SPANS} spans, got {len(self.hours)}")
+        for span in self.hours[:MAX_SPANS]:
+            with faults:
+                parse_span(span)
+        if len(self.weekdays) > len(WEEKDAYS):
+            faults.messages.append(f"conditions.weekdays must be at most 7 days, got {len(self.weekdays)}")
+        faults.messages += [
+            f"conditions.weekdays must be of {', '.join(WEEKDAYS)}, got {name!r:.40}"
+            f" ({suggest_name(name.lower()[:3], WEEKDAYS)})"
+            for name in self.weekdays[: len(WEEKDAYS)]
+            if name not in WEEKDAYS
+        ]
         if len(self.interfaces) > MAX_INTERFACES or not all(map(_INTERFACE.fullmatch, self.interfaces)):
-            raise ConfigError(
+            faults.messages.append(
                 f"conditions.interfaces must be at most {MAX_INTERFACES} names of interfaces such as eth0, "
                 f"got {list(self.interfaces)!r:.80}"
             )
-
-    @property
-    def budgets(self) -> dict[str, dict[str, float]]:
-        """Returns the limits by period, `day` and `month`; those without one are missing."""
-        return {name: limits for name, limits in (("day", self.day.limits), ("month", self.month.limits)) if limits}
+        faults.check()
 
     def to_json(self) -> dict[str, Any]:
         """Returns what is set, as it stands in a file."""
         values = {item.name: (getattr(self, item.name), item.default) for item in fields(self)}
         return {name: _to_plain(value) for name, (value, default) in values.items() if value != default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions(RunConditions):
+    """`[conditions]` of a board's own file, which has budgets, too.
+
+    Attributes:
+        day: budgets of a day.
+        month: budgets of a month.
+    """
+
+    day: Budget = Budget()
+    month: Budget = Budget()
+
+    @property
+    def budgets(self) -> dict[str, dict[str, float]]:
+        """Returns the limits by period, `day` and `month`; those without one are missing."""
+        return {name: limits for name, limits in (("day", self.day.limits), ("month", self.month.limits)) if limits}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +178,17 @@ class Blocker:
         kind: hours, power, heat, load, network, budget, pause or file.
         reason: one line.
         free_at_s: when it may next, in Unix seconds of its clock; None where that is not known.
+        run: whose condition it is: that of this run; of the board's owner where it is empty.
     """
 
     kind: str
     reason: str
     free_at_s: float | None = None
+    run: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as a heartbeat and a reply carry it."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value not in {None, ""}}
 
 
 def parse_conditions(text: str | bytes) -> Conditions:
@@ -194,7 +211,18 @@ def parse_conditions(text: str | bytes) -> Conditions:
     return from_mapping(Conditions, tables[TABLE], TABLE)
 
 
-def find_blocker(conditions: Conditions, facts: BoardFacts, now_s: float, *, step_s: float = 0.0) -> Blocker | None:
+def parse_run_conditions(value: object) -> RunConditions:
+    """Returns the conditions of a run, as an instruction has them, bounded; none for None.
+
+    Raises:
+        ConfigError: they are none; the message names every wrong setting.
+    """
+    return RunConditions() if value is None else from_mapping(RunConditions, cast("Any", value), TABLE)
+
+
+def find_blocker(
+    conditions: RunConditions, facts: BoardFacts, now_s: float, *, step_s: float = 0.0
+) -> Blocker | None:
     """Returns why conditions do not hold, budgets aside; None where they do.
 
     Args:
@@ -213,7 +241,7 @@ def find_blocker(conditions: Conditions, facts: BoardFacts, now_s: float, *, ste
     return None
 
 
-def _list_failures(conditions: Conditions, facts: BoardFacts) -> Iterator[tuple[str, str]]:
+def _list_failures(conditions: RunConditions, facts: BoardFacts) -> Iterator[tuple[str, str]]:
     """Yields kind and reason of each condition that does not hold."""
     power, battery = facts.has_external_power, facts.battery_fraction
     if conditions.mains and not power:
@@ -280,7 +308,7 @@ def parse_span(text: str) -> tuple[int, int]:
     return start_s, end_s
 
 
-def is_open(conditions: Conditions, now_s: float) -> bool:
+def is_open(conditions: RunConditions, now_s: float) -> bool:
     """Returns whether the local time is within the hours and weekdays.
 
     A span that passes midnight belongs to the day on which it begins. An hour that a change of the clock repeats
@@ -303,11 +331,11 @@ def is_open(conditions: Conditions, now_s: float) -> bool:
     return False
 
 
-def _is_allowed(conditions: Conditions, weekday: int) -> bool:
+def _is_allowed(conditions: RunConditions, weekday: int) -> bool:
     return not conditions.weekdays or WEEKDAYS[weekday % 7] in conditions.weekdays
 
 
-def find_next_open_s(conditions: Conditions, now_s: float) -> float | None:
+def find_next_open_s(conditions: RunConditions, now_s: float) -> float | None:
     """Returns when hours and weekdays next hold, in Unix seconds; None where they never do, as far as nine days."""
     zone = find_zone(conditions.zone)
     today = datetime.fromtimestamp(now_s, zone).date()
@@ -343,21 +371,27 @@ def parse_blocker(value: object) -> Blocker | None:
     """Returns the blocker that another machine reports, bounded; None where it reports none that makes sense."""
     if not isinstance(value, Mapping) or not isinstance(value.get("reason"), str):
         return None
-    free_at_s = value.get("free_at_s")
+    free_at_s, run = value.get("free_at_s"), value.get("run", "")
     is_time = isinstance(free_at_s, int | float) and not isinstance(free_at_s, bool) and 0 <= free_at_s < 1e11
     return Blocker(
         kind=str(value.get("kind"))[:20],
-        reason="".join(character for character in value["reason"] if character.isprintable())[:MAX_REASON_CHARS],
+        reason=_to_line(value["reason"], MAX_REASON_CHARS),
         free_at_s=float(free_at_s) if is_time and isinstance(free_at_s, int | float) else None,
+        run=_to_line(run, MAX_RUN_CHARS) if isinstance(run, str) else "",
     )
 
 
 def format_blocker(blocker: Blocker) -> str:
-    """Returns a blocker in one line, with the time in UTC."""
+    """Returns a blocker in one line, with the run whose condition it is, and the time in UTC."""
+    reason = f"by run {blocker.run}: {blocker.reason}" if blocker.run else blocker.reason
     if blocker.free_at_s is None:
-        return blocker.reason
+        return reason
     moment = datetime.fromtimestamp(blocker.free_at_s, zoneinfo.ZoneInfo("UTC"))
-    return f"{blocker.reason}, free at {moment:%Y-%m-%d %H:%M} UTC"
+    return f"{reason}, free at {moment:%Y-%m-%d %H:%M} UTC"
+
+
+def _to_line(text: str, at_most: int) -> str:
+    return "".join(character for character in text if character.isprintable())[:at_most]
 
 
 def _to_plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from edgefl.core.analyses import get_num_rounds
+from edgefl.core.conditions import RunConditions
 from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
@@ -467,6 +468,7 @@ class RunConfig:
     job: JobSection = field(default_factory=JobSection)
     split: SplitSection = field(default_factory=SplitSection)
     adapt: AdaptSection = field(default_factory=AdaptSection)
+    conditions: RunConditions = field(default_factory=RunConditions)
     simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
@@ -492,13 +494,15 @@ class RunConfig:
             "job": {**asdict(replace(self.job, options={})), **self.job.options},
             "split": asdict(self.split),
             "adapt": adapt_to_json(self.adapt),
+            **({"conditions": conditions} if (conditions := self.conditions.to_json()) else {}),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
         sections["job"].pop("options")
         if self.job.name:
             run = {key: item for key, item in sections["run"].items() if key in JOB_RUN_SETTINGS}
             devices = {key: item for key, item in sections["devices"].items() if key not in _TRAINING_DEVICE_SETTINGS}
-            sections = {"run": run, "job": sections["job"], "devices": devices}
+            kept = {name: table for name, table in sections.items() if name in {"job", "conditions"}}
+            sections = {"run": run, **kept, "devices": devices}
         else:
             del sections["job"]
         return {
@@ -785,7 +789,7 @@ def _expand_job(tables: Mapping[str, Any]) -> Mapping[str, Any]:
     faults, run, devices = Faults(), tables.get("run", {}), tables.get("devices", {})
     known = {item.name for item in fields(RunConfig)}
     for name in tables:
-        if name in known - {"run", "job", "devices"}:
+        if name in known - {"run", "job", "devices", "conditions"}:
             faults.messages.append(f"{name} means nothing beside job, which trains nothing; leave it out")
     unused = [f"run.{key}" for key in run if key not in JOB_RUN_SETTINGS] if isinstance(run, Mapping) else []
     if isinstance(devices, Mapping):

@@ -50,6 +50,8 @@ COMPILED_KEY, FOR_ALL_KEY = "compiled", "is_for_all"
 """Key in the header of instructions, the file by which boards train without torch; in it, whether all boards do."""
 TORCH, ONNX, NUMPY = "torch", "onnx", "numpy"
 """What a board trains with."""
+CONDITIONS_KEY = "conditions"
+"""Key in the header of instructions: `[conditions]` of the run file; in a board's facts: that it knows them."""
 BASE_TRAFFIC_KEY = "base_bytes"
 """Key in the header of answers: bytes of base and compiled task that the device has fetched meanwhile."""
 BASES_PATH = "/edgefl/v1/bases"
@@ -359,7 +361,7 @@ class Heartbeat(_Message):
 
     `model` is the SHA-256 of the deployed model that it runs, `deployment` the result of the last deployment,
     `installation` that of the last release or task pack; `boot_id` is that of the status; `blocked` is why it may not
-    train now (`kind`, `reason`, `free_at_s`).
+    train now (`kind`, `reason`, `free_at_s`, `run` where it is that run's condition).
     """
 
     seq: int
@@ -422,6 +424,7 @@ class CommandKind(StrEnum):
     LOGS = "logs"
     RENEW = "renew"
     LOCKOUT = "lockout"
+    CONDITIONS = "conditions"
 
 
 class ReadinessPhase(StrEnum):
@@ -436,7 +439,7 @@ class Command(_Message):
     """`command`: idempotent by `id`.
 
     `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), an
-    installation id (`install`), or JSON (`logs`, `lockout`).
+    installation id (`install`), or JSON (`logs`, `lockout`, `conditions`).
     """
 
     id: str

@@ -312,7 +312,7 @@ class Agent:
 
     def _check_conditions(self) -> Blocker | None:
         """Returns why this board may not train now; stops what trains, and wakes the main loop afterwards."""
-        blocker, was_blocked = self._gate.check(), self._was_blocked
+        blocker, was_blocked = self._gate.check() or self._gate.find_run_blocker(), self._was_blocked
         self._was_blocked = blocker is not None
         if blocker is not None:
             if not was_blocked:
@@ -418,6 +418,7 @@ class Agent:
         return CommandDispatcher(
             state=self._state,
             trainer=self._trainer,
+            gate=self._gate,
             models=self._models,
             installations=self._installations,
             renewal=self._renewal,

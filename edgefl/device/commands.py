@@ -10,8 +10,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgefl.core.protocol import Capabilities, Command, CommandKind, host_and_port
+from edgefl.core.protocol import CONDITIONS_KEY, Capabilities, Command, CommandKind, host_and_port
 from edgefl.core.types import Json, Role
+from edgefl.device.conditions.gate import ConditionGate
+from edgefl.device.conditions.run_conditions import publish_answer
 from edgefl.device.diagnostics.json_log import publish_logs
 from edgefl.device.enrolment.certificates import CertificateRenewal
 from edgefl.device.hardware.capabilities import probe
@@ -103,6 +105,7 @@ class CapabilityReporter:
                 **self._get_peer_facts(),
                 **self._get_software_facts(),
                 **self._step_rates.get_facts(),
+                CONDITIONS_KEY: True,
                 "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }
             examples, shard_errors = self._trainer.count_examples(), self._trainer.get_shard_errors()
@@ -146,6 +149,7 @@ class CommandDispatcher:
 
     state: DeviceStateDir
     trainer: ConfiningTrainer
+    gate: ConditionGate
     models: RolloutClient[DeployedModels]
     installations: RolloutClient[InstalledBundles]
     renewal: CertificateRenewal
@@ -159,7 +163,7 @@ class CommandDispatcher:
         """Executes one command, in the MQTT thread; unknown ones are logged."""
         argument_handlers = {
             CommandKind.FINISH_EARLY: self.trainer.finish_early,
-            CommandKind.END: self.trainer.complete_run,
+            CommandKind.END: self._complete_run,
             CommandKind.DEPLOY: self.models.apply,
             CommandKind.ROLLBACK: self.models.roll_back,
             CommandKind.INSTALL: self.installations.apply,
@@ -179,6 +183,10 @@ class CommandDispatcher:
                 self.heartbeat.publish_now()
             case CommandKind.LOGS:
                 publish_logs(self.state.root, command, self.connection.publish_reply)
+            case CommandKind.CONDITIONS:
+                publish_answer(
+                    command, find_owner_blocker=self.gate.find_owner_blocker, publish=self.connection.publish_reply
+                )
             case CommandKind.RELOAD:
                 self.capability_reporter.invalidate()
                 self.wake_up.notify()
@@ -186,3 +194,7 @@ class CommandDispatcher:
                 logging.getLogger().setLevel(command.argument)
             case _:
                 log.warning("ignored an unknown command %r", command.kind)
+
+    def _complete_run(self, run: str) -> None:
+        self.gate.complete_run(run)
+        self.trainer.complete_run(run)

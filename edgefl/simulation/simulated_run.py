@@ -128,6 +128,8 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         raise ConfigError(
             "without training no accuracy is ever reached; give run.rounds, epochs, updates, seconds or bytes"
         )
+    if conditions := run_config.conditions.to_json():
+        log.warning("a simulation ignores [conditions] (%s): its boards are always free", ", ".join(conditions))
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with (
         extensions.allow_modules(allow_modules),

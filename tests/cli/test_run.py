@@ -35,6 +35,7 @@ def test_the_app_is_written_and_its_files_are_named(run, run_file, tmp_path, wor
         (RUN.replace("fedavg", "fedavgg"), "iid", 6, "unknown strategy 'fedavgg'"),
         (RUN.replace("digits", "digitz"), "iid", 5, "digitz"),
         (RUN.replace("rounds", "round"), "iid", 3, "did you mean run.rounds?"),
+        (f"{RUN}\n[conditions]\nmains = true\n", "iid", 3, "conditions: nodes of a Flower app know none"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_and_leaves_nothing(refused, run_file, text, scheme, code, told):

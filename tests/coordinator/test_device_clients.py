@@ -106,6 +106,13 @@ def test_a_node_of_a_run_that_is_over_is_told_to_end_under_another_id_once_a_min
     assert later.id != first.id
 
 
+def test_a_board_that_keeps_the_conditions_of_a_run_that_is_over_is_told_its_end(site: Site) -> None:
+    site.board.open(site.askers)
+    for run in ("r", "away", "", "over"):
+        site.board.on_heartbeat("pi", beat(blocked={"kind": "hours", "reason": "outside its hours", "run": run}))
+    assert [(command.kind, command.argument) for _, command in site.commands] == [(CommandKind.END, "over")]
+
+
 @pytest.mark.parametrize("told", [{"run": "r", "assignment": "a-1"}, {"run": "r"}, {"run": "away"}], ids=str)
 def test_work_of_a_run_that_is_active_or_goes_on_by_itself_is_left_alone(site: Site, told: dict[str, str]) -> None:
     site.board.open(site.askers)

@@ -57,6 +57,11 @@ def test_a_file_says_what_it_means():
         ('[conditions]\nhours = ["24:00-06:00"]', "must be spans"),
         ('[conditions]\nhours = ["22:00-24:01"]', "must be spans"),
         ('[conditions]\nhours = ["06:00-06:00"]', "an empty span; 00:00-24:00 is a whole day"),
+        (
+            '[conditions]\nweekdays = ["mon", "mon", "mon", "mon", "mon", "mon", "mon", "mon"]',
+            "at most 7 days, got 8",
+        ),
+        ('[conditions]\nzone = "Mars"\nhours = ["1"]\nweekdays = ["x"]', "zone must .*hours must .*weekdays must"),
         ('[conditions]\nweekdays = ["Monday"]', r"got 'Monday' \(did you mean mon\?\)"),
         ('[conditions]\ninterfaces = ["eth 0"]', "names of interfaces"),
         ("[conditions.day]\ntraffic_mb = 0", "traffic_mb must be"),
@@ -160,6 +165,14 @@ def test_a_blocker_from_elsewhere_is_bounded():
     known = parse_blocker({"kind": "hours", "reason": "outside its hours", "free_at_s": at("2026-01-02T03:04:00")})
     assert known is not None
     assert format_blocker(known) == "outside its hours, free at 2026-01-02 03:04 UTC"
+    assert (known.run, "run" in known.to_json(), wild.run) == ("", False, "")
+    of_run = parse_blocker({"kind": "power", "reason": "no", "run": "r-1\x1b" + "x" * 1000})
+    assert of_run is not None
+    assert (len(of_run.run), of_run.run[:4], of_run.to_json()["run"]) == (120, "r-1x", of_run.run)
+    assert format_blocker(of_run).startswith("by run r-1xxx")
+    unknown = parse_blocker({"reason": "no", "run": 3})
+    assert unknown is not None
+    assert unknown.run == ""
 
 
 def test_a_day_ends_at_midnight_of_its_zone_and_a_month_with_its_last_day():

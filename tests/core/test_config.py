@@ -149,7 +149,11 @@ NAN, INF = float("nan"), float("inf")
         ("run", {"evaluate_on": "moon"}, "run.evaluate_on must be one of 'auto', 'coordinator', 'devices'"),
         ("run", 3, "run must be a table, got 3"),
         ("stratgy", {}, "unknown setting stratgy: did you mean strategy?"),
-        ("zzz", {}, "unknown setting zzz: known are adapt, aggregation, compression, devices, guard, job, models"),
+        (
+            "zzz",
+            {},
+            "unknown setting zzz: known are adapt, aggregation, compression, conditions, devices, guard, job, models",
+        ),
         ("task", {"a": [[1]]}, "task.a must be a text, a number or true/false, got [[1]]"),
         ("strategy", {"options": {}}, "strategy.options must be a text, a number or"),
         ("strategy", {"lr": NAN}, "strategy.lr must be a text, a number or"),
@@ -350,6 +354,24 @@ def test_a_job_is_a_run_whose_task_is_its_name_and_keeps_its_own_options():
 def test_what_means_nothing_for_a_job_is_refused_by_name(tables, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_run(tables)
+
+
+def test_a_run_has_conditions_without_budgets_and_all_that_is_wrong_in_them_is_named():
+    conditions = {"zone": "Europe/Oslo", "hours": ["22:00-06:00"], "min_battery": 0.5, "unmetered": True}
+    for tables in ({"run": {"task": "digits"}}, JOB):
+        config = parse_run({**tables, "conditions": conditions})
+        assert config.to_json()["conditions"] == conditions
+        assert RunConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+        assert "conditions" not in parse_run(tables).to_json(), "stored runs stay as they are"
+    wrong = {"min_battery": 50, "mains": "yes", "day": {"traffic_mb": 1}}
+    with pytest.raises(ConfigError) as refusal:
+        parse_run({"run": {"task": "digits"}, "conditions": wrong})
+    for part in ("unknown setting conditions.day", "conditions.min_battery must", "conditions.mains must"):
+        assert part in str(refusal.value)
+    wrong = {"zone": "Mars", "hours": ["1", "2"], "weekdays": ["x"]}
+    with pytest.raises(ConfigError) as refusal:
+        parse_run({"run": {"task": "digits"}, "conditions": wrong})
+    assert len(refusal.value.faults) == 4
 
 
 def test_a_list_of_a_task_s_options_is_the_same_as_one_text_with_commas():

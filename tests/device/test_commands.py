@@ -23,6 +23,7 @@ class Board:
         parts: Any = {
             "state": SimpleNamespace(root=root),
             "trainer": self._part("trainer", "finish_early", "complete_run", "pause"),
+            "gate": self._part("gate", "complete_run", "find_owner_blocker"),
             "models": self._part("models", "apply", "roll_back"),
             "installations": self._part("installations", "apply"),
             "renewal": self._part("renewal", "request"),
@@ -53,7 +54,7 @@ def board(tmp_path):
 
 DONE = [
     (CommandKind.FINISH_EARLY, "a-1", [("trainer.finish_early", "a-1")]),
-    (CommandKind.END, "r-1", [("trainer.complete_run", "r-1")]),
+    (CommandKind.END, "r-1", [("gate.complete_run", "r-1"), ("trainer.complete_run", "r-1")]),
     (CommandKind.DEPLOY, "d-1", [("models.apply", "d-1")]),
     (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),
     (CommandKind.INSTALL, "i-1", [("installations.apply", "i-1")]),
@@ -75,7 +76,7 @@ def test_a_command_is_done_by_whom_it_concerns(board, caplog):
         assert logging.getLogger().level == logging.ERROR
     finally:
         logging.getLogger().setLevel(before)
-    assert {kind for kind, *_ in DONE} == {*CommandKind} - {CommandKind.LOGS}
+    assert {kind for kind, *_ in DONE} == {*CommandKind} - {CommandKind.LOGS, CommandKind.CONDITIONS}
     board.obey(CommandKind.LOGS, "{}")  # a thread reads them
     eventually(lambda: [name for name, *_ in board.calls] == ["connection.publish_reply"])
     assert "unknown" not in caplog.text
@@ -146,6 +147,7 @@ def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotte
     site.faults = {"digits": "late.npz does not exist"}
     tells(packs=["p"], shard_errors={"digits": "late.npz does not exist"}, steps_per_s=None)
     assert site.told[0].shards == {"digits": 9}
+    assert site.told[0].facts["conditions"] is True, "runs may have conditions"
     assert state.settings.shards == {"digits": "/data/digits.npz"}
     site.faults, site.stamps = {}, ("another",)
     tells(shard_errors=None, drift=None)

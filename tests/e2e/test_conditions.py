@@ -56,6 +56,30 @@ def test_a_paused_board_hands_its_work_back_and_trains_nothing_even_if_killed_un
     tools.stop(fleet, run_id)
 
 
+def test_a_run_outside_its_own_hours_waits_is_named_by_its_boards_and_keeps_no_other_run_from_them(
+    fleet: LocalFleet, tools: Any, tmp_path: Path
+) -> None:
+    plan, later = tmp_path / "run.toml", datetime.fromtimestamp(time.time(), UTC) + timedelta(hours=3)
+    hours = f"{later:%H}:00-{later:%H}:59"
+    base = '[run]\ntask = "digits"\nrounds = 2\nevaluate_on = "none"\n'
+    plan.write_text(f'{base}[conditions]\nzone = "UTC"\nhours = ["{hours}"]\n')
+    ended = tools.as_operator(fleet, "run", "submit", plan, "--dry-run")
+    assert (ended.code, "conditions of the run: 0 would be free now, 2 would not be free" in ended.out) == (41, True)
+    assert f"not now by the run's [conditions]: outside its hours, free at {later:%Y-%m-%d %H}:00 UTC" in ended.out
+    waiting = tools.as_operator(fleet, "run", "submit", plan).out.strip()
+    free = f"by run {waiting}: outside its hours, free at {later:%Y-%m-%d %H}:00 UTC"
+    for name in (PAUSED, "device-02"):
+        tools.eventually(lambda name=name: get_blocked(fleet, name) == free, what="its boards name the run")
+    assert tools.as_operator(fleet, "run", "stop", waiting).code == 0
+    plan.write_text(f'{base}[conditions]\nhours = ["00:00-24:00"]\n')
+    assert "2 would be free now\n" in tools.as_operator(fleet, "run", "submit", plan, "--dry-run").out
+    run_id = tools.as_operator(fleet, "run", "submit", plan).out.strip()
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    assert {row["device_id"] for row in fleet.list_history("updates", run=run_id)} == {PAUSED, "device-02"}
+    assert fleet.list_history("updates", run=waiting) == []
+    tools.eventually(lambda: get_blocked(fleet) is None)
+
+
 def test_a_board_outside_its_hours_is_not_chosen_and_a_dry_run_says_when_it_is_free(
     fleet: LocalFleet, tools: Any, tmp_path: Path
 ) -> None:

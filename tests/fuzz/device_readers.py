@@ -16,11 +16,15 @@ import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
 from onnx_graphs import constant_model
 
-from edgefl.core.conditions import USE_KINDS
+from edgefl.core.conditions import USE_KINDS, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError
+from edgefl.core.protocol import Command, CommandReply
+from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Dataset
 from edgefl.device.conditions.budgets import Clocks
+from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import ConditionGate
+from edgefl.device.conditions.run_conditions import publish_answer
 from edgefl.device.diagnostics.diagnostic_report import format_summary, read_report
 from edgefl.device.diagnostics.json_log import read_page
 from edgefl.device.drift_watch import DriftReference, encode_reference, read_reference
@@ -69,7 +73,7 @@ def drift_references(folder: Path) -> Reader:
 
 
 def conditions(folder: Path) -> Reader:
-    """The owner's file of conditions, a pause, and the usage of budgets: whatever they hold, the gate decides."""
+    """The owner's file, a pause, the usage of budgets, a run's conditions: whatever they hold, the gate decides."""
     names = {b"c": "conditions.toml", b"p": "pause.json", b"b": "budgets.json"}
     clocks = Clocks(boot_id="b", wall=lambda: 1.8e9, boot_time=lambda: 50.0)
     limits = b'[conditions]\nzone = "Europe/Oslo"\n[conditions.day]\nprocessor_s = 60\n'
@@ -78,8 +82,23 @@ def conditions(folder: Path) -> Reader:
         for name in names.values():
             (folder / name).unlink(missing_ok=True)
         (folder / "conditions.toml").write_bytes(limits)
-        (folder / names.get(data[:1], "conditions.toml")).write_bytes(data[1:])
+        if data[:1] != b"r":
+            (folder / names.get(data[:1], "conditions.toml")).write_bytes(data[1:])
         gate = ConditionGate(folder, board=BoardReader(folder, run=no_program), clocks=clocks)
+        if data[:1] == b"r":
+            with suppress(ValueError, ConditionsEndedError):
+                gate.admit("r-1", parse_json(data[1:]))
+            assert gate.find_owner_blocker() is None
+            question = Command(id="q", kind="conditions", argument=data[1:].decode(errors="replace"))
+            replies: list[CommandReply] = []
+            publish_answer(
+                question,
+                find_owner_blocker=lambda: None,
+                publish=lambda reply: replies.append(reply) is None,
+                facts=FactReader(BoardReader(folder, run=no_program)),
+                sleep=lambda _: None,
+            ).join()
+            assert len(replies) == 1
         with gate.work():
             gate.check()
 
@@ -97,6 +116,7 @@ traffic_mb = 50
 processor_s = 3600
 """
     pause = {"v": 1, "until_s": 1.9e9, "until_boot_s": 60.0, "boot_id": "b"}
+    run = {"zone": "Europe/Oslo", "hours": ["22:00-06:00"], "weekdays": ["mon"], "min_battery": 0.5, "mains": True}
     kinds = dict.fromkeys(USE_KINDS, 1.5)
     usage = {
         "v": 1, "used": {"day": kinds, "month": kinds}, "period": {"day": "2027-01-15", "month": "2027-01"},
@@ -105,6 +125,8 @@ processor_s = 3600
     seeds = [
         Seed(content=whole, form=Form.TOML, close=lambda content: b"c" + content),
         Seed(content=json.dumps(pause).encode(), form=Form.JSON, close=lambda content: b"p" + content),
+        Seed(content=json.dumps(run).encode(), form=Form.JSON, close=lambda content: b"r" + content),
+        Seed(content=json.dumps({"conditions": run}).encode(), form=Form.JSON, close=lambda content: b"r" + content),
         Seed(content=json.dumps(usage).encode(), form=Form.JSON, close=lambda content: b"b" + content),
     ]
     return Reader(feed=feed, seeds=tuple(seeds))

@@ -335,6 +335,8 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "disk-conditions": _entry(
             device_readers.conditions,
             "core/conditions.py:parse_conditions",
+            "core/conditions.py:parse_run_conditions",
+            "device/conditions/run_conditions.py:_parse_question",
             "device/conditions/gate.py:_read_pause",
             "device/conditions/budgets.py:BudgetUsage._load",
         ),

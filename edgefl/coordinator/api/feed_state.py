@@ -183,7 +183,7 @@ def make_device_row(registry: DeviceRegistry, device_id: str) -> Json | None:
         "groups": list(info.groups),
         "tasks": list(info.tasks),
         "drained": registry.is_drained(device_id),
-        "blocked": format_blocker(blocker) if (blocker := registry.get_blocker(device_id)) else None,
+        "blocked": format_blocker(blocker) if (blocker := registry.get_reported_blocker(device_id)) else None,
         "cloned": registry.get_clone_warning(device_id),
         "seconds_per_iteration": _round_significant(registry.get_seconds_per_iteration(device_id)),
         "model": info.capabilities.get("model") or info.capabilities.get("family"),

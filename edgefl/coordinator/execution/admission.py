@@ -28,6 +28,7 @@ from edgefl.coordinator.fleet.registry import (
 )
 from edgefl.coordinator.flower.messages import PreparedBody, Reply
 from edgefl.coordinator.flower.superlink import prepare_body
+from edgefl.core.conditions import parse_blocker
 from edgefl.core.errors import NetworkError, RunFailedError
 from edgefl.core.protocol import HANDED_BACK_KEY, Command, CommandKind, ReadinessPhase
 from edgefl.core.types import DeviceAvailable, Json
@@ -166,8 +167,10 @@ class AdmissionController:
             log.info("%s knows no such question: its agent is older", device_id)
             candidate.status, candidate.is_unannounced = AdmissionStatus.READY, True
         elif reply.header["ready"] is not True:
-            if HANDED_BACK_KEY in reply.header:  # or it would stay rejected when it is free again
+            if parse_blocker(reply.header.get(HANDED_BACK_KEY)) is not None:  # it is asked again when it is free
                 self.registry.record_blocker(device_id, reply.header[HANDED_BACK_KEY])
+                self.remove(device_id)
+                return True
             self._reject(candidate, str(reply.header.get("reason", "it gave no reason")))
         elif candidate.phase is ReadinessPhase.CAN:
             candidate.phase = ReadinessPhase.PREPARE
@@ -423,7 +426,7 @@ class RunMembership:
             return []
         if not self._is_started:
             self._is_started = True
-            for info in self._registry.list_schedulable():
+            for info in self._registry.list_schedulable(self._view.run_id):
                 if self._view.is_eligible(info.device_id):
                     self._admission.query(info.device_id)
         admitted = self._admission.poll()
@@ -444,7 +447,8 @@ class RunMembership:
             case PresenceChanged(after=DevicePresence.ONLINE, before=before) if before is DevicePresence.LATE:
                 pass
             case DeviceChanged() if (
-                self._registry.is_drained(event.device_id) or self._registry.get_blocker(event.device_id) is not None
+                self._registry.is_drained(event.device_id)
+                or self._registry.get_blocker(event.device_id, self._view.run_id) is not None
             ):
                 self._admission.remove(event.device_id)
             case PresenceChanged(after=DevicePresence.ONLINE) | DeviceAdded() | DeviceChanged():

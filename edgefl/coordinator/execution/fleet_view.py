@@ -25,7 +25,16 @@ from edgefl.coordinator.fleet.registry import (
 from edgefl.coordinator.split.service import SplitRun
 from edgefl.core.claims import DEFAULT_WEIGHT_RATIO, ClaimLimits, OnBounded, ignore_bounded
 from edgefl.core.metrics import NO_METRICS, MetricSet
-from edgefl.core.protocol import COMPILED_KEY, FOR_ALL_KEY, NUMPY, ONNX, TORCH, ReadinessPhase, select_backend
+from edgefl.core.protocol import (
+    COMPILED_KEY,
+    CONDITIONS_KEY,
+    FOR_ALL_KEY,
+    NUMPY,
+    ONNX,
+    TORCH,
+    ReadinessPhase,
+    select_backend,
+)
 from edgefl.core.types import (
     DeviceInfo,
     EvaluateInstruction,
@@ -127,6 +136,8 @@ class EligibilityFilter:
             return False
         if info.role == Role.EVALUATOR:
             return run.task in info.tasks
+        if explain_missing_conditions(info, run.header):
+            return False
         is_member = self._members is None or info.device_id in self._members
         return is_member and is_selected(info, task=run.task, groups=run.groups, names=run.names)
 
@@ -170,6 +181,13 @@ def find_training_blocker(info: DeviceInfo, *, needs_torch: bool, compiled: Json
     if isinstance(reason, str):
         return reason[:MAX_REASON_CHARS]
     return {TORCH: NO_TORCH, ONNX: NO_ONNX, NUMPY: NO_NUMPY}[backend]
+
+
+def explain_missing_conditions(info: DeviceInfo, header: Json) -> str:
+    """Returns why a device cannot keep the conditions of a run; empty where it can, or the run has none."""
+    if CONDITIONS_KEY not in header or info.capabilities.get(CONDITIONS_KEY) is True:
+        return ""
+    return "its agent knows no [conditions] of a run; update edgefl on it"
 
 
 class AdmissionStatus(StrEnum):
@@ -283,7 +301,9 @@ class Candidates:
             return f"it is an {info.role}, and trains nothing"
         if self.run.task not in info.tasks:
             return f"{explain_missing_shard(info, self.run.task)}; on the board: edgefl device shard add"
-        return find_training_blocker(info, needs_torch=self.run.needs_torch, compiled=self.run.compiled)
+        return find_training_blocker(
+            info, needs_torch=self.run.needs_torch, compiled=self.run.compiled
+        ) or explain_missing_conditions(info, self.run.header)
 
 
 class HealthSnapshot(Mapping[str, HealthMetrics]):
@@ -355,6 +375,7 @@ class LiveFleetView(FleetState):
             on_bounded=on_bounded,
         )
         super().__init__(self.health_snapshot, limits=limits)
+        self.run_id = run.run_id
         self._registry, self._clock, self._is_admitted = registry, clock, is_admitted
         self._eligibility = EligibilityFilter(run)
         self._stale_ids: set[str] = set()
@@ -362,7 +383,7 @@ class LiveFleetView(FleetState):
         self._progress_reports: list[Progress] = []
         self._lock = threading.Lock()
         self.close = registry.subscribe(self._on_registry_event)
-        for info in registry.list_schedulable():
+        for info in registry.list_schedulable(run.run_id):
             self._update_from_registry(info.device_id)
         self.start_turn(clock())
 
@@ -384,7 +405,7 @@ class LiveFleetView(FleetState):
 
     def is_eligible(self, device_id: str) -> bool:
         """Returns whether a device is a present trainer that the run selects."""
-        info = self._registry.get_schedulable(device_id)
+        info = self._registry.get_schedulable(device_id, self.run_id)
         return info is not None and info.role == Role.TRAINER and self._eligibility.is_eligible(info)
 
     def admit(self, device_id: str) -> None:
@@ -415,7 +436,7 @@ class LiveFleetView(FleetState):
                 self._stale_ids.add(event.device_id)
 
     def _update_from_registry(self, device_id: str) -> None:
-        info = self._registry.get_schedulable(device_id)
+        info = self._registry.get_schedulable(device_id, self.run_id)
         may_work = info is not None and (info.role == Role.EVALUATOR or self._is_admitted(device_id))
         listed_info = info if info is not None and may_work and self._eligibility.is_eligible(info) else None
         if listed_info != self.devices.get(device_id):

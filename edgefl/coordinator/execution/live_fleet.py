@@ -314,7 +314,7 @@ class LiveFleet:
 
     def _fail_unheld(self, event: HeldInstructions) -> list[Event]:
         """Fails what a device that may not train now will not fetch; it keeps, or hands back, what it has."""
-        blocker = self.registry.get_blocker(event.device_id)
+        blocker = self.registry.get_blocker(event.device_id, self.run_id)
         if blocker is None:
             return []
         return [

@@ -325,13 +325,16 @@ class DeviceRpc:
         self._pending_calls: dict[str, tuple[str, queue.SimpleQueue[CommandReply]]] = {}
         self._lock = threading.Lock()
 
-    def call(self, device_id: str, kind: CommandKind, argument: Mapping[str, Any]) -> Json:
-        """Returns the content of a device's reply.
+    def call(
+        self, device_id: str, kind: CommandKind, argument: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> Json:
+        """Returns the content of a device's reply, which may take `timeout_s` seconds.
 
         Raises:
             NotFoundError: there is no such device.
             NetworkError: the device is away, did not answer in time, or reported an error.
         """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         if self._registry.get_device(device_id) is None:
             raise NotFoundError(f"no device {device_id!r}; `edgefl devices list` shows them")
         state = self._registry.get_state(device_id)
@@ -343,10 +346,10 @@ class DeviceRpc:
             self._pending_calls[command.id] = device_id, replies
         try:
             self._notifier.send_command(device_id, command)
-            reply = replies.get(timeout=self._timeout_s)
+            reply = replies.get(timeout=timeout_s)
         except queue.Empty:
             raise NetworkError(
-                f"{device_id} did not answer within {self._timeout_s:g} s; it may be of an older edgefl, or your "
+                f"{device_id} did not answer within {timeout_s:g} s; it may be of an older edgefl, or your "
                 "broker may not let it write its topic answer"
             ) from None
         finally:

@@ -259,20 +259,24 @@ class DeviceRegistry:
         with self._lock:
             return [entry.info for entry in self._entries.values()]
 
-    def list_schedulable(self) -> list[DeviceInfo]:
-        """Returns the devices that can be given work: present, not draining and not blocked, sorted by id."""
+    def list_schedulable(self, run_id: str | None = None) -> list[DeviceInfo]:
+        """Returns the devices that can be given work: present, not draining and not blocked, sorted by id.
+
+        Args:
+            run_id: of the run whose work that is; where it is None, no run's conditions block a device.
+        """
         with self._lock:
-            devices = [self.get_schedulable(device_id) for device_id in sorted(self._entries)]
+            devices = [self.get_schedulable(device_id, run_id) for device_id in sorted(self._entries)]
         return [info for info in devices if info is not None]
 
-    def get_schedulable(self, device_id: str) -> DeviceInfo | None:
-        """Returns a device if it can be given work now."""
+    def get_schedulable(self, device_id: str, run_id: str | None = None) -> DeviceInfo | None:
+        """Returns a device if it can be given work now: of a run, or at all."""
         with self._lock:
             entry = self._entries.get(device_id)
             is_able = (
                 entry is not None
                 and not entry.is_drained
-                and entry.blocker is None
+                and self.get_blocker(device_id, run_id) is None
                 and self._presence.get_state(device_id) in _SCHEDULABLE_STATES
             )
             return entry.info if entry is not None and is_able else None
@@ -282,13 +286,18 @@ class DeviceRegistry:
         with self._lock:
             return self._presence.get_state(device_id) in _SCHEDULABLE_STATES and not self.is_drained(device_id)
 
-    def get_blocker(self, device_id: str) -> Blocker | None:
-        """Returns why a device may not train now, as it last reported."""
+    def get_blocker(self, device_id: str, run_id: str | None = None) -> Blocker | None:
+        """Returns why a device may not train now, as it last reported: at all, or, with `run_id`, for this run."""
+        blocker = self.get_reported_blocker(device_id)
+        return blocker if blocker is not None and blocker.run in {"", run_id} else None
+
+    def get_reported_blocker(self, device_id: str) -> Blocker | None:
+        """Returns why a device may not train now, for people; it may be a condition of one run only."""
         entry = self._entries.get(device_id)
         return entry.blocker if entry else None
 
     def record_blocker(self, device_id: str, reported: object) -> None:
-        """Records why a device may not train now; None, or what makes no sense, that it may."""
+        """Records why a device may not train now, as of a heartbeat or reply; None or nonsense: it may."""
         with self._lock:
             self._set_blocker(device_id, parse_blocker(reported))
         self._event_bus.publish()
@@ -298,7 +307,8 @@ class DeviceRegistry:
         entry = self._entries.get(device_id)
         if entry is None:
             return
-        has_changed = (entry.blocker is None) != (blocker is None)
+        former, present = (None if found is None else found.run for found in (entry.blocker, blocker))
+        has_changed = former != present
         entry.blocker = blocker
         if has_changed:
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
@@ -313,9 +323,9 @@ class DeviceRegistry:
         return _format_presence(self.get_state(device_id), self._entries.get(device_id))
 
     def explain_absence(self, device_id: str) -> str:
-        """Returns why a device gets no work: what the operator said comes first."""
+        """Returns why a device gets no work of any run, or of the one that it has the conditions of."""
         presence = DevicePresence.DRAINING if self.is_drained(device_id) else self.format_presence(device_id)
-        blocker = self.get_blocker(device_id)
+        blocker = self.get_reported_blocker(device_id)
         if blocker is not None and presence in _SCHEDULABLE_STATES:
             return f"it may not train now: {format_blocker(blocker)}"
         return "it was never seen" if presence == NEVER_SEEN else f"it is {presence}"

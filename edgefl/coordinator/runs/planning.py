@@ -18,16 +18,18 @@ from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.coordinator.execution.admission import AdmissionRequirements
 from edgefl.coordinator.execution.fleet_view import (
     NO_TORCH,
+    explain_missing_conditions,
     explain_missing_shard,
     find_training_blocker,
     is_selected,
 )
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.runs.availability import Availability, CallDevice, ask_availability
 from edgefl.coordinator.runs.compilation import expect_compiled
 from edgefl.coordinator.runs.history_recorder import format_shortage
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import COMPILED_KEY, EVALUATOR_NAME, MAX_PEER_BYTES, select_backend
+from edgefl.core.protocol import COMPILED_KEY, CONDITIONS_KEY, EVALUATOR_NAME, MAX_PEER_BYTES, select_backend
 from edgefl.core.types import (
     DeviceInfo,
     Json,
@@ -81,10 +83,12 @@ BuildRun = Callable[[RunConfig, str], "RunComponents"]
 
 
 class RunValidator:
-    """Validates run files; `build_run` builds the run of one."""
+    """Validates run files; `build_run` builds the run of one, `call` asks a device."""
 
-    def __init__(self, build_run: BuildRun, registry: DeviceRegistry, store: Store) -> None:
-        self._build_run, self._registry, self._store = build_run, registry, store
+    def __init__(
+        self, build_run: BuildRun, registry: DeviceRegistry, store: Store, call: CallDevice | None = None
+    ) -> None:
+        self._build_run, self._registry, self._store, self._call = build_run, registry, store, call
 
     def check(self, config: RunConfig) -> Json:
         """Returns notes on a valid run file.
@@ -101,7 +105,7 @@ class RunValidator:
             EdgeflError: as `check`.
         """
         run = self._build(config, "plan")
-        return {**self._check_run(run), **plan_run(run, self._registry, self._store)}
+        return {**self._check_run(run), **plan_run(run, self._registry, self._store, self._call)}
 
     def _build(self, config: RunConfig, run_id: str) -> RunComponents:
         return expect_compiled(self._build_run(config, run_id), self._registry)
@@ -119,8 +123,10 @@ class RunValidator:
         }
 
 
-def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json:
+def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: CallDevice | None = None) -> Json:
     """Returns the plan as JSON values: totals, and a row for every device in `rows`.
+
+    Where the run has conditions, `conditions` has how many devices would be `free` now, `blocked`, and `unknown`.
 
     Raises:
         EdgeflError: the strategy refuses this fleet.
@@ -131,6 +137,8 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json
     reasons |= {
         name: "there is no such device in the fleet" for name in run.config.devices.names if name not in reasons
     }
+    availability = _ask_availability(run, [name for name, reason in reasons.items() if not reason], call)
+    reasons |= availability.blocked if availability is not None else {}
     available = {name: info for name, reason in reasons.items() if not reason and (info := registry.get_device(name))}
     evaluators = [
         i for i in registry.list_schedulable() if i.role == Role.EVALUATOR and run.config.run.task in i.tasks
@@ -157,11 +165,25 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store) -> Json
     for row in rows:
         if row["takes_part"] and row["device_id"] not in instructions:
             row["reason"] = _format_wait_reason(run.config, len(available), has_instructions=bool(instructions))
+    totals = _compute_totals(run, rows, [info.device_id for info in evaluators])
+    if availability is not None:
+        totals["warnings"] += availability.list_warnings()
+        totals["conditions"] = availability.to_json()
     return {
-        **_compute_totals(run, rows, [info.device_id for info in evaluators]),
+        **totals,
         "obstacle": _find_obstacle(run.config, rows, has_instructions=bool(instructions)),
         "rows": rows,
     }
+
+
+def _ask_availability(run: RunComponents, names: Sequence[str], call: CallDevice | None) -> Availability | None:
+    """Returns which devices would be free now by the run's conditions; None where it has none."""
+    conditions = run.header.get(CONDITIONS_KEY)
+    if conditions is None:
+        return None
+    if call is None:
+        return Availability(blocked={}, unknown=tuple(names))
+    return ask_availability(names, conditions, call)
 
 
 def _get_benchmark_speeds(registry: DeviceRegistry, config: RunConfig) -> dict[str, tuple[float, str]]:
@@ -196,6 +218,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, explain_missing_shard(info, task)),
         (bool(blocker), blocker),
+        (bool(missing := explain_missing_conditions(info, run.header)), missing),
         (
             registry.get_schedulable(info.device_id) is None,
             registry.explain_absence(info.device_id),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from edgefl.core.conditions import BoardFacts, Conditions
+from edgefl.core.conditions import BoardFacts, RunConditions
 from edgefl.device.hardware.board_reader import BoardReader, parse_int, read_power_w, read_supply_status, read_text
 from edgefl.device.hardware.health import find_interface, read_cpu_counters, read_temperature_c
 
@@ -35,7 +35,7 @@ class FactReader:
         self._counters: tuple[int, int, int] | None = None
         self._other_load: float | None = None
 
-    def read(self, conditions: Conditions) -> BoardFacts:
+    def read(self, conditions: RunConditions) -> BoardFacts:
         """Returns the facts that the conditions ask for; the others are None."""
         values: dict[str, object] = {}
         if conditions.mains or conditions.charging or conditions.min_battery is not None:

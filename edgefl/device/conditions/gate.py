@@ -20,6 +20,7 @@ from edgefl.core.conditions import (
     Blocker,
     Conditions,
     ConditionsEndedError,
+    RunConditions,
     find_blocker,
     parse_conditions,
 )
@@ -27,6 +28,7 @@ from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_json
 from edgefl.device.conditions.budgets import BudgetUsage, Clocks
 from edgefl.device.conditions.facts import FactReader, read_boot_id
+from edgefl.device.conditions.run_conditions import AdmittedRun
 from edgefl.device.hardware.board_reader import BoardReader, read_text
 from edgefl.system.atomic_files import write_atomic
 
@@ -86,12 +88,12 @@ class ConditionGate:
         self._clocks = clocks or Clocks(boot_id=read_boot_id(board.root))
         self._lock = threading.RLock()
         self._stamps: dict[str, tuple[int, int] | None] = {}
-        self._conditions = self._run_conditions = NO_CONDITIONS
+        self._conditions, self._run = NO_CONDITIONS, AdmittedRun()
         self._pause: Pause | None = None
         self._file_fault = self._store_fault = ""
         self._usage: BudgetUsage | None = None
         self._coordinator_s: tuple[float, float] | None = None
-        self._held: tuple[float, Blocker] | None = None
+        self._held: dict[str, tuple[float, Blocker]] = {}
         self._checked_s = -CHECK_INTERVAL_S
         self._step_s, self._stepped_s = FIRST_STEP_S, 0.0
         self._step_use: dict[str, float] = {}
@@ -105,14 +107,59 @@ class ConditionGate:
         return self._conditions
 
     def check(self) -> Blocker | None:
-        """Returns why this board may not train now, and charges what its work has used; None where it may."""
+        """Returns why this board may not train now, and charges what its work has used; None where it may.
+
+        The conditions of the run count within its work only.
+        """
         with self._lock:
             self._reload()
             self._set_forward()
             self._charge_work()
             self._checked_s = self._clocks.boot_time()
-            self._blocker = self._find_blocker()
+            self._blocker = self._find_owner_blocker()
+            if self._blocker is None and self._is_working:
+                self._blocker = self.find_run_blocker()
             return self._blocker
+
+    def find_owner_blocker(self) -> Blocker | None:
+        """Returns why this board may not train at all; charges nothing."""
+        with self._lock:
+            self._reload()
+            return self._find_owner_blocker()
+
+    def admit(self, run_id: str, conditions: object) -> None:
+        """Makes a run the one whose conditions hold: in `work`, and in `find_run_blocker`.
+
+        Args:
+            run_id: of the run.
+            conditions: as its instructions have them; None for none.
+
+        Raises:
+            ConditionsEndedError: they do not hold now, or make no sense here.
+        """
+        with self._lock:
+            run = AdmittedRun.parse(run_id, conditions)
+            if run != self._run:
+                self._run, self._held = run, {}
+            blocker = self.find_run_blocker()
+        if blocker is not None:
+            raise ConditionsEndedError(blocker.reason, blocker)
+
+    def complete_run(self, run_id: str) -> None:
+        """Drops the conditions of a run that is over."""
+        with self._lock:
+            if self._run.run_id == run_id:
+                self._run = AdmittedRun()
+
+    def find_run_blocker(self) -> Blocker | None:
+        """Returns which of its conditions keeps this board from work for the admitted run; the owner's are apart."""
+        with self._lock:
+            run = self._run
+            if not run.has_conditions:
+                return None
+            blocker = self._judge(run.conditions) if not run.fault else Blocker(kind="file", reason=run.fault)
+            blocker = self._hold(run.run_id, blocker)
+            return None if blocker is None else replace(blocker, run=run.run_id)
 
     def check_often(self) -> Blocker | None:
         """Returns as `check`, which it calls every half a second at most; for use at every iteration."""
@@ -134,11 +181,11 @@ class ConditionGate:
             raise ConditionsEndedError(self._blocker.reason, self._blocker)
 
     @contextmanager
-    def work(self, run_conditions: Conditions = NO_CONDITIONS) -> Iterator[None]:
-        """Charges what the block uses, and adds the run's conditions to the owner's in it."""
+    def work(self) -> Iterator[None]:
+        """Charges what the block uses, and adds the admitted run's conditions to the owner's in it."""
         with self._lock:
             self._reload()
-            self._run_conditions, self._is_working = run_conditions, True
+            self._is_working = True
             self._stepped_s, self._step_use = self._clocks.boot_time(), {}
             self._begin_measuring()
         try:
@@ -146,7 +193,7 @@ class ConditionGate:
         finally:
             with self._lock:
                 self._record_step()
-                self._run_conditions, self._is_working, self._work = NO_CONDITIONS, False, None
+                self._is_working, self._work = False, None
                 if self._usage is not None:
                     self._try(lambda usage: usage.settle(self._conditions))
 
@@ -207,16 +254,17 @@ class ConditionGate:
             missing.append("energy_j: it has no power sensor")
         return missing
 
-    def _find_blocker(self) -> Blocker | None:
-        now_s = self._clocks.wall()
+    def _find_owner_blocker(self) -> Blocker | None:
         used_up = self._find_used_budget() if self._conditions.budgets else None  # first: it mends a failed write
-        blocker = self._find_pause(now_s) or self._make_fault_blocker() or used_up
-        for conditions in (self._conditions, self._run_conditions):
-            if blocker is None and conditions != NO_CONDITIONS:
-                facts = self._facts.read(conditions)
-                facts = facts if self._is_agent else replace(facts, other_load=0.0)
-                blocker = find_blocker(conditions, facts, now_s, step_s=STEP_MARGIN * self._step_s)
-        return self._hold(blocker)
+        blocker = self._find_pause(self._clocks.wall()) or self._make_fault_blocker() or used_up
+        if blocker is None and self._conditions != NO_CONDITIONS:
+            blocker = self._judge(self._conditions)
+        return self._hold("", blocker)
+
+    def _judge(self, conditions: RunConditions) -> Blocker | None:
+        facts = self._facts.read(conditions)
+        facts = facts if self._is_agent else replace(facts, other_load=0.0)
+        return find_blocker(conditions, facts, self._clocks.wall(), step_s=STEP_MARGIN * self._step_s)
 
     def _find_used_budget(self, needed: Mapping[str, float] | None = None) -> Blocker | None:
         found: list[Blocker | None] = []
@@ -232,15 +280,15 @@ class ConditionGate:
             return None
         return Blocker(kind="budget", reason="its power is not known, so its energy cannot be counted")
 
-    def _hold(self, blocker: Blocker | None) -> Blocker | None:
+    def _hold(self, whose: str, blocker: Blocker | None) -> Blocker | None:
         boot_s = self._clocks.boot_time()
         if blocker is not None and blocker.kind in _FLICKERING:
-            self._held = boot_s, blocker
-        elif blocker is None and self._held is not None:
-            since_s, held = self._held
+            self._held[whose] = boot_s, blocker
+        elif blocker is None and whose in self._held:
+            since_s, held = self._held[whose]
             if boot_s - since_s < HOLD_S:
                 return held
-            self._held = None
+            del self._held[whose]
         return blocker
 
     def _find_pause(self, now_s: float) -> Blocker | None:
@@ -265,7 +313,7 @@ class ConditionGate:
             self._pause = _read_pause(self._folder / PAUSE_FILE)
         if not self._has_changed(CONDITIONS_FILE):
             return
-        self._file_fault, self._held = "", None
+        self._file_fault, self._held = "", {}
         try:
             self._conditions = load_conditions(self._folder)
         except ConfigError as error:
@@ -383,6 +431,6 @@ def _read_pause(path: Path) -> Pause | None:
         value: dict[str, Any] = parse_json(text)
         ends = [None if value[name] is None else float(value[name]) for name in ("until_s", "until_boot_s")]
         return Pause(until_s=ends[0], until_boot_s=ends[1], boot_id=str(value["boot_id"]))
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError):
         log.warning("%s is damaged: it is paused until `edgefl device resume`", path)
         return Pause()

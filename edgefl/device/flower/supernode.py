@@ -181,6 +181,7 @@ class SuperNode:
         instance: of this agent process; lets the coordinator distinguish a clone from a restart.
         charge_traffic: called with the most bytes of a transfer before it, and with what was not begun, below 0,
             after one that broke; may raise `ConditionsEndedError`.
+        admit: called with the header of each instruction before its body is fetched; may raise likewise.
     """
 
     def __init__(
@@ -191,8 +192,9 @@ class SuperNode:
         clock: Callable[[], float],
         instance: str = "",
         charge_traffic: Callable[[int], None] = lambda _: None,
+        admit: Callable[[Json], None] = lambda _: None,
     ) -> None:
-        self._charge_traffic = charge_traffic
+        self._charge_traffic, self._admit = charge_traffic, admit
         self._instance, self._tls_context, self._clock = instance, tls_context, clock
         self._signer = RequestSigner(private_key_pem, clock, instance)
         self._interceptor: _SigningInterceptor | None = None
@@ -251,6 +253,7 @@ class SuperNode:
             raise NetworkError(f"the coordinator's instruction makes no sense: {error!r}") from None
         self._incoming_assignment = header.get("assignment")
         try:
+            self._admit(header)
             self._charge_traffic(len(tree.children) * CHUNK_BYTES or len(body))
         except ConditionsEndedError as error:
             return PulledInstruction(message=message, header=header, body=b"", blocker=error.blocker)

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from edgefl.core.conditions import Blocker, ConditionsEndedError
 from edgefl.core.errors import ClonedError, EdgeflError, NetworkError
-from edgefl.core.protocol import HANDED_BACK_KEY, IGNORES_REPLY_KEY, INSTRUCTION_VERSION, POLL_S
-from edgefl.core.types import Json
+from edgefl.core.protocol import CONDITIONS_KEY, HANDED_BACK_KEY, IGNORES_REPLY_KEY, INSTRUCTION_VERSION, POLL_S
+from edgefl.core.types import Json, Role
 from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, ReplyRejectedError, SuperNode
 from edgefl.device.state_dir import DeviceStateDir
@@ -202,6 +202,7 @@ class WorkLoop:
             clock=clock,
             instance=instance,
             charge_traffic=gate.charge_traffic,
+            admit=self._admit,
         )
         self.uploader: ReplyUploader[tuple[str, Any]] = ReplyUploader(self._send_reply, on_failure)
 
@@ -242,13 +243,26 @@ class WorkLoop:
             content = self._get_cached_reply(assignment, header)
             if content is None:
                 content = self._work(header, instruction)
-            blocker = self._gate.check()
+            blocker = self._gate.check() or self._gate.find_run_blocker()
             if blocker is not None and blocker.kind == "network":
                 return self._hand_back(header, blocker)
             self._gate.charge_traffic(len(content[1]))
         except ConditionsEndedError as error:
             return self._hand_back(header, error.blocker)
         return content
+
+    def _admit(self, header: Json) -> None:
+        """Raises where the conditions of an instruction's run do not hold; evaluators keep none.
+
+        What is finished is sent all the same, but over no network that they forbid.
+        """
+        is_trainer = self._state.settings.role == Role.TRAINER
+        try:
+            self._gate.admit(str(header.get("run")), header.get(CONDITIONS_KEY) if is_trainer else None)
+        except ConditionsEndedError as error:
+            is_finished = self._get_cached_reply(str(header.get("assignment")), header) is not None
+            if not is_finished or error.blocker.kind == "network":
+                raise
 
     def _work(self, header: Json, instruction: PulledInstruction) -> ReplyContent:
         """Returns the reply of the trainer; notes that the run has used the shard, however the work ended."""

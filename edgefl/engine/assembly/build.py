@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from edgefl.core.config import (
     RunConfig,
 )
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import ADAPT_KEY, INSTRUCTION_VERSION, PERSONAL_KEY, model_fingerprint
+from edgefl.core.protocol import ADAPT_KEY, CONDITIONS_KEY, INSTRUCTION_VERSION, PERSONAL_KEY, model_fingerprint
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
 from edgefl.core.types import (
     Algorithm,
@@ -76,6 +76,11 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     Raises:
         EdgeflError: the run file names something missing or unusable; nothing was started.
     """
+    run, conditions = _build_run(config, run_id, bases), config.conditions.to_json()
+    return replace(run, header={**run.header, CONDITIONS_KEY: conditions}) if conditions else run
+
+
+def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunComponents:
     if config.job.name:
         return build_job(config, run_id)
     task = make_run_task(config)

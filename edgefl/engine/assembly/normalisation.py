@@ -64,6 +64,7 @@ def make_scales_run(config: RunConfig) -> RunConfig:
         strategy=StrategySection(name=SCALES_ANALYSIS, options={}),
         devices=replace(devices, count=None, fraction=None),
         guard=config.guard,
+        conditions=config.conditions,
         simulation=replace(config.simulation, faults=None),
     )
 

@@ -82,6 +82,7 @@ class Site:
         names: tuple[str, ...] = (),
         needs_torch: bool = False,
         wait_s: float | None = None,
+        conditions: Any = None,
         **terms: Any,
     ) -> None:
         self.jumped_s, self.mail, self.bell, self.notes = 0.0, Mail(), Bell(), list[tuple[str, str, str]]()
@@ -93,7 +94,7 @@ class Site:
         run = RunSpec(
             run_id=RUN,
             task="digits",
-            header={"v": 2, "run": RUN, "task": "digits"},
+            header={"v": 2, "run": RUN, "task": "digits", **({"conditions": conditions} if conditions else {})},
             groups=(),
             names=names,
             join_at_start=False,
@@ -256,6 +257,31 @@ def test_one_that_hands_its_question_back_is_asked_again_when_it_may_train() -> 
     assert site.registry.get_blocker("pi-1") is not None
     site.beat("pi-1")
     assert site.pass_all("pi-1") == ["pi-1"]
+
+
+def test_a_run_whose_conditions_hold_on_no_board_waits_until_one_is_free() -> None:
+    site = Site(1)
+    site.events()
+    night = {"kind": "hours", "reason": "outside its hours", "run": RUN}
+    site.answer("pi-1", "can", ready=False, reason="outside its hours", handed_back=night)
+    for _ in range(3):
+        site.events()
+        site.jumped_s += 100.0
+    site.registry.record_heartbeat("pi-1", beat(1, blocked=night))
+    assert (site.events(), site.asked("can")) == ([], {"pi-1": "i-1"}), "it is not asked again"
+    site.registry.record_heartbeat("pi-1", beat(2, blocked={**night, "run": "another"}))
+    assert site.pass_all("pi-1") == ["pi-1"]
+    assert site.notes == []
+
+
+def test_a_board_whose_agent_knows_no_conditions_of_a_run_takes_no_part_in_one_with_some() -> None:
+    site = Site(2, conditions={"mains": True})
+    site.registry.record_capabilities("pi-2", Capabilities(facts={"conditions": True}, shards={"digits": 10}))
+    site.events()
+    assert set(site.asked("can")) == {"pi-2"}
+    assert site.pass_all("pi-2") == ["pi-2"]
+    site.registry.record_capabilities("pi-1", Capabilities(facts={"conditions": True}, shards={"digits": 10}))
+    assert site.pass_all("pi-1") == ["pi-1"], "once it is updated"
 
 
 def test_a_run_that_nobody_can_do_fails_with_all_reasons_when_nobody_else_may_come() -> None:

@@ -31,7 +31,7 @@ class CountingRoster(DeviceRegistry):
         super().__init__(*parts)
         self.num_looks = 0
 
-    def get_schedulable(self, device_id):
+    def get_schedulable(self, device_id, run_id=None):
         self.num_looks += 1
         return super().get_schedulable(device_id)
 

@@ -343,6 +343,24 @@ def test_work_that_a_device_hands_back_is_lost_and_no_failure_of_its_own_and_it_
     assert site.fleet.view().idle == ["pi"]
 
 
+def test_work_that_the_runs_conditions_end_is_lost_and_given_again_when_they_hold_or_are_another_runs(site):
+    site.give(training())
+    mine = {"kind": "hours", "reason": "its hours end", "run": RUN}
+    site.reply(101, body=b"", error="its hours end", handed_back=mine)
+    assert lost(site) == [("a-1", UpdateStatus.LOST, "its hours end")]
+    site.events()
+    assert site.fleet.view().idle == []
+    site.beat("pi", blocked={**mine, "run": "another"})
+    site.events()
+    assert site.fleet.view().idle == ["pi"]
+    site.give(training())
+    site.clock.jumped_s += 1.0
+    site.beat("pi", blocked={**mine, "run": "another"}, seq=2)
+    assert lost(site) == [], "another run's conditions keep it from nothing of this one"
+    site.beat("pi", blocked=mine, seq=3)
+    assert lost(site) == [("a-1", UpdateStatus.LOST, "by run run-1: its hours end")]
+
+
 @pytest.mark.parametrize("blocker", [{}, None, "night", {"reason": 3}])
 def test_work_handed_back_without_a_reason_that_makes_sense_has_failed(site, blocker):
     site.give(training())

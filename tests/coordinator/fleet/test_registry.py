@@ -353,6 +353,22 @@ def test_a_device_that_may_not_train_now_is_there_but_no_worker_until_a_heartbea
     assert not fleet.registry.is_reachable("pi")
 
 
+def test_the_conditions_of_a_run_keep_a_device_from_its_work_and_from_no_other(fleet):
+    fleet.say("pi")
+    fleet.take()
+    by_run, by_owner = ({"kind": "hours", "reason": "outside its hours", "run": run} for run in ("r-1", ""))
+    changes = []
+    for seq, told in enumerate([by_run, by_run, by_owner, by_run, None], 1):
+        fleet.registry.record_heartbeat("pi", beat(seq, blocked=told))
+        changes.append(fleet.take().count(DeviceChanged(device_id="pi")))
+        able = [run for run in (None, "r-1", "r-2") if fleet.registry.list_schedulable(run)]
+        assert able == {"r-1": [None, "r-2"], "": [], None: [None, "r-1", "r-2"]}[told and told["run"]]
+    assert changes == [1, 0, 1, 1, 1]
+    fleet.registry.record_blocker("pi", by_run)
+    assert fleet.registry.explain_absence("pi") == "it may not train now: by run r-1: outside its hours"
+    assert fleet.registry.list_status_rows()[0]["blocked"] == "by run r-1: outside its hours"
+
+
 def test_a_heartbeat_that_blocks_a_device_is_told_outside_the_lock(fleet):
     fleet.say("pi")
     others = []

@@ -27,7 +27,7 @@ from edgefl.coordinator.runs.planning import (
     plan_run,
 )
 from edgefl.core.config import parse_run
-from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.errors import ConfigError, NetworkError, TaskError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, StatusMessage
 from edgefl.core.types import Json, UpdateStatus
 from edgefl.engine.assembly.build import build_run
@@ -65,6 +65,41 @@ def plan(registry: DeviceRegistry, store: Store, **sections: Any) -> Json:
 
 def rows(told: Json) -> dict[str, Json]:
     return {row["device_id"]: row for row in told["rows"]}
+
+
+def test_a_dry_run_says_how_many_boards_would_be_free_now_by_the_conditions_of_the_run(
+    registry: DeviceRegistry, store: Store
+) -> None:
+    told = plan(registry, store, conditions={"mains": True})
+    assert {row["reason"] for row in told["rows"] if row["takes_part"]} == set()
+    assert rows(told)["pi-1"]["reason"] == "its agent knows no [conditions] of a run; update edgefl on it"
+    assert told["conditions"] == {"free": 0, "blocked": 0, "unknown": 0}
+    for name in ("pi-1", "pi-2"):
+        registry.record_capabilities(name, Capabilities(facts={"conditions": True}, shards={"digits": 50}))
+    answers: dict[str, Json] = {}
+
+    def call(device_id: str, kind: str, argument: Any, *, timeout_s: float | None = None) -> Json:
+        assert (str(kind), argument, timeout_s) == ("conditions", {"conditions": {"mains": True}}, 5.0)
+        if device_id not in answers:
+            raise NetworkError("it did not answer")
+        return answers[device_id]
+
+    run = build_run(parse_run({"run": {"task": "digits"}, "conditions": {"mains": True}}), "plan")
+    silent = plan_run(run, registry, store, call)
+    assert silent["conditions"] == {"free": 0, "blocked": 0, "unknown": 2}
+    assert "did not answer: pi-1, pi-2" in silent["warnings"][-1]
+    assert (silent["obstacle"], silent["num_devices"]) == ("", 2)
+    power = {"kind": "power", "reason": "it is not on external power", "run": "plan"}
+    answers |= {"pi-1": {}, "pi-2": {"blocked": power}}
+    told = plan_run(run, registry, store, call)
+    assert told["conditions"] == {"free": 1, "blocked": 1, "unknown": 0}
+    assert (rows(told)["pi-1"]["takes_part"], rows(told)["pi-1"]["reason"]) == (True, "")
+    by_run = "not now by the run's [conditions]: it is not on external power"
+    assert (rows(told)["pi-2"]["takes_part"], rows(told)["pi-2"]["reason"]) == (False, by_run)
+    answers["pi-2"] = {"blocked": {"kind": "pause", "reason": "paused on the board"}}
+    assert rows(plan_run(run, registry, store, call))["pi-2"]["reason"] == "it may not train now: paused on the board"
+    answers["pi-2"] = {"blocked": "nonsense"}
+    assert plan_run(run, registry, store, call)["conditions"] == {"free": 1, "blocked": 0, "unknown": 1}
 
 
 def test_it_names_who_takes_part_and_why_others_do_not(registry: DeviceRegistry, store: Store) -> None:

@@ -95,15 +95,64 @@ def test_work_under_way_is_ended_before_the_hours_are_over(board):
 
 
 def test_the_runs_conditions_hold_in_its_work_beside_the_owners(board):
-    run = Conditions(zone="UTC", hours=("01:00-02:00",))
-    assert board.gate.check() is None
-    with board.gate.work(run):
-        assert board.get_reason() == "outside its hours"
+    run = {"zone": "UTC", "hours": ["01:00-02:00"]}
+    night = Blocker(kind="hours", reason="outside its hours", free_at_s=MIDNIGHT_S + 3600, run="r-1")
+    with pytest.raises(ConditionsEndedError) as ended:
+        board.gate.admit("r-1", run)
+    assert ended.value.blocker == board.gate.find_run_blocker() == night
+    assert board.gate.check() is None, "another run may have its work"
+    with board.gate.work():
+        assert board.gate.check() == night
         board.wait(3600)
         assert board.get_reason() == ""
+        board.gate.admit("r-1", run)
     save_conditions(board.folder, b'[conditions]\nzone = "UTC"\nhours = ["03:00-04:00"]\n')
-    with board.gate.work(run):
-        assert board.get_reason() == "outside its hours"
+    with board.gate.work():
+        assert (board.get_reason(), board.gate.check().run) == ("outside its hours", ""), "the owner's"
+    save_conditions(board.folder, b'[conditions]\nzone = "UTC"\nhours = ["00:00-24:00"]\n')
+    board.wait(3600)
+    with board.gate.work():
+        assert board.gate.check().run == "r-1", "the run's, though the owner allows it"
+    assert board.gate.find_owner_blocker() is None
+
+
+def test_the_conditions_of_a_run_are_dropped_with_its_end_and_with_the_next_run(board):
+    run = {"zone": "UTC", "hours": ["01:00-02:00"]}
+    for drop in (lambda: board.gate.complete_run("r-1"), lambda: board.gate.admit("r-2", None)):
+        with pytest.raises(ConditionsEndedError):
+            board.gate.admit("r-1", run)
+        board.gate.complete_run("another")
+        assert board.gate.find_run_blocker() is not None
+        drop()
+        assert board.gate.find_run_blocker() is None
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        ({"zone": "Mars/Base"}, "conditions.zone must be an IANA time zone, got 'Mars/Base'"),
+        ({"day": {"traffic_mb": 1}}, "unknown setting conditions.day"),
+        ({"hours": ["22:00-06:00"] * 25}, "conditions.hours must be at most 24 spans"),
+        ("always", "conditions must be a table"),
+    ],
+)
+def test_conditions_of_a_run_that_make_no_sense_on_this_board_let_nothing_be_done_for_it(board, conditions, reason):
+    with pytest.raises(ConditionsEndedError, match=f"its conditions cannot be kept here: {reason}") as ended:
+        board.gate.admit("r-1", conditions)
+    assert (ended.value.blocker.kind, ended.value.blocker.run) == ("file", "r-1")
+    board.gate.admit("r-2", {})
+
+
+def test_power_that_a_run_asks_for_must_hold_for_a_while_and_the_owners_work_does_not_wait(board):
+    plant(board.root, zones({"cpu-thermal": 61.0}))
+    with pytest.raises(ConditionsEndedError, match="it is at 61 °C"):
+        board.gate.admit("r-1", {"max_temperature_c": 60})
+    plant(board.root, zones({"cpu-thermal": 59.0}))
+    board.wait(HOLD_S - 1)
+    assert board.gate.check() is None
+    assert board.gate.find_run_blocker() is not None
+    board.wait(1)
+    board.gate.admit("r-1", {"max_temperature_c": 60})
 
 
 def test_a_pause_holds_over_restarts_and_clock_jumps_and_ends_in_time(board):

@@ -61,13 +61,17 @@ class Network:
         self.incoming_assignment: str | None = None
         self.refuses = False
         self.blocker = None
+        self.admit = lambda _header: None
 
     def pull(self):
         if not self.work:
             return None
-        return SimpleNamespace(
-            header=self.work.pop(0), body=b"model", is_evaluation=self.is_evaluation, blocker=self.blocker
-        )
+        header, blocker = self.work.pop(0), self.blocker
+        try:
+            self.admit(header)
+        except ConditionsEndedError as error:
+            blocker = error.blocker
+        return SimpleNamespace(header=header, body=b"model", is_evaluation=self.is_evaluation, blocker=blocker)
 
     def create_reply(self, _instruction, answer):
         return answer
@@ -157,6 +161,35 @@ def test_what_may_not_be_fetched_is_handed_back_untrained(site, phase):
     assert site.trainer.trained == []
     assert header["handed_back"] == {"kind": "budget", "reason": "its 2 MB of this day are used up", "free_at_s": 1.0}
     assert (header.get("ready"), "error" in header) == ((False, False) if phase else (None, True))
+
+
+def test_work_whose_runs_conditions_end_is_handed_back_with_the_run_and_finished_work_is_sent(site):
+    night = {"hours": ["00:00-00:01"], "zone": "UTC"}
+    blocked = {"kind": "hours", "run": "r"}
+    for is_finished in (False, True):
+        site.network.admit = site.bench._admit
+        site.do("a", version=1, conditions={} if is_finished else night)
+        answer, body = wait_for_sent(site, 1 + is_finished)[-1]
+        assert (body == b"model trained") is is_finished
+        if not is_finished:
+            told = answer["handed_back"]
+            assert {name: told[name] for name in blocked} == blocked
+    site.do("a", version=1, conditions=night)
+    assert wait_for_sent(site, 3)[-1][1] == b"model trained", "it was finished before"
+    site.do("a", version=1, conditions={"interfaces": ["none0"]})
+    assert "handed_back" in wait_for_sent(site, 4)[-1][0]
+    assert site.trainer.trained == ["a"]
+
+
+def test_an_evaluator_keeps_no_conditions_of_runs(site, state, monkeypatch):
+    site.network.admit, site.network.is_evaluation = site.bench._admit, True
+    night = {"hours": ["00:00-00:01"], "zone": "UTC"}
+    site.do("a", conditions=night)
+    assert "handed_back" in wait_for_sent(site, 1)[0][0]
+    monkeypatch.setattr(site.bench, "_state", SimpleNamespace(settings=SimpleNamespace(role="evaluator"),
+                                                              reload=lambda: None))  # fmt: skip
+    site.do("a", conditions=night)
+    assert wait_for_sent(site, 2)[1][1] == b"model evaluated"
 
 
 def test_an_answer_is_not_sent_over_a_network_that_became_metered_or_beyond_the_budget(site):

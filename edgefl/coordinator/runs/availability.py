@@ -1,0 +1,91 @@
+"""Availability of boards under the conditions of a run: each board is asked, as only it knows what they are about."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from edgefl.core.conditions import Blocker, format_blocker, parse_blocker
+from edgefl.core.errors import EdgeflError
+from edgefl.core.protocol import CommandKind
+from edgefl.core.types import Json
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 5.0
+"""How long a board may take to answer."""
+MAX_ASKED, MAX_AT_ONCE = 500, 50
+"""Boards that are asked, and those at the same time; more are not known."""
+MAX_NAMES = 5
+
+
+class CallDevice(Protocol):
+    """Asks one device; see `DeviceRpc.call`."""
+
+    def __call__(
+        self, device_id: str, kind: CommandKind, argument: Mapping[str, object], *, timeout_s: float | None = None
+    ) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Availability:
+    """Which boards would be free now.
+
+    Attributes:
+        free: ids of those that would.
+        blocked: why others would not, by id.
+        unknown: those that did not answer.
+    """
+
+    free: tuple[str, ...] = ()
+    blocked: Mapping[str, str]
+    unknown: tuple[str, ...] = ()
+
+    def to_json(self) -> Json:
+        """Returns the numbers."""
+        return {"free": len(self.free), "blocked": len(self.blocked), "unknown": len(self.unknown)}
+
+    def list_warnings(self) -> list[str]:
+        """Returns a line about boards that did not answer; none where all have."""
+        if not self.unknown:
+            return []
+        more = f" and {len(self.unknown) - MAX_NAMES} more" if len(self.unknown) > MAX_NAMES else ""
+        names = ", ".join(self.unknown[:MAX_NAMES])
+        return [f"whether they would be free now is not known, as they did not answer: {names}{more}"]
+
+
+def ask_availability(device_ids: Sequence[str], conditions: Json, call: CallDevice) -> Availability:
+    """Returns which boards would be free now for a run with these conditions.
+
+    Args:
+        device_ids: of boards that know conditions of runs.
+        conditions: as instructions have them.
+        call: asks one device; may raise `EdgeflError`.
+    """
+
+    def ask(device_id: str) -> Blocker | bool | None:
+        """Returns what blocks a board, False for nothing, None without an answer."""
+        try:
+            reply = call(device_id, CommandKind.CONDITIONS, {"conditions": conditions}, timeout_s=ANSWER_S)
+        except EdgeflError as error:
+            log.info("%s", error)
+            return None
+        return parse_blocker(reply["blocked"]) if "blocked" in reply else False
+
+    asked = list(device_ids)[:MAX_ASKED]
+    with ThreadPoolExecutor(max_workers=max(1, min(MAX_AT_ONCE, len(asked)))) as threads:
+        answers = dict(zip(asked, threads.map(ask, asked), strict=True))
+    return Availability(
+        free=tuple(name for name, answer in answers.items() if answer is False),
+        blocked={name: _explain(answer) for name, answer in answers.items() if isinstance(answer, Blocker)},
+        unknown=tuple(name for name in device_ids if answers.get(name) is None),
+    )
+
+
+def _explain(blocker: Blocker) -> str:
+    if not blocker.run:
+        return f"it may not train now: {format_blocker(blocker)}"
+    return f"not now by the run's [conditions]: {format_blocker(replace(blocker, run=''))}"
