@@ -1,6 +1,6 @@
 """Split learning beside `fedavg`: accuracy, a board's memory, and its bytes.
 
-    python benchmarks/split_learning.py [--data DIR] [--parts accuracy boards] [--rounds 5] [--seeds 3]
+    python benchmarks/split_learning.py [--data DIR] [--parts accuracy boards] [--rounds 5] [--epochs 1] [--seeds 3]
         [--trained central fedavg cut cut-int8] [--json]
 
 accuracy: MNIST over boards in the simulator: one device on all of the data, `fedavg`, and the network cut after
@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--boards", type=int, default=4, help="[%(default)s]")
     parser.add_argument("--rounds", type=int, default=5, help="of the accuracy [%(default)s]")
     parser.add_argument("--seeds", type=int, default=3, help="runs of the accuracy [%(default)s]")
+    parser.add_argument("--epochs", type=float, default=1.0, help="of a round of the accuracy [%(default)s]")
     parser.add_argument("--trained", nargs="+", choices=TRAINED, default=TRAINED, help="of the accuracy [all]")
     parser.add_argument("--after", default="pool2", help="cut of the CNN [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -83,9 +84,9 @@ def measure_accuracy(args: argparse.Namespace) -> list[dict[str, Any]]:
         (title, split), accuracies = splits[trained], list[float]()
         for seed in range(1, args.seeds + 1):
             tables = {
-                "run": {"task": "mnist", "rounds": args.rounds, "seed": seed},
+                "run": {"task": "mnist", "rounds": args.rounds, "seed": seed, "evaluate_every": args.rounds},
                 "task": {"model": "cnn-small"},
-                "strategy": {"epochs": 1.0},
+                "strategy": {"epochs": args.epochs},
                 "split": dict(split),
                 "simulation": {"devices": args.boards, "data": str(Path(args.data) / "mnist"), "iteration_s": 0.01},
             }

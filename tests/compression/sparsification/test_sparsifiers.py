@@ -8,6 +8,7 @@ from hypothesis import given, settings, strategies
 
 from edgefl.compression.codec import make_codec
 from edgefl.compression.sparsification.sparsifiers import count_kept, find_top_k
+from edgefl.compression.wire import read_frame, write_frame
 from edgefl.core.errors import CodecError
 from edgefl.core.types import Array, ModelSpec, SparseTensor, TensorSpec
 
@@ -72,6 +73,15 @@ def test_parts_follow_one_another_and_their_mean_is_the_tensor(size: int, num_pa
     assert np.concatenate([part.indices for part in parts]).tolist() == list(range(size))
     assert max(len(part.indices) for part in parts) == -(-size // num_parts)
     np.testing.assert_allclose(sum(part.dense() for part in parts) / num_parts, values, rtol=1e-6)
+
+
+def test_a_part_behind_the_last_one_is_refused() -> None:
+    codec = make_codec("slice:1:2", (TensorSpec(name="w", shape=(4,)),))
+    frame = read_frame(codec.encode({"w": np.ones(4, dtype=np.float32)}, np.random.default_rng(1)))
+    payload = np.frombuffer(frame.payload, dtype=np.uint8).copy()
+    payload[0] = 2
+    with pytest.raises(CodecError, match="payload holds part 3 of 2"):
+        codec.decode(write_frame(frame.stages, frame.num_tensors, [payload]))
 
 
 def test_every_entry_is_equally_likely_to_be_drawn() -> None:
