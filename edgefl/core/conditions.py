@@ -131,10 +131,12 @@ class Conditions(RunConditions):
     """`[conditions]` of a board's own file, which has budgets, too.
 
     Attributes:
+        yields: what trains has the lowest priority, so that other processes lose hardly anything to it.
         day: budgets of a day.
         month: budgets of a month.
     """
 
+    yields: bool = False
     day: Budget = Budget()
     month: Budget = Budget()
 

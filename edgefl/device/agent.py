@@ -43,7 +43,7 @@ from edgefl.device.updates.installations import InstalledBundles
 from edgefl.device.updates.protocol import HealthWriter
 from edgefl.device.updates.slots import SoftwareUpdateConfig, get_install_facts, load_update_config
 from edgefl.system.https_client import SignRequest, create_pinned_context
-from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, lowest_priority, on_stop_signal, run_watchdog
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,8 @@ class Agent:
         self._updater_health.record()
         self._installations.start()
         if self._gate.check() is None:
-            with self.liveness.track_work():
+            yields = self._gate.conditions.yields
+            with self.liveness.track_work(), lowest_priority() if yields else contextlib.nullcontext():
                 self._trainer.resume()
         try:
             while not self._stopping.is_set():
@@ -392,6 +393,7 @@ class Agent:
             get_min_group=lambda: state.settings.min_group,
             get_drift_references=lambda: state.settings.drift_references,
             check_conditions=self._gate.require,
+            get_yields=lambda: self._gate.conditions.yields,
             charge_traffic=self._gate.charge_traffic,
         )
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+LOWEST_NICE = 19
+"""A thread of it gets 15 of 1039 parts of a core that one of nice 0 wants, too (Linux, sched(7))."""
 POLL_S, KILL_AFTER_S = 0.1, 2.0
 # Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
@@ -112,6 +114,28 @@ def exit_with_parent() -> None:
     """
     if _PRCTL is not None:
         _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+
+
+@contextlib.contextmanager
+def lowest_priority() -> Iterator[None]:
+    """Lowers this thread's priority to nice 19 for a block, and that of threads and processes it starts there.
+
+    Where the system does not let it rise again (RLIMIT_NICE), it stays there.
+    """
+    thread_id = threading.get_native_id()
+    former = os.getpriority(os.PRIO_PROCESS, thread_id)
+    lower_priority(thread_id)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread_id, former)
+
+
+def lower_priority(thread_id: int) -> None:
+    """Lowers the priority of a thread, or of a process of one thread, to nice 19."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it, or the process has ended
+        os.setpriority(os.PRIO_PROCESS, thread_id, LOWEST_NICE)
 
 
 class StoppedCallError(EdgeflError):

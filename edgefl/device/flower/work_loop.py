@@ -11,6 +11,7 @@ import ssl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, Repl
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.system.processes import lowest_priority
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
@@ -268,7 +270,9 @@ class WorkLoop:
         """Returns the reply of the trainer; notes that the run has used the shard, however the work ended."""
         is_used = "phase" not in header
         try:
-            with self._gate.work():
+            # Not a question before a run, which has 30 s.
+            yields = self._gate.conditions.yields and "phase" not in header
+            with self._gate.work(), lowest_priority() if yields else nullcontext():
                 if instruction.is_evaluation:
                     content = self._trainer.evaluate(header, instruction.body)
                 else:

@@ -103,6 +103,7 @@ class ConfiningTrainer(DeviceTrainer):
         get_policy: `auto` confines what is not built in, `always` all, `never` nothing.
         next_incarnation: returns a number larger than every one before.
         get_temperature_limit_c: above which a process pauses.
+        get_yields: whether a process has the lowest priority.
         silence_s: see `SILENCE_S`.
         options: of `DeviceTrainer`.
     """
@@ -113,13 +114,14 @@ class ConfiningTrainer(DeviceTrainer):
         get_policy: Callable[[], str],
         next_incarnation: Callable[[], int],
         get_temperature_limit_c: Callable[[], float | None] = lambda: None,
+        get_yields: Callable[[], bool] = lambda: False,
         silence_s: float = SILENCE_S,
         **options: Any,
     ) -> None:
         super().__init__(**options, incarnation=next_incarnation())
         self._ended: ConditionsEndedError | None = None
         self._get_policy, self._next_incarnation, self._silence_s = get_policy, next_incarnation, silence_s
-        self._get_temperature_limit_c = get_temperature_limit_c
+        self._get_temperature_limit_c, self._get_yields = get_temperature_limit_c, get_yields
         self._get_min_group: Callable[[], int] = options.get("get_min_group", lambda: DEFAULT_MIN_GROUP)
         self._get_drift_references: Callable[[], Mapping[str, str]] = options.get("get_drift_references", dict)
         self._shards: Callable[[], Mapping[str, str]] = options["shards"]
@@ -331,7 +333,8 @@ class ConfiningTrainer(DeviceTrainer):
         """Returns the process of a task, started unless it runs with the same settings."""
         path = self._task_cache.get_shard_path(task)
         reference = self._get_drift_references().get(task)
-        key = task, path, self._get_temperature_limit_c(), self._get_min_group(), reference
+        yields = self._get_yields()
+        key = task, path, self._get_temperature_limit_c(), self._get_min_group(), reference, yields
         if self._process is not None and self._process_key == key:
             return self._process
         self._stop_process()
@@ -354,7 +357,9 @@ class ConfiningTrainer(DeviceTrainer):
             drift_references={} if reference is None else {task: reference},
         )
         self._process_key = key
-        self._process = ConfinedProcess(setup, confinement, on_message=self._on_message, silence_s=self._silence_s)
+        self._process = ConfinedProcess(
+            setup, confinement, on_message=self._on_message, silence_s=self._silence_s, yields=yields
+        )
         return self._process
 
     def _get_scratch(self, task: str) -> Path:

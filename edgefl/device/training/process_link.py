@@ -25,7 +25,7 @@ from edgefl.core.types import Json
 from edgefl.device.hardware.health import read_available_memory_bytes
 from edgefl.system.confinement import Confinement, make_command, make_environment
 from edgefl.system.process_messages import read_message, write_message
-from edgefl.system.processes import exit_with_parent
+from edgefl.system.processes import exit_with_parent, lower_priority
 
 MODULE = "edgefl.device.training.confined_process"
 TICK_S = 0.5
@@ -109,6 +109,7 @@ class ConfinedProcess:
         confinement: what it may use.
         on_message: handles its notices and requests, in a thread of its own.
         silence_s: see `SILENCE_S`.
+        yields: whether it has the lowest priority.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class ConfinedProcess:
         *,
         on_message: Callable[[ConfinedProcess, Json, bytes], None],
         silence_s: float = SILENCE_S,
+        yields: bool = False,
     ) -> None:
         self._on_message, self._silence_s = on_message, silence_s
         available = read_available_memory_bytes() or 0
@@ -133,6 +135,8 @@ class ConfinedProcess:
             start_new_session=True,
             preexec_fn=exit_with_parent,  # noqa: PLW1509 one system call, no locks
         )
+        if yields:
+            lower_priority(self._process.pid)
         self._replies: queue.SimpleQueue[tuple[Json, bytes] | str] = queue.SimpleQueue()
         self._outgoing: queue.Queue[tuple[Json, bytes] | None] = queue.Queue(MAX_QUEUED_NOTICES)
         self.received_s, self._is_called, self._has_ended = time.monotonic(), False, False

@@ -1,6 +1,7 @@
 """Work that comes once, twice, or too late, with something in Flower's place that says what it was given."""
 
 import itertools
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -179,6 +180,18 @@ def test_work_whose_runs_conditions_end_is_handed_back_with_the_run_and_finished
     site.do("a", version=1, conditions={"interfaces": ["none0"]})
     assert "handed_back" in wait_for_sent(site, 4)[-1][0]
     assert site.trainer.trained == ["a"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only then does a priority rise again")
+def test_what_trains_yields_where_the_owner_says_so_and_the_loop_does_not(site):
+    before, seen = os.nice(0), []
+    site.trainer.during = lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    site.do("a")
+    save_conditions(site.root, b"[conditions]\nyields = true\n")
+    site.do("b")
+    site.do("c", phase="can")
+    assert seen == [before, 19, before]
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_an_evaluator_keeps_no_conditions_of_runs(site, state, monkeypatch):

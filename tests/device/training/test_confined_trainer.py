@@ -1,5 +1,6 @@
 """The confined training process: what code of others can do in it, and what its end does to the agent."""
 
+import os
 import queue
 import threading
 from types import SimpleNamespace
@@ -188,6 +189,22 @@ def test_an_interrupt_that_follows_a_call_at_once_ends_it(board, tmp_path):
     threading.Thread(target=TrainingProcess(setup, agent).run, daemon=True).start()
     eventually(lambda: replies, "a reply")
     assert replies == [{"is_aborted": True}]
+
+
+def test_the_process_is_started_anew_with_the_lowest_priority_where_the_owner_wants_it_to_yield(tmp_path):
+    yields = []
+    site = Board(tmp_path, "always", get_yields=lambda: bool(yields))
+
+    def train():
+        assert "error" not in site.train(task="digits")[0]
+        process = site.trainer._process._process.pid
+        return process, os.getpriority(os.PRIO_PROCESS, process)
+
+    former = train()
+    yields.append(True)
+    assert train()[1] == 19 > former[1]
+    assert train()[0] != former[0]
+    site.trainer.close()
 
 
 def test_the_drift_of_a_confined_task_is_measured_in_its_process(tmp_path):
