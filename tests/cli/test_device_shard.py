@@ -14,6 +14,7 @@ from urllib.parse import urlencode
 import pytest
 from collector_process import count_kept_rows, run_collector_process
 from peer_boards import eventually
+from table_parts import read_table
 
 from edgefl.cli import device_shard
 from edgefl.core.errors import StoreBusyError
@@ -23,7 +24,6 @@ from edgefl.device.collect.forgetting import FORGET_NAME, has_forget_request
 from edgefl.device.collect.row_store import StoreLimits, encode_rows, open_row_store
 from edgefl.device.collect.store_state import lock_folder
 from edgefl.device.training.shard_uses import USES_NAME
-from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
 LIMITS = StoreLimits(max_bytes=10**6)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,10 +36,11 @@ from edgefl.tasks.configured.table import (
     make_input_scaling,
     make_target_columns,
 )
-from edgefl.tasks.datasets.table_files import MAX_CELLS, TablePart, read_table
+from edgefl.tasks.datasets.table_files import MAX_CELLS, TablePart, iterate_shard
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.torch_learner import make_chain_model
 from edgefl.tasks.preparation import Prepare
+from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 
 NAME = "series"
 NETWORKS = ("cnn", "gru")
@@ -67,12 +69,17 @@ class Windows:
         """How many rows have a part in an example, from its window's first one to its target's last one."""
         return self.length + self.ahead + self.horizon - 1
 
-    def list_starts(self, num_rows: int, groups: Array | None) -> Array:
-        """Returns the first row of each window of a file; a shorter remainder of a group is dropped."""
+    def list_starts(self, num_rows: int, groups: Array | None, first: int = 0) -> tuple[Array, int]:
+        """Returns the first row of each window, and that of the next one if more rows of the last group follow.
+
+        A shorter remainder of another group is dropped. The first window begins at the row `first`, unless its group
+        ends before it.
+        """
         changes = [] if groups is None else (np.flatnonzero(groups[1:] != groups[:-1]) + 1).tolist()
         edges = [0, *changes, num_rows]
-        spans = [np.arange(start, stop - self.rows + 1, self.step) for start, stop in pairwise(edges)]
-        return np.concatenate(spans)
+        spans = [np.arange(start or first, stop - self.rows + 1, self.step) for start, stop in pairwise(edges)]
+        last = edges[-2] or first
+        return np.concatenate(spans), last + self.step * len(spans[-1])
 
     def select_targets(self, by_row: Array, starts: Array) -> Array:
         """Returns the targets of windows, of [rows] or [rows, columns] targets of rows.
@@ -228,15 +235,27 @@ def _make_model(
 
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
-    parts, num_windows = [], 0
+    inputs, found, groups, num_windows = RowBuffer(), list[Array](), list[Array](), 0
     numbers, is_known = (*columns, *targets.numbers), targets.is_known
-    for part in read_table(path, NAME, numbers, targets.texts, keeps_unlabelled=True, is_known=is_known):
-        parts.append(_cut_windows(part, len(columns), targets, windows))
-        num_windows += len(parts[-1])
-        _check_memory(f"shard {path} of task {NAME}", num_windows, len(columns), targets, windows)
+    parts = iterate_shard(path, NAME, numbers, targets.texts, keeps_unlabelled=True, is_known=is_known)
+    for _, of_file in itertools.groupby(parts, key=lambda part: part.path):
+        cutter = _WindowCutter(len(columns), targets, windows)
+        for part in of_file:
+            rows, starts = cutter.add(part)
+            num_windows += len(starts)
+            _check_memory(f"shard {path} of task {NAME}", num_windows, len(columns), targets, windows)
+            for block in _iterate_windows(rows.numbers, starts, windows.length):
+                inputs.add(block)
+            found.append(windows.select_targets(rows.targets, starts))
+            if rows.groups is not None:
+                groups.append(rows.groups[starts])
     if not num_windows:
         raise DataError(f"shard {path} of task {NAME} holds no {windows.rows} rows of one group for a window")
-    return Dataset.concatenate(parts)
+    return Dataset(
+        inputs=inputs.finish(),
+        targets=np.concatenate(found),
+        groups=np.concatenate(groups) if groups else None,
+    )
 
 
 def _check_memory(whose: str, num_windows: int, num_columns: int, targets: TargetColumns, windows: Windows) -> None:
@@ -245,20 +264,69 @@ def _check_memory(whose: str, num_windows: int, num_columns: int, targets: Targe
         raise DataError(f"{whose} makes windows of more than {MAX_CELLS:,} numbers; take a larger step")
 
 
-def _cut_windows(part: TablePart, num_columns: int, targets: TargetColumns, windows: Windows) -> Dataset:
-    """Returns the windows of a file, [n, columns, length]."""
-    rows, groups = part.numbers[:, :num_columns], targets.read_groups(part)
-    starts = windows.list_starts(len(rows), groups)
-    if targets.labels:
-        part, has_label = targets.fill_unlabelled(part)
-        starts = starts[windows.select_targets(has_label, starts)]
-    by_row = targets.read_targets(part, part.numbers[:, num_columns:])
-    _check_memory(str(part.path), len(starts), num_columns, targets, windows)
-    inputs = np.empty((0, num_columns, windows.length), np.float32)
-    if len(starts):
-        inputs = np.lib.stride_tricks.sliding_window_view(rows, windows.length, axis=0)[starts]
-    return Dataset(
-        inputs=inputs,
-        targets=windows.select_targets(by_row, starts),
-        groups=None if groups is None else groups[starts],
-    )
+def _iterate_windows(rows: Array, starts: Array, length: int) -> Iterator[Array]:
+    """Yields the windows that begin at rows, [n, columns, length], a block at a time."""
+    num_windows = max(1, BLOCK_BYTES // (length * rows.shape[1] * rows.itemsize))
+    for first in range(0, len(starts), num_windows):
+        view = np.lib.stride_tricks.sliding_window_view(rows, length, axis=0)
+        yield view[starts[first : first + num_windows]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of a file: inputs [n, columns], targets [n] or [n, columns], whether it has one, and its group."""
+
+    numbers: Array
+    targets: Array
+    has_target: Array
+    groups: Array | None
+
+    def join(self, later: _Rows) -> _Rows:
+        groups = None
+        if self.groups is not None and later.groups is not None:
+            groups = np.concatenate([self.groups, later.groups])
+        return _Rows(
+            numbers=np.concatenate([self.numbers, later.numbers]),
+            targets=np.concatenate([self.targets, later.targets]),
+            has_target=np.concatenate([self.has_target, later.has_target]),
+            groups=groups,
+        )
+
+    def drop(self, count: int) -> _Rows:
+        return _Rows(
+            numbers=self.numbers[count:].copy(),
+            targets=self.targets[count:].copy(),
+            has_target=self.has_target[count:].copy(),
+            groups=None if self.groups is None else self.groups[count:].copy(),
+        )
+
+
+class _WindowCutter:
+    """Cuts the rows of one file into windows as they are read, and keeps those that a later window needs."""
+
+    def __init__(self, num_columns: int, targets: TargetColumns, windows: Windows) -> None:
+        self._num_columns, self._targets, self._windows = num_columns, targets, windows
+        self._kept: _Rows | None = None
+        self._first = 0
+
+    def add(self, part: TablePart) -> tuple[_Rows, Array]:
+        """Returns rows, and the numbers of those among them at which the windows begin that these rows complete."""
+        rows = self._to_rows(part)
+        if self._kept is not None:
+            rows = self._kept.join(rows)
+        starts, following = self._windows.list_starts(len(rows.numbers), rows.groups, self._first)
+        # The last row is kept where a step goes beyond it: it says whether the next one is of the same group.
+        num_dropped = min(following, len(rows.numbers) - 1)
+        self._kept, self._first = rows.drop(num_dropped), following - num_dropped
+        return rows, starts[self._windows.select_targets(rows.has_target, starts)] if self._targets.labels else starts
+
+    def _to_rows(self, part: TablePart) -> _Rows:
+        groups, has_target = self._targets.read_groups(part), np.ones(len(part.numbers), bool)
+        if self._targets.labels:
+            part, has_target = self._targets.fill_unlabelled(part)
+        return _Rows(
+            numbers=part.numbers[:, : self._num_columns],
+            targets=self._targets.read_targets(part, part.numbers[:, self._num_columns :]),
+            has_target=has_target,
+            groups=groups,
+        )

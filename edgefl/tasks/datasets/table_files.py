@@ -135,7 +135,7 @@ class ShardLabels:
             log.warning("%d rows in %s have labels that the task does not have, and are left out", count, folder)
 
 
-def read_table(  # noqa: PLR0913 one keyword for each option
+def iterate_shard(  # noqa: PLR0913 one keyword for each option
     path: Path,
     task: str,
     numbers: Sequence[str],
@@ -144,8 +144,8 @@ def read_table(  # noqa: PLR0913 one keyword for each option
     drops_missing: bool = False,
     keeps_unlabelled: bool = False,
     is_known: Callable[[str], bool] = bool,
-) -> list[TablePart]:
-    """Returns the rows of each file.
+) -> Iterator[TablePart]:
+    """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once.
 
     Args:
         path: a file or a folder of them.
@@ -159,35 +159,11 @@ def read_table(  # noqa: PLR0913 one keyword for each option
     Raises:
         DataError: no file, one that is no such table, or no rows.
     """
-    parts, num_cells, num_read, labels = [], 0, 0, ShardLabels(is_known)
-    for file in list_table_files(path, task):
-        with _leave_out_gone(file, path):
-            options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
-            parts.append(_read_file(file, numbers, texts, labels, **options))
-            num_cells += parts[-1].numbers.size
-            num_read += parts[-1].num_read
-        if max(num_cells, num_read) > MAX_CELLS:
-            raise _make_size_error(path, task)
-    labels.log_unknown()
-    if not any(len(part.numbers) for part in parts):
-        raise DataError(f"shard {path} of task {task} holds no rows")
-    return parts
-
-
-def iterate_shard(
-    path: Path,
-    task: str,
-    numbers: Sequence[str],
-    texts: Sequence[str] = (),
-    *,
-    drops_missing: bool = False,
-    is_known: Callable[[str], bool] = bool,
-) -> Iterator[TablePart]:
-    """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once; as `read_table`, also what it raises."""
     num_rows, num_read, labels = 0, 0, ShardLabels(is_known)
+    options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
-            for part in iterate_table(file, numbers, texts, drops_missing=drops_missing, labels=labels):
+            for part in iterate_table(file, numbers, texts, labels=labels, **options):
                 num_rows += len(part.numbers)
                 num_read += part.num_read
                 if max(num_rows * max(1, len(numbers)), num_read) > MAX_CELLS:
@@ -208,7 +184,7 @@ def iterate_table(
     keeps_unlabelled: bool = False,
     labels: ShardLabels | None = None,
 ) -> Iterator[TablePart]:
-    """Yields the rows of one file, at most `CHUNK_ROWS` at once, so that texts need not be held; as `read_table`."""
+    """Yields the rows of one file, at most `CHUNK_ROWS` at once; as `iterate_shard`."""
     names, first_row = [*numbers, *texts], 1
     with _open_table(path) as table:
         is_labelled = LABEL_COLUMN in texts and _has_labels_beside(path, table)
@@ -242,7 +218,7 @@ def iterate_table(
 
 
 def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
-    """Returns the number of rows; in detail, mean and deviation of each column of numbers. Raises as `read_table`."""
+    """Returns the number of rows; in detail, mean and deviation of each column of numbers; raises as reading does."""
     count, columns = 0, dict[str, _Moments]()
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path), _open_table(file) as table:
@@ -293,23 +269,6 @@ def is_gone(file: Path) -> bool:
 
 def _make_size_error(path: Path, task: str) -> DataError:
     return DataError(f"shard {path} of task {task} holds more than {MAX_CELLS:,} numbers; take fewer files")
-
-
-def _read_file(
-    path: Path, numbers: Sequence[str], texts: Sequence[str], labels: ShardLabels, **options: bool
-) -> TablePart:
-    parts, num_rows = list[TablePart](), 0
-    for part in iterate_table(path, numbers, texts, labels=labels, **options):
-        parts.append(part)
-        num_rows += len(part.numbers)
-        if num_rows * max(1, len(numbers) + len(texts)) > MAX_CELLS:
-            raise DataError(f"{path} holds more than {MAX_CELLS:,} cells in these columns; cut it into fewer rows")
-    return TablePart(
-        path=path,
-        numbers=np.concatenate([part.numbers for part in parts]),
-        texts=tuple(tuple(itertools.chain(*column)) for column in zip(*(part.texts for part in parts), strict=True)),
-        num_read=sum(part.num_read for part in parts),
-    )
 
 
 class _Lines(Iterator[str]):

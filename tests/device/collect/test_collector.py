@@ -15,6 +15,7 @@ from collector_process import count_kept_rows, run_collector_process
 from paho.mqtt.enums import CallbackAPIVersion
 from peer_boards import eventually
 from requirements import PARTS, needs
+from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, StoreFullError
 from edgefl.device.collect import collector as module
@@ -27,7 +28,6 @@ from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, open_
 from edgefl.device.collect.settings import CollectFile, CollectSection, LinesSection, load_collect_file
 from edgefl.device.collect.store_state import read_store_state
 from edgefl.simulation.local_fleet import find_free_port
-from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
 LIMITS = StoreLimits(max_bytes=10**7)

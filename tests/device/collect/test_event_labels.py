@@ -10,6 +10,7 @@ from collector_process import count_kept_rows, run_collector_process
 from device.collect.test_collector import Clock, Site, _mosquitto, _publisher
 from peer_boards import eventually
 from requirements import needs
+from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.device.collect import event_labels as module
@@ -27,7 +28,6 @@ from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels, re
 from edgefl.tasks.configured.series import series
 from edgefl.tasks.configured.table import table
 from edgefl.tasks.datasets import table_files
-from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(60)
 LIMITS = StoreLimits(max_bytes=10**7)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from table_parts import read_table
 
 from edgefl.core.errors import StoreBusyError, StoreError
 from edgefl.device.collect.alignment import Row
@@ -22,7 +23,6 @@ from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, encod
 from edgefl.device.collect.shard_contents import count_forgotten, read_contents
 from edgefl.device.collect.store_state import lock_folder, read_store_state
 from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels, read_row_labels
-from edgefl.tasks.datasets.table_files import read_table
 
 LIMITS = StoreLimits(max_bytes=16_000)
 

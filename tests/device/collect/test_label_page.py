@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 from requirements import PARTS, needs
+from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.device.collect.alignment import Row
@@ -21,7 +22,6 @@ from edgefl.device.collect.label_queue import FileTarget, LabelQueue, RowTarget,
 from edgefl.device.collect.label_server import LOCK_S, MAX_WRONG, Gate, make_server_context
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.tasks.configured.table import table
-from edgefl.tasks.datasets.table_files import read_table
 
 pytestmark = pytest.mark.timeout(90)
 LIMITS = StoreLimits(max_bytes=10**8)

@@ -1,6 +1,7 @@
 import itertools
 
 import pytest
+from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, NotFoundError
 from edgefl.device.collect.alignment import Row
@@ -8,7 +9,6 @@ from edgefl.device.collect.file_store import UNLABELLED, move_example, open_file
 from edgefl.device.collect.label_queue import MAX_POINTS, LabelQueue, RowTarget, open_target
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels
-from edgefl.tasks.datasets.table_files import read_table
 
 LIMITS = StoreLimits(max_bytes=10**8)
 

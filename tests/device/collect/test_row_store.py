@@ -4,12 +4,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.row_store import StoreLimits, count_whole_rows, encode_rows, open_row_store
 from edgefl.device.collect.store_state import STATE_NAME, read_store_state
-from edgefl.tasks.datasets.table_files import read_table
 
 LIMITS = StoreLimits(max_bytes=16_000)
 COLUMNS = ("a", "place")

@@ -1,14 +1,19 @@
 """`series`: rows of CSV files are cut into windows, within files and groups, and say what comes after them."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 import edgefl
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import TrainConfig
+from edgefl.tasks.configured import series as series_module
+from edgefl.tasks.datasets import table_files
 from edgefl.tasks.datasets.shards import inspect_shard
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
+from edgefl.tasks.stored_arrays import RowBuffer, is_stored
 
 TREMOR = """
 [run]
@@ -53,6 +58,55 @@ def cut(tmp_path, rows, **options):
 def test_windows_follow_each_other_and_have_the_target_of_their_last_row(tmp_path):
     assert cut(tmp_path, "a" * 10) == [(0, 103), (4, 107)]
     assert cut(tmp_path, "a" * 10, step=3) == [(0, 103), (3, 106), (6, 109)]
+
+
+def cut_by_hand(rows, *, step, ahead, horizon, group):
+    """First row and targets of each window of rows (x, t, g), of one file."""
+    found, starts = [], [0, *(i for i in range(1, len(rows)) if group and rows[i][2] != rows[i - 1][2]), len(rows)]
+    for start, stop in pairwise(starts):
+        for first in range(start, stop - (3 + ahead + horizon) + 1, step):
+            target = [row[1] for row in rows[first + 3 + ahead :][:horizon]]
+            found.append((rows[first][0], target))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"step": 1, "ahead": 0, "horizon": 1},
+        {"step": 3, "ahead": 2, "horizon": 1},
+        {"step": 9, "ahead": 0, "horizon": 2},
+        {"step": 40, "ahead": 1, "horizon": 3},
+    ],
+)
+@pytest.mark.parametrize("group", ["", "g"])
+@pytest.mark.parametrize("chunk_rows", [1, 2, 5, 64])
+def test_windows_are_the_same_however_many_rows_are_read_at_once(tmp_path, monkeypatch, options, group, chunk_rows):
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", chunk_rows)
+    rng, expected, folder = np.random.default_rng(5), [], tmp_path / "board"
+    folder.mkdir()
+    for name in "ab":
+        sizes = rng.integers(1, 30, 8)
+        rows = [(float(i), 500.0 + i, f"g{k % 3}") for i, k in enumerate(np.repeat(np.arange(8), sizes))]
+        write_rows(folder / f"{name}.csv", rows)
+        expected += cut_by_hand(rows, group=group, **options)
+    data = make_task("series", {**COUNTING, **options, "group": group}).read(str(folder))
+    assert data.inputs[:, 0, 0].tolist() == [first for first, _ in expected]
+    assert data.targets.reshape(len(data), -1).tolist() == [target for _, target in expected]
+    assert (data.inputs == data.inputs[:, :, :1] + np.arange(4)).all()
+    assert (data.groups is not None) == bool(group)
+
+
+def test_a_file_larger_than_what_is_held_leaves_its_windows_in_a_temporary_file(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.csv", [(i, i % 2, "a") for i in range(3000)])
+    held = make_task("series", COUNTING | {"step": 1}).read(str(path))
+    monkeypatch.setattr(table_files, "CHUNK_ROWS", 100)
+    monkeypatch.setattr(series_module, "RowBuffer", lambda: RowBuffer(4096))
+    monkeypatch.setattr(series_module, "BLOCK_BYTES", 40)
+    stored = make_task("series", COUNTING | {"step": 1}).read(str(path))
+    assert is_stored(stored.inputs)
+    np.testing.assert_array_equal(stored.inputs[:], held.inputs)
+    np.testing.assert_array_equal(stored.targets, held.targets)
 
 
 def test_a_forecast_has_the_target_of_a_later_row_which_may_be_an_input(tmp_path):

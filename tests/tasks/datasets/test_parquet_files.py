@@ -10,13 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from table_parts import read_table
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.tasks.datasets import parquet_files, table_files
 from edgefl.tasks.datasets.central import create_shards
 from edgefl.tasks.datasets.parquet_files import ParquetTable
 from edgefl.tasks.datasets.shards import inspect_shard, load_task_data
-from edgefl.tasks.datasets.table_files import iterate_shard, read_table, survey_table
+from edgefl.tasks.datasets.table_files import survey_table
 from edgefl.tasks.registry import make_task
 
 ROWS = 1000
@@ -256,17 +257,16 @@ def test_the_bound_on_numbers_holds_for_rows_that_take_no_room_in_the_file(tmp_p
             look(str(path))
 
 
-@pytest.mark.parametrize("read_shard", [read_table, lambda *found, **options: list(iterate_shard(*found, **options))])
-def test_rows_that_are_left_out_count_too(tmp_path, monkeypatch, read_shard):
+def test_rows_that_are_left_out_count_too(tmp_path, monkeypatch):
     for name in ("a.parquet", "b.parquet"):
         write(tmp_path / name, {"a": pa.nulls(1000, pa.float32()), "b": pa.array([1.0] + 999 * [None])})
     monkeypatch.setattr(table_files, "MAX_CELLS", 1999)
     with pytest.raises(DataError, match=r"a\.parquet has 1,000 rows, with so many columns at most 999 are read"):
-        read_shard(tmp_path / "a.parquet", "table", ["a", "b"], drops_missing=True)
+        read_table(tmp_path / "a.parquet", "table", ["a", "b"], drops_missing=True)
     with pytest.raises(DataError, match="more than 1,999 numbers; take fewer files"):
-        read_shard(tmp_path, "table", ["b"], drops_missing=True)
+        read_table(tmp_path, "table", ["b"], drops_missing=True)
     monkeypatch.setattr(table_files, "MAX_CELLS", 2000)
-    assert sum(len(part.numbers) for part in read_shard(tmp_path, "table", ["b"], drops_missing=True)) == 2
+    assert sum(len(part.numbers) for part in read_table(tmp_path, "table", ["b"], drops_missing=True)) == 2
 
 
 def test_a_footer_that_says_fewer_rows_than_there_are_is_no_way_around_the_bound(tmp_path):
