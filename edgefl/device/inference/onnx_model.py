@@ -25,7 +25,8 @@ from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
 from edgefl.tasks.datasets.shards import load_task_data, split_train_test
 from edgefl.tasks.losses.loss import Loss
-from edgefl.tasks.losses.registry import FunctionLoss, find_loss, has_classes
+from edgefl.tasks.losses.registry import find_loss, has_classes
+from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import CONFIGURED, make_task
 
@@ -463,11 +464,11 @@ def _compute_former_score(request: ModelCheckRequest, data: Dataset, loss: Loss 
 
 
 def _compute_score(model: OnnxModel, data: Dataset, loss: Loss | None) -> float | None:
-    """Returns the accuracy, or with a `loss` that one; None of a function, which only torch computes."""
+    """Returns the accuracy, or with a `loss` that one; None of one that only torch computes."""
     features = prepare_features(model, data.inputs)
     if loss is None:
         return model.accuracy(Dataset(inputs=features, targets=data.targets))
-    if isinstance(loss, FunctionLoss):
+    if isinstance(loss, TorchOnlyLoss):
         model.logits(features)
         return None
     targets = features.astype(np.float32) if isinstance(loss, Reconstruction) else data.targets

@@ -37,6 +37,7 @@ from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.losses.torch_only_losses import Contrastive, Ctc
 from edgefl.tasks.losses.value_losses import Huber, Quantile, Reconstruction
 
 SEED = 1
@@ -145,6 +146,8 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
         raise TaskError(
             f"task {task.name} has inputs by name, and a compiled task takes one array; boards train it with torch"
         )
+    if isinstance(learner.loss, Ctc | Contrastive):
+        raise TaskError(f"loss {learner.loss.name} of task {task.name} has no form for boards without torch")
     if still := [name for name, parameter in learner.module.named_parameters() if not parameter.requires_grad]:
         raise TaskError(
             f"parameter {still[0]} of task {task.name} takes no gradient (requires_grad = False); compiled are "

@@ -16,6 +16,7 @@ from edgefl.core.types import Array, Dataset, Scalar, Task
 from edgefl.tasks.augmentation import Augment
 from edgefl.tasks.classification import TrainableModel
 from edgefl.tasks.losses.registry import CLASS_LOSSES, make_loss
+from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import AbsoluteError, Huber, Quantile, Reconstruction, SquaredError
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -187,6 +188,8 @@ def make_goal(
     has_classes = labels or not num_inputs
     classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if has_classes else ()
     found = make_loss(loss or ("cross-entropy" if classes else "mse"))
+    if isinstance(found, TorchOnlyLoss):
+        raise ConfigError(f"task.loss = {loss!r} is for a task of your own, with a network of torch")
     if classes and found.name not in CLASS_LOSSES:
         raise ConfigError(f"task.loss must be {' or '.join(CLASS_LOSSES)} where there are labels, got {loss!r}")
     if not classes and found.name == "cross-entropy":

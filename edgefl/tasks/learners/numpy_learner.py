@@ -16,7 +16,8 @@ from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, Tensor, TensorK
 from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
 from edgefl.tasks.losses.loss import Loss
-from edgefl.tasks.losses.registry import FunctionLoss, LossLike, make_loss, select_targets
+from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
+from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.preparation import Prepare, call_prepare, to_features
 from edgefl.tasks.registry import validate_accelerator
@@ -175,12 +176,12 @@ class NumpyLearner(ArrayLearner):
         """Starts at zero weights; `shapes` alternates weight [out, in] and bias [out], first layer first.
 
         Raises:
-            ConfigError: there is no such loss, or it is a function, which needs torch.
+            ConfigError: there is no such loss, or it needs torch.
         """
         super().__init__(shapes, prepare, make_loss(loss))
         self._activation = ACTIVATIONS[activation]
-        if isinstance(self._loss, FunctionLoss):
-            raise ConfigError("a function as loss needs a model of torch; one in NumPy takes a loss by name")
+        if isinstance(self._loss, TorchOnlyLoss):
+            raise ConfigError(f"loss {self._loss.name} needs a model of torch; one in NumPy takes another loss")
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
         self._first_trained = 0
 

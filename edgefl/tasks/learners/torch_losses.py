@@ -13,6 +13,7 @@ from edgefl.core.types import Array
 from edgefl.tasks.losses.class_losses import IGNORED_CLASS, CrossEntropy
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import FunctionLoss
+from edgefl.tasks.losses.torch_only_losses import BLANK, NUM_VIEWS, Contrastive, Ctc
 from edgefl.tasks.losses.value_losses import (
     AbsoluteError,
     BinaryCrossEntropy,
@@ -73,6 +74,10 @@ class TorchLoss:
         loss = self._loss
         if isinstance(loss, FunctionLoss):
             return self._call_function(loss.function, outputs, expected)
+        if isinstance(loss, Ctc):
+            return self._compute_ctc(outputs, expected)
+        if isinstance(loss, Contrastive):
+            return self._compute_contrastive(loss, outputs)
         if isinstance(loss, CrossEntropy):
             return self._compute_cross_entropy(loss, outputs, expected)
         elements: torch.Tensor = self._compute_elements(loss, outputs, expected)
@@ -103,6 +108,29 @@ class TorchLoss:
         )
         counts = (classes != IGNORED_CLASS).reshape(len(outputs), -1).sum(dim=1).clamp(min=1)
         return values.reshape(len(outputs), -1).sum(dim=1) / counts
+
+    def _compute_ctc(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        is_label = labels != IGNORED_CLASS
+        lengths = is_label.sum(dim=1)
+        values: torch.Tensor = self._functional.ctc_loss(
+            outputs.log_softmax(dim=1).permute(2, 0, 1),
+            labels.where(is_label, labels.new_tensor(BLANK + 1)),
+            lengths.new_full((len(outputs),), outputs.shape[2]),
+            lengths,
+            blank=BLANK,
+            reduction="none",
+        )
+        return values / lengths.clamp(min=1)
+
+    def _compute_contrastive(self, loss: Contrastive, outputs: torch.Tensor) -> torch.Tensor:
+        count = len(outputs)
+        views = self._functional.normalize(outputs.transpose(0, 1).reshape(NUM_VIEWS * count, -1), dim=1)
+        cosines = views @ views.T / loss.temperature
+        numbers = self._torch.arange(len(views), device=views.device)
+        cosines = cosines.masked_fill(numbers == numbers[:, None], -np.inf)
+        other_views = numbers.roll(count)
+        values: torch.Tensor = self._functional.cross_entropy(cosines, other_views, reduction="none")
+        return values.reshape(NUM_VIEWS, count).mean(dim=0)
 
     def _compute_elements(self, loss: Loss, outputs: torch.Tensor, targets: torch.Tensor) -> Any:
         if isinstance(loss, Reconstruction):

@@ -15,6 +15,7 @@ from edgefl.core.settings import suggest_name
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.loss import Loss, to_values
+from edgefl.tasks.losses.torch_only_losses import Contrastive, Ctc, TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import (
     AbsoluteError,
     BinaryCrossEntropy,
@@ -31,7 +32,7 @@ CLASS_LOSSES = (CrossEntropy.name, SquaredError.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FunctionLoss(Loss):
+class FunctionLoss(TorchOnlyLoss):
     """A user's loss: a function of torch tensors (outputs, targets) that returns one number for each example."""
 
     name = "function"
@@ -42,9 +43,6 @@ class FunctionLoss(Loss):
         values = to_values(targets, "the loss")
         return targets.astype(np.int64) if targets.dtype.kind in "iub" else values
 
-    def compute(self, outputs: Array, targets: Array) -> tuple[Array, Array]:  # noqa: ARG002 torch computes it
-        raise ConfigError("a function as loss needs a model of torch; one in NumPy takes a loss by name")
-
 
 LossLike = str | Loss | Callable[[Any, Any], Any]
 """How a task says its loss: by name, with settings as an object, or as a function of torch tensors."""
@@ -54,13 +52,17 @@ BUILT_IN: Mapping[str, type[Loss]] = MappingProxyType(
         kind.name: kind
         for kind in (
             CrossEntropy, BinaryCrossEntropy, SquaredError, AbsoluteError, Huber, Quantile, Poisson, Reconstruction,
+            Ctc, Contrastive,
         )
     }
 )  # fmt: skip
 
+_NUMBER_SETTINGS = {Huber.name: "delta", Contrastive.name: "temperature"}
+"""Losses with one number as setting, and its field."""
+
 
 def make_loss(loss: LossLike) -> Loss:
-    """Returns a loss from how a task says it: `huber:2` has a delta, `quantile:0.1,0.9` quantiles.
+    """Returns a loss from how a task says it: by a name, with settings as in `huber:2` or `quantile:0.1,0.9`.
 
     Raises:
         ConfigError: there is no such loss, or it has no such setting.
@@ -84,8 +86,8 @@ def make_loss(loss: LossLike) -> Loss:
     numbers = _parse_numbers(loss, setting)
     if name == Quantile.name:
         return Quantile(quantiles=numbers)
-    if name == Huber.name and len(numbers) == 1:
-        return Huber(delta=numbers[0])
+    if name in _NUMBER_SETTINGS and len(numbers) == 1:
+        return BUILT_IN[name](**{_NUMBER_SETTINGS[name]: numbers[0]})
     raise ConfigError(f"loss {name} has no setting, got {loss!r:.100}")
 
 

@@ -14,7 +14,8 @@ from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, Metric, MetricSe
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
 from edgefl.tasks.losses.loss import Loss
-from edgefl.tasks.losses.registry import FunctionLoss, find_loss, is_reconstruction
+from edgefl.tasks.losses.registry import find_loss, is_reconstruction
+from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Quantile
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -86,7 +87,7 @@ def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
 
 def _trains_values(loss: Loss, num_outputs: int) -> bool:
     """Returns whether targets are numbers, and cannot be classes; those of a function may be anything."""
-    if isinstance(loss, FunctionLoss):
+    if isinstance(loss, TorchOnlyLoss):
         return False
     try:
         loss.convert_targets(np.full(1, 0.5, np.float32), None)

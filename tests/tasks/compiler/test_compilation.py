@@ -199,3 +199,14 @@ def test_inputs_by_name_are_refused_in_one_line():
     for given, network in ((None, Joined), (data, Joined), (data, lambda: torch.nn.Linear(4, 3))):
         with pytest.raises(TaskError, match="inputs by name, and a compiled task takes one array"):
             compile_task(Example(network, (4,)), name="example", batch_size=3, data=given)
+
+
+@pytest.mark.parametrize("loss", ["ctc", "contrastive"])
+def test_a_loss_of_torch_alone_is_refused(loss):
+    @dataclass(frozen=True)
+    class Own(Example):
+        def learner(self, *, accelerator="cpu", threads=None):
+            return TorchLearner(self.build(), loss=loss)
+
+    with pytest.raises(TaskError, match=f"loss {loss} of task .* has no form for boards without torch"):
+        compile_task(Own(lambda: torch.nn.Linear(4, 3), (4,)), name="example", batch_size=3)

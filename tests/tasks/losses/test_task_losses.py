@@ -68,7 +68,7 @@ def test_examples_of_weight_zero_teach_nothing():
 def test_a_function_as_loss_needs_torch():
     task = Yields()
     task.loss = lambda outputs, targets: (outputs - targets) ** 2
-    with pytest.raises(ConfigError, match="a function as loss needs a model of torch"):
+    with pytest.raises(ConfigError, match="loss function needs a model of torch; one in NumPy takes another"):
         task.learner()
 
 
