@@ -10,7 +10,7 @@ import contextlib
 import csv
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ SUPPORTED_FORMATS = (
 )
 
 MAX_SHOWN_INPUTS = 5
+MAX_TEXTS = 256
+"""Of one request: up to 4 MB of features."""
 CHECK_TIMEOUT_S = 600.0
 MODULE = "edgefl.device.inference.onnx_model"
 
@@ -184,6 +186,21 @@ def prepare_features(model: OnnxModel, inputs: Array) -> Array:
         raise TaskError(f"task {model.task} has no code on this board that prepares its inputs")
     features: Array = np.asarray(prepare(inputs))
     return features
+
+
+def convert_texts(model: OnnxModel, texts: Sequence[object]) -> Array:
+    """Returns the inputs of texts, [n, ...], as the model's task makes them.
+
+    Raises:
+        DataError: the model is of no task of texts, or these are none or too many.
+    """
+    task: Any = make_task(model.task, model.options) if model.task in CONFIGURED else None
+    if getattr(task, "text_converter", None) is None:
+        raise DataError("the model takes rows of numbers, and no texts")
+    if not 0 < len(texts) <= MAX_TEXTS or not all(isinstance(text, str) for text in texts):
+        raise DataError(f"texts must be 1 to {MAX_TEXTS} strings")
+    inputs: Array = task.text_converter(texts)
+    return inputs
 
 
 def softmax(logits: Array) -> Array:

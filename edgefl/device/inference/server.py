@@ -32,7 +32,7 @@ from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 from edgefl.core.types import Array, Json
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.device.inference.deployments import DeployedModel, ModelStore
-from edgefl.device.inference.onnx_model import OnnxModel, parse_npy
+from edgefl.device.inference.onnx_model import OnnxModel, convert_texts, parse_npy
 from edgefl.device.updates.slots import load_update_config
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import make_command, make_environment
@@ -336,6 +336,8 @@ class _RequestHandler(BaseHTTPRequestHandler):
                 value = parse_json(body)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"the body must be JSON rows or a .npy array: {error}") from None
+            if isinstance(value, dict) and isinstance(value.get("texts"), list):
+                return convert_texts(model, value["texts"])
             value = value.get("rows") if isinstance(value, dict) else value
             if not isinstance(value, list) or not value:
                 raise DataError('the body must be {"rows": [[…], …]} with at least one row')

@@ -67,6 +67,7 @@ class ConfiguredTask(Task):
         channels: names along the first axis of an example, where it has more axes.
         input_reader: returns the inputs of a file without targets, where they are no numbers in it.
         input_suffixes: of such files, in lower case.
+        text_converter: returns the inputs of texts, where examples are texts.
         augment: changes a batch that is trained on; None for no change.
     """
 
@@ -81,6 +82,7 @@ class ConfiguredTask(Task):
     channels: tuple[str, ...] | None = None
     input_reader: Callable[[Path], Array] | None = None
     input_suffixes: tuple[str, ...] = ()
+    text_converter: Callable[[Sequence[str]], Array] | None = None
     augment: Augment | None = None
 
     @property

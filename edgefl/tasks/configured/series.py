@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from edgefl.tasks.configured.table import (
     make_input_scaling,
     make_target_columns,
 )
-from edgefl.tasks.datasets.table_files import MAX_CELLS, TablePart, iterate_shard
+from edgefl.tasks.datasets.table_files import CSV, MAX_CELLS, PARQUET, TablePart, iterate_shard
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.torch_learner import make_chain_model
 from edgefl.tasks.preparation import Prepare
@@ -165,6 +165,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         input_shape=(len(names), window),
         goal=goal,
         reader=lambda path: _read_windows(path, names, targets, windows),
+        input_reader=lambda path: np.asarray(_read_windows(path, names, *_without_targets(targets, windows)).inputs),
+        input_suffixes=(CSV, PARQUET),
         defaults=DEFAULTS,
         shard_options=format_options(
             columns=names,
@@ -232,6 +234,11 @@ def _make_model(
     network = make_chain_model(chain, prepare)
     check_size(NAME, network)
     return network
+
+
+def _without_targets(targets: TargetColumns, windows: Windows) -> tuple[TargetColumns, Windows]:
+    """Returns how rows are read and cut to predict what comes after them: the last window has no target yet."""
+    return replace(targets, columns=(), labels=()), replace(windows, ahead=0, horizon=1)
 
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:

@@ -152,6 +152,7 @@ def text(  # noqa: PLR0913 one keyword for each option of a run file
             _read_texts(path, features, column, None, drops_missing=drops_missing).inputs
         ),
         input_suffixes=(".csv", ".parquet", ".txt"),
+        text_converter=features.compute,
         defaults=DEFAULTS,
         shard_options=format_options(
             column=column, target=target, labels=goal.labels, ngrams=features.ngrams, size=size

@@ -172,6 +172,30 @@ def test_a_csv_file_gives_flat_rows_with_or_without_names(model, tmp_path, heade
     assert len(model.predict(rows)) == 2
 
 
+def test_a_csv_file_of_a_series_is_cut_into_windows_up_to_the_last_whole_one(tmp_path):
+    options = {"columns": "x,y", "window": 4, "target": "t", "group": "g", "ahead": 2, "horizon": 3, "means": "1,2"}
+    task = make_task("series", options)
+    model = task.init(3)
+    export_onnx(task, model, tmp_path / "series.onnx", options=options)
+    rows = [(i, 10 * i, 0.0, "ab"[i > 8]) for i in range(14)]
+    lines = [f"{g},{y},{x}" for x, y, _, g in rows]
+    (tmp_path / "new.csv").write_text("\n".join(["g,y,x", *lines]) + "\n")
+    found = OnnxModel(tmp_path / "series.onnx")
+    inputs, labels = read_inputs(tmp_path / "new.csv", found)
+    assert labels is None
+    assert inputs[:, 0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [9, 10, 11, 12]]
+    assert inputs[:, 1].tolist() == [[0, 10, 20, 30], [40, 50, 60, 70], [90, 100, 110, 120]]
+    learner = task.learner()
+    learner.load(model)
+    np.testing.assert_allclose(found.logits(inputs), learner.logits(inputs), atol=1e-4)
+    (tmp_path / "new.csv").write_text("y,x\n1,2\n")
+    with pytest.raises(DataError, match="has no column 'g'; its columns are y, x"):
+        read_inputs(tmp_path / "new.csv", found)
+    (tmp_path / "new.csv").write_text("g,y,x\na,1,2\n")
+    with pytest.raises(DataError, match="holds no 4 rows of one group for a window"):
+        read_inputs(tmp_path / "new.csv", found)
+
+
 def test_a_csv_file_of_texts_is_hashed_as_the_model_s_task_does_with_classes_and_without(tmp_path):
     task = make_task("text", TEXTS)
     model = task.init(3)

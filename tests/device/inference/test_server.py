@@ -1,5 +1,6 @@
 """The inference server: answers, refusals, and a change of models in the middle of everything."""
 
+import contextlib
 import http.client
 import io
 import json
@@ -18,9 +19,12 @@ from wheel_files import Signer
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
+from edgefl.device.inference.onnx_model import softmax
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel, open_listener
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.updates.slots import SoftwareUpdateConfig
+from edgefl.tasks.export.model_export import export_onnx
+from edgefl.tasks.registry import make_task
 
 ROW = np.zeros((8, 8)).tolist()
 
@@ -28,10 +32,11 @@ ROW = np.zeros((8, 8)).tolist()
 class Serving:
     """A server over a model store that tests deploy to."""
 
-    def __init__(self, root):
+    def __init__(self, root, file=None):
         self.store, self.root = ModelStore(root / "pi"), root
-        self.store.folder.parent.mkdir()
-        self.server = InferenceServer(ServedModel(store=self.store), open_listener("127.0.0.1", 0))
+        self.store.folder.parent.mkdir(parents=True)
+        model = ServedModel(store=self.store) if file is None else ServedModel(file=file)
+        self.server = InferenceServer(model, open_listener("127.0.0.1", 0))
         self.server.start()
 
     def deploy(self, winner):
@@ -59,6 +64,15 @@ class Serving:
         eventually(lambda: self.ask("GET", "/model")[1].get("deployment") == f"d{winner}")
 
 
+@contextlib.contextmanager
+def served_file(root, file):
+    made = Serving(root, file)
+    try:
+        yield made
+    finally:
+        made.server.stop()
+
+
 @pytest.fixture
 def serving(tmp_path):
     made = Serving(tmp_path)
@@ -78,6 +92,28 @@ def test_json_rows_and_npy_arrays_are_answered(serving):
     assert len(serving.predict(ROW)[1]["rows"]) == 1
     status, told = serving.ask("GET", "/model")
     assert (told["task"], told["input_shape"], told["classes"][:2]) == ("digits", [8, 8], ["0", "1"])
+
+
+def test_texts_are_answered_by_a_model_of_texts_alone(tmp_path):
+    options = {"column": "note", "target": "is", "labels": "calm,warning", "size": 64}
+    task = make_task("text", options)
+    export_onnx(task, task.init(3), tmp_path / "text.onnx", options=options)
+    learner = task.learner()
+    learner.load(task.init(3))
+    texts = ["too hot", "", "all well, and quiet"]
+    expected = softmax(learner.logits(task.text_converter(texts)))
+    with served_file(tmp_path / "a", tmp_path / "text.onnx") as serving:
+        status, told = serving.predict({"texts": texts})
+        assert status == 200, told
+        assert [row["class"] for row in told["rows"]] == [task.labels[index] for index in expected.argmax(axis=1)]
+        found = [row["probability"] for row in told["rows"]]
+        assert found == pytest.approx(expected.max(axis=1).tolist(), abs=1e-5)
+        for texts in ([], ["a"] * 257, ["a", 1], [["a"]]):
+            assert serving.predict({"texts": texts}) == (400, {"v": 1, "error": "texts must be 1 to 256 strings"})
+    constant_model(tmp_path / "digits.onnx", 1)
+    with served_file(tmp_path / "b", tmp_path / "digits.onnx") as serving:
+        status, told = serving.predict({"texts": ["a"]})
+        assert (status, told["error"]) == (400, "the model takes rows of numbers, and no texts")
 
 
 def test_without_a_model_it_is_healthy_and_says_what_is_missing(serving):
