@@ -299,7 +299,9 @@ class _Wire:
 
 def inference_requests(folder: Path) -> Reader:
     """Whole requests to a board's inference server; none may end in its log as an internal error."""
-    constant_model(folder / "m.onnx", 3)
+    # Counts of a text's words in 64 buckets, which are as many as pixels of a picture.
+    options = {"column": "a", "target": "b", "labels": "x,y", "size": 64}
+    constant_model(folder / "m.onnx", 3, task="text", task_options=json.dumps(options))
     served = ServedModel(file=folder / "m.onnx")
     server = InferenceServer(served, open_listener("127.0.0.1", 0))
     inner: Any = server._server
@@ -318,6 +320,7 @@ def inference_requests(folder: Path) -> Reader:
 
     seeds = (
         Seed(content=rows, form=Form.JSON, close=post),
+        Seed(content=json.dumps({"texts": ["too hot", "\ud800"]}).encode(), form=Form.JSON, close=post),
         Seed(content=array.getvalue(), close=post),
         Seed(content=post(rows), form=Form.TEXT),
         Seed(content=b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\nGET /model HTTP/1.0\r\n\r\n", form=Form.TEXT),

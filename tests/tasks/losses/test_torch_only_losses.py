@@ -154,7 +154,7 @@ def test_a_network_learns_to_spell_without_being_told_where():
     learner = task.learner(threads=1)
     learner.load(task.init(1))
     check_data(task, data)
-    plan = TrainConfig(epochs=60, batch_size=16, learning_rate=0.3)
+    plan = TrainConfig(epochs=25, batch_size=16, learning_rate=0.3)
     train(learner, data, plan, np.random.default_rng(0), clock=lambda: 0.0, on_iteration=lambda *_: False)
     loss, accuracy = learner.evaluate(data)
     assert accuracy > 0.9
