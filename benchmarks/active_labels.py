@@ -61,8 +61,9 @@ def measure(pool: Dataset, test: Dataset, share: float, args: argparse.Namespace
         listed = rng.choice(rest, min(MAX_GUESSED, len(rest)), replace=False)
         logits = learner.logits(pool.inputs[listed])
         ordered = np.sort(softmax(logits), axis=1)
+        margins, num_sampled = ordered[:, -1] - ordered[:, -2], round(share * len(listed))
         order, sampled = order_examples(
-            list(ordered[:, -1] - ordered[:, -2]), share, lambda num, some: rng.permutation(num)[:some].tolist()
+            list(margins), num_sampled, lambda num, some: rng.permutation(num)[:some].tolist()
         )
         taken = order[: args.step]
         checks.append([logits[place].argmax() == pool.targets[listed[place]] for place in taken if place in sampled])

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 MAX_EVENTS = 1000
 """That wait to be written; more are left out."""
 MAX_FILE_BYTES = MAX_BYTES // 2
-LOSSES = ("too_large", "too_long", "too_fast", "unread", "refused", "errors", "gone")
+LOSSES = ("too_large", "too_long", "too_fast", "unread", "refused", "errors", "missing", "gone")
 """Counts of a source that may stand for an event; those of labels themselves are `LABEL_LOSSES`."""
 LABEL_LOSSES = ("labels.refused", "labels.too_fast", "labels.too_many")
 NUM_DEFAULTS = 4
@@ -170,6 +170,7 @@ class EventLabeller:
         end_s = self._source.end_s if isinstance(self._source, ResumableSource) else math.inf
         self._received_s = min(self._received_s, self._taken_s + self._section.after_s)
         since_s = max(self._received_s, getattr(self._source, "received_since_s", 0.0) + self._section.after_s)
+        end_s = min(end_s, getattr(self._source, "received_until_s", math.inf))
         until_s = min(self._taken_s, end_s) - self._delay_s
         if until_s <= since_s or until_s - since_s < self._interval_s:
             return []

@@ -206,7 +206,7 @@ class FolderCollector:
         state = self._store.state
         positions = {name: watcher.position for name, watcher in self._watchers.items()}
         positions |= {name: one.position for name, one in self._events.items() if isinstance(one, ResumableSource)}
-        counts = {name: count for name, count in self._counts.items() if count}
+        counts = {name: count for name, count in dict(self._counts).items() if count}
         now_s = self._clock()
         if not (is_labelled := self._label()):  # events are read again after a crash
             kept = {name: place for name, place in state.positions.items() if name in self._events}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import csv
-import logging
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -23,14 +23,14 @@ from edgefl.system.row_labels import LABEL_COLUMN
 from edgefl.tasks.configured.options import ConfiguredTask
 from edgefl.tasks.registry import CONFIGURED, make_task
 
-log = logging.getLogger(__name__)
-
 MAX_ROWS = 2000
 """Of a time that are guessed from, its first ones."""
 
 
-def guess_labels(model: str, folder: str, sources: Sequence[Source]) -> Json:
-    """Returns `guesses`, what a model says of each source in a folder; None where it cannot be read.
+def guess_labels(model: str, folder: str, sources: Sequence[Source], seconds: float) -> Json:
+    """Returns `guesses`, what a model says of sources in a folder by their places, until `seconds` are over.
+
+    It is None where a source cannot be read: `num_unread` of them, the first for a `reason`.
 
     Raises:
         EdgeflError: the model cannot be used, or guesses no classes.
@@ -42,17 +42,27 @@ def guess_labels(model: str, folder: str, sources: Sequence[Source]) -> Json:
         names = ", ".join(sorted(CONFIGURED))
         raise TaskError(f"{model} is of task {network.task or 'unknown'!r}; labels are guessed by models of {names}")
     task = cast("ConfiguredTask", make_task(network.task, network.options))
-    guesses: list[Json | None] = [None] * len(sources)
-    for place, path in _iterate_files(Path(folder), sources, task):
+    guesses = dict[str, Json | None]()
+    reasons, end_s = list[str](), time.monotonic() + seconds
+    for place, path in _iterate_files(Path(folder), sources, task, network.options.get("target")):
         try:
-            guesses[place] = _guess(network, task, path)
+            guesses[str(place)] = _guess(network, task, path)
         except (EdgeflError, OSError) as error:
-            log.warning("no guess for %s: %s", path.name, error)
-    return {"guesses": guesses}
+            guesses[str(place)] = None
+            reasons.append(str(error))
+        if time.monotonic() > end_s:
+            break
+    return {"guesses": guesses, "num_unread": len(reasons), "reason": next(iter(reasons), "")}
 
 
-def _iterate_files(folder: Path, sources: Sequence[Source], task: ConfiguredTask) -> Iterator[tuple[int, Path]]:
-    """Yields place and file of each source; rows of a time are in a file of their own while it is this one's turn."""
+def _iterate_files(
+    folder: Path, sources: Sequence[Source], task: ConfiguredTask, target: object
+) -> Iterator[tuple[int, Path]]:
+    """Yields place and file of each source; rows of a time are in a file of their own while it is this one's turn.
+
+    They have a class in the column `target`, as the task reads only such rows.
+    """
+    column = target if isinstance(target, str) and target else LABEL_COLUMN
     times = dict[tuple[float, float], int]()
     for place, (first, second) in enumerate(sources):
         if isinstance(first, str):
@@ -65,9 +75,9 @@ def _iterate_files(folder: Path, sources: Sequence[Source], task: ConfiguredTask
         path = Path(place_) / "rows.csv"
         for span, rows in _iterate_times(folder, times):
             with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], LABEL_COLUMN])))
+                writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], column])))
                 writer.writeheader()
-                writer.writerows({**row, LABEL_COLUMN: task.labels[0]} for row in rows)
+                writer.writerows({**row, column: task.labels[0]} for row in rows)
             yield times[span], path
 
 

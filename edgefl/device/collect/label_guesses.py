@@ -8,19 +8,25 @@ model's quality, so some are sampled at random from all: of those the model's ac
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from edgefl.core.errors import DataError
 from edgefl.core.types import Json
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess
 
+log = logging.getLogger(__name__)
+
 RANDOM_SHARE = 0.25
-GUESS_TIMEOUT_S = 600.0
+GUESS_S, START_TIMEOUT_S = 60.0, 300.0
+"""For guesses, after which the rest have none, and for that and the start of the process."""
 MODULE = "edgefl.device.collect.guess_process"
 
 Source = Sequence[str | float]
@@ -66,7 +72,7 @@ class Guesser:
     ) -> None:
         self._find_model, self._state_dir, self._policy = find_model, state_dir, policy
         self.share, self.draw = share, draw
-        self._model: tuple[Path, int] | None = None
+        self.model: tuple[Path, int] | None = None
         self._guesses: dict[str, Guess | None] = {}
 
     def guess(self, folder: Path, sources: Mapping[str, Source]) -> dict[str, Guess]:
@@ -77,44 +83,61 @@ class Guesser:
             sources: by name; what was asked about before is known until the model changes.
 
         Raises:
-            EdgeflError: the model cannot be used.
+            EdgeflError: the model cannot be used, or reads none of the sources.
         """
         path = self._find_model()
         model = (path, path.stat().st_mtime_ns if path.is_file() else 0)
-        if model != self._model:
-            self._guesses, self._model = {}, model
+        if model != self.model:
+            self._guesses, self.model = {}, model
         new = {name: source for name, source in sources.items() if name not in self._guesses}
         if new:
-            self._guesses |= dict(zip(new, self._ask(path, folder, list(new.values())), strict=True))
-        self._guesses = {name: self._guesses[name] for name in sources}
+            names = list(new)
+            replies = self._ask(path, folder, list(new.values()))
+            self._guesses |= {names[place]: guess for place, guess in replies.items()}
+        self._guesses = {name: self._guesses[name] for name in sources if name in self._guesses}
         return {name: guess for name, guess in self._guesses.items() if guess is not None}
 
-    def _ask(self, model: Path, folder: Path, sources: Sequence[Source]) -> list[Guess | None]:
-        question: Json = {"model": str(model.absolute()), "folder": str(folder.absolute()), "sources": sources}
+    def _ask(self, model: Path, folder: Path, sources: Sequence[Source]) -> dict[int, Guess | None]:
+        question: Json = {
+            "model": str(model.absolute()), "folder": str(folder.absolute()), "sources": sources, "seconds": GUESS_S,
+        }  # fmt: skip
         with tempfile.TemporaryDirectory() as place:
             confinement = None
             if self._policy != "never":
                 root = self._state_dir if os.access(self._state_dir, os.W_OK) else Path(place)
-                confinement = make_confinement(root, "label", [question["model"], question["folder"]], "cpu")
-            reply = call_in_subprocess(
-                MODULE, question, description="guessing labels", timeout_s=GUESS_TIMEOUT_S, confinement=confinement
-            )
-        return [None if guess is None else Guess(**guess) for guess in reply["guesses"]]
+                name = f"label-{os.getpid()}"
+                confinement = make_confinement(root, name, [question["model"], question["folder"]], "cpu")
+            try:
+                reply = call_in_subprocess(
+                    MODULE,
+                    question,
+                    description="guessing labels",
+                    timeout_s=START_TIMEOUT_S,
+                    confinement=confinement,
+                )
+            finally:
+                for folder_ in confinement.writable if confinement is not None else ():
+                    shutil.rmtree(folder_, ignore_errors=True)
+        if num_unread := reply["num_unread"]:
+            if num_unread == len(reply["guesses"]):
+                raise DataError(f"{model} reads none of {num_unread} examples: {reply['reason']}")
+            log.warning("%d of %d examples get no guess: %s", num_unread, len(sources), reply["reason"])
+        return {int(place): None if guess is None else Guess(**guess) for place, guess in reply["guesses"].items()}
 
 
-def order_examples(margins: Sequence[float | None], share: float, draw: Draw) -> tuple[list[int], frozenset[int]]:
+def order_examples(margins: Sequence[float | None], num_sampled: int, draw: Draw) -> tuple[list[int], frozenset[int]]:
     """Returns the places of examples in the order in which to ask about them, and which were sampled at random.
 
     Args:
         margins: 0 to 1, or None of an example without a guess, which comes last.
-        share: of examples that are sampled from all, and come evenly between the others, 0 to 1.
+        num_sampled: examples that are sampled from all, and come evenly between the others.
         draw: draws them.
     """
-    sampled = list(draw(len(margins), round(share * len(margins))))
+    sampled = list(draw(len(margins), num_sampled))
     rest = sorted(set(range(len(margins))) - set(sampled), key=lambda place: _to_rank(margins[place]))
     order, waiting = list[int](), list(sampled)
     for position in range(len(margins)):
-        is_due = len(sampled) - len(waiting) < int(share * (position + 1))
+        is_due = len(sampled) - len(waiting) < num_sampled * (position + 1) // len(margins)
         order.append((waiting if waiting and (is_due or not rest) else rest).pop(0))
     return order, frozenset(sampled)
 

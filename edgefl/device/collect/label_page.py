@@ -140,6 +140,7 @@ class _Handler(BoundedHandler):
             self._send_page(status, f'<p class="error">{html.escape(text)}</p><p><a href="/">Go on</a></p>')
 
     def _show(self) -> None:
+        self.server.end_deadline(self.connection)
         token, path = self._find_token(), self.path.partition("?")[0]
         if not self._is_own_host():
             self._send_page(HTTPStatus.MISDIRECTED_REQUEST, "<p>This is not the address of this page.</p>")
@@ -155,6 +156,7 @@ class _Handler(BoundedHandler):
 
     def _take_form(self) -> None:
         form = self._read_form()
+        self.server.end_deadline(self.connection)
         if form is None or not self._is_own_host() or not self._is_own_origin():
             self._send_page(HTTPStatus.FORBIDDEN, "<p>This came from another page.</p>")
         elif self.path == "/login":
@@ -258,7 +260,6 @@ class _Handler(BoundedHandler):
 
     def _send(self, status: HTTPStatus, headers: Mapping[str, str], content: bytes = b"") -> None:
         self.is_answered = True
-        self.server.end_deadline(self.connection)
         self.send_response(status)
         fixed = {
             "Content-Length": str(len(content)), "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",

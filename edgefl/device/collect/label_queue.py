@@ -312,6 +312,7 @@ class LabelQueue:
         self._version: Version | None = None
         self._done: list[tuple[Example, RandomCheck]] = []
         self._guesses, self._sampled = dict[str, Guess](), set[str]()
+        self._share_left = 0.0
         self.num_done, self.check = 0, RandomCheck()
         self._fill()
 
@@ -396,6 +397,7 @@ class LabelQueue:
         self._queue, self._version = self._target.list_examples(draw), version
         if self._guesser is None:
             return
+        model = self._guesser.model
         try:
             self._guesses = self._guesser.guess(self._target.folder, {one.key: one.source for one in self._queue})
         except EdgeflError as error:
@@ -403,8 +405,15 @@ class LabelQueue:
                 raise
             log.warning("examples come in order of time, as the model cannot guess: %s", error)
             self._guesses = {}
+        if self._guesser.model != model:
+            self.check = RandomCheck()
+            self._done = [(example, self.check) for example, _ in self._done]
         margins = [self._guesses[one.key].margin if one.key in self._guesses else None for one in self._queue]
-        order, sampled = order_examples(margins, self._guesser.share, self._guesser.draw)
+        # A list may be as short as one: what is left of the share counts in the next.
+        self._share_left += self._guesser.share * len(margins)
+        num_sampled = min(int(self._share_left), len(margins))
+        self._share_left -= num_sampled
+        order, sampled = order_examples(margins, num_sampled, self._guesser.draw)
         self._sampled = {self._queue[place].key for place in sampled}
         self._queue = [self._queue[place] for place in order]
 

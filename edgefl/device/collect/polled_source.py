@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import functools
 import logging
+import math
+import socket
 import ssl
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 from edgefl.core.errors import ConfigError
 from edgefl.device.collect.mqtt_source import parse_message_values, read_login
@@ -24,12 +28,12 @@ from edgefl.system.retries import RateLimitedLog
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 10_000
-CHUNK_BYTES = 8192
+MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARS
 JOIN_TIMEOUT_S = 1.0
-SCHEMES = ("http://", "https://")
+_PORTS = {"http": 80, "https": 443}
 
 Fetch = Callable[[], Mapping[str, Value]]
-"""Function that returns the values of now; what fails raises an `OSError` or a `ValueError`."""
+"""Function that returns the values of now, by column; it raises where it cannot."""
 
 
 class PolledSource:
@@ -40,11 +44,12 @@ class PolledSource:
         columns: that it has values of.
         fetch: returns their values; it may take its time.
         poll_s: seconds from one question to the next.
-        counts: questions without an answer are added to it.
-        clock: seconds since 1970.
+        counts: questions without an answer, and columns that an answer lacks, are added to it.
+        clock: seconds since 1970; it may jump.
+        monotonic: seconds; it does not.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword for each collaborator
         self,
         name: str,
         columns: Sequence[str],
@@ -53,12 +58,25 @@ class PolledSource:
         poll_s: float,
         counts: Counts,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.columns = tuple(columns)
-        self._name, self._fetch, self._poll_s, self._counts, self._clock = name, fetch, poll_s, counts, clock
+        self._name, self._fetch, self._poll_s, self._counts = name, fetch, poll_s, counts
+        self._clock, self._monotonic = clock, monotonic
         self._unread: deque[Reading] = deque(maxlen=MAX_UNREAD)
+        self._answered = (math.inf, -math.inf)
         self._stopping, self._log = threading.Event(), RateLimitedLog(log)
         self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
+
+    @property
+    def received_since_s(self) -> float:
+        """Returns since when each question has had a whole answer, by the clock of now; else infinity."""
+        return self._clock() - self._monotonic() + self._answered[0]
+
+    @property
+    def received_until_s(self) -> float:
+        """Returns when the last question was asked that had a whole answer, by the clock of now."""
+        return self._clock() - self._monotonic() + self._answered[1]
 
     def start(self) -> None:
         self._thread.start()
@@ -74,13 +92,22 @@ class PolledSource:
 
     def poll(self) -> None:
         """Asks once."""
+        asked_s = self._monotonic()
         try:
             values = self._fetch()
-        except (OSError, ValueError, HTTPException) as error:
+        except Exception as error:  # noqa: BLE001 the boundary of the thread: the next question may have an answer
+            values = {}
             self._counts[f"{self._name}.errors"] += 1
             self._log.warning("failed", "source %s has no answer: %s", self._name, _format_error(error))
-            return
+        else:
+            if missing := [column for column in self.columns if column not in values]:
+                self._counts[f"{self._name}.missing"] += len(missing)
+                self._log.warning("missing", "source %s has no value of %s", self._name, ", ".join(missing)[:200])
+        is_whole = all(column in values for column in self.columns)
+        self._answered = (min(self._answered[0], asked_s), asked_s) if is_whole else (math.inf, -math.inf)
         if values:
+            if len(self._unread) == MAX_UNREAD:
+                self._counts[f"{self._name}.unread"] += 1
             self._unread.append(Reading(values=values, time_s=self._clock()))
 
     def _run(self) -> None:
@@ -91,40 +118,113 @@ class PolledSource:
                 return
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpRequest:
+    """A question to a server, with the bounds of its answer; `tls` is None for http."""
+
+    host: str
+    port: int
+    path: str
+    headers: Mapping[str, str]
+    tls: ssl.SSLContext | None
+    timeout_s: float
+    max_bytes: int
+
+    def send(self) -> bytes:
+        """Returns the body of the answer.
+
+        Raises:
+            OSError: no answer, or not all of it in time.
+            ValueError: it is longer than it may be, or has another status than 200.
+            HTTPException: it is no HTTP, or cut.
+        """
+        with socket.create_connection((self.host, self.port), self.timeout_s) as raw, contextlib.ExitStack() as stack:
+            sock = raw
+            if self.tls is not None:
+                wrapped = self.tls.wrap_socket(raw, server_hostname=self.host, do_handshake_on_connect=False)
+                sock = stack.enter_context(wrapped)
+            # A timeout of the socket begins again with each byte; this one is of the whole answer.
+            is_late = threading.Event()
+            deadline = threading.Timer(self.timeout_s, _cut_off, (sock, is_late))
+            deadline.daemon = True
+            deadline.start()
+            content = b""
+            try:
+                content = self._exchange(sock)
+            except (OSError, ValueError, HTTPException):
+                if not is_late.is_set():
+                    raise
+            finally:
+                deadline.cancel()
+            if is_late.is_set():  # also where the end of the connection is that of the body
+                raise TimeoutError(f"it takes more than {self.timeout_s:g} s")
+            return content
+
+    def _exchange(self, sock: socket.socket) -> bytes:
+        if isinstance(sock, ssl.SSLSocket):
+            sock.do_handshake()
+        connection = HTTPConnection(self.host, self.port)
+        connection.sock = sock
+        connection.request("GET", self.path, headers=dict(self.headers))
+        answer = connection.getresponse()
+        if answer.status != HTTPStatus.OK:
+            raise ValueError(f"HTTP status {answer.status}")
+        content = answer.read(self.max_bytes + 1)
+        if len(content) > self.max_bytes:
+            raise ValueError(f"it is longer than {self.max_bytes} bytes")
+        if answer.length:
+            raise HTTPException("it is cut")
+        return content
+
+
+def _cut_off(sock: socket.socket, is_late: threading.Event) -> None:
+    is_late.set()
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
 def make_http_fetch(name: str, section: HttpSection, texts: Sequence[str], counts: Counts) -> Fetch:
     """Returns what asks a URL for JSON or a plain value; redirections and proxies are not followed.
 
     Raises:
         ConfigError: the URL, a pointer, the login or the authority is none.
     """
-    if not section.url.startswith(SCHEMES):
-        raise ConfigError(f"sources.{name}.url must begin with http:// or https://, got {section.url!r:.120}")
-    paths, known_texts = _parse_pointers(name, section.columns), set(texts)
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}),
-        urllib.request.HTTPSHandler(context=_make_context(name, section.ca_file)),
-        _NoRedirects,
-    )
-    try:
-        request = urllib.request.Request(section.url, headers=_make_headers(section.login_file))  # noqa: S310 checked
-    except ValueError as error:
-        raise ConfigError(f"sources.{name}.url: {error}") from None
+    request, known_texts = _make_request(name, section), set(texts)
+    paths = _parse_pointers(name, section.columns)
 
     def fetch() -> Mapping[str, Value]:
-        deadline_s, content = time.monotonic() + section.timeout_s, b""
-        with opener.open(request, timeout=section.timeout_s) as answer:
-            while chunk := answer.read1(CHUNK_BYTES):
-                content += chunk
-                if len(content) > section.max_answer_bytes:
-                    raise ValueError(f"it is longer than {section.max_answer_bytes} bytes")
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"it takes more than {section.timeout_s:g} s")
-        values, num_refused = parse_message_values(paths, content, known_texts)
+        values, num_refused = parse_message_values(paths, request.send(), known_texts)
         if num_refused:
             counts[f"{name}.refused"] += num_refused
         return values
 
     return fetch
+
+
+def _make_request(name: str, section: HttpSection) -> HttpRequest:
+    setting = f"sources.{name}.url"
+    try:
+        url = urlsplit(section.url)
+        port = url.port
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {error}, got {section.url!r:.120}") from None
+    if url.scheme not in _PORTS or not url.hostname:
+        raise ConfigError(f"{setting} must begin with http:// or https:// and a host, got {section.url!r:.120}")
+    if not section.url.isascii() or not section.url.isprintable() or " " in section.url:
+        raise ConfigError(f"{setting} must be ASCII without blanks (write %20), got {section.url!r:.120}")
+    if url.username is not None:
+        raise ConfigError(f"{setting} must hold no login; write it into login_file")
+    tls = _make_context(name, section.ca_file) if url.scheme == "https" else None
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    return HttpRequest(
+        host=url.hostname,
+        port=port or _PORTS[url.scheme],
+        path=path,
+        headers=_make_headers(section.login_file),
+        tls=tls,
+        timeout_s=section.timeout_s,
+        max_bytes=section.max_answer_bytes,
+    )
 
 
 def make_files_fetch(name: str, section: FilesSection, texts: Sequence[str], counts: Counts) -> Fetch:
@@ -143,8 +243,9 @@ def make_files_fetch(name: str, section: FilesSection, texts: Sequence[str], cou
         for column, path in paths.items():
             try:
                 with path.open("rb") as file:
-                    # Of a text that goes on, the value is none rather than its beginning.
-                    values[column] = parse_value(file.read(MAX_TEXT_CHARS + 1).decode(), is_text=column in texts)
+                    content = file.read(MAX_TEXT_BYTES + 1)
+                # Of a text that goes on, the value is none rather than its beginning.
+                values[column] = parse_value(content.decode(), is_text=column in texts)
             except OSError as error:
                 failure = error
             except ValueError:
@@ -154,13 +255,6 @@ def make_files_fetch(name: str, section: FilesSection, texts: Sequence[str], cou
         return values
 
     return fetch
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Takes a redirection as an error: it would get the login, too."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
 
 
 def _parse_pointers(name: str, columns: Mapping[str, object]) -> list[tuple[str, tuple[str, ...]]]:
@@ -173,29 +267,32 @@ def _parse_pointers(name: str, columns: Mapping[str, object]) -> list[tuple[str,
     return pointers
 
 
+@functools.cache
+def _load_authority(ca_file: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=ca_file or None)
+
+
 def _make_context(name: str, ca_file: str) -> ssl.SSLContext:
     try:
-        return ssl.create_default_context(cafile=ca_file or None)
+        return _load_authority(ca_file)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"sources.{name}.ca_file {ca_file} cannot be used: {error}") from None
 
 
 def _make_headers(login_file: str) -> dict[str, str]:
-    """Returns the header that a login needs: of user and password, or of a token alone."""
-    if not login_file:
-        return {}
-    user, password = read_login(Path(login_file))
-    if not password:
-        return {"Authorization": f"Bearer {user}"}
-    return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+    """Returns the headers of a question, with a login: of user and password, or of a token alone."""
+    headers = {"Connection": "close", "Accept-Encoding": "identity"}
+    if login_file:
+        user, password = read_login(Path(login_file))
+        login = f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}" if password else f"Bearer {user}"
+        headers["Authorization"] = login
+    return headers
 
 
 def _format_error(error: Exception) -> str:
     """Returns why there is no answer, without anything that the other side has said."""
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP status {error.code}"
     if isinstance(error, HTTPException):
-        return "it is no HTTP"
-    if isinstance(error, urllib.error.URLError):
-        return str(error.reason)
-    return str(error)
+        return "it is no HTTP, or cut"
+    if isinstance(error, OSError | ValueError) and not isinstance(error, UnicodeError):
+        return str(error)
+    return type(error).__name__

@@ -16,6 +16,8 @@ from edgefl.core.types import Scalar
 from edgefl.system.row_labels import LABEL_COLUMN
 
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
+MAX_POLLED = 32
+"""Sources that are asked, each by a thread."""
 MAX_HOLD_S = 366 * 86_400
 MAX_LABEL_CHARS = 80
 MAX_LABEL_BYTES = 255
@@ -278,6 +280,7 @@ def load_collect_file(path: Path) -> CollectFile:
                 sources.append(_parse_source(name, section))
     faults.check()
     assert collect is not None
+    _check_polled(collect, sources)
     found = CollectFile(collect=collect, sources=tuple(sources), labels=labels)
     # An own source says what columns it has once it is made: `check_label_columns` looks again.
     own = [one for one in sources if labels is not None and isinstance(one.section, OwnSection)]
@@ -287,6 +290,18 @@ def load_collect_file(path: Path) -> CollectFile:
     if found.folders and len(found.folders) < num_sources:
         raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
     return found
+
+
+def _check_polled(collect: CollectSection, sources: Sequence[SourceSettings]) -> None:
+    polled = {one.name: one.section.poll_s for one in sources if isinstance(one.section, HttpSection | FilesSection)}
+    if len(polled) > MAX_POLLED:
+        raise ConfigError(f"at most {MAX_POLLED} sources may be of kind http and files, got {len(polled)}")
+    for name, poll_s in polled.items():
+        if poll_s >= collect.hold_s:
+            raise ConfigError(
+                f"sources.{name}.poll_s must be below collect.hold_s, or rows between two answers lack its values; "
+                f"got {poll_s:g} and {collect.hold_s:g}"
+            )
 
 
 def check_columns(names: list[str], texts: tuple[str, ...]) -> None:

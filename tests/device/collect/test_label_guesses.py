@@ -7,6 +7,7 @@ import pytest
 from onnx_graphs import constant_model
 
 from edgefl.core.errors import DataError, TaskError
+from edgefl.device.collect import label_guesses
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.label_guesses import Guesser, order_examples, sample_places
@@ -65,20 +66,20 @@ def _walk(queue, find):
 
 
 @pytest.mark.parametrize(
-    ("margins", "share", "drawn", "order"),
+    ("margins", "drawn", "order"),
     [
-        ((0.5, None, 0.1, 0.3), 0.0, [], [2, 3, 0, 1]),
-        ((0.5, 0.4, 0.3, 0.2, 0.1, 0.6, 0.7, 0.0), 0.25, [4, 0], [7, 3, 2, 4, 1, 5, 6, 0]),
-        ((0.5, 0.4, 0.3), 1.0, [1, 2, 0], [1, 2, 0]),
-        ((), 0.5, [], []),
+        ((0.5, None, 0.1, 0.3), [], [2, 3, 0, 1]),
+        ((0.5, 0.4, 0.3, 0.2, 0.1, 0.6, 0.7, 0.0), [4, 0], [7, 3, 2, 4, 1, 5, 6, 0]),
+        ((0.5, 0.4, 0.3), [1, 2, 0], [1, 2, 0]),
+        ((), [], []),
     ],
 )
-def test_the_least_certain_come_first_with_those_that_were_drawn_evenly_between(margins, share, drawn, order):
+def test_the_least_certain_come_first_with_those_that_were_drawn_evenly_between(margins, drawn, order):
     def draw(num, num_drawn):
         assert (num, num_drawn) == (len(margins), len(drawn))
         return drawn
 
-    assert order_examples(margins, share, draw) == (order, frozenset(drawn))
+    assert order_examples(margins, len(drawn), draw) == (order, frozenset(drawn))
 
 
 def test_places_are_drawn_from_all_alike():
@@ -147,6 +148,40 @@ def test_a_new_model_guesses_anew_and_one_that_has_gone_leaves_the_order_of_time
     model.unlink()
     _pictures(folder, [10, 128])
     assert (queue.current.since_s, queue.guess) == (1000.0, None)
+
+
+def test_of_lists_of_one_example_every_fourth_is_sampled_and_a_new_model_begins_a_new_count(tmp_path):
+    folder, model = tmp_path / "shard", tmp_path / "model.onnx"
+    _export(model, "pictures", PICTURES, 6.0)
+    queue, shown = LabelQueue(_pictures(folder, [250]), [], _guesser(model, tmp_path, 0.25)), []
+    for level in (240, 230, 220, 210):
+        shown.append(queue.guess is not None)
+        queue.label(queue.current.key, "bright")
+        _pictures(folder, [level])
+    assert shown == [True, True, True, False]
+    assert queue.check == RandomCheck(1, 1)
+    _export(model, "pictures", PICTURES, -6.0)
+    queue.label(queue.current.key, "bright")
+    _pictures(folder, [20])
+    assert (queue.guess.label, queue.check) == ("bright", RandomCheck())
+
+
+def test_a_model_of_other_columns_is_refused_and_its_own_target_may_have_any_name(tmp_path):
+    target = _rows(tmp_path / "shard", [1.0] * 10 + [2.0])
+    other = _export(tmp_path / "other.onnx", "table", {**TABLE, "columns": "watt"}, 1.0)
+    with pytest.raises(DataError, match=r"reads none of 2 examples: .*no column 'watt'"):
+        LabelQueue(target, [], _guesser(other, tmp_path))
+    state = _export(tmp_path / "state.onnx", "table", {**TABLE, "target": "state"}, 1.0)
+    assert LabelQueue(target, [], _guesser(state, tmp_path)).guess.label == "on"
+
+
+def test_what_takes_too_long_has_no_guess_until_the_next_list(tmp_path, monkeypatch):
+    target = _pictures(tmp_path / "shard", [250, 150, 20])
+    guesser = _guesser(_export(tmp_path / "model.onnx", "pictures", PICTURES, 6.0), tmp_path)
+    monkeypatch.setattr(label_guesses, "GUESS_S", 0.0)
+    sources = {one.key: one.source for one in target.list_examples()}
+    assert len(guesser.guess(target.folder, sources)) == 1
+    assert len(guesser.guess(target.folder, sources)) == 2
 
 
 def test_what_cannot_guess_labels_is_refused_before_the_page_is_there(tmp_path):

@@ -15,6 +15,7 @@ from requirements import PARTS, needs
 from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, DataError
+from edgefl.device.collect import label_server
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.label_page import LabelServer
@@ -145,6 +146,16 @@ def test_rows_of_a_time_get_a_label_in_the_file_of_labels_and_lose_it_again(tmp_
     assert len(table(columns=["power"], target="label", labels=["on", "off"]).read(str(folder))) == 20
     with pytest.raises(DataError, match="without a slash"):
         LabelQueue(open_target(folder, 10.0), ()).label("x", "a/b")
+
+
+def test_a_list_that_takes_longer_than_a_request_may_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(label_server, "REQUEST_S", 0.3)
+    listed = FileTarget.list_examples
+    with _page(_pictures(tmp_path, 1), "left") as browser:
+        browser.enter()
+        monkeypatch.setattr(FileTarget, "list_examples", lambda *words: (time.sleep(1.5), listed(*words))[1])
+        assert browser.press(label="left") == 303
+        assert "Every example has a label" in browser.text
 
 
 def test_wrong_pins_are_throttled_for_all_and_the_right_one_waits_too(tmp_path):

@@ -1,5 +1,8 @@
 """Sources that are asked: a real HTTP server of this machine, and files."""
 
+import contextlib
+import math
+import socket
 import threading
 import time
 from collections import Counter
@@ -10,6 +13,7 @@ import pytest
 
 from edgefl.core.errors import ConfigError
 from edgefl.device.collect.collector import make_source
+from edgefl.device.collect.polled_source import PolledSource
 from edgefl.device.collect.settings import FilesSection, HttpSection, SourceSettings
 
 
@@ -59,7 +63,7 @@ def test_values_of_a_json_answer_or_a_plain_one_are_read_and_the_rest_is_counted
         source = _make("http", HttpSection(url=f"{url}/power", columns=columns), counts, ("door",))
         assert source.columns == ("watt", "door", "bad", "gone")
         assert _poll(source) == [{"watt": 5.5, "door": "open"}]
-        assert counts == {"meter.refused": 1}
+        assert counts == {"meter.refused": 1, "meter.missing": 2}
         plain = _make("http", HttpSection(url=f"{url}/plain", columns={"room": "#"}))
         assert _poll(plain) == [{"room": 21.5}]
 
@@ -112,11 +116,63 @@ def test_files_of_the_kernel_hold_a_value_each_and_one_that_is_away_stops_no_oth
     columns = {"temp": str(tmp_path / "temp"), "long": str(tmp_path / "long"), "away": str(tmp_path / "away")}
     source = _make("files", FilesSection(columns=columns), counts)
     assert _poll(source) == [{"temp": 21437.0}]
-    assert counts == {"meter.refused": 1}
+    assert counts == {"meter.refused": 1, "meter.missing": 2}
+    assert "no value of long, away" in caplog.text
     (tmp_path / "temp").unlink()
     assert _poll(source) == []
-    assert counts == {"meter.refused": 2, "meter.errors": 1}
+    assert counts == {"meter.refused": 2, "meter.missing": 2, "meter.errors": 1}
     assert "No such file" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\n2", "it is no HTTP, or cut"),
+        (b"nonsense\r\n", "it is no HTTP, or cut"),
+        (None, "it takes more than 0.5 s"),
+    ],
+)
+def test_half_an_answer_is_none_and_a_server_that_drips_headers_is_cut_off(answer, text, caplog):
+    def serve():
+        peer, _ = listener.accept()
+        with peer, contextlib.suppress(OSError):
+            peer.recv(1000)
+            if answer is not None:
+                peer.sendall(answer)
+            else:
+                peer.sendall(b"HTTP/1.0 200 OK\r\n")
+                for _ in range(100):
+                    peer.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                    time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        url, started_s = f"http://127.0.0.1:{listener.getsockname()[1]}/", time.monotonic()
+        assert _poll(_make("http", HttpSection(url=url, columns={"a": "#"}, timeout_s=0.5))) == []
+        assert time.monotonic() - started_s < 3
+    assert text in caplog.text
+
+
+def test_questions_count_as_received_from_the_first_whole_answer_to_the_last_one():
+    answers, now = [{"a": 1.0}, OSError("away"), {"b": 1.0}, {"a": 1.0}, {"a": None}], [100.0]
+
+    def fetch():
+        now[0] += 10.0
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    def make(columns):
+        clock = lambda: now[0]  # noqa: E731
+        return PolledSource("m", columns, fetch, poll_s=1.0, counts=Counter(), clock=clock, monotonic=clock)
+
+    source, seen = make(("a",)), []
+    for _ in range(5):
+        source.poll()
+        seen.append((source.received_since_s, source.received_until_s))
+    away = (math.inf, -math.inf)
+    assert seen == [(100.0, 100.0), away, away, (130.0, 130.0), (130.0, 140.0)]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +183,10 @@ def test_files_of_the_kernel_hold_a_value_each_and_one_that_is_away_stops_no_oth
         ("http", HttpSection(url="https://x", columns={"a": "#"}, ca_file="/none"), "ca_file /none cannot be used"),
         ("http", HttpSection(url="http://x", columns={"a": "#"}, login_file="/none"), "login file /none"),
         ("http", HttpSection(url="http://[x", columns={"a": "#"}), "sources.meter.url"),
+        ("http", HttpSection(url="http://h:abc/", columns={"a": "#"}), "sources.meter.url"),
+        ("http", HttpSection(url="http://", columns={"a": "#"}), "and a host, got"),
+        ("http", HttpSection(url="http://h/a b", columns={"a": "#"}), "must be ASCII without blanks"),
+        ("http", HttpSection(url="http://me:pw@h/", columns={"a": "#"}), "must hold no login"),
         ("files", FilesSection(columns={"a": "temp"}), "must be an absolute path, got 'temp'"),
     ],
 )
