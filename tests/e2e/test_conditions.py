@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from edgefl.core.config import parse_run
+from edgefl.device.conditions.gate import FIRST_STEP_S, STEP_MARGIN
 from edgefl.simulation.local_fleet import LocalFleet
 
 pytestmark = pytest.mark.extended
@@ -54,6 +57,37 @@ def test_a_paused_board_hands_its_work_back_and_trains_nothing_even_if_killed_un
     assert outcomes <= {"used", "lost", "pending", None}
     assert get_blocked(fleet) is None
     tools.stop(fleet, run_id)
+
+
+def test_a_board_whose_clock_goes_through_the_end_of_its_hours_trains_before_it_and_not_after_and_goes_on_next_day(
+    tools: Any, tmp_path: Path
+) -> None:
+    shift, night = tmp_path / "shift", tmp_path / "night.toml"
+    now_s = time.time()
+    end_s = (now_s // 86_400 + 2) * 86_400 + 6 * 3600
+    shift.write_text(str(end_s - STEP_MARGIN * FIRST_STEP_S - 20.0 - now_s))
+    night.write_text('[conditions]\nzone = "UTC"\nhours = ["22:00-06:00"]\n')
+    program = ("env", f"SHIFT_FILE={shift}", sys.executable, str(Path(__file__).parents[1] / "shifted_device.py"))
+    devices = [replace(device, program=program) for device in tools.devices(1, "digits")]
+
+    def list_finished_s() -> list[float]:
+        return [row["received_at"] for row in fleet.list_history("updates", run=run_id) if row["outcome"] == "used"]
+
+    with tools.fleet(tmp_path / "fleet", devices) as fleet:
+        assert tools.typed("device", "set", "--conditions", night, "--state", fleet.root / PAUSED).code == 0
+        run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 100_000, "evaluate_on": "none"}}))
+        tools.eventually(list_finished_s, what="it trains within its hours")
+        tools.eventually(lambda: "hours" in (get_blocked(fleet) or ""), what="its hours end", timeout_s=180.0)
+        assert "free at" in (get_blocked(fleet) or "")
+        before = list_finished_s()
+        assert max(before) + float(shift.read_text()) < end_s
+        remaining_s = end_s - time.time() - float(shift.read_text())
+        time.sleep(max(0.0, remaining_s) + 6.0)  # beyond the end, and a heartbeat
+        assert (get_blocked(fleet) or "").startswith("outside its hours, free at")
+        assert list_finished_s() == before
+        shift.write_text(str(end_s + 16 * 3600 + 1.0 - time.time()))
+        tools.eventually(lambda: len(list_finished_s()) > len(before), what="it trains in the next night")
+        tools.stop(fleet, run_id)
 
 
 def test_a_run_outside_its_own_hours_waits_is_named_by_its_boards_and_keeps_no_other_run_from_them(
