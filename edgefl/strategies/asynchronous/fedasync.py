@@ -7,6 +7,7 @@ with Buffered Asynchronous Aggregation, AISTATS 2022, Algorithm 1.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -26,6 +27,11 @@ from edgefl.strategies.aggregation import (
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
+NUM_RECENT = 100
+"""Newest updates whose examples say what is usual."""
+MOST_EXAMPLES = 4.0
+"""What an update's examples count as at most, in medians of the recent ones: a board states them itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedAsyncConfig(StrategyConfig):
@@ -35,8 +41,18 @@ class FedAsyncConfig(StrategyConfig):
     began with plus the displacement, and the state keeps the models of all versions that somebody works on: at most
     one for each device at work.
 
+    The paper mixes every model alike, whatever n, the number of devices at work. What follows from n is the default:
+
+    - alpha is 1/(n s(n - 1)), so that a model of the usual age, n - 1 versions, weighs 1/n: the running mean holds n
+      models, as the mean of a round does.
+    - a model weighs in proportion to its examples, as in `fedavg`.
+    - a model that weighs a pulls back by a τ of the steps that others took meanwhile, as it is τ versions old. Its
+      own displacement d counts 1 + a τ times for that. With steady steps v of a version, v = a ((1 + a τ) d - τ v) is
+      solved by v = a d: n updates move the model as far as a round of `fedavg`, where v = a d / (1 + a τ) is half.
+
     Attributes:
-        alpha: mixing weight of a fresh model, in (0, 1].
+        alpha: mixing weight of a fresh model, in (0, 1]; it makes the algorithm the paper's, whose value is 0.6. None
+            takes the default above.
         staleness: the function s: `constant` (1), `polynomial` ((1 + τ)^-a) or `hinge` (1 up to τ = b, then
             1 / (a (τ - b) + 1)).
         staleness_a: a; None takes 0.5 for the polynomial and 10 for the hinge.
@@ -44,7 +60,7 @@ class FedAsyncConfig(StrategyConfig):
         mu: weight of the proximal term of the devices' loss, as in the paper; 0 leaves it out.
     """
 
-    alpha: float = field(default=0.6, metadata={"above": 0, "at_most": 1})
+    alpha: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     staleness: Literal["constant", "polynomial", "hinge"] = "polynomial"
     staleness_a: float | None = field(default=None, metadata={"at_least": 0})
     staleness_b: float = field(default=4.0, metadata={"at_least": 0})
@@ -69,16 +85,20 @@ class FedAsyncConfig(StrategyConfig):
 
 @dataclass(slots=True)
 class FedAsyncState(AsyncState):
-    """State of FedAsync; `models` are the float tensors at the versions in flight."""
+    """State of FedAsync.
+
+    `models` are the float tensors at the versions in flight, `recent` the examples of the newest updates.
+    """
 
     models: dict[int, dict[str, Array]] = field(default_factory=dict)
+    recent: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FedAsync(AsynchronousStrategy[FedAsyncState]):
     """Moves the model part of the way to each device's."""
 
-    alpha: float
+    alpha: float | None
     staleness: str
     a: float
     b: float
@@ -96,31 +116,51 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
     def on_version_released(self, state: FedAsyncState, version: int) -> None:
         state.models.pop(version, None)
 
-    def compute_mixing_weight(self, delay: int) -> float:
-        """Returns alpha s(τ) for an update that is `delay` versions old."""
+    def compute_mixing_weight(self, delay: int, num_workers: int = 1) -> float:
+        """Returns alpha s(τ), at most 1, for an update that is `delay` versions old, of one of `num_workers`."""
+        weight = self._compute_staleness(delay)
+        if self.alpha is None:
+            return min(1.0, weight / (num_workers * self._compute_staleness(num_workers - 1)))
+        return self.alpha * weight
+
+    def _compute_staleness(self, delay: int) -> float:
         match self.staleness:
             case "constant":
-                return self.alpha
+                return 1.0
             case "polynomial":
-                return self.alpha * math.pow(1.0 + delay, -self.a)
-        return self.alpha if delay <= self.b else self.alpha / (self.a * (delay - self.b) + 1.0)
+                return math.pow(1.0 + delay, -self.a)
+        return 1.0 if delay <= self.b else 1.0 / (self.a * (delay - self.b) + 1.0)
 
     def apply(self, state: FedAsyncState, queued_update: QueuedUpdate) -> None:
-        share, base = (
-            self.compute_mixing_weight(state.version - queued_update.base_version),
-            state.models[queued_update.base_version],
-        )
+        delay, base = state.version - queued_update.base_version, state.models[queued_update.base_version]
+        share, extension = self.compute_mixing_weight(delay, state.num_workers), 1.0
+        if self.alpha is None:
+            extension += share * delay
+            share = min(1.0, share * count_examples(state.recent, queued_update.num_examples))
         mixed = {}
         for name, weight in state.model.items():
             displacement = to_writable(require_tensor(queued_update, name, weight))
             if not is_float(weight):
                 add_in_place(weight, displacement)
                 continue
+            if delay and not self.is_averaged(name, weight):
+                displacement = displacement * extension
             # Exactly zero while no other update has moved the model.
             drift = base[name] - weight
             mixed[name] = ((displacement + drift) * share).astype(weight.dtype, copy=False)
         for name, step in self.rules.server.step(state.moments, mixed).items():
             add_in_place(state.model[name], step)
+
+
+def count_examples(recent: list[int], num_examples: int) -> float:
+    """Adds an update's examples to the `recent` ones, and returns them relative to the mean of those.
+
+    All of them count as `MOST_EXAMPLES` medians at most, so no board's claim makes the others weigh nothing.
+    """
+    recent.append(max(1, num_examples))
+    del recent[:-NUM_RECENT]
+    most = MOST_EXAMPLES * statistics.median(recent)
+    return min(recent[-1], most) / statistics.fmean(min(count, most) for count in recent)
 
 
 PAPER_BUFFER_SIZE = 10

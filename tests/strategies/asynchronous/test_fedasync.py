@@ -7,7 +7,7 @@ import pytest
 from strategy_turns import begun, moved, update_of, view_of
 
 from edgefl.strategies.aggregation import ServerOptimizer
-from edgefl.strategies.asynchronous.fedasync import FedAsyncConfig, FedBuffConfig
+from edgefl.strategies.asynchronous.fedasync import FedAsyncConfig, FedBuffConfig, count_examples
 from edgefl.strategies.strategy_config import RoundRules
 
 
@@ -41,6 +41,74 @@ def test_the_model_goes_a_share_of_the_way_to_the_devices_own():
 def test_the_share_falls_with_the_delay_as_the_paper_says(options, delays):
     strategy = FedAsyncConfig(alpha=0.6, **options).build(RoundRules())
     assert {delay: strategy.compute_mixing_weight(delay) for delay in delays} == pytest.approx(delays)
+
+
+@pytest.mark.parametrize("staleness", ["constant", "polynomial", "hinge"])
+@pytest.mark.parametrize("num_devices", [1, 3, 50])
+def test_a_model_of_the_usual_age_weighs_one_of_the_number_of_devices(staleness, num_devices):
+    strategy = FedAsyncConfig(staleness=staleness).build(RoundRules())
+    weights = [strategy.compute_mixing_weight(delay, num_devices) for delay in (0, num_devices - 1, 2 * num_devices)]
+    assert weights[1] == pytest.approx(1 / num_devices)
+    assert 1 >= weights[0] >= weights[1] >= weights[2]
+
+
+def follow(num_devices, **options):
+    """How far equal updates, worth 12 rounds, move the model in a round: on average, and by the last of them."""
+    names = [f"pi-{number:02}" for number in range(num_devices)]
+    strategy = FedAsyncConfig(**options).build(RoundRules())
+    state, orders = begun(strategy, {"w": np.zeros(1)}, names)
+    for turn in range(12 * num_devices):
+        before, name = state.model["w"][0], names[turn % num_devices]
+        state = moved(strategy, state, orders[name], {"w": [1.0]}, num_examples=10)
+        busy = {other: [order.assignment_id] for other, order in orders.items() if other != name}
+        state, decision = strategy.assign(state, view_of(name, busy=busy))
+        orders[name] = decision.instructions[0]
+    return state.model["w"][0] / 12, num_devices * (state.model["w"][0] - before)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 10, 50])
+def test_an_update_of_each_device_moves_the_model_as_far_as_a_round_by_default(num_devices):
+    mean, last = follow(num_devices)
+    assert mean == pytest.approx(1.0, abs=0.2)
+    assert last == pytest.approx(1.0, abs=0.1)
+
+
+def test_with_an_alpha_the_model_is_mixed_as_in_the_paper_whatever_the_number_of_devices_and_examples():
+    strategy, state, orders = asked([0.0], alpha=0.6)
+    state = moved(strategy, state, orders["a"], {"w": [1.0]}, num_examples=1)
+    assert state.model["w"][0] == pytest.approx(0.6)
+    state = moved(strategy, state, orders["b"], {"w": [1.0]}, num_examples=900)
+    assert state.model["w"][0] == pytest.approx(0.6 + 0.6 * 2**-0.5 * (1 - 0.6))
+
+
+def test_a_model_weighs_in_proportion_to_its_examples_by_default():
+    steps = []
+    for num_examples in (30, 10):
+        strategy, state, orders = asked([0.0])
+        state = moved(strategy, state, orders["a"], {"w": [0.0]}, num_examples=20)
+        steps.append(moved(strategy, state, orders["b"], {"w": [1.0]}, num_examples=num_examples).model["w"][0])
+    assert steps == pytest.approx([(1 + 0.5) * 0.5 * 30 / 25, (1 + 0.5) * 0.5 * 10 / 15])
+
+
+def test_a_board_that_claims_a_billion_examples_takes_no_weight_from_others():
+    recent = []
+    for _ in range(20):
+        assert count_examples(recent, 10) <= 1
+        liar = count_examples(recent, 10**9)
+    honest = [count_examples(recent, 10) for _ in range(30)]
+    assert liar <= 2
+    assert honest[-1] > 0.4
+    for _ in range(300):
+        count_examples(recent, 10)
+    assert count_examples(recent, 10) == pytest.approx(1.0)
+    assert len(recent) == 100
+
+
+def test_running_means_go_to_the_devices_own_and_no_further():
+    strategy = FedAsyncConfig().build(RoundRules(server=ServerOptimizer(buffers=frozenset({"mean"}))))
+    state, orders = begun(strategy, {"mean": np.zeros(1)}, "ab")
+    state = moved(strategy, state, orders["a"], {"mean": [0.0]})
+    assert moved(strategy, state, orders["b"], {"mean": [1.0]}).model["mean"][0] == pytest.approx(0.5)
 
 
 def test_a_full_share_without_delay_is_the_displacement_to_the_last_bit():
