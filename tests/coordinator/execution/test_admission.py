@@ -271,7 +271,7 @@ def test_a_run_whose_conditions_hold_on_no_board_waits_until_one_is_free() -> No
     assert (site.events(), site.asked("can")) == ([], {"pi-1": "i-1"}), "it is not asked again"
     site.registry.record_heartbeat("pi-1", beat(2, blocked={**night, "run": "another"}))
     assert site.pass_all("pi-1") == ["pi-1"]
-    assert site.notes == []
+    assert [kind for kind, *_ in site.notes] == ["run-waiting"]
 
 
 def test_a_board_whose_agent_knows_no_conditions_of_a_run_takes_no_part_in_one_with_some() -> None:

@@ -119,7 +119,7 @@ def test_another_collector_and_other_columns_are_refused(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 from test_row_store import COLUMNS, LIMITS, _commit, _read
 from edgefl.core.errors import StoreFullError
 from edgefl.device.collect.row_store import open_row_store
@@ -139,7 +139,7 @@ with open_row_store(Path(sys.argv[1]), COLUMNS, LIMITS) as store:
 
 def test_a_full_card_leaves_what_was_there_and_the_same_rows_are_stored_when_it_has_room(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent)],
+        [sys.executable, "-c", FULL, str(tmp_path), str(Path(__file__).parent), str(Path(__file__).parents[2])],
         capture_output=True,
         text=True,
         check=True,
