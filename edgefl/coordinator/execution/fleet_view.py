@@ -293,7 +293,7 @@ class Candidates:
             )
         if info is None:
             return "there is no such device in the fleet"
-        return self._get_permanent_reason(info) or self.registry.explain_absence(device_id)
+        return self._get_permanent_reason(info) or self.registry.explain_absence(device_id, self.run.run_id)
 
     def _get_permanent_reason(self, info: DeviceInfo) -> str:
         """Returns why a device could not take part even if present; empty if it could."""

@@ -546,11 +546,16 @@ class LiveFleet:
     def _on_error(self, pending: PendingInstruction, header: Json) -> InstructionFailed:
         """Fails an instruction; one that its device hands back is lost, as by a device that vanished.
 
-        One that hands back again and again without an answer between has failed: it may not want to work.
+        One that hands back again and again without an answer between has failed: it may not want to work. What it
+        hands back by the run's own conditions does not count.
         """
-        status, device_id, blocker = UpdateStatus.FAILED, pending.instruction.device_id, header.get(HANDED_BACK_KEY)
-        if parse_blocker(blocker) is not None:
-            self.registry.record_blocker(device_id, blocker)
+        status, device_id, reported = UpdateStatus.FAILED, pending.instruction.device_id, header.get(HANDED_BACK_KEY)
+        blocker = parse_blocker(reported)
+        if blocker is not None:
+            self.registry.record_blocker(device_id, reported)
+        if blocker is not None and blocker.run == self.run_id:
+            status = UpdateStatus.LOST
+        elif blocker is not None:
             since_s = self.clock() - HAND_BACK_PERIOD_S
             recent = [moment for moment in self._hand_backs.get(device_id, ()) if moment > since_s]
             self._hand_backs[device_id] = [*recent, self.clock()][-MAX_HAND_BACKS:]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,10 @@ E = TypeVar("E")
 _SCHEDULABLE_STATES = frozenset({DevicePresence.ONLINE, DevicePresence.LATE})
 _HEARTBEAT_FIELDS = ("temperature_c", "throttled", "run", "iteration")
 MAX_SHARD_ERRORS, MAX_ERROR_CHARS = 8, 200
+ASK_AGAIN_S, MAX_BLOCKED_S = 60.0, 3600.0
+"""How long the conditions of a run keep a device from it after the last word: without a time, and at most."""
+MAX_RUN_BLOCKERS = 16
+"""Runs whose conditions are remembered of one device; the oldest is dropped."""
 NEVER_SEEN = "never seen"
 DEFAULT_STATUS_ROW: Mapping[str, Any] = MappingProxyType(
     {
@@ -118,6 +123,7 @@ class _RegistryEntry:
     seconds_per_iteration: float | None = None
     is_drained: bool = False
     blocker: Blocker | None = None
+    run_blockers: dict[str, tuple[Blocker, float]] = field(default_factory=dict)
     known_examples: dict[str, int] = field(default_factory=dict)
     grown_s: float = -math.inf
     was_seen: bool = False
@@ -177,6 +183,7 @@ class DeviceRegistry:
         self._presence, self._clock, self._clone_detector = presence, clock, CloneDetector()
         self._entries: dict[str, _RegistryEntry] = {}
         self._device_by_node: dict[int, str] = {}
+        self._run_blocked_ids: set[str] = set()
         self._event_bus = EventBus[RegistryEvent]()
         self._lock = threading.RLock()
 
@@ -288,8 +295,10 @@ class DeviceRegistry:
 
     def get_blocker(self, device_id: str, run_id: str | None = None) -> Blocker | None:
         """Returns why a device may not train now, as it last reported: at all, or, with `run_id`, for this run."""
-        blocker = self.get_reported_blocker(device_id)
-        return blocker if blocker is not None and blocker.run in {"", run_id} else None
+        entry = self._entries.get(device_id)
+        if entry is None or (entry.blocker is not None and not entry.blocker.run):
+            return entry.blocker if entry is not None else None
+        return entry.run_blockers[run_id][0] if run_id is not None and run_id in entry.run_blockers else None
 
     def get_reported_blocker(self, device_id: str) -> Blocker | None:
         """Returns why a device may not train now, for people; it may be a condition of one run only."""
@@ -302,16 +311,45 @@ class DeviceRegistry:
             self._set_blocker(device_id, parse_blocker(reported))
         self._event_bus.publish()
 
-    def _set_blocker(self, device_id: str, blocker: Blocker | None) -> None:
-        """Sets why a device may not train now, under the lock."""
+    def _set_blocker(self, device_id: str, blocker: Blocker | None, working_run: str | None = None) -> None:
+        """Sets why a device may not train now, under the lock.
+
+        A device tells of one blocker, and of the conditions of the run whose instruction was its last. So those of
+        another run count until it tells of that run, or works for it, or they are over.
+        """
         entry = self._entries.get(device_id)
         if entry is None:
             return
-        former, present = (None if found is None else found.run for found in (entry.blocker, blocker))
-        has_changed = former != present
+        former = _list_blocked(entry)
         entry.blocker = blocker
-        if has_changed:
+        if blocker is None and working_run is not None:
+            entry.run_blockers.pop(working_run, None)
+        if blocker is not None and blocker.run:
+            entry.run_blockers.pop(blocker.run, None)
+            entry.run_blockers[blocker.run] = blocker, self._clock() + self._compute_blocked_s(blocker)
+            if len(entry.run_blockers) > MAX_RUN_BLOCKERS:
+                del entry.run_blockers[next(iter(entry.run_blockers))]
+            self._run_blocked_ids.add(device_id)
+        if _list_blocked(entry) != former:
             self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+
+    @staticmethod
+    def _compute_blocked_s(blocker: Blocker) -> float:
+        """Returns how long the conditions of a run count; a time that is over by the coordinator's clock is none."""
+        left_s = -1.0 if blocker.free_at_s is None else blocker.free_at_s - time.time()
+        return min(left_s, MAX_BLOCKED_S) if left_s > 0 else ASK_AGAIN_S
+
+    def _drop_past_blockers(self) -> None:
+        """Drops conditions of runs that count no longer, under the lock."""
+        now_s = self._clock()
+        for device_id in list(self._run_blocked_ids):
+            entry = self._entries.get(device_id)
+            past = [run for run, (_, until_s) in entry.run_blockers.items() if until_s <= now_s] if entry else []
+            if entry is not None and past:
+                entry.run_blockers = {run: kept for run, kept in entry.run_blockers.items() if run not in past}
+                self._event_bus.enqueue([DeviceChanged(device_id=device_id)])
+            if entry is None or not entry.run_blockers:
+                self._run_blocked_ids.discard(device_id)
 
     def is_drained(self, device_id: str) -> bool:
         """Returns whether the operator has drained the device, whatever state it reports."""
@@ -322,10 +360,10 @@ class DeviceRegistry:
         """Returns the word for a device's state: one of `DevicePresence`, or `NEVER_SEEN`."""
         return _format_presence(self.get_state(device_id), self._entries.get(device_id))
 
-    def explain_absence(self, device_id: str) -> str:
-        """Returns why a device gets no work of any run, or of the one that it has the conditions of."""
+    def explain_absence(self, device_id: str, run_id: str | None = None) -> str:
+        """Returns why a device gets no work: of this run, or of any, or of the one that it has the conditions of."""
         presence = DevicePresence.DRAINING if self.is_drained(device_id) else self.format_presence(device_id)
-        blocker = self.get_reported_blocker(device_id)
+        blocker = self.get_blocker(device_id, run_id) or self.get_reported_blocker(device_id)
         if blocker is not None and presence in _SCHEDULABLE_STATES:
             return f"it may not train now: {format_blocker(blocker)}"
         return "it was never seen" if presence == NEVER_SEEN else f"it is {presence}"
@@ -426,7 +464,7 @@ class DeviceRegistry:
                 or self._clone_detector.get_rejection_reason(device_id, heartbeat.boot_id or "") is not None
             ):
                 return
-            self._set_blocker(device_id, parse_blocker(heartbeat.blocked))
+            self._set_blocker(device_id, parse_blocker(heartbeat.blocked), heartbeat.run)
             now_s = self._clock()
             self._event_bus.enqueue(self._presence.on_heartbeat(device_id, heartbeat, now_s))
             held = HeldInstructions(device_id=device_id, assignment_ids=tuple(heartbeat.holding), at_s=now_s)
@@ -508,8 +546,9 @@ class DeviceRegistry:
             self._presence.on_broker_link(connected=connected, now_s=self._clock())
 
     def tick(self) -> None:
-        """Updates presence by silence; called about twice a second."""
+        """Updates presence by silence, and what conditions of runs are over; called about twice a second."""
         with self._lock:
+            self._drop_past_blockers()
             self._event_bus.enqueue(self._presence.tick(self._clock()))
         self._event_bus.publish()
 
@@ -537,6 +576,11 @@ class DeviceRegistry:
 
     def _list_presence_records(self) -> list[PresenceRecord]:
         return self._presence.list_records(self._clock())
+
+
+def _list_blocked(entry: _RegistryEntry) -> set[str]:
+    """Returns the runs that a device may not train for; an empty one stands for all of them."""
+    return {*entry.run_blockers, *([""] if entry.blocker is not None and not entry.blocker.run else [])}
 
 
 def _format_presence(state: DevicePresence | None, entry: _RegistryEntry | None) -> str:

@@ -16,6 +16,7 @@ from edgefl.coordinator.execution.fleet_view import RunSpec
 from edgefl.coordinator.execution.headers import RunIncarnations
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError, LiveFleet
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
+from edgefl.coordinator.fleet.registry import ASK_AGAIN_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import RunFailedError
 from edgefl.core.protocol import Capabilities
@@ -269,7 +270,9 @@ def test_a_run_whose_conditions_hold_on_no_board_waits_until_one_is_free() -> No
         site.jumped_s += 100.0
     site.registry.record_heartbeat("pi-1", beat(1, blocked=night))
     assert (site.events(), site.asked("can")) == ([], {"pi-1": "i-1"}), "it is not asked again"
+    site.jumped_s += ASK_AGAIN_S
     site.registry.record_heartbeat("pi-1", beat(2, blocked={**night, "run": "another"}))
+    site.registry.tick()
     assert site.pass_all("pi-1") == ["pi-1"]
     assert [kind for kind, *_ in site.notes] == ["run-waiting"]
 

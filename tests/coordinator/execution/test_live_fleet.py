@@ -24,6 +24,7 @@ from edgefl.coordinator.execution.live_fleet import (
     add_base_traffic,
 )
 from edgefl.coordinator.execution.messaging import RESEND_AFTER_S
+from edgefl.coordinator.fleet.registry import ASK_AGAIN_S
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.core.errors import NetworkError, SplitSessionError
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Heartbeat, StatusMessage
@@ -350,7 +351,7 @@ def test_work_that_the_runs_conditions_end_is_lost_and_given_again_when_they_hol
     assert lost(site) == [("a-1", UpdateStatus.LOST, "its hours end")]
     site.events()
     assert site.fleet.view().idle == []
-    site.beat("pi", blocked={**mine, "run": "another"})
+    site.beat("pi", run=RUN)
     site.events()
     assert site.fleet.view().idle == ["pi"]
     site.give(training())
@@ -359,6 +360,23 @@ def test_work_that_the_runs_conditions_end_is_lost_and_given_again_when_they_hol
     assert lost(site) == [], "another run's conditions keep it from nothing of this one"
     site.beat("pi", blocked=mine, seq=3)
     assert lost(site) == [("a-1", UpdateStatus.LOST, "by run run-1: its hours end")]
+
+
+def test_the_runs_own_conditions_never_fail_it_while_its_board_works_for_another_run(site):
+    mine = {"kind": "power", "reason": "not on external power", "run": RUN}
+    for seq in range(1, 8):
+        site.give(training())
+        site.reply(101, body=b"", error="x", handed_back=mine)
+        assert lost(site) == [("a-1", UpdateStatus.LOST, "x")]
+        site.beat("pi", run="another", seq=2 * seq)
+        site.events()
+        assert site.fleet.view().idle == []
+        site.clock.jumped_s += ASK_AGAIN_S
+        site.beat("pi", run="another", seq=2 * seq + 1)
+        assert site.events() == []
+        site.registry.tick()
+        assert site.of(DeviceAvailable) == [DeviceAvailable(device_id="pi")]
+        assert site.fleet.view().idle == ["pi"]
 
 
 @pytest.mark.parametrize("blocker", [{}, None, "night", {"reason": 3}])

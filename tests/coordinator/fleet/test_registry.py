@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -8,6 +9,9 @@ from small_fleet import SmallFleet, beat
 
 from edgefl.coordinator.fleet.presence import CloneRejected, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import (
+    ASK_AGAIN_S,
+    MAX_BLOCKED_S,
+    MAX_RUN_BLOCKERS,
     DataDrifted,
     DeviceAdded,
     DeviceChanged,
@@ -359,14 +363,44 @@ def test_the_conditions_of_a_run_keep_a_device_from_its_work_and_from_no_other(f
     by_run, by_owner = ({"kind": "hours", "reason": "outside its hours", "run": run} for run in ("r-1", ""))
     changes = []
     for seq, told in enumerate([by_run, by_run, by_owner, by_run, None], 1):
-        fleet.registry.record_heartbeat("pi", beat(seq, blocked=told))
+        fleet.registry.record_heartbeat("pi", beat(seq, blocked=told, run=None if told else "r-1"))
         changes.append(fleet.take().count(DeviceChanged(device_id="pi")))
         able = [run for run in (None, "r-1", "r-2") if fleet.registry.list_schedulable(run)]
         assert able == {"r-1": [None, "r-2"], "": [], None: [None, "r-1", "r-2"]}[told and told["run"]]
     assert changes == [1, 0, 1, 1, 1]
     fleet.registry.record_blocker("pi", by_run)
+    fleet.registry.record_blocker("pi", {**by_run, "run": "r-2"})
+    assert fleet.registry.explain_absence("pi", "r-1") == "it may not train now: by run r-1: outside its hours"
+    fleet.registry.record_blocker("pi", by_run)
     assert fleet.registry.explain_absence("pi") == "it may not train now: by run r-1: outside its hours"
     assert fleet.registry.list_status_rows()[0]["blocked"] == "by run r-1: outside its hours"
+
+
+@pytest.mark.parametrize(
+    ("free_in_s", "kept_s"), [(None, ASK_AGAIN_S), (-500.0, ASK_AGAIN_S), (900.0, 900.0), (1e9, MAX_BLOCKED_S)]
+)
+def test_the_conditions_of_a_run_count_until_they_are_over_whatever_the_device_tells_of_others(
+    fleet, free_in_s, kept_s
+):
+    fleet.say("pi")
+    free_at_s = None if free_in_s is None else time.time() + free_in_s
+    night = {"kind": "hours", "reason": "outside its hours", "free_at_s": free_at_s, "run": "r-1"}
+    fleet.registry.record_blocker("pi", night)
+    for seq, (elapsed_s, able) in enumerate([(0.0, ["r-2"]), (kept_s - 5.0, ["r-2"]), (kept_s, ["r-1", "r-2"])], 1):
+        fleet.now_s = elapsed_s
+        fleet.registry.record_heartbeat("pi", beat(seq, run="r-2"))
+        fleet.take()
+        fleet.registry.tick()
+        assert [run for run in ("r-1", "r-2") if fleet.registry.list_schedulable(run)] == able
+    assert DeviceChanged(device_id="pi") in fleet.take()
+
+
+def test_the_conditions_of_so_many_runs_are_remembered(fleet):
+    fleet.say("pi")
+    for number in range(MAX_RUN_BLOCKERS + 1):
+        fleet.registry.record_blocker("pi", {"kind": "load", "reason": "busy", "run": f"r-{number}"})
+    able = [number for number in range(MAX_RUN_BLOCKERS + 1) if fleet.registry.list_schedulable(f"r-{number}")]
+    assert able == [0]
 
 
 def test_a_heartbeat_that_blocks_a_device_is_told_outside_the_lock(fleet):
