@@ -104,7 +104,7 @@ REFUSE_HUGE = (
     "dense|bf16",
     "threshold:1e-9|fp16",
     "randk",
-    "slice",
+    "slice:1:2|fp16",
     "ef|topk:1|bf16",
     "dense|natural",
     "dense|alternating",

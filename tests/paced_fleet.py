@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from edgefl.compression.codec import decode_body, make_codec
 from edgefl.core.types import (
     DeviceAvailable,
     DeviceInfo,
@@ -19,6 +20,7 @@ from edgefl.core.types import (
     HealthMetrics,
     InstructionFailed,
     Progress,
+    TensorSpec,
     TrainInstruction,
     Update,
     UpdateMetrics,
@@ -82,6 +84,7 @@ class PacedFleet:
     given: list[tuple[float, object]] = field(default_factory=list)
     arrived: list[tuple[float, Update]] = field(default_factory=list)
     resting: set[str] = field(default_factory=set)
+    used_ids: set[str] = field(default_factory=set)
     journal: Journal = field(default_factory=Journal)
 
     def __post_init__(self):
@@ -132,6 +135,8 @@ class PacedFleet:
                 for work in queue:
                     work.is_recalled |= work.order.assignment_id == order.assignment_id
                 continue
+            assert order.assignment_id not in self.used_ids, f"{order.assignment_id} was given before"
+            self.used_ids.add(order.assignment_id)
             work = Work(order=order, start=np.array(source.model()["w"]))
             queue.append(work)
             assert len(queue) <= 2, f"{order.device_id} has more than two assignments"
@@ -190,7 +195,7 @@ class PacedFleet:
             assignment_id=order.assignment_id,
             device_id=name,
             base_version=order.base_version,
-            tensors={"w": select_part(moved, order.codec or "")},
+            tensors={"w": encode_part(moved, order.codec or "")},
             metrics=UpdateMetrics(
                 num_examples=board.num_examples, iterations=work.done,
                 compute_s=work.compute_s, send_s=board.exchange_s,
@@ -215,15 +220,13 @@ class PacedFleet:
         return [(at, order.device_id) for at, order in self.given if isinstance(order, FinishEarlyInstruction)]
 
 
-def select_part(moved, codec):
-    """The entries of a part, times the number of parts, where the codec is `slice`; else all."""
-    name, *numbers = codec.partition("|")[0].split(":")
-    if name != "slice":
+def encode_part(moved, codec):
+    """What the codec of a part makes of an update in float32; the update itself where the codec is another."""
+    if not codec.startswith("slice:"):
         return moved
-    part, num_parts = map(int, numbers)
-    places = np.arange(moved.size)
-    is_part = (places >= moved.size * (part - 1) // num_parts) & (places < moved.size * part // num_parts)
-    return np.where(is_part, num_parts * moved, 0.0)
+    shapes = (TensorSpec(name="w", shape=moved.shape),)
+    body = make_codec(codec, shapes).encode({"w": moved.astype(np.float32)}, np.random.default_rng(0))
+    return decode_body(body, shapes)["w"]
 
 
 def trained(w, target, learning_rate, iterations):
@@ -234,11 +237,11 @@ def trained(w, target, learning_rate, iterations):
     return w
 
 
-def run(fleet, strategy, *, gate=None, goal=None, start=0.0, rounds=3):
+def run(fleet, strategy, *, gate=None, goal=None, start=0.0, rounds=3, size=2):
     """Drives a strategy and returns the last state."""
     state, _ = run_rounds(
         strategy,
-        strategy.init({"w": np.full(2, start)}),
+        strategy.init({"w": np.full(size, start)}),
         fleet=fleet,
         journal=fleet.journal,
         goal=goal or StoppingCriteria(rounds=rounds),

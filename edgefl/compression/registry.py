@@ -284,7 +284,7 @@ STAGE_DESCRIPTIONS: Mapping[str, StageDescription] = MappingProxyType(
         "powersgd": StageDescription(
             "RANK[:RULE]", "low rank by one warm power iteration; needs ef (Vogels et al. 2019)", ("ef|powersgd:2",)),
         "slice": StageDescription("PART:PARTS",
-            "a part of each tensor, times their number; the strategy redundant sets it (ndc of Parallel-SGD)",
+            "a part of each tensor; the strategy redundant sets it (ndc of Parallel-SGD)",
             ("slice:2:3", "slice:1:2|fp16")),
         "lss": StageDescription("BITS[:FRACTION][:hash][:keep][:raw]",
             "clusters of alike values, and means of buckets in each (LSS/CASQ, Fu et al. 2019)",

@@ -37,6 +37,8 @@ NOT_FINITE = "the update holds a NaN or an infinity"
 ZERO_CONTROL_VARIATE = "blank_variate"
 """Key in the `extra` of an update for `scaffold`: the device's control variate was zero."""
 
+MAX_PARTS = 256
+"""Most parts that an update is cut into."""
 NUM_REDUCTIONS = "reductions"
 """Key in the `extra` of an update of a collective: the all-reduces that its displacement is the result of."""
 PEER_BYTES = "peer_bytes_up"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,12 @@ class StreamingMean:
 
     Attributes:
         expected: slots in the order in which they are added; `cursor` is the number already added.
-        waiting: early updates by slot, `weights` their weight and norm.
+        waiting: early updates by slot, `weights` their weight, norm and group.
         total: sum of weight x displacement / norm by tensor; of buffers, without the norm.
         weight, weighted_norm: sums of weight and of weight x norm, each times the update's share.
+        whole_weight: that sum over updates that are no parts.
+        part_groups: groups of which a part was added.
+        part_weights: of tensors of parts, the sum of weights over the runs of entries (start, end) that parts had.
         integers: displacement of counters, from the update with most examples.
         used: slot -> assignment id, in the order in which they were added.
     """
@@ -110,10 +114,13 @@ class StreamingMean:
     expected: list[str] = field(default_factory=list)
     cursor: int = 0
     waiting: dict[str, Update] = field(default_factory=dict)
-    weights: dict[str, tuple[float, float]] = field(default_factory=dict)
+    weights: dict[str, tuple[float, float, str]] = field(default_factory=dict)
     total: dict[str, Array] = field(default_factory=dict)
     weight: float = 0.0
     weighted_norm: float = 0.0
+    whole_weight: float = 0.0
+    part_groups: set[str] = field(default_factory=set)
+    part_weights: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     integers: dict[str, Array] = field(default_factory=dict)
     integers_examples: int = -1
     used: dict[str, str] = field(default_factory=dict)
@@ -125,7 +132,9 @@ class StreamingMean:
     def has_update(self, slot: str) -> bool:
         return slot in self.waiting or slot in self.used
 
-    def add_update(self, slot: str, update: Update, *, weight: float = 1.0, norm: float = 1.0) -> None:
+    def add_update(
+        self, slot: str, update: Update, *, weight: float = 1.0, norm: float = 1.0, part_group: str = ""
+    ) -> None:
         """Adds the update of an expected slot; the first one counts.
 
         Args:
@@ -133,10 +142,12 @@ class StreamingMean:
             update: with the displacement d.
             weight: its share w in the mean.
             norm: a, by which the displacement of parameters is divided; see `compute_mean`.
+            part_group: what the parts of one update have in common, where this is one. A part has the weight of its
+                update and norm 1; its sparse tensors are runs of entries, and the others those of its update.
         """
         if not self.has_update(slot):
             self.waiting[slot] = update
-            self.weights[slot] = weight, norm
+            self.weights[slot] = weight, norm, part_group
 
     def add_next_updates(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> None:
         """Adds the received updates that are next in order."""
@@ -153,7 +164,8 @@ class StreamingMean:
         """Adds the waiting updates in order, and returns the mean displacement, owned by the caller.
 
         Parameters move by (Σ w a / Σ w) (Σ w d / a) / Σ w, which is the weighted mean of d where all norms a are 1;
-        buffers by the weighted mean, counters as in the update with most examples.
+        buffers by the weighted mean, counters as in the update with most examples. Where updates come in parts the
+        mean of an entry is that over those whose part with it came; an entry of no part stays.
         """
         for slot in self.expected[self.cursor :]:
             if slot in self.waiting:
@@ -162,13 +174,17 @@ class StreamingMean:
         if self.weight > 0:
             scale = self.weighted_norm / self.weight
             for name, total in self.total.items():
-                np.divide(total, self.weight, out=total)
+                if name in self.part_weights:
+                    self._divide_parts(total.reshape(-1), self.part_weights[name])
+                else:
+                    np.divide(total, self.weight, out=total)
                 if scale != 1.0 and name not in buffers:
                     np.multiply(total, scale, out=total)
         return {**self.total, **self.integers}
 
     def _add_to_total(self, slot: str, model: Mapping[str, Array], buffers: frozenset[str]) -> None:
-        update, (weight, norm) = self.waiting.pop(slot), self.weights.pop(slot)
+        update, (weight, norm, part_group) = self.waiting.pop(slot), self.weights.pop(slot)
+        is_repeated = part_group in self.part_groups
         num_examples = update.metrics.num_examples
         counted = weight * update.share  # what is clipped to a part counts as a part, but for running means
         for name, like in model.items():
@@ -176,14 +192,41 @@ class StreamingMean:
                 # Half floats end at 65504, which a displacement times its number of examples soon exceeds.
                 kind = np.promote_types(like.dtype, np.float32)
                 displacement = require_tensor(update, name, like)
+                if part_group:
+                    if is_repeated and not isinstance(displacement, SparseTensor):
+                        continue
+                    self._add_part_weight(name, displacement, counted)
                 add_weighted(self.total, name, displacement, counted if name in buffers else weight / norm, kind)
             elif num_examples > self.integers_examples:
                 self.integers[name] = dense_tensor(update, name, like).astype(like.dtype)
         self.integers_examples = max(self.integers_examples, num_examples)
-        self.weight += counted
-        self.weighted_norm += counted * norm
+        if not is_repeated:
+            self.weight += counted
+            self.weighted_norm += counted * norm
+        if part_group:
+            self.part_groups.add(part_group)
+        else:
+            self.whole_weight += counted
         self.used[slot] = update.assignment_id
         unload_tensors(update.tensors)
+
+    def _add_part_weight(self, name: str, part: Tensor, weight: float) -> None:
+        runs, run = self.part_weights.setdefault(name, {}), _find_run(part)
+        runs[run] = runs.get(run, 0.0) + weight
+
+    def _divide_parts(self, total: Array, runs: Mapping[tuple[int, int], float]) -> None:
+        """Divides each entry of a flat sum by the weight of the updates that it is of."""
+        for start, end in pairwise(sorted({0, total.size, *(bound for run in runs for bound in run)})):
+            came = sum(weight for (first, last), weight in runs.items() if first <= start and end <= last)
+            if weight := self.whole_weight + came:
+                np.divide(total[start:end], weight, out=total[start:end])
+
+
+def _find_run(part: Tensor) -> tuple[int, int]:
+    """Returns where the entries that came of a tensor begin and end."""
+    if not isinstance(part, SparseTensor):
+        return 0, part.size
+    return (int(part.indices[0]), int(part.indices[-1]) + 1) if part.indices.size else (0, 0)
 
 
 def dense_tensor(update: Update, name: str, like: Array) -> Array:

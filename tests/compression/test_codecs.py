@@ -147,8 +147,6 @@ def travelled(part: Codec, decoded: Tensor, tensor: Array) -> tuple[Array, Array
     stage, scale = part.tensor_stage, 1.0
     if isinstance(stage, RandK) and len(sent):
         scale = tensor.size / len(sent)
-    elif isinstance(stage, Slice):
-        scale = stage.num_parts
     return decoded.values, sent * np.float32(scale)
 
 

@@ -123,6 +123,54 @@ def test_the_first_update_for_a_slot_counts_and_a_missing_one_holds_nothing_back
     assert (fold.used, model["w"].tolist()) == ({"block:0": "copy-of-b", "c": "c"}, [3.0])
 
 
+def part(name, block, **tensors):
+    cut = {
+        tensor: SparseTensor(indices=np.arange(start, start + len(values)), values=np.array(values), shape=(4,))
+        for tensor, (start, values) in tensors.items()
+    }
+    return update(name, {"w": np.zeros(4), "mean": np.array(float(block)), **cut}, 1), f"block {block}"
+
+
+@pytest.mark.parametrize(
+    ("lost", "moved", "mean"),
+    [
+        ("", [3.0, 3.0, 4.0, 6.0], 1.75),  # (2·1 + 1·5 + 1·5)/4, …
+        ("a2", [3.0, 3.0, 3.0, 7.0], 1.75),
+        ("a1", [5.0, 5.0, 4.0, 6.0], 1.75),
+        ("a1 b1", [5.0, 5.0, 13 / 3, 6.0], 1.75),
+        ("a1 a2", [5.0, 5.0, 3.0, 7.0], 2.5),
+        ("b1 b2 c", [1.0, 1.0, 5.0, 5.0], 1.0),
+        ("a1 b1 c", [0.0, 0.0, 5.0, 17 / 3], 5 / 3),
+    ],
+)
+def test_each_entry_moves_by_the_mean_of_the_updates_whose_part_with_it_came(lost, moved, mean):
+    parts = {
+        "a1": (*part("a1", 1, w=(0, [1.0, 1.0])), 2.0),
+        "a2": (*part("a2", 1, w=(2, [5.0, 5.0])), 2.0),
+        "b1": (*part("b1", 3, w=(0, [5.0, 5.0, 3.0])), 1.0),
+        "b2": (*part("b2", 3, w=(3, [7.0])), 1.0),
+        "c": (update("c", {"w": np.array([5.0, 5.0, 3.0, 7.0]), "mean": np.array(2.0)}, 1), "", 1.0),
+    }
+    fold = StreamingMean(expected=list(parts))
+    model = {"w": np.zeros(4), "mean": np.zeros(())}
+    for name, (one, group, weight) in parts.items():
+        if name not in lost.split():
+            fold.add_update(name, one, weight=weight, part_group=group)
+            fold.add_next_updates(model, frozenset({"mean"}))
+    close(fold, model, frozenset({"mean"}))
+    assert (model["w"].tolist(), float(model["mean"])) == (pytest.approx(moved), pytest.approx(mean))
+
+
+def test_a_whole_tensor_in_place_of_a_part_counts_once_and_is_never_scaled():
+    whole = update("a1", {"w": np.full(4, 8.0)}, 1)
+    late = update("a2", {"w": np.full(4, 9.0)}, 1)
+    model, fold = {"w": np.zeros(4)}, StreamingMean(expected=["a1", "a2"])
+    for one in (whole, late):
+        fold.add_update(one.assignment_id, one, weight=500.0, part_group="block 0")
+    close(fold, model)
+    assert model["w"].tolist() == [8.0] * 4
+
+
 def test_normalised_updates_move_the_model_by_the_mean_norm_times_the_mean_of_displacements_over_norms():
     model = {"w": np.zeros(1, np.float32), "mean": np.zeros(1, np.float32), "steps": np.array(0)}
     one = {"w": np.array([8.0], np.float32), "mean": np.array([8.0], np.float32), "steps": np.array(4)}

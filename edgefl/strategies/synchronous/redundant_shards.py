@@ -7,7 +7,8 @@ no blocks takes part with all of it.
 
 With `copies = "slices"` each of the r holders that are there when a round opens sends another part of the block's
 update, so no entry travels twice. The part of a holder that is gone is another's, who trains the block once more.
-Source: `ndc` of Parallel-SGD. Differs: there the parts of a lost holder are lost.
+Source: `ndc` of Parallel-SGD. Differs: there the parts of a lost holder are lost. A round that closes without a part
+moves its entries by the mean over the other blocks.
 
 A device has at most two assignments; holders begin with different blocks, a redundant copy finishes early. When all
 holders of a block are gone, the round continues without it, after the round time-out if there is one.
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import FinishEarlyInstruction, FleetView, Instruction, Update
+from edgefl.core.types import MAX_PARTS, FinishEarlyInstruction, FleetView, Instruction, Update
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import RoundRules, SingleStepConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
@@ -37,8 +38,6 @@ _ERROR_FEEDBACK = re.compile(r"\s*ef\s*([|;]|$)")
 MAX_OUTSTANDING = 2
 MAX_RETRIES = 3
 """Retries per round for blocks that their holders failed to deliver."""
-MAX_PARTS = 256
-"""Most parts of a block's update, as the codec stage `slice` has."""
 BLOCK_SLOT_PREFIX = "block:"
 """Prefix of the slots of blocks, which no assignment id has."""
 
@@ -97,10 +96,10 @@ class RedundantShards(SynchronousStrategy[RoundState]):
             state, new_round, [*requests, *_select_next_requests(new_round, view)], view
         )
 
-    def weigh_update(self, slot: str, update: Update) -> float:
-        """Returns the weight of a block for an update of it, and of a part of one its share of that."""
+    def get_part_group(self, slot: str) -> str:
+        """Returns the block that a slot is for a part of; empty where it is not."""
         place = _parse_slot(slot)
-        return self.compute_weight(update) / (place.num_parts if place else 1)
+        return str(place.block) if place and place.num_parts > 1 else ""
 
     def on_update(self, state: RoundState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
         _, slot = current_round.assigned[update.assignment_id]

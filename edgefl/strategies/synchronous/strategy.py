@@ -70,10 +70,14 @@ def weight_uniformly(update: Update) -> float:  # noqa: ARG001 every update weig
 
 
 def format_slice_codec(codec: str | None, part: int, num_parts: int) -> str:
-    """Returns the codec of one part of an update, such as `slice:1:2|fp16` of `fp16`."""
-    line, separator, layers = (codec or "dense").partition(";")
-    stages = [stage for stage in map(str.strip, line.split("|")) if stage != "dense"]
-    return "|".join([f"slice:{part}:{num_parts}", *stages]) + separator + layers
+    """Returns the codec of one part of an update, such as `slice:1:2|fp16` of `fp16`; of layers, that of each."""
+    lines = list[str]()
+    for layer in (codec or "dense").split(";"):
+        pattern, separator, line = layer.rpartition("=")
+        stages = [stage for stage in map(str.strip, line.split("|")) if stage != "dense"]
+        sliced = "|".join([f"slice:{part}:{num_parts}", *stages])
+        lines.append(f"{pattern.strip()} = {sliced}" if separator else sliced)
+    return "; ".join(lines)
 
 
 def compute_constant_rate(closed_rounds: int) -> float:  # noqa: ARG001 the same learning rate in every round
@@ -143,9 +147,9 @@ class SynchronousStrategy(Strategy[R]):
     def on_update(self, state: R, current_round: OpenRound, update: Update) -> None:
         """Called with every update that fills a slot, before it is counted."""
 
-    def weigh_update(self, slot: str, update: Update) -> float:  # noqa: ARG002 for subclasses
-        """Returns the share of an update in the mean."""
-        return self.compute_weight(update)
+    def get_part_group(self, slot: str) -> str:  # noqa: ARG002 for subclasses
+        """Returns what the slots of an update's parts have in common; empty for a slot of whole updates."""
+        return ""
 
     def compute_divisor(self, state: R, update: Update) -> float:  # noqa: ARG002 for subclasses
         """Returns what the displacement of an update is divided by; see `StreamingMean.compute_mean`."""
@@ -224,7 +228,11 @@ class SynchronousStrategy(Strategy[R]):
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
-                    slot, update, weight=self.weigh_update(slot, update), norm=self.compute_divisor(state, update)
+                    slot,
+                    update,
+                    weight=self.compute_weight(update),
+                    norm=self.compute_divisor(state, update),
+                    part_group=self.get_part_group(slot),
                 )
                 if not self.should_keep_updates and self.rules.collective is None:
                     open_round.fold.add_next_updates(state.model, self.rules.server.buffers)
