@@ -302,7 +302,9 @@ class SynchronousStrategy(Strategy[R]):
         block = "" if request.block is None else f"-b{request.block}"
         if request.part is not None:
             block += f"-p{request.part[0]}"
-        assignment_id = f"v{state.version}-a{state.attempt}-{request.device_id}{block}"
+        work = f"{request.device_id}{block}"
+        while (assignment_id := f"v{state.version}-a{state.attempt}-{work}") in current_round.assigned:
+            state.attempt += 1  # it was asked for the same in this attempt
         current_round.add_assignment(assignment_id, request.device_id, request.slot)
         if request.resend and plan.collective is not None:
             current_round.resent[assignment_id] = request.resend

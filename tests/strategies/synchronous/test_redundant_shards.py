@@ -231,6 +231,39 @@ def test_however_a_round_closes_entries_of_a_lost_part_move_by_the_mean_of_the_o
     np.testing.assert_allclose(state.model["w"], expected, rtol=1e-6)
 
 
+def fail_once(fleet, codec):
+    ended, lost = fleet.answer, []
+
+    def answer(name, work):
+        if work.order.codec != codec or lost:
+            return ended(name, work)
+        lost.append(fleet.lose(name, work, "failed"))
+        for other in fleet.queues[name][:1]:
+            fleet.begin(name, other)
+        return lost[:]
+
+    fleet.answer = answer
+
+
+def test_no_two_assignments_have_an_id_when_a_part_fails_that_the_same_attempt_asks_for_once_more():
+    fleet = fleet_of([(0, 1, 2, 3)])
+    fleet.at(0.5, lambda: [event for name in ("d1", "d2", "d3") for event in fleet.leave(name)])
+    fail_once(fleet, "slice:2:4")
+    state = run(fleet, sliced(), rounds=1, start=9.0, size=8)
+    asked = [order.assignment_id for order in fleet.assignments() if order.device_id == "d0"]
+    assert asked == [
+        f"v0-{name}" for name in ("a1-d0-b0-p1", "a2-d0-b0-p2", "a2-d0-b0-p3", "a3-d0-b0-p2", "a4-d0-b0-p4")
+    ]
+    np.testing.assert_allclose(state.model["w"], [9.0 - 0.25 * 9.0] * 8, rtol=1e-6)
+
+
+def test_no_two_assignments_have_an_id_when_a_block_is_asked_again_of_a_holder_that_was_full():
+    fleet = fleet_of([(0,), (0,)], paces={0: 7.0})
+    with pytest.raises(StrategyError, match="round 1 waited 10 s for block 1 of d0"):
+        run(fleet, redundant({"round_timeout_s": 5.0, "on_timeout": "reassign"}), rounds=1)
+    assert [order.assignment_id for order in fleet.assignments()] == ["v0-a1-d0-b0", "v0-a1-d0-b1", "v0-a2-d0-b1"]
+
+
 def test_a_part_that_nobody_has_is_named():
     fleet = fleet_of([(0, 1)])
     fleet.at(0.5, lambda: fleet.leave("d0") + fleet.leave("d1"))
