@@ -73,6 +73,7 @@ class Guesser:
         self._find_model, self._state_dir, self._policy = find_model, state_dir, policy
         self.share, self.draw = share, draw
         self.model: tuple[Path, int] | None = None
+        self._has_asked = False
         self._guesses: dict[str, Guess | None] = {}
 
     def guess(self, folder: Path, sources: Mapping[str, Source]) -> dict[str, Guess]:
@@ -83,7 +84,7 @@ class Guesser:
             sources: by name; what was asked about before is known until the model changes.
 
         Raises:
-            EdgeflError: the model cannot be used, or reads none of the sources.
+            EdgeflError: the model cannot be used, or reads none of the first sources.
         """
         path = self._find_model()
         model = (path, path.stat().st_mtime_ns if path.is_file() else 0)
@@ -119,9 +120,10 @@ class Guesser:
                 for folder_ in confinement.writable if confinement is not None else ():
                     shutil.rmtree(folder_, ignore_errors=True)
         if num_unread := reply["num_unread"]:
-            if num_unread == len(reply["guesses"]):
+            if num_unread == len(reply["guesses"]) and not self._has_asked:
                 raise DataError(f"{model} reads none of {num_unread} examples: {reply['reason']}")
             log.warning("%d of %d examples get no guess: %s", num_unread, len(sources), reply["reason"])
+        self._has_asked = True
         return {int(place): None if guess is None else Guess(**guess) for place, guess in reply["guesses"].items()}
 
 

@@ -138,14 +138,17 @@ class HttpRequest:
             ValueError: it is longer than it may be, or has another status than 200.
             HTTPException: it is no HTTP, or cut.
         """
-        with socket.create_connection((self.host, self.port), self.timeout_s) as raw, contextlib.ExitStack() as stack:
+        end_s = time.monotonic() + self.timeout_s
+        with self._connect(end_s) as raw, contextlib.ExitStack() as stack:
             sock = raw
             if self.tls is not None:
-                wrapped = self.tls.wrap_socket(raw, server_hostname=self.host, do_handshake_on_connect=False)
+                wrapped = self.tls.wrap_socket(
+                    raw, server_hostname=self.host, do_handshake_on_connect=False, suppress_ragged_eofs=False
+                )
                 sock = stack.enter_context(wrapped)
             # A timeout of the socket begins again with each byte; this one is of the whole answer.
             is_late = threading.Event()
-            deadline = threading.Timer(self.timeout_s, _cut_off, (sock, is_late))
+            deadline = threading.Timer(max(0.0, end_s - time.monotonic()), _cut_off, (sock, is_late))
             deadline.daemon = True
             deadline.start()
             content = b""
@@ -160,6 +163,21 @@ class HttpRequest:
                 raise TimeoutError(f"it takes more than {self.timeout_s:g} s")
             return content
 
+    def _connect(self, end_s: float) -> socket.socket:
+        """Returns a connection to the first of the host's addresses that takes one until `end_s`."""
+        failure = OSError("the host has no address")
+        for *_, (host, *_) in socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM):
+            if (left_s := end_s - time.monotonic()) <= 0:
+                break
+            try:
+                sock = socket.create_connection((str(host), self.port), left_s)
+            except OSError as error:
+                failure = error
+                continue
+            sock.settimeout(self.timeout_s)
+            return sock
+        raise failure
+
     def _exchange(self, sock: socket.socket) -> bytes:
         if isinstance(sock, ssl.SSLSocket):
             sock.do_handshake()
@@ -172,8 +190,10 @@ class HttpRequest:
         content = answer.read(self.max_bytes + 1)
         if len(content) > self.max_bytes:
             raise ValueError(f"it is longer than {self.max_bytes} bytes")
-        if answer.length:
-            raise HTTPException("it is cut")
+        # Without a length only a JSON object shows where it ends: a number may be cut.
+        has_end = answer.length is not None or answer.chunked or content.rstrip().endswith((b"}", b"]"))
+        if answer.length or not has_end:
+            raise HTTPException("it is cut, or may be")
         return content
 
 

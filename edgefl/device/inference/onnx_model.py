@@ -44,6 +44,8 @@ SUPPORTED_FORMATS = (
 MAX_SHOWN_INPUTS = 5
 MAX_TEXTS = 256
 """Of one request: up to 4 MB of features."""
+MAX_REQUEST_CHARS = 100_000
+"""Of all texts together: some seconds of a small board with as many n-grams as there may be."""
 CHECK_TIMEOUT_S = 600.0
 MODULE = "edgefl.device.inference.onnx_model"
 
@@ -199,6 +201,8 @@ def convert_texts(model: OnnxModel, texts: Sequence[object]) -> Array:
         raise DataError("the model takes rows of numbers, and no texts")
     if not 0 < len(texts) <= MAX_TEXTS or not all(isinstance(text, str) for text in texts):
         raise DataError(f"texts must be 1 to {MAX_TEXTS} strings")
+    if (num_chars := sum(map(len, map(str, texts)))) > MAX_REQUEST_CHARS:
+        raise DataError(f"texts must have at most {MAX_REQUEST_CHARS:,} characters in all, got {num_chars:,}")
     inputs: Array = task.text_converter(texts)
     return inputs
 

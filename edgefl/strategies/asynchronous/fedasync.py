@@ -27,10 +27,10 @@ from edgefl.strategies.aggregation import (
 from edgefl.strategies.asynchronous.strategy import AsynchronousStrategy, AsyncState
 from edgefl.strategies.strategy_config import RoundRules, StrategyConfig
 
-NUM_RECENT = 100
-"""Newest updates whose examples say what is usual."""
+MAX_CLAIMS = 1000
+"""Devices whose newest update says how many examples are usual."""
 MOST_EXAMPLES = 4.0
-"""What an update's examples count as at most, in medians of the recent ones: a board states them itself."""
+"""What an update's examples count as at most, in medians over the devices: a board states them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class FedAsyncConfig(StrategyConfig):
     The paper mixes every model alike, whatever n, the number of devices at work. What follows from n is the default:
 
     - alpha is 1/(n s(n - 1)), so that a model of the usual age, n - 1 versions, weighs 1/n: the running mean holds n
-      models, as the mean of a round does.
+      models, as the mean of a round does. It is at most 1/√n, as for s = (1 + τ)^-½: where s falls faster, fresh
+      models of few fast devices would be most of the mean, and what they add for their age would not end.
     - a model weighs in proportion to its examples, as in `fedavg`.
     - a model that weighs a pulls back by a τ of the steps that others took meanwhile, as it is τ versions old. Its
       own displacement d counts 1 + a τ times for that. With steady steps v of a version, v = a ((1 + a τ) d - τ v) is
@@ -87,11 +88,11 @@ class FedAsyncConfig(StrategyConfig):
 class FedAsyncState(AsyncState):
     """State of FedAsync.
 
-    `models` are the float tensors at the versions in flight, `recent` the examples of the newest updates.
+    `models` are the float tensors at the versions in flight, `claims` the examples of each device's newest update.
     """
 
     models: dict[int, dict[str, Array]] = field(default_factory=dict)
-    recent: list[int] = field(default_factory=list)
+    claims: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,8 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
         """Returns alpha s(τ), at most 1, for an update that is `delay` versions old, of one of `num_workers`."""
         weight = self._compute_staleness(delay)
         if self.alpha is None:
-            return min(1.0, weight / (num_workers * self._compute_staleness(num_workers - 1)))
+            usual = num_workers * self._compute_staleness(num_workers - 1)
+            return weight * min(1.0 / usual, 1.0 / math.sqrt(num_workers))
         return self.alpha * weight
 
     def _compute_staleness(self, delay: int) -> float:
@@ -136,7 +138,7 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
         share, extension = self.compute_mixing_weight(delay, state.num_workers), 1.0
         if self.alpha is None:
             extension += share * delay
-            share = min(1.0, share * count_examples(state.recent, queued_update.num_examples))
+            share = min(1.0, share * count_examples(state.claims, queued_update))
         mixed = {}
         for name, weight in state.model.items():
             displacement = to_writable(require_tensor(queued_update, name, weight))
@@ -152,15 +154,18 @@ class FedAsync(AsynchronousStrategy[FedAsyncState]):
             add_in_place(state.model[name], step)
 
 
-def count_examples(recent: list[int], num_examples: int) -> float:
-    """Adds an update's examples to the `recent` ones, and returns them relative to the mean of those.
+def count_examples(claims: dict[str, int], update: QueuedUpdate) -> float:
+    """Puts an update's examples into the devices' `claims`, and returns them relative to the mean of those.
 
-    All of them count as `MOST_EXAMPLES` medians at most, so no board's claim makes the others weigh nothing.
+    All of them count as `MOST_EXAMPLES` medians at most, so a minority's claims do not make the others weigh nothing,
+    however often it sends.
     """
-    recent.append(max(1, num_examples))
-    del recent[:-NUM_RECENT]
-    most = MOST_EXAMPLES * statistics.median(recent)
-    return min(recent[-1], most) / statistics.fmean(min(count, most) for count in recent)
+    claims.pop(update.device_id, None)
+    claims[update.device_id] = max(1, update.num_examples)
+    if len(claims) > MAX_CLAIMS:
+        del claims[next(iter(claims))]
+    most = MOST_EXAMPLES * statistics.median(claims.values())
+    return min(claims[update.device_id], most) / statistics.fmean(min(count, most) for count in claims.values())
 
 
 PAPER_BUFFER_SIZE = 10

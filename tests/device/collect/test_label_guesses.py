@@ -184,6 +184,18 @@ def test_what_takes_too_long_has_no_guess_until_the_next_list(tmp_path, monkeypa
     assert len(guesser.guess(target.folder, sources)) == 2
 
 
+def test_a_new_example_that_cannot_be_read_takes_no_guess_from_others_and_is_not_tried_again(tmp_path, monkeypatch):
+    target, asked = _pictures(tmp_path / "shard", [250, 20]), []
+    guesser = _guesser(_export(tmp_path / "model.onnx", "pictures", PICTURES, 6.0), tmp_path)
+    guesser.guess(target.folder, {one.key: one.source for one in target.list_examples()})
+    _pictures(tmp_path / "shard", [0, 0])
+    ask = guesser._ask
+    monkeypatch.setattr(guesser, "_ask", lambda *words: asked.append(len(words[2])) or ask(*words))
+    for _ in range(2):
+        assert len(guesser.guess(target.folder, {one.key: one.source for one in target.list_examples()})) == 2
+    assert len(asked) == 1
+
+
 def test_what_cannot_guess_labels_is_refused_before_the_page_is_there(tmp_path):
     target, model = _pictures(tmp_path / "shard", [250]), tmp_path / "model.onnx"
     with pytest.raises(DataError, match="there is no model file"):

@@ -24,6 +24,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         if status == 302:
             self.send_header("Location", "/power")
+        parts = content if isinstance(content, list) else [content]
+        self.send_header("Content-Length", str(sum(map(len, parts))))
         self.end_headers()
         for part in content if isinstance(content, list) else [content]:
             self.wfile.write(part)
@@ -128,6 +130,7 @@ def test_files_of_the_kernel_hold_a_value_each_and_one_that_is_away_stops_no_oth
     ("answer", "text"),
     [
         (b"HTTP/1.0 200 OK\r\nContent-Length: 4\r\n\r\n2", "it is no HTTP, or cut"),
+        (b"HTTP/1.0 200 OK\r\n\r\n12", "it is no HTTP, or cut"),
         (b"nonsense\r\n", "it is no HTTP, or cut"),
         (None, "it takes more than 0.5 s"),
     ],
@@ -151,6 +154,19 @@ def test_half_an_answer_is_none_and_a_server_that_drips_headers_is_cut_off(answe
         assert _poll(_make("http", HttpSection(url=url, columns={"a": "#"}, timeout_s=0.5))) == []
         assert time.monotonic() - started_s < 3
     assert text in caplog.text
+
+
+def test_an_answer_without_a_length_is_whole_where_json_shows_its_end():
+    def serve():
+        peer, _ = listener.accept()
+        with peer:
+            peer.recv(1000)
+            peer.sendall(b'HTTP/1.0 200 OK\r\n\r\n{"a": 12}\n')
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        assert _poll(_make("http", HttpSection(url=url, columns={"a": "#/a"}))) == [{"a": 12.0}]
 
 
 def test_questions_count_as_received_from_the_first_whole_answer_to_the_last_one():

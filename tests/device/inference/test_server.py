@@ -110,6 +110,8 @@ def test_texts_are_answered_by_a_model_of_texts_alone(tmp_path):
         assert found == pytest.approx(expected.max(axis=1).tolist(), abs=1e-5)
         for texts in ([], ["a"] * 257, ["a", 1], [["a"]]):
             assert serving.predict({"texts": texts}) == (400, {"v": 1, "error": "texts must be 1 to 256 strings"})
+        error = "texts must have at most 100,000 characters in all, got 100,001"
+        assert serving.predict({"texts": ["a" * 100_000, "b"]}) == (400, {"v": 1, "error": error})
     constant_model(tmp_path / "digits.onnx", 1)
     with served_file(tmp_path / "b", tmp_path / "digits.onnx") as serving:
         status, told = serving.predict({"texts": ["a"]})
