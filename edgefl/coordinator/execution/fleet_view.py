@@ -31,6 +31,7 @@ from edgefl.core.protocol import (
     FOR_ALL_KEY,
     NUMPY,
     ONNX,
+    SLICES_KEY,
     TORCH,
     ReadinessPhase,
     select_backend,
@@ -136,7 +137,7 @@ class EligibilityFilter:
             return False
         if info.role == Role.EVALUATOR:
             return run.task in info.tasks
-        if explain_missing_conditions(info, run.header):
+        if explain_missing_features(info, run.header):
             return False
         is_member = self._members is None or info.device_id in self._members
         return is_member and is_selected(info, task=run.task, groups=run.groups, names=run.names)
@@ -183,11 +184,12 @@ def find_training_blocker(info: DeviceInfo, *, needs_torch: bool, compiled: Json
     return {TORCH: NO_TORCH, ONNX: NO_ONNX, NUMPY: NO_NUMPY}[backend]
 
 
-def explain_missing_conditions(info: DeviceInfo, header: Json) -> str:
-    """Returns why a device cannot keep the conditions of a run; empty where it can, or the run has none."""
-    if CONDITIONS_KEY not in header or info.capabilities.get(CONDITIONS_KEY) is True:
-        return ""
-    return "its agent knows no [conditions] of a run; update edgefl on it"
+def explain_missing_features(info: DeviceInfo, header: Json) -> str:
+    """Returns what a device's agent is too old for of what a run's header asks for; empty where it is not."""
+    for key, feature in ((CONDITIONS_KEY, "[conditions] of a run"), (SLICES_KEY, "slices of updates")):
+        if key in header and info.capabilities.get(key) is not True:
+            return f"its agent knows no {feature}; update edgefl on it"
+    return ""
 
 
 class AdmissionStatus(StrEnum):
@@ -303,7 +305,7 @@ class Candidates:
             return f"{explain_missing_shard(info, self.run.task)}; on the board: edgefl device shard add"
         return find_training_blocker(
             info, needs_torch=self.run.needs_torch, compiled=self.run.compiled
-        ) or explain_missing_conditions(info, self.run.header)
+        ) or explain_missing_features(info, self.run.header)
 
 
 class HealthSnapshot(Mapping[str, HealthMetrics]):

@@ -18,7 +18,7 @@ from edgefl.compression.split_bodies import ExchangeSizes
 from edgefl.coordinator.execution.admission import AdmissionRequirements
 from edgefl.coordinator.execution.fleet_view import (
     NO_TORCH,
-    explain_missing_conditions,
+    explain_missing_features,
     explain_missing_shard,
     find_training_blocker,
     is_selected,
@@ -218,7 +218,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
         (bool(devices.groups) and set(devices.groups).isdisjoint(info.groups), "it is in none of the groups"),
         (task not in info.tasks, explain_missing_shard(info, task)),
         (bool(blocker), blocker),
-        (bool(missing := explain_missing_conditions(info, run.header)), missing),
+        (bool(missing := explain_missing_features(info, run.header)), missing),
         (
             registry.get_schedulable(info.device_id) is None,
             registry.explain_absence(info.device_id),

@@ -20,7 +20,14 @@ from edgefl.core.config import (
     RunConfig,
 )
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.protocol import ADAPT_KEY, CONDITIONS_KEY, INSTRUCTION_VERSION, PERSONAL_KEY, model_fingerprint
+from edgefl.core.protocol import (
+    ADAPT_KEY,
+    CONDITIONS_KEY,
+    INSTRUCTION_VERSION,
+    PERSONAL_KEY,
+    SLICES_KEY,
+    model_fingerprint,
+)
 from edgefl.core.settings import REQUIRED, Faults, check_options, list_options
 from edgefl.core.types import (
     Algorithm,
@@ -150,6 +157,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
             **_make_header(config, run_id, strategy, split, adapted),
             **({PERSONAL_KEY: True} if has_personal else {}),
             **({CLUSTERS_KEY: num_clusters} if num_clusters else {}),
+            **({SLICES_KEY: True} if getattr(strategy, "sends_slices", False) else {}),
             **compiled,
         },
         layout=model_fingerprint(task.shapes() if split is None else trained),

@@ -67,6 +67,17 @@ def rows(told: Json) -> dict[str, Json]:
     return {row["device_id"]: row for row in told["rows"]}
 
 
+def test_a_board_that_knows_no_slices_takes_no_part_where_updates_are_sent_in_parts(
+    registry: DeviceRegistry, store: Store
+) -> None:
+    registry.record_capabilities("pi-2", Capabilities(facts={"slices": True}, shards={"digits": 50}))
+    off = {"enabled": False}
+    told = rows(plan(registry, store, strategy={"name": "redundant", "copies": "slices"}, guard=off))
+    assert (told["pi-1"]["takes_part"], told["pi-2"]["takes_part"]) == (False, True)
+    assert told["pi-1"]["reason"] == "its agent knows no slices of updates; update edgefl on it"
+    assert rows(plan(registry, store, strategy={"name": "redundant"}, guard=off))["pi-1"]["takes_part"]
+
+
 def test_a_dry_run_says_how_many_boards_would_be_free_now_by_the_conditions_of_the_run(
     registry: DeviceRegistry, store: Store
 ) -> None:
