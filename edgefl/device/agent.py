@@ -15,10 +15,10 @@ import uuid
 from functools import partial
 
 from edgefl import __version__
-from edgefl.core.conditions import Blocker, format_blocker
+from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
 from edgefl.core.errors import ClonedError, NetworkError, StoreError
 from edgefl.core.extensions import refuse_extensions
-from edgefl.core.protocol import HEARTBEAT_S, POLL_S, Command, ProgressReport
+from edgefl.core.protocol import CONDITIONS_KEY, HEARTBEAT_S, POLL_S, Command, ProgressReport
 from edgefl.core.types import derive_rng
 from edgefl.device.commands import CapabilityReporter, CommandDispatcher, WakeUpSignal
 from edgefl.device.conditions.gate import ConditionGate
@@ -29,6 +29,7 @@ from edgefl.device.flower.supernode import RequestSigner, UnauthorisedError
 from edgefl.device.flower.work_loop import PollBackoff, WorkLoop
 from edgefl.device.hardware.capabilities import compute_board_hash, select_accelerator
 from edgefl.device.hardware.health import HealthReader, HealthSampler, create_thermal_pacer
+from edgefl.device.hardware.requirements import CONFINED_FOLDER
 from edgefl.device.hardware.step_rate import StepRateCache
 from edgefl.device.inference.deployments import DeployedModels
 from edgefl.device.mqtt.connection import DeviceActivity, HeartbeatPublisher, MqttConnection
@@ -38,12 +39,13 @@ from edgefl.device.rollouts.client import HandlerT, RolloutClient
 from edgefl.device.rollouts.download import DownloadSource
 from edgefl.device.state_dir import DeviceStateDir, check_not_locked_out, parse_lockout, save_lockout
 from edgefl.device.training.confined_trainer import ConfiningTrainer
+from edgefl.device.training.gossip_worker import INSTRUCTION_FILE, load_node_instruction
 from edgefl.device.training.trainer import TrainingAbortedError
 from edgefl.device.updates.installations import InstalledBundles
 from edgefl.device.updates.protocol import HealthWriter
 from edgefl.device.updates.slots import SoftwareUpdateConfig, get_install_facts, load_update_config
 from edgefl.system.https_client import SignRequest, create_pinned_context
-from edgefl.system.processes import LivenessMonitor, SystemdNotifier, lowest_priority, on_stop_signal, run_watchdog
+from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
@@ -157,10 +159,9 @@ class Agent:
         self._models.start()
         self._updater_health.record()
         self._installations.start()
-        if self._gate.check() is None:
-            yields = self._gate.conditions.yields
-            with self.liveness.track_work(), lowest_priority() if yields else contextlib.nullcontext():
-                self._trainer.resume()
+        if self._gate.check() is None and self._may_resume_node():
+            with self.liveness.track_work():
+                self._work_loop.run_yielding(self._trainer.resume)
         try:
             while not self._stopping.is_set():
                 self.liveness.record_progress()
@@ -188,6 +189,19 @@ class Agent:
             self._has_stopped.set()
         if self.lockout_reason is not None:
             raise ClonedError(self.lockout_reason)
+
+    def _may_resume_node(self) -> bool:
+        """Admits the run of the node that this board was; returns whether its conditions hold. True for no node."""
+        for folder in (self._state.root, self._state.root / CONFINED_FOLDER):
+            header = load_node_instruction(folder / INSTRUCTION_FILE)
+            if header is None:
+                continue
+            try:
+                self._gate.admit(str(header.get("run")), header.get(CONDITIONS_KEY))
+            except ConditionsEndedError as error:
+                log.info("goes on as no node of run %s: %s", header.get("run"), error)
+                return False
+        return True
 
     def _connect(self) -> None:
         """Connects to the coordinator unless connected, and to the broker where that has moved."""
@@ -318,11 +332,15 @@ class Agent:
         if blocker is not None:
             if not was_blocked:
                 log.info("trains nothing: %s", format_blocker(blocker))
-            self._trainer.pause()  # each time: a node of a graph may have started since
             self._step_rates.on_work()
         elif blocker is None and was_blocked:
             log.info("trains again")
             self._wake_up.notify()
+        # A node of one run goes on while another's conditions do not hold.
+        run = self._trainer.node_run
+        is_own = blocker is not None and (not run or blocker.run in {"", run})
+        if is_own or self._gate.find_run_blocker(run) is not None:
+            self._trainer.pause()  # each time: a node of a graph may have started since
         return blocker
 
     def _make_signer(self, key_pem: bytes) -> SignRequest:

@@ -21,9 +21,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from edgefl.core import errors
 from edgefl.core.errors import EdgeflError
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from edgefl.core.types import Json
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 LOWEST_NICE = 19
 """A thread of it gets 15 of 1039 parts of a core that one of nice 0 wants, too (Linux, sched(7))."""
+MAX_LIBRARY_THREADS = 256
 POLL_S, KILL_AFTER_S = 0.1, 2.0
 # Looked up here: between fork and exec, dlopen could wait for a lock that another thread held at the fork.
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
@@ -116,20 +120,49 @@ def exit_with_parent() -> None:
         _PRCTL(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
-@contextlib.contextmanager
-def lowest_priority() -> Iterator[None]:
-    """Lowers this thread's priority to nice 19 for a block, and that of threads and processes it starts there.
+class LowestPriorityThread:
+    """Thread of nice 19 that works for another, whose own priority may not rise again (RLIMIT_NICE).
 
-    Where the system does not let it rise again (RLIMIT_NICE), it stays there.
+    The processes that it starts are ended with it, so it lasts as long as this process. Used by one thread.
     """
-    thread_id = threading.get_native_id()
-    former = os.getpriority(os.PRIO_PROCESS, thread_id)
-    lower_priority(thread_id)
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(
+            1, name, initializer=lambda: lower_priority(threading.get_native_id())
+        )  # starts no thread yet
+        self._former: dict[int, int] = {}
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns in that thread, or raises what it raises.
+
+        Threads that a library has started, not Python, are lowered as well: those of BLAS compute for any thread.
+        """
+        for thread_id in list_library_threads():
+            former = self._former.get(thread_id)
+            with contextlib.suppress(OSError):
+                self._former[thread_id] = os.getpriority(os.PRIO_PROCESS, thread_id) if former is None else former
+            lower_priority(thread_id)
+        return self._executor.submit(work).result()
+
+    def restore_libraries(self) -> None:
+        """Raises the libraries' threads to their former priority, where this process may."""
+        for thread_id in set(list_library_threads() if self._former else ()) & self._former.keys():
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, thread_id, self._former[thread_id])
+        self._former = {}
+
+
+def list_library_threads() -> list[int]:
+    """Returns the ids of threads of this process that Python does not know, such as the workers of BLAS and OpenMP.
+
+    At most `MAX_LIBRARY_THREADS`; none where there is no /proc, or while a thread of Python starts.
+    """
     try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, thread_id, former)
+        thread_ids = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    except (OSError, ValueError):
+        return []
+    known = {thread.native_id for thread in threading.enumerate()}  # afterwards, so that it has all of those listed
+    return [] if None in known else sorted(set(thread_ids) - known)[:MAX_LIBRARY_THREADS]
 
 
 def lower_priority(thread_id: int) -> None:

@@ -1,5 +1,7 @@
 """What the agent does on a slow network; whole fleets are in tests/e2e."""
 
+import json
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -7,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 from peer_boards import eventually
 
+from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import NetworkError
 from edgefl.device.agent import INITIAL_BACKOFF_S, MAX_BACKOFF_S, Agent
 from edgefl.device.commands import WakeUpSignal
 from edgefl.device.conditions.budgets import Clocks
-from edgefl.device.conditions.gate import clear_pause, save_pause
+from edgefl.device.conditions.gate import clear_pause, save_conditions, save_pause
 
 
 def make_instruction(assignment):
@@ -77,12 +80,56 @@ def test_a_board_that_may_not_train_resumes_no_node_measures_no_speed_and_is_sto
     for _ in range(2):
         agent._get_activity()
         agent._poll_work()
-    assert calls == ["pause", "on_work"] * 2
+    assert calls == ["on_work", "pause"] * 2
     clear_pause(state.root)
     agent._get_activity()
     agent._work_loop.supernode = SimpleNamespace(pull=lambda: None, incoming_assignment=None)
     agent._poll_work()
     assert calls[4:] == ["on_idle"]
+
+
+def test_a_node_that_yields_is_resumed_by_another_thread_than_the_main_loop(state):
+    save_conditions(state.root, b"[conditions]\nyields = true\n")
+    agent, seen, before = Agent(state), [], os.nice(0)
+    agent._trainer.resume = lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+    agent._stopping.set()
+    agent.run()
+    assert (seen, os.nice(0)) == ([19], before)
+
+
+NEVER = {"interfaces": ["none0"]}
+
+
+@pytest.mark.parametrize("folder", [".", "confined"])
+@pytest.mark.parametrize(("conditions", "resumes"), [(NEVER, False), ({"mains": True}, True), (None, True)])
+def test_a_node_is_resumed_only_where_the_conditions_of_its_run_hold(state, folder, conditions, resumes):
+    path = state.root / folder / "node.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"run": "r-1", "conditions": conditions}))
+    agent, calls = Agent(state), []
+    agent._trainer.resume = lambda: calls.append(threading.current_thread())
+    agent._stopping.set()
+    agent.run()
+    assert calls == [threading.current_thread()] * resumes
+    blocker = agent._check_conditions()
+    assert (blocker is None) is resumes
+    assert blocker is None or blocker.run == "r-1"
+
+
+def test_a_node_stops_by_the_conditions_of_its_own_run_and_by_no_others(state, monkeypatch):
+    agent, calls = Agent(state), []
+    monkeypatch.setattr(type(agent._trainer), "node_run", "r-1")
+    agent._trainer.pause = lambda: calls.append("pause")
+    agent._gate.admit("r-1", None)
+    with pytest.raises(ConditionsEndedError):
+        agent._gate.admit("r-2", NEVER)
+    assert (agent._check_conditions().run, calls) == ("r-2", [])
+    with pytest.raises(ConditionsEndedError):
+        agent._gate.admit("r-1", NEVER)
+    agent._gate.admit("r-2", None)
+    assert (agent._check_conditions(), calls) == (None, ["pause"])
+    save_pause(state.root, None, Clocks(boot_id=""))
+    assert (agent._check_conditions().run, calls) == ("", ["pause"] * 2)
 
 
 class Bell(WakeUpSignal):

@@ -28,6 +28,40 @@ from edgefl.system.processes import (
     run_watchdog,
 )
 
+NATIVE = """
+import ctypes, os, threading
+from edgefl.system.processes import LowestPriorityThread, list_library_threads
+libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+libc.pthread_create(ctypes.byref(thread), None, libc.pause, None)
+def look(thread_id):
+    return os.getpriority(os.PRIO_PROCESS, thread_id)
+(native,), worker = list_library_threads(), LowestPriorityThread("training")
+former = look(native)
+ran = [worker.run(lambda: look(threading.get_native_id())) for _ in range(2)]
+lowered = look(native)
+worker.restore_libraries()
+is_restored = os.geteuid() != 0 or look(native) == former
+print(ran, lowered, is_restored, look(threading.get_native_id()) == former, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_yields_lowers_its_thread_and_those_of_libraries_but_not_the_callers():
+    said = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "[19, 19] 19 True True\n"
+
+
+def test_no_thread_of_a_library_is_known_while_one_of_python_starts_or_without_proc(monkeypatch):
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.Thread()])
+    assert processes.list_library_threads() == []
+
+    def find_nothing(_path):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "iterdir", find_nothing)
+    assert processes.list_library_threads() == []
+
 
 def test_a_signal_stops_once_and_outside_the_handler():
     stopped, threads = threading.Event(), list[threading.Thread]()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,6 +47,8 @@ FIRST_STEP_S = 60.0
 """How long the first iteration may take, as none was seen."""
 STEP_MARGIN = 1.25
 """Of the longest step, for the next."""
+MAX_RUNS = 8
+"""Runs whose conditions are remembered: a node of one trains on, between the instructions of others."""
 HOLD_S = 30.0
 """How long power, heat, load or network that did not hold must hold before it trains again: they flicker."""
 _FLICKERING = frozenset({"power", "heat", "load", "network"})
@@ -89,6 +92,7 @@ class ConditionGate:
         self._lock = threading.RLock()
         self._stamps: dict[str, tuple[int, int] | None] = {}
         self._conditions, self._run = NO_CONDITIONS, AdmittedRun()
+        self._runs: OrderedDict[str, AdmittedRun] = OrderedDict()
         self._pause: Pause | None = None
         self._file_fault = self._store_fault = ""
         self._usage: BudgetUsage | None = None
@@ -139,8 +143,12 @@ class ConditionGate:
         """
         with self._lock:
             run = AdmittedRun.parse(run_id, conditions)
-            if run != self._run:
-                self._run, self._held = run, {}
+            if run != self._runs.get(run_id):
+                self._held.pop(run_id, None)
+            self._run = self._runs[run_id] = run
+            self._runs.move_to_end(run_id)
+            if len(self._runs) > MAX_RUNS:
+                self._held.pop(self._runs.popitem(last=False)[0], None)
             blocker = self.find_run_blocker()
         if blocker is not None:
             raise ConditionsEndedError(blocker.reason, blocker)
@@ -148,13 +156,19 @@ class ConditionGate:
     def complete_run(self, run_id: str) -> None:
         """Drops the conditions of a run that is over."""
         with self._lock:
+            self._runs.pop(run_id, None)
+            self._held.pop(run_id, None)
             if self._run.run_id == run_id:
                 self._run = AdmittedRun()
 
-    def find_run_blocker(self) -> Blocker | None:
-        """Returns which of its conditions keeps this board from work for the admitted run; the owner's are apart."""
+    def find_run_blocker(self, run_id: str | None = None) -> Blocker | None:
+        """Returns which of its conditions keeps this board from work for a run; the owner's are apart.
+
+        Args:
+            run_id: one of the last `MAX_RUNS` admitted; None for the newest of them. Any other has no conditions.
+        """
         with self._lock:
-            run = self._run
+            run = self._run if run_id is None else self._runs.get(run_id, AdmittedRun())
             if not run.has_conditions:
                 return None
             blocker = self._judge(run.conditions) if not run.fault else Blocker(kind="file", reason=run.fault)

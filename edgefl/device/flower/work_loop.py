@@ -11,8 +11,8 @@ import ssl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from edgefl.core.conditions import Blocker, ConditionsEndedError
@@ -24,7 +24,7 @@ from edgefl.device.flower.supernode import PulledInstruction, ReplyContent, Repl
 from edgefl.device.state_dir import DeviceStateDir
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.device.training.trainer import DeviceTrainer
-from edgefl.system.processes import lowest_priority
+from edgefl.system.processes import LowestPriorityThread
 from edgefl.system.retries import Backoff
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,7 @@ MAX_DISCONNECTED_S = POLL_S / 2
 """Both readiness phases of a run must be answered within 30 s."""
 
 A = TypeVar("A")
+T = TypeVar("T")
 ModelIdentity = tuple[object, object, object]
 """Lineage of the coordinator's store, version and SHA-256 of the model of an instruction."""
 MAX_CACHED_REPLIES = 2
@@ -197,7 +198,7 @@ class WorkLoop:
         self._newest_record: tuple[tuple[object, object], int] = (None, None), 0
         self._current: tuple[str, str] | None = None
         self._update_bytes: dict[str, int] = {}
-        self._uses = ShardUses(state.root / USES_NAME, clock)
+        self._uses, self._yielding = ShardUses(state.root / USES_NAME, clock), LowestPriorityThread("training")
         self.supernode = SuperNode(
             private_key_pem=state.key.read_bytes(),
             tls_context=tls_context,
@@ -270,18 +271,23 @@ class WorkLoop:
         """Returns the reply of the trainer; notes that the run has used the shard, however the work ended."""
         is_used = "phase" not in header
         try:
-            # Not a question before a run, which has 30 s.
-            yields = self._gate.conditions.yields and "phase" not in header
-            with self._gate.work(), lowest_priority() if yields else nullcontext():
-                if instruction.is_evaluation:
-                    content = self._trainer.evaluate(header, instruction.body)
-                else:
-                    content = self._train(header, instruction.body)
+            with self._gate.work():
+                work = self._trainer.evaluate if instruction.is_evaluation else self._train
+                compute = partial(work, header, instruction.body)
+                # Not a question before a run, which has 30 s.
+                content = compute() if "phase" in header else self.run_yielding(compute)
             is_used &= "error" not in content[0]
         finally:
             if is_used:
                 self._uses.record(str(header.get("task")), str(header.get("run")))
         return content
+
+    def run_yielding(self, work: Callable[[], T]) -> T:
+        """Returns what `work` returns: of a thread with the lowest priority where the owner wants that, else here."""
+        if self._gate.conditions.yields:
+            return self._yielding.run(work)
+        self._yielding.restore_libraries()
+        return work()
 
     def _hand_back(self, header: Json, blocker: Blocker) -> ReplyContent:
         log.info("%s is handed back: %s", header.get("assignment"), blocker.reason)

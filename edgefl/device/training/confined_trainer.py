@@ -132,6 +132,7 @@ class ConfiningTrainer(DeviceTrainer):
         self._process_key: tuple[object, ...] = ()
         self._transport: PeerTransport | None = None
         self._node: GossipConfig | None = None
+        self._node_run = ""
         self._used_s, self._progress_s = time.monotonic(), 0.0
         self._traits: dict[str, tuple[object, Json]] = {}
 
@@ -145,6 +146,10 @@ class ConfiningTrainer(DeviceTrainer):
 
     def evaluate(self, header: Json, body: bytes) -> tuple[Json, bytes]:
         return self._route("evaluate", super().evaluate, header, body)
+
+    @property
+    def node_run(self) -> str:
+        return super().node_run or (self._node_run if self._process is not None else "")
 
     def finish_early(self, assignment_id: str) -> None:
         super().finish_early(assignment_id)
@@ -457,7 +462,7 @@ class ConfiningTrainer(DeviceTrainer):
         if not isinstance(node, Mapping):
             return
         try:
-            self._node = GossipConfig.from_json(node)
+            self._node, self._node_run = GossipConfig.from_json(node), str(header.get("run"))
             addresses = get_peer_addresses(self._node)
         except (TypeError, ValueError) as error:
             raise DataError(f"malformed plan of a node: {error}") from None

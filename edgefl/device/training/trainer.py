@@ -190,6 +190,11 @@ class DeviceTrainer:
             else (gossip_progress[0], "", gossip_progress[1])
         )
 
+    @property
+    def node_run(self) -> str:
+        """Returns the run of an autonomous node, "" without one."""
+        return self._gossip_worker.run_id
+
     def finish_early(self, assignment_id: str) -> None:
         """Ends an assignment after its current iteration; the partial update is sent."""
         with self._lock:

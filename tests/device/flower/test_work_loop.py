@@ -182,16 +182,34 @@ def test_work_whose_runs_conditions_end_is_handed_back_with_the_run_and_finished
     assert site.trainer.trained == ["a"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: only then does a priority rise again")
-def test_what_trains_yields_where_the_owner_says_so_and_the_loop_does_not(site):
-    before, seen = os.nice(0), []
-    site.trainer.during = lambda: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+def test_what_trains_yields_where_the_owner_says_so_and_the_loop_and_its_uploader_do_not(site, monkeypatch):
+    refuse = os.setpriority
+
+    def set_priority(which, who, priority):  # as for a unit without LimitNICE
+        if priority < os.getpriority(which, who):
+            raise PermissionError
+        refuse(which, who, priority)
+
+    monkeypatch.setattr(os, "setpriority", set_priority)
+    before, seen, threads = os.nice(0), [], set()
+
+    def look():
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        threads.add(threading.current_thread())
+
+    site.trainer.during = look
     site.do("a")
     save_conditions(site.root, b"[conditions]\nyields = true\n")
     site.do("b")
     site.do("c", phase="can")
-    assert seen == [before, 19, before]
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+    site.do("d")
+    save_conditions(site.root, None)
+    site.do("e")
+    assert seen == [before, 19, before, 19, before]
+    assert len(threads) == 2, "a process that one starts is ended with it"
+    uploaders = [thread for thread in threading.enumerate() if thread.name == "uploader"]
+    for thread in (threading.current_thread(), *uploaders):
+        assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == before
 
 
 def test_an_evaluator_keeps_no_conditions_of_runs(site, state, monkeypatch):
