@@ -65,7 +65,7 @@ def test_a_board_whose_clock_goes_through_the_end_of_its_hours_trains_before_it_
     shift, night = tmp_path / "shift", tmp_path / "night.toml"
     now_s = time.time()
     end_s = (now_s // 86_400 + 2) * 86_400 + 6 * 3600
-    shift.write_text(str(end_s - STEP_MARGIN * FIRST_STEP_S - 20.0 - now_s))
+    shift.write_text(str(end_s - 7200.0 - now_s))
     night.write_text('[conditions]\nzone = "UTC"\nhours = ["22:00-06:00"]\n')
     program = ("env", f"SHIFT_FILE={shift}", sys.executable, str(Path(__file__).parents[1] / "shifted_device.py"))
     devices = [replace(device, program=program) for device in tools.devices(1, "digits")]
@@ -77,6 +77,7 @@ def test_a_board_whose_clock_goes_through_the_end_of_its_hours_trains_before_it_
         assert tools.typed("device", "set", "--conditions", night, "--state", fleet.root / PAUSED).code == 0
         run_id = fleet.submit(parse_run({"run": {"task": "digits", "rounds": 100_000, "evaluate_on": "none"}}))
         tools.eventually(list_finished_s, what="it trains within its hours")
+        shift.write_text(str(end_s - STEP_MARGIN * FIRST_STEP_S - 5.0 - time.time()))
         tools.eventually(lambda: "hours" in (get_blocked(fleet) or ""), what="its hours end", timeout_s=180.0)
         assert "free at" in (get_blocked(fleet) or "")
         before = list_finished_s()

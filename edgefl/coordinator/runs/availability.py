@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,8 +16,8 @@ from edgefl.core.types import Json
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 5.0
-"""How long a board may take to answer."""
+ANSWER_S, ASKING_S = 5.0, 15.0
+"""How long a board may take to answer, and all of them together; one whose turn comes later is not asked."""
 MAX_ASKED, MAX_AT_ONCE = 500, 50
 """Boards that are asked, and those at the same time; more are not known."""
 MAX_NAMES = 5
@@ -38,38 +39,54 @@ class Availability:
         free: ids of those that would.
         blocked: why others would not, by id.
         unknown: those that did not answer.
+        unasked: those that were not asked, as they were too many or the time was over.
     """
 
     free: tuple[str, ...] = ()
     blocked: Mapping[str, str]
     unknown: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
 
     def to_json(self) -> Json:
         """Returns the numbers."""
-        return {"free": len(self.free), "blocked": len(self.blocked), "unknown": len(self.unknown)}
+        return {
+            "free": len(self.free),
+            "blocked": len(self.blocked),
+            "unknown": len(self.unknown) + len(self.unasked),
+        }
 
     def list_warnings(self) -> list[str]:
-        """Returns a line about boards that did not answer; none where all have."""
-        if not self.unknown:
-            return []
-        more = f" and {len(self.unknown) - MAX_NAMES} more" if len(self.unknown) > MAX_NAMES else ""
-        names = ", ".join(self.unknown[:MAX_NAMES])
-        return [f"whether they would be free now is not known, as they did not answer: {names}{more}"]
+        """Returns a line about boards that did not answer, and one about those not asked; none where all have."""
+        num_asked = len(self.free) + len(self.blocked) + len(self.unknown)
+        return [
+            f"whether they would be free now is not known, as {why}: {_list_names(names)}"
+            for names, why in ((self.unknown, "they did not answer"), (self.unasked, f"only {num_asked} were asked"))
+            if names
+        ]
 
 
-def ask_availability(device_ids: Sequence[str], conditions: Json, call: CallDevice) -> Availability:
+def ask_availability(
+    device_ids: Sequence[str], conditions: Json, call: CallDevice, *, clock: Callable[[], float] = time.monotonic
+) -> Availability:
     """Returns which boards would be free now for a run with these conditions.
 
     Args:
         device_ids: of boards that know conditions of runs.
         conditions: as instructions have them.
         call: asks one device; may raise `EdgeflError`.
+        clock: seconds, monotonic.
     """
+    until_s, unasked = clock() + ASKING_S, set(device_ids[MAX_ASKED:])
 
     def ask(device_id: str) -> Blocker | bool | None:
         """Returns what blocks a board, False for nothing, None without an answer."""
+        left_s = until_s - clock()
+        if left_s <= 0:
+            unasked.add(device_id)
+            return None
         try:
-            reply = call(device_id, CommandKind.CONDITIONS, {"conditions": conditions}, timeout_s=ANSWER_S)
+            timeout_s = min(ANSWER_S, left_s)
+            reply = call(device_id, CommandKind.CONDITIONS, {"conditions": conditions}, timeout_s=timeout_s)
         except EdgeflError as error:
             log.info("%s", error)
             return None
@@ -81,8 +98,14 @@ def ask_availability(device_ids: Sequence[str], conditions: Json, call: CallDevi
     return Availability(
         free=tuple(name for name, answer in answers.items() if answer is False),
         blocked={name: _explain(answer) for name, answer in answers.items() if isinstance(answer, Blocker)},
-        unknown=tuple(name for name in device_ids if answers.get(name) is None),
+        unknown=tuple(name for name, answer in answers.items() if answer is None and name not in unasked),
+        unasked=tuple(name for name in device_ids if name in unasked),
     )
+
+
+def _list_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more
 
 
 def _explain(blocker: Blocker) -> str:
