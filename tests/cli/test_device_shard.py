@@ -1,6 +1,5 @@
 """`edgefl device shard show` and `forget`, of rows and files, beside a running collector."""
 
-import contextlib
 import io
 import json
 import re
@@ -122,11 +121,10 @@ def _collector(folder, log, *, flush_s=0.05):
     return run_collector_process(path)
 
 
-def _has_open(pid, path):
-    """Returns whether a process has a file open, which a collector reads in the same turn."""
-    with contextlib.suppress(OSError):
-        return path in {link.resolve() for link in Path(f"/proc/{pid}/fd").iterdir()}
-    return False
+def _count_reads(pid):
+    """Returns how often a process has read something; a collector reads its files in each turn."""
+    found = re.search(r"syscr: (\d+)", Path(f"/proc/{pid}/io").read_text())
+    return int(found.group(1))
 
 
 @pytest.mark.extended
@@ -137,10 +135,14 @@ def test_rows_that_a_running_collector_has_not_written_yet_are_forgotten_too(run
         eventually(lambda: count_kept_rows(folder) == 1, timeout_s=30)
         process.terminate()
         assert process.wait(20) == 0
-    with log.open("a") as file:
-        file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 120))
     with _collector(folder, log, flush_s=3600) as process:
-        eventually(lambda: _has_open(process.pid, log), timeout_s=30)
+        with log.open("a") as file:
+            file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 120))
+        eventually(
+            lambda: log in {link.resolve() for link in Path(f"/proc/{process.pid}/fd").iterdir()}, timeout_s=30
+        )
+        reads = _count_reads(process.pid)
+        eventually(lambda: _count_reads(process.pid) >= reads + 20, timeout_s=30)  # some turns
         assert count_kept_rows(folder) == 1
         done = run("device", "shard", "forget", folder, "--since", "105", "--until", "114", "--yes")
         last = "forgot 0 examples, and what the collector had not written of that"
