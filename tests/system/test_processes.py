@@ -46,7 +46,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc: run it on Linux")
 def test_what_yields_lowers_its_thread_and_those_of_libraries_but_not_the_callers():
     said = subprocess.run([sys.executable, "-c", NATIVE], capture_output=True, text=True, check=True, timeout=60)
     assert said.stdout == "[19, 19] 19 True True\n"
