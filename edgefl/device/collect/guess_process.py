@@ -17,7 +17,7 @@ from edgefl.core.types import Array, Json
 from edgefl.device.collect.forgetting import iterate_rows
 from edgefl.device.collect.label_guesses import Source
 from edgefl.device.collect.shard_contents import require_state
-from edgefl.device.inference.onnx_model import OnnxModel, prepare_features, softmax
+from edgefl.device.inference.onnx_model import OnnxModel, prepare_features, read_task_input, softmax
 from edgefl.system.processes import serve_call
 from edgefl.system.row_labels import LABEL_COLUMN
 from edgefl.tasks.configured.options import ConfiguredTask
@@ -104,8 +104,9 @@ def _iterate_times(
 
 def _guess(network: OnnxModel, task: ConfiguredTask, path: Path) -> Json | None:
     """Returns the guess for a file; None where its rows are too few for a window of the task."""
-    is_input = task.input_reader is not None and path.suffix.lower() in task.input_suffixes
-    inputs = task.input_reader(path) if task.input_reader is not None and is_input else task.read(str(path)).inputs
+    inputs = read_task_input(task, path)
+    if inputs is None:
+        inputs = task.read(str(path)).inputs
     if not len(inputs):
         return None
     return _make_guess(network, softmax(network.logits(prepare_features(network, inputs))).mean(axis=0))
@@ -114,10 +115,9 @@ def _guess(network: OnnxModel, task: ConfiguredTask, path: Path) -> Json | None:
 def _make_guess(network: OnnxModel, probabilities: Array) -> Json:
     """Returns the guess for an example whose rows have these mean probabilities."""
     best, *others = np.argsort(-probabilities)
-    label = network.classes[best] if best < len(network.classes) else str(best)
     second = float(probabilities[others[0]]) if others else 0.0
     top = float(probabilities[best])
-    return {"label": label, "probability": top, "margin": top - second}
+    return {"label": network.get_class_name(int(best)), "probability": top, "margin": top - second}
 
 
 if __name__ == "__main__":

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-import ssl
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,16 +21,8 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Scalar
-from edgefl.device.collect.readings import (
-    MISSING_TEXTS,
-    Counts,
-    Reading,
-    Value,
-    find_value,
-    parse_payload,
-    parse_pointer,
-    parse_value,
-)
+from edgefl.device.collect.readings import Counts, Reading, UnreadReadings, parse_message_values, parse_pointer
+from edgefl.device.collect.server_access import make_tls_context, read_login
 from edgefl.device.collect.settings import MqttSection
 from edgefl.system.retries import RateLimitedLog
 
@@ -41,8 +31,6 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 30
 MAX_RECONNECT_S = 60
-MAX_UNREAD = 10_000
-MAX_LOGIN_BYTES = 4096
 MAX_TOPIC_BYTES = 65_535
 PACKET_OVERHEAD_BYTES = 128 + MAX_TOPIC_BYTES
 """Of an MQTT packet beside its payload, at most."""
@@ -80,7 +68,7 @@ class MqttSource:
         self._monotonic = monotonic
         self._paths = parse_columns(section.columns, f"sources.{name}.columns")
         self.columns = tuple(section.columns)
-        self._unread: deque[Reading] = deque(maxlen=MAX_UNREAD)
+        self._unread = UnreadReadings(name, counts)
         self._second, self._num_in_second = 0, 0
         self._log = RateLimitedLog(log)
         self._address = section.host, section.port or (8883 if section.tls else 1883)
@@ -104,7 +92,7 @@ class MqttSource:
 
     def read(self) -> list[Reading]:
         """Returns what came since the last call."""
-        return [self._unread.popleft() for _ in range(len(self._unread))]
+        return self._unread.take()
 
     def close(self) -> None:
         self._client.disconnect()
@@ -115,12 +103,7 @@ class MqttSource:
         if self._section.login_file:
             client.username_pw_set(*read_login(Path(self._section.login_file)))
         if self._section.tls:
-            try:
-                client.tls_set_context(ssl.create_default_context(cafile=self._section.ca_file or None))
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(
-                    f"sources.{self._name}.ca_file {self._section.ca_file} cannot be used: {error}"
-                ) from None
+            client.tls_set_context(make_tls_context(self._name, self._section.ca_file))
         client.connect_timeout = CONNECT_TIMEOUT_S
         client.reconnect_delay_set(1, MAX_RECONNECT_S)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
@@ -168,9 +151,7 @@ class MqttSource:
         if num_refused:
             self._counts[f"{self._name}.refused"] += num_refused
         if values:
-            if len(self._unread) == MAX_UNREAD:
-                self._counts[f"{self._name}.unread"] += 1
-            self._unread.append(Reading(values=values, time_s=self._clock()))
+            self._unread.add(Reading(values=values, time_s=self._clock()))
 
     def _is_too_fast(self) -> bool:
         second = int(self._clock())
@@ -197,40 +178,3 @@ def parse_columns(columns: Mapping[str, Scalar], path: str) -> ColumnPaths:
         except ValueError as error:
             raise ConfigError(f"{path}.{column:.80}: {error}") from None
     return paths
-
-
-def parse_message_values(
-    paths: Sequence[tuple[str, tuple[str, ...]]], payload: bytes, texts: set[str]
-) -> tuple[dict[str, Value], int]:
-    """Returns the values of columns in a message, without those that it does not have, and how many were refused."""
-    values, num_refused = dict[str, Value](), 0
-    try:
-        document = parse_payload(payload)
-    except ValueError:
-        return values, 1
-    for column, pointer in paths:
-        try:
-            values[column] = parse_value(find_value(document, pointer), is_text=column in texts)
-        except KeyError:
-            if isinstance(document, dict | list):
-                continue  # a message about something else
-            if str(document).strip().lower() in MISSING_TEXTS:
-                values[column] = None
-            else:
-                num_refused += 1  # such as half a JSON object, which is a text
-        except ValueError:
-            num_refused += 1
-    return values, num_refused
-
-
-def read_login(path: Path) -> tuple[str, str]:
-    """Returns user and password; raises a `ConfigError` that shows neither."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            user, _, rest = file.read(MAX_LOGIN_BYTES).partition("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"the login file {path} cannot be read: {reason}") from None
-    if not user.strip():
-        raise ConfigError(f"the login file {path} must have the user in its first line, the password in its second")
-    return user.strip(), rest.partition("\n")[0].rstrip("\r")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import logging
 import math
 import socket
 import ssl
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -20,14 +18,22 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from edgefl.core.errors import ConfigError
-from edgefl.device.collect.mqtt_source import parse_message_values, read_login
-from edgefl.device.collect.readings import MAX_TEXT_CHARS, Counts, Reading, Value, parse_pointer, parse_value
+from edgefl.device.collect.readings import (
+    MAX_TEXT_CHARS,
+    Counts,
+    Reading,
+    UnreadReadings,
+    Value,
+    parse_message_values,
+    parse_pointer,
+    parse_value,
+)
+from edgefl.device.collect.server_access import make_tls_context, read_login
 from edgefl.device.collect.settings import FilesSection, HttpSection
 from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 10_000
 MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARS
 JOIN_TIMEOUT_S = 1.0
 _PORTS = {"http": 80, "https": 443}
@@ -63,7 +69,7 @@ class PolledSource:
         self.columns = tuple(columns)
         self._name, self._fetch, self._poll_s, self._counts = name, fetch, poll_s, counts
         self._clock, self._monotonic = clock, monotonic
-        self._unread: deque[Reading] = deque(maxlen=MAX_UNREAD)
+        self._unread = UnreadReadings(name, counts)
         self._answered = (math.inf, -math.inf)
         self._stopping, self._log = threading.Event(), RateLimitedLog(log)
         self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
@@ -83,7 +89,7 @@ class PolledSource:
 
     def read(self) -> list[Reading]:
         """Returns what came since the last call."""
-        return [self._unread.popleft() for _ in range(len(self._unread))]
+        return self._unread.take()
 
     def close(self) -> None:
         self._stopping.set()
@@ -106,9 +112,7 @@ class PolledSource:
         is_whole = all(column in values for column in self.columns)
         self._answered = (min(self._answered[0], asked_s), asked_s) if is_whole else (math.inf, -math.inf)
         if values:
-            if len(self._unread) == MAX_UNREAD:
-                self._counts[f"{self._name}.unread"] += 1
-            self._unread.append(Reading(values=values, time_s=self._clock()))
+            self._unread.add(Reading(values=values, time_s=self._clock()))
 
     def _run(self) -> None:
         while True:
@@ -234,7 +238,7 @@ def _make_request(name: str, section: HttpSection) -> HttpRequest:
         raise ConfigError(f"{setting} must be ASCII without blanks (write %20), got {section.url!r:.120}")
     if url.username is not None:
         raise ConfigError(f"{setting} must hold no login; write it into login_file")
-    tls = _make_context(name, section.ca_file) if url.scheme == "https" else None
+    tls = make_tls_context(name, section.ca_file) if url.scheme == "https" else None
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     return HttpRequest(
         host=url.hostname,
@@ -285,18 +289,6 @@ def _parse_pointers(name: str, columns: Mapping[str, object]) -> list[tuple[str,
         except ValueError as error:
             raise ConfigError(f"sources.{name}.columns.{column:.80}: {error}") from None
     return pointers
-
-
-@functools.cache
-def _load_authority(ca_file: str) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_file or None)
-
-
-def _make_context(name: str, ca_file: str) -> ssl.SSLContext:
-    try:
-        return _load_authority(ca_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"sources.{name}.ca_file {ca_file} cannot be used: {error}") from None
 
 
 def _make_headers(login_file: str) -> dict[str, str]:

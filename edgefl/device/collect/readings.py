@@ -7,7 +7,7 @@ missing. Everything else is refused with a `ValueError`, which a source counts.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -19,6 +19,7 @@ from edgefl.system.retries import RateLimitedLog
 log = logging.getLogger(__name__)
 
 MAX_TEXT_CHARS = 64
+MAX_UNREAD = 10_000
 MAX_NUMBER = 3.4e38
 """Tasks read columns as float32."""
 MISSING_TEXTS = frozenset({"", "-", "n/a", "na", "nan", "none", "null", "unavailable", "unknown"})
@@ -36,6 +37,30 @@ class Reading:
 
     values: Mapping[str, Value]
     time_s: float
+
+
+class UnreadReadings:
+    """Readings that the collector has not read yet: of more than `MAX_UNREAD` the newest, and the others are counted.
+
+    A source's thread adds to them while the collector takes them.
+
+    Args:
+        name: of the source.
+        counts: to which `NAME.unread` is added.
+    """
+
+    def __init__(self, name: str, counts: Counts) -> None:
+        self._name, self._counts = name, counts
+        self._readings: deque[Reading] = deque(maxlen=MAX_UNREAD)
+
+    def add(self, reading: Reading) -> None:
+        if len(self._readings) == MAX_UNREAD:
+            self._counts[f"{self._name}.unread"] += 1
+        self._readings.append(reading)
+
+    def take(self) -> list[Reading]:
+        """Returns what came since the last call."""
+        return [self._readings.popleft() for _ in range(len(self._readings))]
 
 
 class Source(Protocol):
@@ -161,6 +186,30 @@ def parse_value(value: object, *, is_text: bool) -> Value:
             raise ValueError("a text has characters that are not visible")
         return text
     return _parse_number(value)
+
+
+def parse_message_values(
+    paths: Sequence[tuple[str, tuple[str, ...]]], payload: bytes, texts: set[str]
+) -> tuple[dict[str, Value], int]:
+    """Returns the values of columns in a message, without those that it does not have, and how many were refused."""
+    values, num_refused = dict[str, Value](), 0
+    try:
+        document = parse_payload(payload)
+    except ValueError:
+        return values, 1
+    for column, pointer in paths:
+        try:
+            values[column] = parse_value(find_value(document, pointer), is_text=column in texts)
+        except KeyError:
+            if isinstance(document, dict | list):
+                continue  # a message about something else
+            if str(document).strip().lower() in MISSING_TEXTS:
+                values[column] = None
+            else:
+                num_refused += 1  # such as half a JSON object, which is a text
+        except ValueError:
+            num_refused += 1
+    return values, num_refused
 
 
 def _parse_number(value: str | float) -> float:

@@ -114,6 +114,10 @@ class OnnxModel:
             return [{"values": [float(value) for value in row]} for row in self.logits(rows)]
         return [self._make_prediction(row) for row in softmax(self.logits(rows))]
 
+    def get_class_name(self, index: int) -> str:
+        """Returns the name of a class, or its number where the file has no name of it."""
+        return self.classes[index] if index < len(self.classes) else str(index)
+
     def accuracy(self, data: Dataset) -> float:
         """Returns the accuracy in 0-1 on the examples; raises as `logits`."""
         return self._compute_mean(data, lambda outputs, targets: float((outputs.argmax(axis=1) == targets).sum()))
@@ -167,8 +171,11 @@ class OnnxModel:
 
     def _make_prediction(self, probabilities: Array) -> Json:
         index = int(probabilities.argmax())
-        name = self.classes[index] if index < len(self.classes) else str(index)
-        return {"class": name, "index": index, "probability": round(float(probabilities[index]), 6)}
+        return {
+            "class": self.get_class_name(index),
+            "index": index,
+            "probability": round(float(probabilities[index]), 6),
+        }
 
 
 def prepare_features(model: OnnxModel, inputs: Array) -> Array:
@@ -308,7 +315,11 @@ def _read_by_task(path: Path, model: OnnxModel) -> Array | None:
     """Returns the inputs of a file in which they are no numbers, as a configured task reads it; None of others."""
     if model.task not in CONFIGURED:
         return None
-    task: Any = make_task(model.task, model.options)
+    return read_task_input(make_task(model.task, model.options), path)
+
+
+def read_task_input(task: Any, path: Path) -> Array | None:
+    """Returns the inputs of a file in which they are no numbers, by a configured task; None of others."""
     if task.input_reader is None or path.suffix.lower() not in task.input_suffixes:
         return None
     inputs: Array = task.input_reader(path)
