@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-flower flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow test-flower test-track flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-all     run all but the slow ones, with Mosquitto, Chromium, PostgreSQL and what else is here"
 	@echo "make test-slow    run the tests that take minutes each"
 	@echo "make test-flower  run the tests of Flower's wire and apps with the newest Flower that edgefl admits"
+	@echo "make test-track   run the tests of experiment trackers with a real MLflow server"
 	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
@@ -86,6 +87,17 @@ $(FLOWER_VENV)/.installed: $(VENV)/.installed-dev
 test-flower: $(FLOWER_VENV)/.installed
 	$(FLOWER_VENV)/bin/python -m pytest $(PARALLEL) -m "not slow" $(ARGS) \
 	    tests/flower tests/coordinator/flower tests/device/flower
+
+# The server asks for an older pyarrow than boards may have, so it is in an environment of its own.
+MLFLOW_VENV := build/venv-mlflow-3.17.2
+
+$(MLFLOW_VENV)/.installed: | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear $(MLFLOW_VENV)
+	$(MLFLOW_VENV)/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
+	@touch $@
+
+test-track: $(VENV)/.installed-dev $(MLFLOW_VENV)/.installed
+	EDGEFL_MLFLOW=$(CURDIR)/$(MLFLOW_VENV)/bin/mlflow $(BIN)/python -m pytest $(PARALLEL) $(ARGS) tests/history/test_tracking.py
 
 chaos-short: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos

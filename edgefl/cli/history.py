@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,7 +23,7 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.sources import Source, source_options
-from edgefl.core.errors import UsageError
+from edgefl.core.errors import NetworkError, StoreError, UsageError
 from edgefl.core.types import Json
 from edgefl.engine.run_summary import select_device_metrics
 from edgefl.history import AXES, FILE_SUFFIXES, PLOT_KINDS, check_matplotlib
@@ -33,6 +35,8 @@ from edgefl.storage.queries.columns import (
     SELF_ORDERED_KINDS,
     get_columns,
 )
+
+log = logging.getLogger(__name__)
 
 DEFAULT_LIMIT = 100
 
@@ -175,6 +179,57 @@ def plot(  # noqa: PLR0913 the options of one command
     except OSError as error:
         raise UsageError(f"{out} cannot be written: {error.strerror or error}") from None
     click.echo(f"{kind or 'accuracy and loss'} of {', '.join(chosen)}: {out}")
+
+
+@command.command()
+@click.option("--tensorboard", type=click.Path(path_type=Path, file_okay=False), metavar="DIR", help="A log folder.")
+@click.option(
+    "--mlflow", metavar="URL", help="A server, such as http://127.0.0.1:5000, or another address of MLflow."
+)
+@click.option("--experiment", default="edgefl", show_default=True, help="Of MLflow, made where it is missing.")
+@run_option
+@click.option("--follow", is_flag=True, help="Go on until all runs have ended; with no --run, until interrupted.")
+@click.option(
+    "--interval-s", type=click.FloatRange(0.2, 3600), default=5.0, show_default=True, help="Seconds between looks."
+)
+@source_options
+def track(  # noqa: PLR0913 the options of one command
+    *,
+    tensorboard: Path | None,
+    mlflow: str | None,
+    experiment: str,
+    run: str | None,
+    follow: bool,
+    interval_s: float,
+    source: Source,
+) -> None:
+    """Copy runs into TensorBoard or MLflow: settings, metrics of each round, figures of the boards by group.
+
+    Killed and started again, it goes on where it was: nothing is lost or there twice.
+    """
+    if tensorboard is None and mlflow is None:
+        raise UsageError("name where to: --tensorboard DIR, --mlflow URL, or both")
+    from edgefl.history.tracking import (  # noqa: PLC0415 fast start
+        HistoryTracking,
+        MlflowTracker,
+        TensorBoardTracker,
+        Tracker,
+    )
+
+    trackers: list[Tracker] = []
+    if tensorboard is not None:
+        trackers.append(TensorBoardTracker(tensorboard))
+    if mlflow is not None:
+        trackers.append(MlflowTracker(mlflow, experiment))
+    tracking = HistoryTracking(source, trackers, run)
+    num_rounds = tracking.update()
+    while follow and not (run and tracking.is_over):
+        time.sleep(interval_s)
+        try:
+            num_rounds += tracking.update()
+        except (NetworkError, StoreError) as error:  # the coordinator or the tracker comes back
+            log.warning("%s; trying again in %g s", error, interval_s)
+    click.echo(f"tracked {num_rounds} round{'' if num_rounds == 1 else 's'}")
 
 
 def parse_time(text: str, *, now: float) -> float:

@@ -140,6 +140,7 @@ EXAMPLES = {
     "history runs": "history runs",
     "history slow": "history slow --run latest",
     "history stale": "history stale --run latest",
+    "history track": "history track --mlflow http://127.0.0.1:5000 --run latest --follow",
     "history traffic": "history traffic --since 7d",
     "history updates": "history updates --run latest --device pi-07",
     "history why": "history why latest 7",

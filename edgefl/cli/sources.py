@@ -241,6 +241,7 @@ class ApiSource:
             name=record["name"],
             strategy=record["strategy"],
             batch_size=find_batch_size(record["task"], record["strategy"], record.get("config") or {}),
+            config=record.get("config") or {},
         )
 
     def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
@@ -310,8 +311,13 @@ class DirectorySource:
 
         with self._open_store() as store:
             run = store.get_run(find_run_id(store, text))
-        batch_size = find_batch_size(run.task, run.strategy, run.config)
-        return RunInfo(run_id=run.run_id, name=run.name, strategy=run.strategy, batch_size=batch_size)
+        return RunInfo(
+            run_id=run.run_id,
+            name=run.name,
+            strategy=run.strategy,
+            batch_size=find_batch_size(run.task, run.strategy, run.config),
+            config=run.config,
+        )
 
     def read_rows(self, kind: str, **filters: Unpack[HistoryFilters]) -> list[Json]:
         return self.read_newest(kind, filters)

@@ -204,7 +204,8 @@ EXTRAS = {
     "prometheus_client": "coordinator", "segno": "coordinator", "sqlalchemy": "coordinator",
     "starlette": "coordinator", "textual": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
-    "PIL": "pictures", "pyarrow": "parquet", "torch": "train", "torchvision": "torchvision",
+    "PIL": "pictures", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track", "torch": "train",
+    "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

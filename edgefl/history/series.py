@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Protocol, Unpack
 
@@ -25,12 +25,13 @@ READ_BATCH_ROWS = 50_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """A run; `batch_size` is None where unknown."""
+    """A run; `batch_size` is None where unknown, `config` are the tables of its run file."""
 
     run_id: str
     name: str
     strategy: str
     batch_size: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class HistoryReader(Protocol):

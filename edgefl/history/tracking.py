@@ -1,0 +1,382 @@
+"""Runs of a history in experiment trackers: TensorBoard's event files, an MLflow server.
+
+A tracker gets a copy of what the history has, and is asked what it holds already. So a program that was killed goes
+on where it was: no point is lost, and none is there twice.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from edgefl.core.errors import DataError, MissingPackageError, NetworkError, StoreError, format_install_command
+from edgefl.core.types import Json
+from edgefl.history.series import RunInfo
+from edgefl.system.atomic_files import write_atomic
+
+MAX_VALUES, MAX_GROUPS, MAX_SETTINGS = 500, 50, 1_000
+"""Of one round, of one fleet, of one run: what a task, a board or a run file may make of them."""
+MAX_NAME_CHARS, MAX_SETTING_CHARS = 200, 500
+BATCH_VALUES, BATCH_SETTINGS = 1_000, 100
+"""What MLflow takes in one request."""
+ROUND = "round"
+"""Metric that every point has; MLflow is asked by it which rounds it holds."""
+RUN_TAG, SUPERSEDED_TAG = "edgefl.run", "edgefl.superseded"
+FINAL_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_QUALITIES = ("loss", "accuracy", "train_loss", "node_accuracy", "worst_node_accuracy")
+_COSTS = ("seconds", "bytes_up", "bytes_down", "num_updates", "num_devices")
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+_UNUSABLE = re.compile(r"[^\w.-]|\A\.+\Z", re.ASCII)
+
+
+class RoundReader(Protocol):
+    """Source of history rows: a store, or a remote coordinator."""
+
+    def find_run(self, text: str) -> RunInfo: ...
+    def read_pages(self, kind: str, filters: Mapping[str, Any]) -> Iterator[list[Json]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """A run as a tracker shows it.
+
+    Attributes:
+        run_id, name, status: as the history has them.
+        started_at: Unix seconds.
+        finished_at: Unix seconds; None until its status is a final one.
+        settings: of its run file, by names such as `strategy.learning_rate`.
+    """
+
+    run_id: str
+    name: str
+    status: str
+    started_at: float
+    finished_at: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A closed round: Unix seconds of its end, and finite values by name, one of them `ROUND`."""
+
+    round: int
+    closed_at: float
+    values: Mapping[str, float]
+    is_evaluated: bool = True
+
+
+class Tracker(Protocol):
+    """Where runs are shown."""
+
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
+        """Adds the points that the tracker does not hold, and the run's status.
+
+        Args:
+            run: what it is now.
+            points: by round.
+            is_whole: whether they are all of the run. Else they are those behind the ones of the last call.
+
+        Raises:
+            NetworkError: the tracker cannot be reached, or refuses.
+            StoreError: its files cannot be written.
+        """
+
+
+@dataclass(slots=True)
+class HistoryTracking:
+    """Trackers that follow the runs of a history."""
+
+    source: RoundReader
+    trackers: Sequence[Tracker]
+    run: str | None = None
+    _seen: dict[str, tuple[Json, Point | None]] = field(default_factory=dict)
+    """Of each run its row and its last point, as the trackers have them."""
+
+    def update(self) -> int:
+        """Gives the trackers what is new, and returns how many rounds that were.
+
+        Raises:
+            NotFoundError: there is no such run.
+            NetworkError, StoreError: the history or a tracker cannot be used; the next call goes on there.
+        """
+        rows = [row for page in self.source.read_pages("runs", {"run": self.run}) for row in page]
+        started = [row for row in rows if row["status"] != "queued"]
+        # An evaluation changes nothing of a run's row.
+        changed = [
+            row
+            for row in started
+            if row["status"] not in FINAL_STATUSES or self._seen.get(row["run_id"], ({},))[0] != row
+        ]
+        groups = self._read_groups() if changed else {}
+        return sum(self._update_run(row, groups) for row in changed)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every run has ended, as far as the last update saw."""
+        return bool(self._seen) and all(row["status"] in FINAL_STATUSES for row, _ in self._seen.values())
+
+    def _update_run(self, row: Json, groups: Mapping[str, Sequence[str]]) -> int:
+        run_id = str(row["run_id"])
+        if not _RUN_ID.match(run_id):
+            raise DataError(f"{run_id!r:.80} is no id of a run, so no file can be called so")
+        last = self._seen[run_id][1] if run_id in self._seen else None
+        points = self._read_points(run_id, groups, 1 if last is None else last.round)
+        is_final = row["status"] in FINAL_STATUSES
+        # A run that resumed from a checkpoint may have closed its last rounds anew, and evaluations may come late.
+        is_whole = last is None or points[:1] != [last] or is_final
+        if last is not None and is_whole:
+            points = self._read_points(run_id, groups, 1)
+        if points and not is_final and not points[-1].is_evaluated:
+            points = points[:-1]
+        new = points if is_whole else points[1:]
+        tracked = TrackedRun(
+            run_id=run_id,
+            name=str(row["name"] or run_id),
+            status=str(row["status"]),
+            started_at=float(row["started_at"] or row["submitted_at"]),
+            finished_at=row["finished_at"],
+            settings=flatten_settings(self.source.find_run(run_id).config) if is_whole else {},
+        )
+        self._seen.pop(run_id, None)  # what fails half-way is compared with what the tracker holds
+        for tracker in self.trackers:
+            tracker.record(tracked, new, is_whole=is_whole)
+        self._seen[run_id] = (row, points[-1] if points else None)
+        return len(new)
+
+    def _read_groups(self) -> dict[str, Sequence[str]]:
+        devices = (row for page in self.source.read_pages("devices", {}) for row in page)
+        groups = {str(row["device_id"]): [str(name) for name in row["groups"] or ()] for row in devices}
+        kept = sorted({name for names in groups.values() for name in names})[:MAX_GROUPS]
+        return {device: [name for name in names if name in kept] for device, names in groups.items()}
+
+    def _read_points(self, run_id: str, groups: Mapping[str, Sequence[str]], first: int) -> list[Point]:
+        filters = {"run": run_id, "where": [f"round>={first}"]}
+        rounds = [
+            row for page in self.source.read_pages("rounds", filters) for row in page if row["closed_at"] is not None
+        ]
+        used = {**filters, "where": [*filters["where"], "outcome=used"]}
+        boards: dict[int, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
+        for row in (row for page in self.source.read_pages("updates", used) for row in page) if rounds else ():
+            for group in ("all", *groups.get(str(row["device_id"]), ())):
+                boards[row["round"]][group].append(row)
+        return [make_point(row, boards.get(row["round"], {})) for row in rounds]
+
+
+def make_point(row: Json, boards: Mapping[str, Sequence[Json]]) -> Point:
+    """Returns the point of a round: its qualities, its cost, and figures of the boards by group.
+
+    Args:
+        row: of the history's rounds.
+        boards: rows of the updates that went into it, by group.
+    """
+    values: dict[str, Any] = {name: row[name] for name in (*_QUALITIES, *_COSTS)}
+    values["disagreement"] = (row["facts"] or {}).get("disagreement")
+    values |= {clean_name(name): value for name, value in (row["metrics"] or {}).items()}
+    for group, updates in boards.items():
+        for name, combine in _BOARD_FIGURES.items():
+            known = [float(update[name]) for update in updates if update[name] is not None]
+            if known:
+                values[f"boards/{clean_name(group)}/{name}"] = combine(known)
+    finite = {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+    kept = dict(sorted(finite.items())[:MAX_VALUES])
+    return Point(
+        round=row["round"],
+        closed_at=row["closed_at"],
+        values={**kept, ROUND: float(row["round"])},
+        is_evaluated=any(row[name] is not None for name in ("loss", "accuracy", "node_accuracy")),
+    )
+
+
+_BOARD_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
+    "compute_s": statistics.fmean,
+    "send_s": statistics.fmean,
+    "wait_s": statistics.fmean,
+    "staleness": statistics.fmean,
+    "max_temperature_c": max,
+}
+
+
+def clean_name(name: str) -> str:
+    """Returns a part of a name as every tracker takes it: shortened, with underscores for other characters."""
+    return _UNUSABLE.sub("_", name)[:MAX_NAME_CHARS]
+
+
+def flatten_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the settings of nested tables that have a value, by names with dots; lists are texts."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        path = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, Mapping):
+            flat |= flatten_settings(value, path)
+        elif value not in (None, "", [], ()):
+            is_plain = isinstance(value, bool | int | float)
+            flat[clean_name(path)] = value if is_plain else str(value)[:MAX_SETTING_CHARS]
+    return dict(list(flat.items())[:MAX_SETTINGS])
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBoardTracker:
+    """A folder of TensorBoard with a folder for each run, named by its id.
+
+    The bytes of a run's file follow from its rounds, so a file that was cut anywhere is the beginning of the whole
+    one, and is completed. A file that is no such beginning is replaced by a new one.
+    """
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        _require("tensorboard")
+
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
+        """Completes the run's event file."""
+        folder = self.folder / run.run_id
+        path = folder / f"events.out.tfevents.{int(run.started_at)}.edgefl"
+        content = b"".join(([*_encode_head(run)] if is_whole else []) + [_encode_point(point) for point in points])
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = path.read_bytes() if is_whole and path.exists() else b""
+            if not content.startswith(held):
+                write_atomic(path, content)
+                return
+            with path.open("ab") as file:
+                file.write(content[len(held) :])
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def _encode_head(run: TrackedRun) -> Iterator[bytes]:
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 an extra
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb  # noqa: PLC0415 likewise
+
+    yield _encode_event(Event(wall_time=run.started_at, file_version="brain.Event:2"))
+    settings = hparams_pb({"name": run.name, **run.settings}, trial_id=run.run_id, start_time_secs=run.started_at)
+    yield _encode_event(Event(wall_time=run.started_at, summary=settings))
+
+
+def _encode_point(point: Point) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 an extra
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415 likewise
+
+    values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+    return _encode_event(Event(wall_time=point.closed_at, step=point.round, summary=Summary(value=values)))
+
+
+def _encode_event(event: Any) -> bytes:
+    from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415 an extra
+
+    out = io.BytesIO()
+    RecordWriter(out).write(event.SerializeToString(deterministic=True))
+    return out.getvalue()
+
+
+@dataclass(slots=True)
+class MlflowTracker:
+    """An experiment of an MLflow server, with a run for each run.
+
+    Which rounds it holds is asked of the server. Where it holds one that the history has not, since the run went back
+    to a checkpoint, the server's run is marked as superseded, and a new one has all rounds.
+    """
+
+    url: str
+    experiment: str = "edgefl"
+    _client: Any = None
+    _runs: dict[str, str] = field(default_factory=dict)
+    """MLflow's ids of the runs."""
+
+    def __post_init__(self) -> None:
+        _require("mlflow")
+        from mlflow import MlflowClient  # noqa: PLC0415 an extra
+
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        self._client = MlflowClient(tracking_uri=self.url)
+
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
+        """Logs the rounds that the server does not hold, then the status."""
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415 an extra
+
+        try:
+            held = self._open_run(run, points) if is_whole else {}
+            found = self._runs[run.run_id]
+            self._log_points(found, points, held)
+            if status := FINAL_STATUSES.get(run.status):
+                end_ms = None if run.finished_at is None else _to_ms(run.finished_at)
+                self._client.set_terminated(found, status, end_ms)
+            else:
+                self._client.update_run(found, status="RUNNING")
+        except MlflowException as error:
+            raise NetworkError(f"MLflow at {self.url}: {str(error).strip().splitlines()[0]:.300}") from None
+
+    def _open_run(self, run: TrackedRun, points: Sequence[Point]) -> dict[str, set[int]]:
+        """Finds or makes the server's run, and returns the rounds that it holds of each metric."""
+        experiment = self._find_experiment()
+        query = f"tags.`{RUN_TAG}` = '{run.run_id}'"
+        known = {(point.round, _to_ms(point.closed_at)) for point in points}
+        held: dict[str, set[int]] = {}
+        for found in self._client.search_runs([experiment], query):
+            if SUPERSEDED_TAG in found.data.tags:
+                continue
+            self._runs[run.run_id] = found.info.run_id
+            if self._read_metric(run.run_id, ROUND) <= known:
+                names = {name for point in points for name in point.values}
+                held = {name: {number for number, _ in self._read_metric(run.run_id, name)} for name in names}
+                break
+            self._client.set_tag(found.info.run_id, SUPERSEDED_TAG, "true")
+            self._client.set_terminated(found.info.run_id, "KILLED")
+        else:
+            began_ms, tags = _to_ms(run.started_at), {RUN_TAG: run.run_id}
+            made = self._client.create_run(experiment, began_ms, tags, run.name[:MAX_NAME_CHARS])
+            self._runs[run.run_id] = made.info.run_id
+        self._log_settings(self._runs[run.run_id], run)
+        return held
+
+    def _read_metric(self, run_id: str, name: str) -> set[tuple[int, int]]:
+        """Returns round and milliseconds of each point."""
+        return {(one.step, one.timestamp) for one in self._client.get_metric_history(self._runs[run_id], name)}
+
+    def _find_experiment(self) -> str:
+        found = self._client.get_experiment_by_name(self.experiment)
+        return cast("str", self._client.create_experiment(self.experiment) if found is None else found.experiment_id)
+
+    def _log_settings(self, found: str, run: TrackedRun) -> None:
+        from mlflow.entities import Param  # noqa: PLC0415 an extra
+
+        params = [Param(name, str(value)) for name, value in run.settings.items()]
+        for start in range(0, len(params), BATCH_SETTINGS):
+            self._client.log_batch(found, params=params[start : start + BATCH_SETTINGS])
+
+    def _log_points(self, found: str, points: Sequence[Point], held: Mapping[str, set[int]]) -> None:
+        from mlflow.entities import Metric  # noqa: PLC0415 an extra
+
+        metrics = [
+            Metric(name, value, _to_ms(point.closed_at), point.round)
+            for point in points
+            for name, value in point.values.items()
+            if point.round not in held.get(name, ())
+        ]
+        for start in range(0, len(metrics), BATCH_VALUES):
+            self._client.log_batch(found, metrics=metrics[start : start + BATCH_VALUES])
+
+
+def _to_ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _require(module: str) -> None:
+    from importlib.util import find_spec  # noqa: PLC0415 here alone
+
+    if find_spec(module) is None:
+        raise MissingPackageError(f"{module} is not installed: {format_install_command(module)}")
