@@ -2,7 +2,7 @@
 
     python benchmarks/strategy_defaults.py [--data-sets digits mnist motionsense] [--data DIR]
         [--partitions iid dirichlet] [--devices 3 10 50] [--seeds 7 8 9] [--strategies NAME ...] [--jobs 2]
-        [--accelerator cuda]
+        [--examples N] [--accelerator cuda]
 
 A run file has nothing but the strategy's name, the task, and when to end; i.i.d. shards of `redundant` hold each
 block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its 10 rounds with the
@@ -14,7 +14,8 @@ Every cell is a JSON file in the `--out` folder, and those that are there are no
 are either. The table has the accuracy on the coordinator's test data less that of `fedavg`, in points, the mean over
 the seeds, whose number follows in brackets. It is the mean of the last three tenths of a run's evaluations: single
 ones of three boards fall by ten points at times. MNIST and MotionSense need `--data DIR` or EDGEFL_DATA, with a
-folder of each.
+folder of each. With `--examples N` the boards share N of the training examples, and the coordinator tests on as many
+of the test data at most; both are drawn with the seed before the cut, the same for every strategy.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from harness import options
 
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
@@ -44,6 +46,7 @@ ROUNDS = 10
 SCHEMES = {"iid": "iid", "dirichlet": "dirichlet:0.5"}
 SCHEMES_OF = {"redundant": {"iid": "redundant:2", "dirichlet": "dirichlet:0.5"}}
 MOST_BELOW = 0.02
+TEST_NAME = "test.npz"
 NUM_EVALUATIONS = 20
 MOST_OFF = 0.04
 """A run whose work differs by more from that of `fedavg` is repeated with another length."""
@@ -51,17 +54,19 @@ MOST_OFF = 0.04
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
+    """One run; `examples` are those of all boards together, None for all of the data set."""
+
     data_set: str
     partition: str
     devices: int
     seed: int
     strategy: str
     rounds: int
+    examples: int | None = None
 
     @property
     def name(self) -> str:
-        values = (self.data_set, self.partition, self.devices, self.seed, self.strategy, self.rounds)
-        return "-".join(map(str, values))
+        return "-".join(str(value) for value in asdict(self).values() if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +108,8 @@ def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
     rounds = math.ceil(length / cell.devices) if counts_updates else length
-    scheme = SCHEMES_OF.get(cell.strategy, SCHEMES)[cell.partition]
     with tempfile.TemporaryDirectory() as folder:
+        shards = None if cell.examples is None else write_shards(cell, setup, Path(folder))
         done = simulate(
             {
                 "run": {
@@ -117,12 +122,14 @@ def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool
                 "strategy": {"name": cell.strategy},
                 "simulation": {
                     "devices": cell.devices,
-                    "scheme": scheme,
+                    "scheme": choose_scheme(cell),
                     "workers": 0,
                     "accelerator": setup.accelerator,
                     **({} if (path := setup.find_folder(cell.data_set)) is None else {"data": path}),
+                    **({} if shards is None else {"test": str(Path(folder) / TEST_NAME)}),
                 },
             },
+            devices=shards,
             root=folder,
         )
         with Store.open(Path(folder) / "edgefl.db") as store:
@@ -133,6 +140,34 @@ def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool
         length=length,
         said=[row["message"] for row in events if row["kind"] == "run-diverging"],
     )
+
+
+def choose_scheme(cell: Cell) -> str:
+    return SCHEMES_OF.get(cell.strategy, SCHEMES)[cell.partition]
+
+
+def write_shards(cell: Cell, setup: Setup, folder: Path) -> list[Path]:
+    """Writes the boards' shards of a part of the data set, and the test data; returns the shards' paths."""
+    from edgefl.core.types import Dataset, derive_rng  # noqa: PLC0415 in the worker process
+    from edgefl.tasks.datasets.central import load_central_data  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.shards import ShardMetadata, write_shard  # noqa: PLC0415 likewise
+
+    def draw(data: Dataset, name: str) -> Dataset:
+        rows = derive_rng(cell.seed, name, cell.data_set).permutation(len(data))[: cell.examples]
+        return data.take(np.sort(rows))
+
+    path = setup.find_folder(cell.data_set)
+    central = load_central_data(cell.data_set, None if path is None else Path(path))
+    train, test = draw(central.train, "part"), draw(central.test, "test part")
+    scheme, rng = choose_scheme(cell), derive_rng(cell.seed, "shards", cell.data_set, choose_scheme(cell))
+    cut = partition_rows(parse_scheme(scheme), labels=train.targets, num_devices=cell.devices, rng=rng)
+    card = ShardMetadata(task=cell.data_set, scheme=scheme, source=f"{cell.examples} of {central.source}")
+    paths = [folder / f"device-{number:03}.npz" for number in range(1, cell.devices + 1)]
+    for number, (shard, rows) in enumerate(zip(paths, cut.rows, strict=True)):
+        write_shard(shard, train.take(rows), replace(card, blocks=cut.blocks[number] if cut.blocks else {}))
+    write_shard(folder / TEST_NAME, test, card)
+    return paths
 
 
 def run_cell(cell: Cell, setup: Setup, work: int | None) -> Outcome:
@@ -193,7 +228,9 @@ def estimate_length(cell: Cell, work: int) -> int:
     strategy: Any = build_run(
         parse_run({"run": {"task": cell.data_set, "rounds": 1}, "strategy": {"name": cell.strategy}}), "plan"
     ).strategy
-    per_round = cell.devices * getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
+    is_redundant = choose_scheme(cell).startswith("redundant")
+    num_slots = math.comb(cell.devices, 2) if is_redundant else cell.devices  # a block for each pair of boards
+    per_round = num_slots * getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
     iterations = strategy.plan.iterations
     if iterations is None:  # epochs, as those of the baseline
         return cell.rounds * (cell.devices if is_asynchronous(cell) else 1)
@@ -247,6 +284,7 @@ def make_cells(args: argparse.Namespace) -> list[Cell]:
             seed=seed,
             strategy=strategy,
             rounds=args.rounds,
+            examples=args.examples,
         )
         for data_set in args.data_sets
         for seed in args.seeds
@@ -315,6 +353,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[7, 8, 9])
     names = sorted(BUILT_IN_STRATEGIES)
     parser.add_argument("--strategies", nargs="+", choices=names, default=names)
+    parser.add_argument("--examples", type=int, help="of the training data, of all boards together [all]")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of fedavg")
     parser.add_argument("--known", action="store_true", help="run nothing: the table of what the folder has")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -324,6 +363,8 @@ def main() -> None:
     args = options.parse(
         parser, rounds=2, devices=[3], seeds=[7], partitions=["iid"], strategies=["asgd", "fedbuff", "dsgd"]
     )
+    if args.examples is not None and args.examples < 1:
+        parser.error(f"--examples must be at least 1, got {args.examples}")
     args.data = None if args.data is None else Path(args.data).resolve()
     os.environ["OMP_NUM_THREADS"] = "1"
     known = run_all(make_cells(args), args)

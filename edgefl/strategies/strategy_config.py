@@ -2,7 +2,8 @@
 
 Schedules are one line of text: `constant`, `step:N:F` (times F every N rounds), `exponential:F` (times F every
 round), `inverse-sqrt` (over the square root of the round), `cosine:N` (down to zero in N rounds), `linear:N`
-(likewise, in a straight line).
+(likewise, in a straight line), `linear:N:F` (constant until the last part F of N rounds, at most 1, and in a straight
+line to zero over that).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ them that it did. Error feedback relies on it."""
 
 _TRAIN_FIELDS = {item.name: item for item in fields(TrainConfig)}
 
-SCHEDULES = (CONSTANT, "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N")
+SCHEDULES = (CONSTANT, "step:N:F", "exponential:F", "inverse-sqrt", "cosine:N", "linear:N", "linear:N:F")
 
 LearningRateSchedule = Callable[[int], float]
 """Number of closed rounds -> factor of the learning rate, 1 at first."""
@@ -88,6 +89,8 @@ class StrategyConfig:
     """One line for `edgefl strategies`; without it, the first paragraph of the strategy's module."""
     rate_share: ClassVar[float] = 1.0
     """Part of the task's recommended learning rate that is the default."""
+    without_rate: ClassVar[Mapping[str, Any]] = {}
+    """Settings that are the default where the run file gives no `learning_rate`."""
 
     def plan(self) -> TrainConfig:
         """Returns the plan of the first round.
@@ -174,8 +177,9 @@ def parse_schedule(spec: str) -> LearningRateSchedule:
             return lambda done: 1.0 / math.sqrt(done + 1)
         case "cosine", [length]:
             return lambda done: 0.5 * (1.0 + math.cos(math.pi * min(1.0, done / length)))
-        case "linear", [length]:
-            return lambda done: max(0.0, 1.0 - done / length)
+        case "linear", [length, *parts] if len(parts) <= 1 and sum(parts) <= 1:
+            part = parts[0] if parts else 1.0
+            return lambda done: min(1.0, max(0.0, 1.0 - done / length) / part)
     raise ConfigError(f"strategy.schedule must be one of {', '.join(SCHEDULES)}, got {spec!r}")
 
 

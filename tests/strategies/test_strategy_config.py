@@ -53,6 +53,7 @@ def test_two_budgets_are_refused():
         ("inverse-sqrt", [1, 2**-0.5, 3**-0.5, 0.5, 5**-0.5]),
         ("cosine:4", [1, 0.5 + 2**-1.5, 0.5, 0.5 - 2**-1.5, 0]),
         ("linear:4", [1, 0.75, 0.5, 0.25, 0]),
+        ("linear:4:0.5", [1, 1, 1, 0.5, 0]),
     ],
 )
 def test_the_factor_follows_the_closed_rounds(spec, expected):
@@ -61,13 +62,27 @@ def test_the_factor_follows_the_closed_rounds(spec, expected):
 
 
 def test_a_schedule_that_ends_stays_at_its_end_and_each_that_is_listed_begins_at_one():
-    assert parse_schedule("linear:4")(100) == parse_schedule("cosine:4")(100) == 0.0
+    for ends in ("linear:4", "linear:4:0.5", "cosine:4"):
+        assert parse_schedule(ends)(100) == 0.0
     for listed in SCHEDULES:
         assert parse_schedule(listed.replace("N", "5").replace("F", "0.9"))(0) == 1.0
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "steps:2:0.5", "step:2", "linear", "linear:x", "linear:0", "step:2:-1", "cosine:inf"]
+    "spec",
+    [
+        "",
+        "steps:2:0.5",
+        "step:2",
+        "linear",
+        "linear:x",
+        "linear:0",
+        "linear:4:1.5",
+        "linear:4:0",
+        "linear:4:0.1:0.1",
+        "step:2:-1",
+        "cosine:inf",
+    ],
 )
 def test_a_schedule_that_makes_no_sense_is_refused_with_its_text(spec):
     with pytest.raises(ConfigError, match=r"strategy\.schedule") as caught:

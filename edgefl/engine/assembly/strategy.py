@@ -38,6 +38,8 @@ def make_run_strategy(task: Task, config: RunConfig, rules: RoundRules) -> Strat
     name, options = config.strategy.name, config.strategy.options
     defaults = list_recommended(task, name)
     if name in BUILT_IN_STRATEGIES:
+        if "learning_rate" not in options:
+            defaults.update(find_strategy(name).without_rate)
         return make_strategy(name, {**_select_known(defaults, get_settings(name)), **options}, rules)
     from edgefl.storage.state_serialisation import encode_state  # noqa: PLC0415 a device that assembles needs no store
 

@@ -6,7 +6,7 @@ an entry; any codec works. An entry where the votes are even, or nobody moved, s
 
 Source: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems, ICML 2018, algorithm 3, with
 momentum (Signum) algorithm 2; Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault
-Tolerant, ICLR 2019. Differs from the papers: devices may take several local steps before they vote, and the downlink
+Tolerant, ICLR 2019. Differs from the papers: devices take several local steps before they vote, and the downlink
 carries the model.
 """
 
@@ -30,6 +30,9 @@ class SignSGDConfig(SingleStepConfig):
     """Settings of a run with `signsgd`.
 
     Attributes:
+        iterations: local steps before a vote. The sign of one mini-batch's gradient is mostly noise (theorem 1 of the
+            paper wants a batch that grows with the run), that of a displacement by a few steps much less, and fewer
+            votes travel for the same work. The paper's is 1.
         step: of an entry in the first round; `schedule` scales it, as it does the learning rate. None takes 0.2/√K in
             a run of K rounds, and in a straight line to 0 unless there is another schedule: votes do not get shorter
             near the optimum, so the last model of a constant step swings by it. The paper's theorem 1 has
@@ -39,6 +42,7 @@ class SignSGDConfig(SingleStepConfig):
             velocity persists from round to round on the device, like that of `keep_optimizer`.
     """
 
+    iterations: int | None = field(default=6, metadata={"at_least": 0})
     step: float | None = field(default=None, metadata={"above": 0})
 
     def plan(self) -> TrainConfig:

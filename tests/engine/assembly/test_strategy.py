@@ -9,7 +9,7 @@ import pytest
 from edgefl.core.config import parse_run
 from edgefl.core.errors import CodecError, ConfigError
 from edgefl.engine.assembly.build import build_run
-from edgefl.engine.assembly.strategy import get_plan
+from edgefl.engine.assembly.strategy import get_inner_strategy, get_plan
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,17 @@ def test_a_strategy_takes_its_share_of_the_task_s_rate_unless_the_run_file_gives
 ) -> None:
     run = build_run(parse_run({"run": {"task": "digits", "rounds": 1}, "strategy": strategy}), "r")
     assert get_plan(run.strategy).learning_rate == rate
+
+
+def test_redundant_scales_the_task_s_rate_and_never_one_that_the_run_file_gives() -> None:
+    def scales(**options: Any) -> bool:
+        tables = {"run": {"task": "digits", "rounds": 1}, "strategy": {"name": "redundant", **options}}
+        return get_inner_strategy(build_run(parse_run(tables), "r").strategy).scales_rate  # type: ignore[attr-defined, no-any-return]
+
+    assert scales()
+    assert not scales(learning_rate=0.5)
+    assert scales(learning_rate=0.5, scale_rate=True)
+    assert not scales(scale_rate=False)
 
 
 @pytest.mark.parametrize(

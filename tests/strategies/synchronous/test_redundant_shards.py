@@ -31,13 +31,17 @@ def redundant(rules=None, **options):
     return make_strategy("redundant", {"learning_rate": 0.25, **options}, RoundRules(**rules))
 
 
-def by_hand(num_blocks, num_rounds, blocks=None):
+def by_hand(num_blocks, num_rounds, blocks=None, rates=None):
     """The mean over all blocks, whoever computed them."""
     model = np.zeros(2)
-    for _ in range(num_rounds):
-        moves = [trained(model, float(block), 0.25, 1) - model for block in (blocks or range(num_blocks))]
+    for rate in rates or [0.25] * num_rounds:
+        moves = [trained(model, float(block), rate, 1) - model for block in (blocks or range(num_blocks))]
         model = model + sum(moves[1:], moves[0]) / len(moves)
     return model.tobytes()
+
+
+def train_orders(fleet):
+    return [order for order in fleet.journal.orders if isinstance(order, TrainInstruction)]
 
 
 def blocks_used(fleet):
@@ -62,6 +66,24 @@ def test_r_minus_one_lost_devices_change_not_a_bit(lost):
         fleet.at(moment, lambda number=number: fleet.leave(f"d{number}"))
     state = run(fleet, redundant(), rounds=6)
     assert state.model["w"].tobytes() == by_hand(len(holders), 6)
+
+
+def test_a_scaled_rate_goes_by_blocks_a_device_and_falls_at_the_end_and_no_lost_device_changes_it():
+    fleet = fleet_of(list_subset_holders(6, 3), paces={0: 0.7, 1: 1.0, 2: 1.3, 3: 2.2})  # 20 blocks
+    for moment, number in ((9.0, 0), (25.0, 3)):
+        fleet.at(moment, lambda number=number: fleet.leave(f"d{number}"))
+    state = run(fleet, redundant({"rounds": 10}, scale_rate=True), rounds=10)
+    rates = [0.25 * (20 / 6) ** 0.5 * factor for factor in (1, 1, 1, 1, 1, 1, 1, 1, 2 / 3, 1 / 3)]
+    for order in train_orders(fleet):
+        assert order.plan.learning_rate == pytest.approx(rates[order.base_version])
+    assert state.model["w"] == pytest.approx(np.frombuffer(by_hand(20, 10, rates=rates)))
+
+
+def test_a_scaled_rate_is_bounded_and_a_device_without_more_blocks_than_others_keeps_the_rate():
+    for holders, factor in ((list_subset_holders(10, 4), 2.5), (list_duplicate_holders(4, 2), 1.0)):
+        fleet = fleet_of(holders)
+        run(fleet, redundant(scale_rate=True), rounds=1)
+        assert {order.plan.learning_rate for order in train_orders(fleet)} == {0.25 * factor}
 
 
 def test_a_slow_holder_costs_no_time_when_another_has_its_blocks():

@@ -106,4 +106,10 @@ def test_the_codec_of_one_bit_an_entry_carries_every_vote():
 def test_momentum_lives_on_the_boards_from_round_to_round():
     assert not vote().plan.keeps_state
     plan = vote({"momentum": 0.9}).plan
-    assert (plan.momentum, plan.keeps_state, plan.iterations) == (0.9, True, 1)
+    assert (plan.momentum, plan.keeps_state, plan.iterations) == (0.9, True, 6)
+
+
+def test_a_board_takes_several_steps_before_it_votes_unless_the_run_file_says_how_many():
+    assert vote().plan.iterations == 6
+    assert vote({"iterations": 1}).plan.iterations == 1
+    assert vote({"seconds": 2.0}).plan.iterations is None
