@@ -3,10 +3,10 @@
     python benchmarks/live_esync.py [--base 0.1] [--accuracy 0.85] [--epsilon 0] [--out DIR] [--json]
 
 Four device processes take 1, 2, 4 and 8 times `--base` seconds longer for every iteration. A short run probes them:
-seconds per iteration and per exchange go into a profile file. Then `ssgd`, `esync` with budgets and `esync` live
-train the digits on them, and the simulator runs the same with those profiles. The accuracy is reached when the mean
-of the last five evaluations is. All figures come from the store's rows. Waiting: from an update's arrival to the
-closing of its round, as a share of all devices' time, from the third round on (before, nobody knows who is fast).
+seconds per iteration and per exchange go into a profile file. Then `ssgd` and `esync`, with budgets, live and with
+queries, train the digits on them, and the simulator runs the same with those profiles. The accuracy is reached when
+the mean of the last five evaluations is. All figures come from the store's rows. Waiting: from an update's arrival to
+the closing of its round, as a share of all devices' time, from the third round on (before, nobody knows who is fast).
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main() -> int:
         "ssgd": {"name": "ssgd"},
         "esync, budget": {**esync, "mode": "budget"},
         "esync, live": {**esync, "mode": "live"},
+        "esync, query": {**esync, "mode": "query"},
     }
     try:
         live, probed = _measure(root, runs, arguments)

@@ -167,7 +167,10 @@ class PacedFleet:
         if work.is_recalled or work.done >= (plan.iterations or 1):
             self.after(self.boards[name].exchange_s / 2, lambda: self.answer(name, work))
             return []
-        self.iterate(name, work)
+        if plan.fallback_iterations is None:
+            self.iterate(name, work)
+        else:  # it stands still until the strategy has answered
+            self.after(0.0, lambda: self.go_on(name, work))
         if not plan.report_progress:
             return []
         self.progress[name] = Progress(
@@ -175,6 +178,12 @@ class PacedFleet:
             seconds_per_iteration=work.compute_s / work.done, age_s=0.0,
         )  # fmt: skip
         return [self.progress[name]]
+
+    def go_on(self, name, work):
+        if not work.is_recalled:
+            return self.iterate(name, work)
+        self.after(self.boards[name].exchange_s / 2, lambda: self.answer(name, work))
+        return []
 
     def answer(self, name, work):
         if work.is_gone:

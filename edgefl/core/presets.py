@@ -54,7 +54,7 @@ PRESETS: Mapping[PresetName, Mapping[str, Tables]] = {
         "esync": {
             "run": {"task": "fashion-mnist", "rounds": 100, "local_test_fraction": 0.0},
             "task": {"model": "resnet18"},
-            "strategy": {"mode": "live", "epsilon_s": 0.5, "batch_size": 64, "learning_rate": 0.032},
+            "strategy": {"mode": "query", "epsilon_s": 0.5, "batch_size": 64, "learning_rate": 0.032},
             "simulation": {"devices": 6, "scheme": "iid"},
         },
         "pdmm-isvr": _ISVR,

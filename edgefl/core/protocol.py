@@ -416,6 +416,7 @@ class CommandKind(StrEnum):
     DRAIN = "drain"
     RESUME = "resume"
     FINISH_EARLY = "finish-early"
+    CONTINUE = "continue"
     END = "end"
     RELOAD = "reload"
     LOG_LEVEL = "log-level"
@@ -440,8 +441,9 @@ class ReadinessPhase(StrEnum):
 class Command(_Message):
     """`command`: idempotent by `id`.
 
-    `argument` is an assignment id, a run id (`end`), a log level, a deployment id (`deploy` and `rollback`), an
-    installation id (`install`), or JSON (`logs`, `lockout`, `conditions`).
+    `argument` is an assignment id (with `continue` its iteration too, after a space), a run id (`end`), a log level,
+    a deployment id (`deploy` and `rollback`), an installation id (`install`), or JSON (`logs`, `lockout`,
+    `conditions`).
     """
 
     id: str

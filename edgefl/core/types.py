@@ -314,7 +314,9 @@ class TrainConfig:
     budget is that of each of its all-reduces. With `head_epochs` the tensors that stay on the device are trained
     alone for so many passes, and then the budget trains the others alone (FedRep). With `personal_lambda` the budget
     is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto). So it is
-    with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL).
+    with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL). With
+    `fallback_iterations` a progress report is a query, whose answer the device waits for: to go on, or to finish
+    early. Where none comes, it finishes after so many iterations.
     """
 
     algorithm: str = Algorithm.SGD
@@ -331,6 +333,7 @@ class TrainConfig:
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
+    fallback_iterations: int | None = field(default=None, metadata={"at_least": 1})
     messages: tuple[PeerMessage, ...] = ()
     node: GossipConfig | None = None
     collective: CollectiveConfig | None = None

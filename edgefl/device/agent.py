@@ -364,8 +364,8 @@ class Agent:
     def _on_peer_message(self, sender: str, payload: bytes) -> None:
         self._transports.receive(sender, payload)
 
-    def _publish_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> None:
-        self._connection.publish_progress(
+    def _publish_progress(self, assignment_id: str, iteration: int, seconds_per_iteration: float) -> bool:
+        return self._connection.publish_progress(
             ProgressReport(assignment=assignment_id, iteration=iteration, seconds_per_iteration=seconds_per_iteration)
         )
 

@@ -164,6 +164,7 @@ class CommandDispatcher:
         """Executes one command, in the MQTT thread; unknown ones are logged."""
         argument_handlers = {
             CommandKind.FINISH_EARLY: self.trainer.finish_early,
+            CommandKind.CONTINUE: self.trainer.continue_training,
             CommandKind.END: self._complete_run,
             CommandKind.DEPLOY: self.models.apply,
             CommandKind.ROLLBACK: self.models.roll_back,

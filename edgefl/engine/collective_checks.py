@@ -71,5 +71,7 @@ def check_weighted_mean(strategy: Strategy[Any], config: RunConfig) -> None:
         raise ConfigError(
             f"strategy.global_learning_rate must be 1 with {how}, got {strategy.rules.server.learning_rate:g}"
         )
-    if isinstance(strategy, ESync) and strategy.config.mode == "live" and config.aggregation.reductions > 1:
-        raise ConfigError("strategy.mode must be 'budget' with aggregation.reductions above 1, got 'live'")
+    if isinstance(strategy, ESync) and strategy.config.mode != "budget" and config.aggregation.reductions > 1:
+        raise ConfigError(
+            f"strategy.mode must be 'budget' with aggregation.reductions above 1, got {strategy.config.mode!r}"
+        )

@@ -63,9 +63,10 @@ def export_flower_app(config: RunConfig, out: Path, *, scheme: str, name: str | 
             "task.normalise asks boards for sums before the first round; it needs a fleet of edgefl. Write the "
             "numbers of a run into means and scales"
         )
-    if config.strategy.name == "esync" and config.strategy.options.get("mode") == "live":
+    mode = config.strategy.options.get("mode", "budget") if config.strategy.name == "esync" else "budget"
+    if mode != "budget":
         raise ConfigError(
-            "strategy.mode = 'live' needs devices that can be recalled, which stock Flower nodes cannot be; "
+            f"strategy.mode = {mode!r} needs devices that can be recalled, which stock Flower nodes cannot be; "
             "export it with mode = 'budget'"
         )
     if config.aggregation.is_collective:

@@ -106,7 +106,7 @@ def _create_trainer(
         accelerator=str(context.run_config.get("accelerator", "cpu")),
         threads=int(context.run_config.get("threads", 0)) or None,
         state_dir=state_dir,
-        on_progress=lambda *_: None,
+        on_progress=lambda *_: False,
     )
 
 

@@ -39,6 +39,8 @@ class InFlightWork:
         result: its result, during the upload.
         is_finishing_early: it was told to finish early.
         is_completed: it was answered or abandoned.
+        query_s: wait for the answers to its queries, per iteration, which includes it; 0 where it asks none.
+        queried_iterations, answered_s: of its last query, and when its answer is there; -1 before.
         earlier_iterations, earlier_compute_s: of a collective's trainings before the present one.
         extra: further metrics of its update.
     """
@@ -56,6 +58,9 @@ class InFlightWork:
     received_s: float = 0.0
     finished_s: float = 0.0
     reported_s: float = 0.0
+    query_s: float = 0.0
+    queried_iterations: int = 0
+    answered_s: float = -1.0
     result: TrainingResult | None = None
     is_finishing_early: bool = False
     is_completed: bool = False
@@ -170,7 +175,10 @@ class SimulatedDevice:
         """Samples iteration times and sets the iteration limit; None where seconds decide."""
         plan = work.instruction.plan
         work.max_iterations = plan.count_iterations(max(1, self.count_examples(work.instruction.block)))
-        work.iteration_times = self._draw_iteration_times(plan, work.max_iterations)
+        if plan.fallback_iterations is not None:
+            iteration_s, round_trip_s = self.iteration_s(plan.batch_size), 2 * self.profile.latency_s
+            work.query_s = round_trip_s * min(1.0, iteration_s / REPORT_INTERVAL_S)
+        work.iteration_times = self._draw_iteration_times(plan, work.max_iterations, work.query_s)
 
     def start_work(self, work: InFlightWork, now_s: float) -> None:
         """Starts computing now; sets the due time unless it is told to finish early."""
@@ -204,8 +212,10 @@ class SimulatedDevice:
             "throttled": ("throttled" if is_throttled else "ok") if self.compute_slowdown is not None else None,
         }
 
-    def _draw_iteration_times(self, config: TrainConfig, max_iterations: int | None) -> IterationTimes:
-        iteration_s = self.iteration_s(config.batch_size)
+    def _draw_iteration_times(
+        self, config: TrainConfig, max_iterations: int | None, query_s: float
+    ) -> IterationTimes:
+        iteration_s = self.iteration_s(config.batch_size) + query_s
         if not self.jitter:
             return IterationTimes.from_constant(iteration_s)
         num_samples = (

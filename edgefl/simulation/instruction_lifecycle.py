@@ -27,6 +27,9 @@ from edgefl.simulation.collective_groups import CollectiveGroups
 from edgefl.simulation.device import REPORT_INTERVAL_S, InFlightWork, SimulatedDevice
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
 
+_ROUNDING_S = 1e-9
+"""Of the sum of two latencies."""
+
 
 def make_failure(
     instruction: TrainInstruction | EvaluateInstruction, outcome: UpdateStatus, reason: str
@@ -254,9 +257,12 @@ class InstructionLifecycle:
 
     def _shorten(self, work: InFlightWork) -> None:
         """Ends an instruction after its present iteration; one not started runs a single iteration."""
-        is_running = work.device.current is work
+        is_running, now_s = work.device.current is work, self._event_queue.now_s
         work.is_finishing_early = True
-        iterations = work.count_iterations(self._event_queue.now_s) + 1 if is_running else 1
+        iterations = 1
+        if is_running:
+            is_waiting = now_s <= work.answered_s  # it stands still, between two iterations
+            iterations = work.queried_iterations if is_waiting else work.count_iterations(now_s) + 1
         if work.max_iterations is not None and iterations > work.max_iterations:
             return
         if work.job.iterations and iterations >= work.job.iterations:
@@ -281,25 +287,25 @@ class InstructionLifecycle:
             max(iteration, work.count_iterations(work.reported_s + REPORT_INTERVAL_S) if iteration else 0) + 1
         )
         if next_iteration <= work.job.iterations:
-            self._event_queue.schedule(work.compute_end_s(next_iteration), self._send_report, (work, next_iteration))
+            ends_s = work.compute_end_s(next_iteration) - work.query_s
+            self._event_queue.schedule(ends_s, self._send_report, (work, next_iteration))
 
     def _send_report(self, argument: tuple[InFlightWork, int]) -> None:
         work, iteration = argument
         if work.is_orphaned or work.is_completed or work.device.current is not work:
             return
-        work.reported_s = self._event_queue.now_s
+        now_s = work.reported_s = self._event_queue.now_s
+        latency_s = work.device.compute_latency_s(now_s)
+        if work.instruction.plan.fallback_iterations is not None:
+            work.queried_iterations, work.answered_s = iteration, now_s + 2 * latency_s + _ROUNDING_S
         report = Progress(
             device_id=work.instruction.device_id,
             assignment_id=work.instruction.assignment_id,
             iteration=iteration,
-            seconds_per_iteration=(self._event_queue.now_s - work.started_s) / iteration,
+            seconds_per_iteration=(now_s - work.started_s) / iteration,
             age_s=0.0,
         )
-        self._event_queue.schedule(
-            self._event_queue.now_s + work.device.compute_latency_s(self._event_queue.now_s),
-            self._on_report,
-            (work, report),
-        )
+        self._event_queue.schedule(now_s + latency_s, self._on_report, (work, report))
         self._schedule_report(work, iteration)
 
     def _on_report(self, argument: tuple[InFlightWork, Progress]) -> None:

@@ -22,7 +22,7 @@ class Board:
         self.calls = []
         parts: Any = {
             "state": SimpleNamespace(root=root),
-            "trainer": self._part("trainer", "finish_early", "complete_run", "pause"),
+            "trainer": self._part("trainer", "finish_early", "continue_training", "complete_run", "pause"),
             "gate": self._part("gate", "complete_run", "find_owner_blocker"),
             "models": self._part("models", "apply", "roll_back"),
             "installations": self._part("installations", "apply"),
@@ -54,6 +54,7 @@ def board(tmp_path):
 
 DONE = [
     (CommandKind.FINISH_EARLY, "a-1", [("trainer.finish_early", "a-1")]),
+    (CommandKind.CONTINUE, "a-1 4", [("trainer.continue_training", "a-1 4")]),
     (CommandKind.END, "r-1", [("gate.complete_run", "r-1"), ("trainer.complete_run", "r-1")]),
     (CommandKind.DEPLOY, "d-1", [("models.apply", "d-1")]),
     (CommandKind.ROLLBACK, "d-1", [("models.roll_back", "d-1")]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -215,7 +215,7 @@ def test_fast_devices_do_more_while_the_slowest_does_one_and_wait_little(paced: 
     in_step = paced_updates(paced, tools, "ssgd")
     assert [row["iterations"] for row in in_step] == [1] * len(NAMES) * PACED_ROUNDS
     assert waiting(in_step) > 0.25
-    for mode in ("budget", "live"):
+    for mode in ("budget", "live", "query"):
         rows, done = paced_updates(paced, tools, "esync", mode=mode), defaultdict(list)
         for row in rows:
             if row["round"] >= KNOWN_FROM:
@@ -225,6 +225,28 @@ def test_fast_devices_do_more_while_the_slowest_does_one_and_wait_little(paced: 
         assert 4 <= median(done["device-01"]) <= 9
         assert 2 <= median(done["device-02"]) <= 9
         assert waiting(rows) < waiting(in_step) / 2
+
+
+def test_devices_that_ask_fall_back_to_their_budgets_while_the_coordinator_is_killed(
+    paced: LocalFleet, tools: Any
+) -> None:
+    for name, pace_s in {"device-01": 0.15, "device-02": 0.3, "device-03": 1.5}.items():
+        next(Path(d.shards[tools.gated]) for d in paced.devices if d.name == name).with_suffix(".pace").write_text(
+            str(pace_s)
+        )
+    run = {"task": tools.gated, "rounds": 6, "evaluate_on": "none"}
+    run_id = paced.submit(run_of("esync", options={"mode": "query"}, **run))
+    tools.wait_rounds(paced, run_id, 3)
+    paced.kill("coordinator")
+    tools.pause(6.0)  # the slowest is back after 1.5 s, and four more such rounds are gone
+    paced.start_coordinator()
+    assert paced.wait_for_run(run_id)["status"] == "finished"
+    used = tools.used(paced, run_id)
+    assert Counter(row["round"] for row in used) == dict.fromkeys(range(1, 7), 3), "none is lost, none is doubled"
+    assert {row["outcome"] for row in paced.list_history("updates", run=run_id)} == {"used"}
+    done = [row["iterations"] for row in used if row["device_id"] == "device-01" and row["round"] >= KNOWN_FROM]
+    assert 4 <= median(done) <= 10
+    assert max(done) <= 12, "none goes on while it cannot ask"
 
 
 def test_with_double_buffering_a_device_has_its_next_work_before_the_round_is_closed(

@@ -51,6 +51,10 @@ def test_weighted_means_may(strategy):
             {"strategy": {"name": "esync", "mode": "live"}, "aggregation": {"reductions": 2}},
             "strategy.mode must be 'budget'",
         ),
+        (
+            {"strategy": {"name": "esync", "mode": "query"}, "aggregation": {"reductions": 2}},
+            "strategy.mode must be 'budget' with aggregation.reductions above 1, got 'query'",
+        ),
         ({"aggregation": {"collective": "coordinator", "reductions": 2}}, "aggregation.reductions must be 1"),
         ({"aggregation": {"hosts": "/absent.json"}}, "absent.json"),
     ],

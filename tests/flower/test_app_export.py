@@ -217,6 +217,7 @@ def test_a_users_own_strategy_goes_into_the_app(export, tmp_path, monkeypatch):
     [
         ({"name": "nowhere_at_all:Plain"}, "the module of nowhere_at_all:Plain is not found"),
         ({"name": "esync", "mode": "live"}, r"strategy\.mode = 'live' needs devices that can be recalled"),
+        ({"name": "esync", "mode": "query"}, r"strategy\.mode = 'query' needs devices that can be recalled"),
     ],
 )
 def test_what_a_stock_node_cannot_do_is_not_exported(tmp_path, monkeypatch, strategy, told):

@@ -343,6 +343,22 @@ def test_progress_is_told_no_more_than_ten_times_a_second_and_only_when_asked() 
     assert not any(isinstance(event, Progress) for _, event in until(virtual, 100.0))
 
 
+@pytest.mark.parametrize(("fallback", "iterations"), [(None, 3), (2, 2)], ids=["report", "query"])
+def test_a_board_that_asks_stands_still_until_the_answer_is_there(fallback: int | None, iterations: int) -> None:
+    virtual = fleet([board(profile=replace(BOARD, latency_s=0.4))])
+    plan = TrainConfig(iterations=10**9, report_progress=True, fallback_iterations=fallback)
+    virtual.dispatch([order("a", plan=plan)], Source())
+    told = []
+    while not told or told[-1].iteration < 2:
+        told += [event for event in virtual.wait(50.0) if isinstance(event, Progress)]
+    virtual.dispatch([FinishEarlyInstruction(assignment_id="a", device_id="d0")], Source())
+    (update,) = [event for _, event in until(virtual, 50.0) if isinstance(event, Update)]
+    assert update.metrics.iterations == iterations
+    # Each query costs a round trip.
+    round_trips_s = 0.0 if fallback is None else 2 * iterations * 0.4
+    assert update.metrics.compute_s == pytest.approx(iterations * 1.0 + round_trips_s)
+
+
 def test_open_ended_work_is_trained_once_its_length_is_known() -> None:
     training = Script()
     virtual = fleet([board()], training)

@@ -40,6 +40,7 @@ VARIANTS = {
     "dc-asgd, adaptive": ("dc-asgd", {"variant": "adaptive"}),
     "dc-asgd, mxnet": ("dc-asgd", {"variant": "mxnet"}),
     "esync, live": ("esync", {"mode": "live"}),
+    "esync, query": ("esync", {"mode": "query"}),
     "esync, nova": ("esync", {"aggregation": "nova"}),
     "fedasync, hinge": ("fedasync", {"staleness": "hinge"}),
     f"fedavg, {TWO}": ("fedavg", {"double_buffering": True}),

@@ -170,6 +170,7 @@ class LiveFleet:
         self._hand_backs: dict[str, list[float]] = {}
         self._base_bytes: dict[str, int] = {}
         self._interruption: InterruptedRunError | None = None
+        self._queries: dict[str, int] = {}
         self._view = LiveFleetView(
             run,
             registry,
@@ -362,6 +363,7 @@ class LiveFleet:
             InterruptedRunError: the coordinator stops, or the run has begun and waited too long for devices.
             RunFailedError: fewer devices are ready than the run requires, or it has waited too long for them.
         """
+        self._answer_queries()
         while True:
             if self._interruption is not None:
                 raise self._interruption
@@ -386,6 +388,12 @@ class LiveFleet:
             events += self._membership.poll()
             if events or (self.clock() >= until_s and self._interruption is None):
                 return events
+
+    def _answer_queries(self) -> None:
+        """Lets the devices go on that the strategy, which has seen their queries, does not ask to finish."""
+        for wire_id, iteration in self._queries.items():
+            self._in_flight.continue_training(wire_id, iteration)
+        self._queries.clear()
 
     def _next_wake_s(self, until_s: float) -> float:
         admission_s, idle_poll_s = self._membership.next_deadline_s(), self._idle_reporter.next_poll_s()
@@ -482,6 +490,9 @@ class LiveFleet:
             elapsed_s=self._measure_elapsed_s(pending),
         )
         self._view.record_progress(progress)
+        instruction = pending.instruction
+        if isinstance(instruction, TrainInstruction) and instruction.plan.fallback_iterations is not None:
+            self._queries[pending.wire_id] = report.iteration
         return [progress]
 
     def _fail_all(self, device_id: str, reason: str) -> list[Event]:

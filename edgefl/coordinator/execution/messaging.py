@@ -188,6 +188,13 @@ class InFlightInstructions:
             pending.is_finishing_early = True
             self._send_finish_early(pending)
 
+    def continue_training(self, wire_id: str, iteration: int) -> None:
+        """Answers a device's query after an iteration; one that was asked to finish has its answer."""
+        pending = self._pending.get(wire_id)
+        if pending is not None and not pending.is_finishing_early:
+            command = Command(id=uuid.uuid4().hex, kind=CommandKind.CONTINUE, argument=f"{wire_id} {iteration}")
+            self._notifier.send_command(pending.instruction.device_id, command)
+
     def resend(self, pending: PendingInstruction, reason: str) -> None:
         """Sends an instruction again, with its present header and body."""
         log.warning("sending %s to %s again: %s", pending.wire_id, pending.instruction.device_id, reason)

@@ -176,6 +176,8 @@ class TrainingProcess:
             match header.get("notice"):
                 case "finish_early":
                     self._trainer.finish_early(argument)
+                case "continue":
+                    self._trainer.continue_training(argument)
                 case "complete_run":
                     self._trainer.complete_run(argument)
                 case "pause":
@@ -195,8 +197,9 @@ class TrainingProcess:
         self._receive_peer_message = on_message
         return RelayedTransport(self._agent)
 
-    def _report_progress(self, assignment: str, iteration: int, seconds: float) -> None:
+    def _report_progress(self, assignment: str, iteration: int, seconds: float) -> bool:
         self._agent.send({"notice": "progress", "assignment": assignment, "iteration": iteration, "seconds": seconds})
+        return True
 
     def _report_alive(self) -> None:
         if time.monotonic() - self._alive_s >= ALIVE_INTERVAL_S:

@@ -155,6 +155,10 @@ class ConfiningTrainer(DeviceTrainer):
         super().finish_early(assignment_id)
         self._notify("finish_early", assignment_id)
 
+    def continue_training(self, query: str) -> None:
+        super().continue_training(query)
+        self._notify("continue", query)
+
     def abort(self) -> None:
         super().abort()
         self._notify("abort")

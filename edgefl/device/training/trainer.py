@@ -80,9 +80,11 @@ MAX_FINISH_EARLY_IDS = 64
 MAX_SESSIONS = 50
 """Sessions of one assignment of a split network; each is lost with a process at the coordinator."""
 PROGRESS_INTERVAL_S = 0.1
+ANSWER_TIMEOUT_S = 1.0
+"""Longest wait for the answer to a query, once per assignment; then the fallback of its plan holds."""
 
-ProgressCallback = Callable[[str, int, float], None]
-"""(assignment id, finished iterations, seconds per iteration)"""
+ProgressCallback = Callable[[str, int, float], bool]
+"""(assignment id, finished iterations, seconds per iteration); returns whether it was sent"""
 
 
 class TrainingAbortedError(Exception):
@@ -178,6 +180,8 @@ class DeviceTrainer:
         self._finish_early_ids: OrderedDict[str, None] = OrderedDict()
         self._is_aborted = False
         self._lock = threading.Lock()
+        self._answered = threading.Condition(self._lock)
+        self._answered_query, self._reported_s = "", 0.0
         self._current: tuple[str, str, int] | None = None
 
     @property
@@ -202,6 +206,13 @@ class DeviceTrainer:
             # Ids of work that never comes, or came before, must not accumulate over months.
             while len(self._finish_early_ids) > MAX_FINISH_EARLY_IDS:
                 self._finish_early_ids.popitem(last=False)
+            self._answered.notify_all()
+
+    def continue_training(self, query: str) -> None:
+        """Answers a query, an assignment's id and an iteration: the assignment goes on after it."""
+        with self._lock:
+            self._answered_query = query
+            self._answered.notify_all()
 
     def abort(self) -> None:
         """Aborts the current work without a reply, after the current iteration."""
@@ -567,7 +578,7 @@ class DeviceTrainer:
 
         After the iteration `last` there is no thermal pause.
         """
-        plan, reported_s = instruction.plan, 0.0
+        plan, is_answered, is_away = instruction.plan, False, False
         until_s = math.inf if plan.seconds is None else time.monotonic() + plan.seconds
 
         def should_stop_waiting() -> bool:
@@ -577,7 +588,7 @@ class DeviceTrainer:
             )
 
         def on_iteration(iteration: int, seconds_per_iteration: float) -> bool:
-            nonlocal reported_s
+            nonlocal is_answered, is_away
             self._current = instruction.run, instruction.assignment_id, iteration
             self._sample_health()
             self._check_conditions()
@@ -585,12 +596,29 @@ class DeviceTrainer:
                 self._thermal_pacer.wait_until_cool(should_stop_waiting)
             if self._is_aborted:
                 raise TrainingAbortedError
-            if plan.report_progress and time.monotonic() - reported_s >= PROGRESS_INTERVAL_S:
-                reported_s = time.monotonic()
-                self._on_progress(instruction.assignment_id, iteration, seconds_per_iteration)
-            return instruction.assignment_id in self._finish_early_ids or time.monotonic() >= until_s
+            if plan.report_progress and time.monotonic() - self._reported_s >= PROGRESS_INTERVAL_S:
+                is_sent = self._on_progress(instruction.assignment_id, iteration, seconds_per_iteration)
+                if plan.fallback_iterations is not None and not is_away:
+                    is_answered = is_sent and self._wait_for_answer(instruction.assignment_id, iteration)
+                    is_away = is_sent and not is_answered
+                self._reported_s = time.monotonic()  # after the answer: the agent sees intervals as long as here
+            has_reached_fallback = plan.fallback_iterations is not None and iteration >= plan.fallback_iterations
+            return (
+                instruction.assignment_id in self._finish_early_ids
+                or time.monotonic() >= until_s
+                or (has_reached_fallback and not is_answered)
+            )
 
         return on_iteration
+
+    def _wait_for_answer(self, assignment_id: str, iteration: int) -> bool:
+        """Returns whether a query was answered in time."""
+        query = f"{assignment_id} {iteration}"
+        with self._answered:
+            return self._answered.wait_for(
+                lambda: self._is_aborted or self._answered_query == query or assignment_id in self._finish_early_ids,
+                ANSWER_TIMEOUT_S,
+            )
 
     def _make_finish_early_check(self, instruction: ParsedInstruction) -> Callable[[int], bool]:
         """Returns a callback that maps a waiting node's iterations to whether it must report."""

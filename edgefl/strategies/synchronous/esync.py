@@ -4,10 +4,10 @@ Source: Li, Zhou, Yu, Xu, ESync: Accelerating Intra-Domain Federated Learning in
 2020. The model moves by the mean displacement, uniform over devices as in the paper, by examples, or normalised as in
 FedNova (unequal steps on unequal data otherwise pull the mean towards the fast devices' optimum).
 
-`budget` gives every device its number of iterations with the assignment. `live` is the paper's state server: devices
-report their progress, and a `FinishEarlyInstruction` (READY) ends their work as late as can be. A device never waits
-for the answer: it goes on until it is told to finish early, which is the paper's non-blocking query with a delayed
-acknowledgement.
+`budget` gives every device its number of iterations with the assignment. `query` is the paper's state server: devices
+report their progress and wait for the answer, to go on or, by a `FinishEarlyInstruction` (READY), to end; where none
+comes they end after their budget. `live` is the paper's non-blocking query with a delayed acknowledgement: a device
+goes on until it is told to finish early.
 
 Differs from the paper: durations in place of clocks, smoothed measurements, the time of the exchange counts, ε is a
 fraction of an iteration unless `epsilon_s` is set (0.5 in the paper), devices may come, go and slow down at any time.
@@ -68,7 +68,7 @@ class ESyncConfig(SingleStepConfig):
         give_up: multiple of the planned seconds, and at least a minute, after which a device is given up.
     """
 
-    mode: Literal["budget", "live"] = "budget"
+    mode: Literal["budget", "live", "query"] = "budget"
     aggregation: Literal["uniform", "samples", "nova"] = "uniform"
     epsilon: float = field(default=0.0, metadata={"at_least": -1})
     epsilon_s: float | None = field(default=None, metadata={"at_least": 0})
@@ -126,8 +126,8 @@ class ESyncState(RoundState):
         measured: measurements by device.
         paces: timings used in the open round, by device.
         planned_s: planned duration of the open round, None when unknown.
-        unbounded: devices that work until they are told to finish, in `live` mode.
-        looked_s: time of the last scan of all devices, in `live` mode.
+        unbounded: devices that work until they are told to finish, in the modes `live` and `query`.
+        looked_s: time of the last scan of all devices, in the same modes.
     """
 
     measured: dict[str, ESyncMeasurements] = field(default_factory=dict)
@@ -163,14 +163,15 @@ class ESync(SynchronousStrategy[ESyncState]):
         plans = {}
         for device_id in devices:
             count = counts.get(device_id, settings.min_iterations)
-            is_live = settings.mode == "live" and count > settings.min_iterations
-            (state.unbounded.add if is_live else state.unbounded.discard)(device_id)
+            is_unbounded = settings.mode != "budget" and count > settings.min_iterations
+            (state.unbounded.add if is_unbounded else state.unbounded.discard)(device_id)
             plans[device_id] = replace(
                 plan,
-                iterations=settings.max_iterations if is_live else count,
+                iterations=settings.max_iterations if is_unbounded else count,
                 epochs=None,
                 seconds=None,
-                report_progress=is_live,
+                report_progress=is_unbounded,
+                fallback_iterations=count if is_unbounded and settings.mode == "query" else None,
             )
         return plans
 
@@ -195,7 +196,7 @@ class ESync(SynchronousStrategy[ESyncState]):
     def schedule_during_round(
         self, state: ESyncState, current_round: OpenRound, view: FleetView
     ) -> tuple[Instruction, ...]:
-        """Recalls devices: live, when the rule says READY; always, when the round takes much longer than planned."""
+        """Recalls devices: without budgets, when the rule says READY; always, when the round takes far too long."""
         now_s = view.now_s
         if current_round.since_s is None or state.planned_s is None:
             return ()

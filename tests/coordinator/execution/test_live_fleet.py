@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -574,6 +575,26 @@ def test_progress_is_passed_on_under_the_assignments_own_id(site):
     (progress,) = site.events()
     assert (progress.device_id, progress.assignment_id, progress.iteration) == ("pi", "a-1", 3)
     assert site.fleet.view().progress == {"pi": progress}
+
+
+def test_a_device_that_asks_goes_on_once_the_strategy_has_seen_it_and_has_not_recalled_it(site):
+    site.add("other")
+    query = TrainConfig(iterations=100, report_progress=True, fallback_iterations=4)
+    site.give(*(replace(training(key, device), plan=query) for key, device in (("a-1", "pi"), ("a-2", "other"))))
+    site.give(training("a-3"))
+    for device, key in (("pi", "a-1"), ("other", "a-2"), ("other", "a-1"), ("pi", "a-3")):
+        site.fleet.post(
+            Progress(
+                device_id=device, assignment_id=f"run-1/{key}", iteration=2, seconds_per_iteration=0.1, age_s=0.0
+            )
+        )
+    site.events()
+    assert site.bell.commands == [], "nothing is decided yet"
+    site.give(FinishEarlyInstruction(assignment_id="a-2", device_id="other"))
+    site.events()
+    assert site.bell.commands == [("other", "finish-early", "run-1/a-2"), ("pi", "continue", "run-1/a-1 2")]
+    site.events()
+    assert len(site.bell.commands) == 2, "each query has one answer"
 
 
 def test_a_wait_ends_at_its_time_a_stop_is_passed_on_and_an_interruption_ends_it_at_once(site):

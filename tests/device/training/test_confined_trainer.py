@@ -32,7 +32,7 @@ MARK = "secret-of-the-agent"
 class Board:
     """A trainer with a key, two shards, and a task of others."""
 
-    def __init__(self, root, policy="auto", **options):
+    def __init__(self, root, policy="auto", *, on_progress=None, **options):
         self.root, self.progress = root / "device", []
         self.root.mkdir(exist_ok=True)
         self.secret = MARK.encode() + b" of the key"
@@ -49,7 +49,7 @@ class Board:
             accelerator="cpu",
             threads=1,
             state_dir=self.root,
-            on_progress=lambda *report: self.progress.append(report),
+            on_progress=on_progress or (lambda *report: self.progress.append(report)),
             **options,
         )
 
@@ -150,6 +150,25 @@ def test_what_is_built_in_trains_in_the_agent_and_always_confines_that_too_with_
         assert always.trainer.evaluate(board.header(task="digits"), b"")[0]["error"].startswith("CodecError")
     finally:
         always.trainer.close()
+
+
+def test_a_query_of_a_confined_process_is_answered_by_the_coordinator(tmp_path):
+    def answer(assignment, iteration, _seconds):
+        own.progress.append(iteration)
+        if len(own.progress) < 3:
+            own.trainer.continue_training(f"{assignment} {iteration}")
+        else:
+            own.trainer.finish_early(assignment)
+        return True
+
+    own = Board(tmp_path, "always", on_progress=answer)
+    plan = {"iterations": 10_000_000, "report_progress": True, "fallback_iterations": 2, "learning_rate": 0.5}
+    try:
+        reply = own.train(task="digits", plan={"algorithm": "sgd", "batch_size": 16, **plan})[0]
+        assert reply["metrics"]["iterations"] == own.progress[-1] > 2
+        assert len(own.progress) == 3
+    finally:
+        own.trainer.close()
 
 
 def test_a_confined_process_keeps_what_a_run_leaves_on_the_board(board, tmp_path):

@@ -17,6 +17,7 @@ from edgefl.compression.delta import encode_delta
 from edgefl.core.clusters import make_stack_shapes, make_update_shapes
 from edgefl.core.types import ZERO_CONTROL_VARIATE, PeerMessage, SparseTensor, derive_rng
 from edgefl.device.hardware.health import HealthSampler, LinkQuality
+from edgefl.device.training import trainer
 from edgefl.device.training.trainer import DeviceTrainer, TrainingAbortedError
 from edgefl.strategies.peer_algorithms.gossip_node import encode_messages
 from edgefl.strategies.synchronous.scaffold import encode_control_variate
@@ -91,7 +92,9 @@ OWN_TASK = "own_trainer_task:Personal"
 class Device:
     """A trainer with its shards, and the messages that a coordinator would send."""
 
-    def __init__(self, root, shards, *, role="trainer", options=None, task="digits", device_id="pi"):
+    def __init__(
+        self, root, shards, *, role="trainer", options=None, task="digits", device_id="pi", on_progress=None
+    ):
         self.shards, self.progress, self.task, self.options = dict(shards), [], task, options or {}
         self.trainer = DeviceTrainer(
             device_id=device_id,
@@ -100,7 +103,7 @@ class Device:
             accelerator="cpu",
             threads=1,
             state_dir=root,
-            on_progress=lambda *report: self.progress.append(report),
+            on_progress=on_progress or (lambda *report: self.progress.append(report)),
         )
 
     @property
@@ -371,6 +374,41 @@ def test_progress_is_reported_when_asked_and_at_most_ten_times_a_second(device):
     assert list(iterations) == sorted(set(iterations))
     assert iterations[-1] <= header["metrics"]["iterations"]
     assert all(0 < pace < elapsed_s for pace in paces)
+
+
+QUERY = {"iterations": 10_000_000, "report_progress": True, "fallback_iterations": 5}
+
+
+def test_a_device_that_asks_stands_still_until_it_is_answered_and_goes_on_past_its_fallback(tmp_path, shard):
+    asked = []
+
+    def answer(assignment, iteration, _seconds):
+        asked.append((iteration, device.trainer.current[2]))
+        if len(asked) == 3:
+            threading.Timer(0.05, device.trainer.finish_early, [assignment]).start()
+        else:
+            device.trainer.continue_training(f"{assignment} {iteration - 1}")  # of an earlier query
+            threading.Timer(0.05, device.trainer.continue_training, [f"{assignment} {iteration}"]).start()
+        return True
+
+    device = Device(tmp_path, {"digits": str(shard)}, on_progress=answer)
+    iterations = device.train(plan=QUERY)[0]["metrics"]["iterations"]
+    assert iterations == asked[-1][0] > 5, "it ends with the iteration after which it asked"
+    assert all(iteration == current for iteration, current in asked)
+
+
+@pytest.mark.parametrize(("is_sent", "waits"), [(True, 1), (False, 0)], ids=["no answer", "no connection"])
+def test_a_device_whose_queries_nobody_answers_waits_once_and_finishes_after_its_fallback(
+    tmp_path, shard, monkeypatch, is_sent, waits
+):
+    monkeypatch.setattr(trainer, "PROGRESS_INTERVAL_S", 0.0)
+    asked = []
+    device = Device(tmp_path, {"digits": str(shard)}, on_progress=lambda *query: asked.append(query) or is_sent)
+    device.train(plan={"iterations": 1})
+    started_s = time.monotonic()
+    assert device.train(plan=QUERY)[0]["metrics"]["iterations"] == 5
+    assert len(asked) == 5, "it goes on to report"
+    assert 0.0 <= time.monotonic() - started_s - waits * trainer.ANSWER_TIMEOUT_S < 3.0
 
 
 def test_tensors_that_stay_on_the_board_are_neither_sent_nor_forgotten(own, tmp_path):

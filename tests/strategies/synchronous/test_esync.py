@@ -54,7 +54,7 @@ def spent_s(fleet):
     return [round(closed[version] - opened[version], 6) for version in sorted(closed)]
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_everybody_ends_when_the_slowest_does_from_the_second_round_on(mode):
     fleet = fleet_of()
     run(fleet, esync(mode=mode), rounds=4)
@@ -62,14 +62,14 @@ def test_everybody_ends_when_the_slowest_does_from_the_second_round_on(mode):
     assert spent_s(fleet) == [4.0] * 4
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_the_papers_half_second_costs_a_fast_fleet_an_iteration(mode):
     fleet = fleet_of()
     run(fleet, esync(mode=mode, epsilon_s=0.5), rounds=2)
     assert iterations(fleet)[1] == {"a": 3, "b": 1, "c": 1}
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_a_slack_below_zero_lets_devices_end_a_little_after_the_slowest(mode):
     fleet = fleet_of({"a": 1.1, "b": 4.2})
     run(fleet, esync(mode=mode, epsilon=-0.2), rounds=2)
@@ -79,7 +79,7 @@ def test_a_slack_below_zero_lets_devices_end_a_little_after_the_slowest(mode):
     assert iterations(fleet)[1] == {"a": 3, "b": 1}
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_the_time_on_the_way_counts(mode):
     fleet = fleet_of(exchange={"a": 2.0, "b": 1.0, "c": 0.5})
     run(fleet, esync(mode=mode), rounds=3)
@@ -87,13 +87,25 @@ def test_the_time_on_the_way_counts(mode):
     assert spent_s(fleet) == [4.5] * 3
 
 
-def test_live_work_is_ended_by_recalls_and_not_by_budgets():
+@pytest.mark.parametrize(("mode", "fallbacks"), [("live", [None] * 3), ("query", [4, 2, None])])
+def test_work_without_a_budget_is_ended_by_recalls_and_that_of_a_query_falls_back_to_one(mode, fallbacks):
     fleet = fleet_of()
-    run(fleet, esync(mode="live"), rounds=2)
+    run(fleet, esync(mode=mode), rounds=2)
     plans = {o.device_id: o.plan for o in fleet.assignments() if o.base_version == 1}
     assert [plans[name].iterations for name in "abc"] == [10_000, 10_000, 1]
     assert [plans[name].report_progress for name in "abc"] == [True, True, False]
+    assert [plans[name].fallback_iterations for name in "abc"] == fallbacks
     assert {name for _, name in fleet.recalls()} == {"a", "b"}
+
+
+@pytest.mark.parametrize(("mode", "done"), [("live", 3), ("query", 2)])
+def test_a_device_that_asks_begins_no_iteration_that_no_longer_fits(mode, done):
+    fleet = fleet_of()
+    fleet.at(4.5, lambda: setattr(fleet.boards["a"], "seconds_per_iteration", 1.7) or [])
+    run(fleet, esync(mode=mode, smoothing="last"), rounds=2)
+    # Round 2 began at 4 s; a ends its second iteration at 6.7 s, and another would end after c's only one, at 8 s.
+    assert iterations(fleet)[1]["a"] == done
+    assert spent_s(fleet)[1] == (4.0 if mode == "query" else 4.4)
 
 
 def test_the_fleets_speeds_serve_for_the_first_round_when_all_are_known():
@@ -107,7 +119,7 @@ def test_the_fleets_speeds_serve_for_the_first_round_when_all_are_known():
     assert iterations(fleet) == [{"a": 1, "b": 1, "c": 1}]
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_a_newcomer_warms_up_with_one_iteration_and_does_not_disturb_the_others(mode):
     fleet = fleet_of()
     fleet.boards["d"], fleet.queues["d"] = Board(0.5), []
@@ -152,18 +164,18 @@ def test_live_a_device_that_has_become_the_slowest_is_heard_of_by_its_progress()
     assert iterations(fleet)[2] == {"a": 9, "b": 18, "c": 1}
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_when_the_slowest_dies_in_a_round_the_others_go_on_without_it(mode):
     fleet = fleet_of()
     fleet.at(5.5, lambda: fleet.leave("c"))
     run(fleet, esync(mode=mode), rounds=4)
     assert iterations(fleet)[2] == {"a": 2, "b": 1}
     assert all(len(names) == 2 for names in fleet.journal.aggregates[1:])
-    if mode == "live":  # b is the slowest now, and its first iteration is the last
+    if mode != "budget":  # b is the slowest now, and its first iteration is the last
         assert [at for at, _ in fleet.arrived[3:5]] == [6.0, 6.0]
 
 
-@pytest.mark.parametrize("mode", ["budget", "live"])
+@pytest.mark.parametrize("mode", ["budget", "live", "query"])
 def test_when_all_were_lost_it_waits_in_peace_until_they_are_back(mode):
     fleet = fleet_of()
     fleet.at(5.0, lambda: [event for name in PACES for event in fleet.leave(name)])
