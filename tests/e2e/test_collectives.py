@@ -56,6 +56,10 @@ def finished(fleet: LocalFleet, run_id: str) -> tuple[dict[str, Array], list[Any
     return load_model_file(fleet.get_model_path(run["model"])), rows
 
 
+def read_logs(fleet: LocalFleet) -> str:
+    return "".join((fleet.root / f"{name}.log").read_text() for name in NAMES)
+
+
 def distance(one: dict[str, Array], other: dict[str, Array]) -> float:
     return max(float(np.abs(one[name] - other[name]).max()) for name in one)
 
@@ -91,6 +95,7 @@ def test_a_device_that_is_killed_leaves_its_round_to_the_coordinator(four: Local
     run_id = four.submit(run_of(four, "ring", 2, 3, LONG))
     tools.wait_rounds(four, run_id, 1)
     four.kill("device-02")
+    tools.eventually(lambda: "device-02 has ended" in read_logs(four), what="its machine refuses connections")
     _, rows = finished(four, run_id)
     assert [row["device_id"] for row in rows if row["outcome"] == "lost"][:1] == ["device-02"]
     last = {row["device_id"]: row["metrics"]["reductions"] for row in rows if row["round"] == 3 and row["metrics"]}

@@ -1,9 +1,10 @@
 """Connections of one member of a collective to those that it exchanges chunks with, and an all-reduce over them.
 
 A message is a header and the bytes of a chunk. A member that gives up says so, and everybody passes that on; one that
-is not reached for `LOST_S` is gone. A member that restarts has lost its part: its new messages have another session.
-So that this is noticed whatever it had sent before, each member first greets those that it exchanges chunks with, and
-sends one of them chunks only when it has been greeted: no chunk is taken by a process that nobody knows of.
+is not reached for `LOST_S` is gone, and so is one whose machine refuses connections. A member that restarts has lost
+its part: its new messages have another session. So that this is noticed whatever it had sent before, each member
+first greets those that it exchanges chunks with, and sends one of them chunks only when it has been greeted: no chunk
+is taken by a process that nobody knows of.
 """
 
 from __future__ import annotations
@@ -277,8 +278,12 @@ class CollectiveLink:
         connected = frozenset[str]() if self._transport is None else self._transport.list_connected_peers()
         for name in connected & self._peers:
             self._reached_s[name] = max(now_s, self._reached_s.get(name, now_s))
+        refusing = frozenset[str]() if self._transport is None else self._transport.list_refusing_peers()
         names = [self._members[partner] for partner in partners]
         for name in names:
+            # It listened when it greeted this member, so its process has ended, and its part with it.
+            if name in refusing and name in self._sessions:
+                raise CollectiveBrokenError(f"{name} has ended")
             if now_s - self._reached_s.get(name, now_s) > LOST_S:
                 raise CollectiveBrokenError(f"{name} is not reached")
         if now_s > self._begin_until_s and (late := [name for name in names if name not in self._sessions]):

@@ -330,6 +330,9 @@ class PeerTransport(Protocol):
     def list_connected_peers(self) -> frozenset[str]:
         """Returns the peers that are reached, as far as is known here."""
 
+    def list_refusing_peers(self) -> frozenset[str]:
+        """Returns the peers whose machine refused the last connection: no process listens there."""
+
     def set_peers(self, peers: Collection[str]) -> None:
         """Sets the peers; drops messages queued for others and rejects their connections."""
 

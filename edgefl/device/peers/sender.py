@@ -43,6 +43,9 @@ class PeerSender:
         tls: see `PeerTls`.
         timeouts: see `PeerTimeouts`.
         metrics: counts deliveries and failures.
+
+    Attributes:
+        is_refused: the last connection was, by the neighbour's machine, on which no process listens.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class PeerSender:
         self._connection: ssl.SSLSocket | None = None
         self._stopping, self._interrupted = threading.Event(), threading.Event()
         self._is_connected, self._has_made_progress = False, False
+        self.is_refused = False
         self._thread = threading.Thread(target=self._run, name=f"direct-to-{receiver}", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +86,7 @@ class PeerSender:
     def set_address(self, address: SocketAddress | None) -> None:
         """Sets the neighbour's address; None if unknown."""
         if address != self._address:
-            self._address = address
+            self._address, self.is_refused = address, False
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -125,7 +129,12 @@ class PeerSender:
 
     def _run_connection(self, address: SocketAddress) -> None:
         """Runs one connection until it breaks."""
-        plain_socket = socket.create_connection(address, timeout=self._timeouts.idle_timeout_s)
+        try:
+            plain_socket = socket.create_connection(address, timeout=self._timeouts.idle_timeout_s)
+        except OSError as error:
+            self.is_refused = isinstance(error, ConnectionRefusedError) and address == self._address
+            raise
+        self.is_refused = False
         with wrap_tls(plain_socket, self._tls.client_context, is_server=False) as connection:
             with self._lock:
                 self._connection = connection

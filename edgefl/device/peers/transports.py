@@ -112,6 +112,10 @@ class TlsPeerTransport:
         with self._lock:
             return frozenset(name for name, sender in self._senders.items() if sender.is_connected())
 
+    def list_refusing_peers(self) -> frozenset[str]:
+        with self._lock:
+            return frozenset(name for name, sender in self._senders.items() if sender.is_refused)
+
     def send(self, receiver: str, payload: bytes, *, is_reply: bool = False) -> bool:
         """Queues a message and returns at once; see `PeerTransport.send`.
 
@@ -196,6 +200,9 @@ class MqttPeerTransport:
 
     def list_connected_peers(self) -> frozenset[str]:
         return self._peers
+
+    def list_refusing_peers(self) -> frozenset[str]:
+        return frozenset()
 
     def set_peers(self, peers: Collection[str]) -> None:
         removed = self._peers - frozenset(peers)

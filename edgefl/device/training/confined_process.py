@@ -91,6 +91,9 @@ class RelayedTransport:
     def list_connected_peers(self) -> frozenset[str]:
         return self._peers
 
+    def list_refusing_peers(self) -> frozenset[str]:
+        return frozenset()
+
     def set_peers(self, peers: Collection[str]) -> None:
         self._peers = frozenset(peers)
         self._agent.send({"notice": "peers", "peers": list(peers)})

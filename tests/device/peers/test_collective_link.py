@@ -13,7 +13,7 @@ import pytest
 
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import CollectiveConfig, GossipConfig
-from edgefl.device.peers.collective_link import FIRST_S, CollectiveBrokenError, CollectiveLink
+from edgefl.device.peers.collective_link import FIRST_S, LOST_S, CollectiveBrokenError, CollectiveLink
 from edgefl.device.peers.collective_messages import HEADER, ChunkMessage, decode_message, encode_message
 from edgefl.strategies.peer_algorithms.collectives import AllReduce, make_schedule
 
@@ -26,6 +26,7 @@ class Network:
     def __init__(self) -> None:
         self.receivers: dict[str, Callable[[str, bytes], None]] = {}
         self.away: set[str] = set()
+        self.refusing: set[str] = set()
         self.refused = itertools.cycle([False, True])
 
     def make(self, name: str) -> Callable[[GossipConfig, Callable[[str, bytes], None]], Any]:
@@ -35,6 +36,7 @@ class Network:
             def __init__(self, plan: GossipConfig, on_message: Callable[[str, bytes], None]) -> None:
                 self.peers = [edge.neighbour for edge in plan.edges]
                 network.receivers[name] = on_message
+                self.list_refusing_peers = lambda: frozenset(network.refusing)
 
             def start(self) -> None: ...
 
@@ -117,6 +119,20 @@ def test_a_member_that_gives_up_leaves_nobody_waiting_even_who_begins_later() ->
     vector = np.ones(9, np.float32)
     results = in_threads({name: lambda n=name: run(links[n], n, vector.copy()) for name in "ab"})
     assert {str(error) for error in results.values()} == {"c has given up"}
+
+
+def test_a_member_whose_machine_refuses_connections_is_gone_at_once_but_not_before_it_has_greeted() -> None:
+    network = Network()
+    seconds = itertools.count(0, 0.25)
+    first = CollectiveLink("a", network.make("a"), lambda: float(next(seconds)))
+    network.refusing = {"b", "c"}
+    vector = np.ones(9, np.float32)
+    first.open("run", config(), make_schedule("ring", 3, 9), vector_bytes=36)
+    greeting = ChunkMessage(group=first._group, session=b"1" * 8, is_greeting=True)
+    first.receive("c", encode_message(greeting))
+    with pytest.raises(CollectiveBrokenError, match="c has ended"):
+        first.run(AllReduce(make_schedule("ring", 3, 9), 0, vector, chunk_size=3), 0, lambda: False, vector.dtype)
+    assert next(seconds) < LOST_S
 
 
 def test_a_member_that_is_not_reached_or_that_restarts_breaks_the_group() -> None:

@@ -81,8 +81,10 @@ def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is
         b.wait_for(b"for life %d, 2" % life)
         a.wait_for(b"life %d" % life)
         assert a.carrier.list_connected_peers() == {"b"}
+        assert not a.carrier.list_refusing_peers()
         b.carrier.stop()
         eventually(lambda: not a.carrier.list_connected_peers(), "noticing that a neighbour is gone")
+        eventually(lambda: a.carrier.list_refusing_peers() == {"b"}, "being refused")
         assert b.payloads() == [b"for life %d, 2" % life]
 
 
