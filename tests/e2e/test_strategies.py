@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.protocol import EVALUATOR_NAME
-from edgefl.simulation.local_fleet import LocalFleet
+from edgefl.simulation.local_fleet import COORDINATOR, LocalFleet
 from edgefl.strategies.registry import BUILT_IN_STRATEGIES
 from edgefl.tasks.datasets.central import create_shards
 
@@ -183,6 +184,81 @@ def test_redundant_shards_give_the_same_model_bit_for_bit_when_a_holder_of_its_b
     assert [len(rows) for rows in used] == [3 * len(NAMES)] * 2, "one copy of every block in every round"
     assert {row["device_id"] for row in used[1]} == {"device-01", "device-03"}
     assert models[0] == models[1]
+
+
+FOUR = tuple(f"device-{number:02}" for number in range(1, 5))
+
+
+@pytest.fixture(scope="module")
+def holders(tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    """Four devices, each block of the digits on three of them, so that any two may be gone."""
+    root = tmp_path_factory.mktemp("holders")
+    blocks = create_shards("digits", "redundant:3", len(FOUR), root / "blocks")
+    devices = [
+        replace(device, shards={"digits": str(path)})
+        for device, path in zip(tools.devices(len(FOUR)), blocks, strict=True)
+    ]
+    with tools.fleet(root / "fleet", devices) as running:
+        yield running
+
+
+def list_parts(tools: Any, fleet: LocalFleet, run_id: str) -> list[tuple[int, str, str]]:
+    """Returns round, block, and part of each update that was used: a part such as `1:3`, `1:1` for the whole."""
+    found = []
+    for row in tools.used(fleet, run_id):
+        block = re.search(r"-b(\d+)(-|$)", row["assignment_id"])
+        part = re.match(r"slice:(\d+:\d+)", row["codec"] or "")
+        assert block
+        found.append((row["round"], block[1], part[1] if part else "1:1"))
+    return found
+
+
+@pytest.mark.timeout(400)
+def test_holders_that_send_slices_reach_the_same_model_bit_for_bit_however_many_are_killed(
+    holders: LocalFleet, tools: Any
+) -> None:
+    undisturbed_config, config = (
+        parse_run(
+            {
+                "run": {"task": "digits", "rounds": 10, "evaluate_on": "none", "local_test_fraction": 0.0},
+                "strategy": {"name": "redundant", "copies": "slices", "iterations": 200, "batch_size": 16},
+                "devices": {"min": minimum},
+                "guard": {"enabled": False},
+            }
+        )
+        for minimum in (len(FOUR), 2)
+    )
+    holders.wait_for_devices(4)
+    undisturbed = holders.wait_for_run(holders.submit(undisturbed_config))
+    later = [row for row in tools.used(holders, undisturbed["run_id"]) if row["round"] > 1]
+    assert max(row["bytes_up"] for row in later) < 0.4 * WHOLE_BYTES, "a third of the entries, and a header"
+
+    run_id = holders.submit(config)
+    tools.wait_rounds(holders, run_id, 1)
+    holders.kill("device-02")
+    without = 2 + tools.run(holders, run_id)["rounds"]
+    tools.wait_rounds(holders, run_id, without)
+    holders.kill(COORDINATOR)
+    holders.start_coordinator()
+    holders.start_device("device-02")
+    tools.wait_rounds(holders, run_id, without + 2)
+    for name in ("device-01", "device-03"):
+        holders.kill(name)
+    for name in ("device-01", "device-03"):
+        holders.start_device(name)
+    run = holders.wait_for_run(run_id)
+
+    assert (run["status"], run["reason"]) == ("finished", "rounds reached 10")
+    rows = holders.list_history("updates", run=run_id, limit=1000)
+    assert len({row["assignment_id"] for row in rows}) == len(rows)
+    assert "device-02" not in {row["device_id"] for row in tools.used(holders, run_id) if row["round"] == without}
+    parts_of = defaultdict(list)
+    for number, block, part in list_parts(tools, holders, run_id):
+        parts_of[number, block].append(part)
+    assert len(parts_of) == 10 * len(FOUR), "each block counts in each round"
+    for parts in parts_of.values():
+        assert sorted(parts) == [f"{place}:{len(parts)}" for place in range(1, 1 + len(parts))], "each part once"
+    assert run["model"] == undisturbed["model"], "not a bit differs"
 
 
 @pytest.fixture
