@@ -38,7 +38,7 @@ from edgefl.core.errors import CodecError
 from edgefl.core.safe_parsing import format_toml
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
-from edgefl.device.collect.settings import load_collect_file
+from edgefl.device.collect.settings import AnswerSection, load_collect_file
 from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.faults import load_faults
 from edgefl.simulation.simulated_run import simulate
@@ -151,7 +151,7 @@ def test_every_make_target_and_extra_exists():
 SECTIONS = {section.name: section.type for section in fields(RunConfig)}
 SETTINGS = {
     "alerts": AlertSettings, "certificates": CertificateSettings, "connections": ConnectionSettings,
-    "openid": OpenIdSettings,
+    "openid": OpenIdSettings, "answer": AnswerSection,
 }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
         elif table.keys() <= SETTINGS.keys():
             for section, values in table.items():
                 assert from_mapping(SETTINGS[section], values, section)
-        elif table.keys() - {"labels"} == {"collect", "sources"}:
+        elif table.keys() - {"labels", "answer"} == {"collect", "sources"}:
             (tmp_path / "collect.toml").write_text(format_toml(table))
             assert load_collect_file(tmp_path / "collect.toml").sources, name
         elif table.keys() == {"fault"}:

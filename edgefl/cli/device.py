@@ -193,15 +193,16 @@ def start(
 
 @command.command()
 @click.argument("file", type=EXISTING_FILE_TYPE)
+@click.option("--withdraw", is_flag=True, help="Take back what [answer] has announced at its broker, and end.")
 @allow_module_option
-def collect(file: Path) -> None:
+def collect(*, file: Path, withdraw: bool) -> None:
     """Make a shard of what sensors say, as FILE describes, until SIGTERM or Ctrl-C; beside the agent."""
     from edgefl.system.processes import reduce_memory  # noqa: PLC0415 fast start
 
     reduce_memory()  # before all other imports
-    from edgefl.device.collect.collector import run_collector  # noqa: PLC0415 likewise
+    from edgefl.device.collect.collector import run_collector, withdraw_answers  # noqa: PLC0415 likewise
 
-    run_collector(file)
+    (withdraw_answers if withdraw else run_collector)(file)
 
 
 @command.command()

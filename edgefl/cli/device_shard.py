@@ -21,7 +21,7 @@ from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
     from edgefl.device.collect.forgetting import ForgetRequest
-    from edgefl.device.collect.label_guesses import Guesser
+    from edgefl.device.collect.label_guesses import Guesser, NotedGuesser
     from edgefl.device.collect.shard_contents import Times
     from edgefl.device.collect.store_state import StoreState
     from edgefl.device.training.shard_uses import ShardUse
@@ -148,6 +148,7 @@ def forget(
     show_default=True,
     help="With --model: share of examples that are drawn at random, by which the page says how often it was right.",
 )
+@click.option("--uncertain", is_flag=True, help="Only rows of which [answer] of the collect file was least certain.")
 @state_option
 @signers_option
 @confine_option
@@ -160,21 +161,29 @@ def label(  # noqa: PLR0913 the options of one command
     window: float,
     model: str | None,
     share: float,
+    uncertain: bool,
     root: Path | None,
     signers: Path,
     confine: str | None,
 ) -> None:
     """Serve a page on which a person labels what a collector keeps in FOLDER, until SIGTERM or Ctrl-C."""
-    from edgefl.device.collect.label_page import LabelServer, print_address  # noqa: PLC0415 fast start
+    from edgefl.device.collect.label_guesses import NotedGuesser  # noqa: PLC0415 fast start
+    from edgefl.device.collect.label_page import LabelServer, print_address  # noqa: PLC0415 likewise
     from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
     from edgefl.device.collect.label_server import Gate, make_pin, make_server_context  # noqa: PLC0415 likewise
     from edgefl.device.collect.settings import is_label  # noqa: PLC0415 likewise
+    from edgefl.device.collect.uncertain_times import read_uncertain_times  # noqa: PLC0415 likewise
 
     if wrong := [text for text in labels if not is_label(text)]:
         raise UsageError(f"--label must be visible, without a slash and no dot in front; got {wrong[0]!r:.80}")
-    target, pin = open_target(folder, window), make_pin()
+    if uncertain and model is not None:
+        raise UsageError("--uncertain takes the guesses that the deployed model made; leave out --model")
+    times = read_uncertain_times(folder) if uncertain else None
+    target, pin = open_target(folder, window, times), make_pin()
     files = target if isinstance(target, FileTarget) else None
-    guesser = None if model is None else _make_guesser(model, share, root, signers, confine)
+    guesser: Guesser | NotedGuesser | None = None if times is None else NotedGuesser(times)
+    if model is not None:
+        guesser = _make_guesser(model, share, root, signers, confine)
     queue = LabelQueue(target, labels, guesser)
     tls, fingerprint = None, ""
     if host not in _LOOPBACK:

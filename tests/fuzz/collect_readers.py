@@ -6,12 +6,14 @@ import io
 import wave
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import paho.mqtt.client as mqtt
 from fuzz.reader import Form, Reader, Seed
 
 from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.answers import parse_model, parse_prediction
 from edgefl.device.collect.file_store import check_example
 from edgefl.device.collect.forgetting import FORGET_NAME, ForgetRequest, forget_here, write_forget_request
 from edgefl.device.collect.line_source import LinesSource
@@ -19,6 +21,12 @@ from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.settings import LinesSection, MqttSection, load_collect_file
 from edgefl.device.collect.store_state import STATE_NAME, read_store_state
+from edgefl.device.collect.uncertain_times import (
+    UNCERTAIN_NAME,
+    UncertainTime,
+    read_uncertain_times,
+    save_uncertain_times,
+)
 from edgefl.device.training.shard_uses import USES_NAME, ShardUses
 from edgefl.system.row_labels import LABELS_NAME, LabelKind, LabelLine, append_row_labels, cut_row_labels
 from edgefl.tasks.datasets.table_files import iterate_table
@@ -152,6 +160,35 @@ def row_labels(folder: Path) -> Reader:
         cut_row_labels(folder, 1.0, 1.5)
 
     return Reader(feed=feed, seeds=(Seed(content=(folder / LABELS_NAME).read_bytes(), form=Form.TEXT),))
+
+
+def answers(_folder: Path) -> Reader:
+    model = b'{"v":1,"model":"ab","deployment":null,"classes":["shut","open"],"rows":30}'
+    replies = (
+        b'{"v":1,"model":"ab","deployment":"d1","rows":[{"class":"open","index":1,"probability":0.75,"margin":0.5}]}',
+        b'{"v":1,"model":"ab","deployment":"d1","rows":[{"values":[1.5,-2]}]}',
+    )
+
+    def feed(data: bytes) -> None:
+        if b"classes" in data:
+            parse_model(data)
+        else:
+            parse_prediction(data)
+
+    seeds = tuple(Seed(content=content, form=Form.JSON) for content in (model, *replies))
+    return Reader(feed=feed, seeds=seeds, refuses=(ValueError,))
+
+
+def uncertain_times(folder: Path) -> Reader:
+    time = UncertainTime(since_s=1.0, until_s=2.0, label="open", probability=0.5, margin=0.25)
+    save_uncertain_times(folder, [time, replace(time, since_s=5.0, until_s=6.5)])
+    path = folder / UNCERTAIN_NAME
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        read_uncertain_times(folder)
+
+    return Reader(feed=feed, seeds=(Seed(content=path.read_bytes(), form=Form.JSON),))
 
 
 def shard_uses(folder: Path) -> Reader:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from fuzz.reader import MIB, Form, Reader, Seed
@@ -34,6 +34,7 @@ from edgefl.device.hardware.step_rate import _load
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.device.inference.server import InferenceServer, ServedModel, _RequestHandler, open_listener
+from edgefl.device.inference.table_rows import parse_lines, read_unlabelled, write_rows
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.state_dir import (
     LOCKOUT_FILE,
@@ -57,6 +58,8 @@ from edgefl.device.updates.protocol import (
 )
 from edgefl.device.updates.slots import Slots
 from edgefl.system.process_messages import read_message
+from edgefl.tasks.configured.options import ConfiguredTask
+from edgefl.tasks.registry import make_task
 
 
 def drift_references(folder: Path) -> Reader:
@@ -335,6 +338,19 @@ def inference_requests(folder: Path) -> Reader:
         b"Expect: 100-continue",
     )
     return Reader(feed=feed, seeds=seeds, words=words, most_bytes=16 * MIB, close=inner.server_close)
+
+
+def inference_rows(folder: Path) -> Reader:
+    options = {"columns": "a,b", "window": 4, "target": "label", "labels": "shut,open", "group": "span"}
+    task = cast(ConfiguredTask, make_task("series", options))
+
+    def feed(data: bytes) -> None:
+        write_rows(folder / "rows.csv", parse_lines(data), task)
+        read_unlabelled(task, folder / "rows.csv")
+
+    rows = "".join(f'{1000 + at}.000,{at},"{-at}",1,00000000\n' for at in range(6))
+    content = f"time,a,b,span,check\n{rows}".encode()
+    return Reader(feed=feed, seeds=(Seed(content=content, form=Form.TEXT),))
 
 
 def model_facts(folder: Path) -> Reader:

@@ -242,6 +242,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "infer-requests": _entry(
             device_readers.inference_requests, "device/inference/server.py:_RequestHandler._parse_rows"
         ),
+        "infer-named-rows": _entry(device_readers.inference_rows, "device/inference/table_rows.py:parse_lines"),
         "infer-model": _entry(
             device_readers.model_facts,
             "device/inference/onnx_model.py:_parse_metadata",
@@ -330,6 +331,10 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/forgetting.py:_SegmentCut._should_go",
         ),
         "disk-labels": _entry(collect_readers.row_labels, "system/row_labels.py:_parse_line"),
+        "collect-answers": _entry(collect_readers.answers, "device/collect/answers.py:_parse_object"),
+        "disk-uncertain": _entry(
+            collect_readers.uncertain_times, "device/collect/uncertain_times.py:read_uncertain_times"
+        ),
         "disk-shard-uses": _entry(collect_readers.shard_uses, "device/training/shard_uses.py:read_shard_uses"),
         "disk-drift": _entry(device_readers.drift_references, "device/drift_watch.py:read_reference"),
         "disk-conditions": _entry(

@@ -254,7 +254,7 @@ def rows(folder: Path) -> Reader:
     """Rows for `edgefl device infer`: .npy, .npz, .csv and IDX; the first byte says which."""
 
     class Model:
-        task, options, preprocess, path = "digits", {}, "", folder / "m.onnx"
+        task, options, preprocess, configured_task, path = "digits", {}, "", None, folder / "m.onnx"
 
         def to_batch(self, rows: Any) -> Any:
             return rows

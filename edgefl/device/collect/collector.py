@@ -12,13 +12,15 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import ConfigError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
+from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
+from edgefl.device.collect.answers import Answerer, InferenceClient
 from edgefl.device.collect.event_labels import MAX_FILE_BYTES, EventLabeller
 from edgefl.device.collect.file_store import open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
@@ -87,6 +89,7 @@ class Collector:
         store: for the rows.
         counts: to which the sources add what they leave out.
         labeller: makes labels of events; None where there are none.
+        answerer: gets the new rows; None where there is none.
         clock: seconds since 1970; it may jump.
         monotonic: seconds; it does not.
     """
@@ -99,10 +102,11 @@ class Collector:
         counts: Counts,
         *,
         labeller: EventLabeller | None = None,
+        answerer: Answerer | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._labeller = labeller
+        self._labeller, self._answerer = labeller, answerer
         self._settings, self._sources, self._store, self._counts = settings.collect, sources, store, counts
         self._clock, self._monotonic = clock, monotonic
         self._maker = RowMaker(
@@ -144,7 +148,10 @@ class Collector:
             if self._labeller is not None and not self._maker.has_backlog:
                 readings = self._labeller.take_events(readings, now_s)
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
-            self._pending += self._maker.update(readings, now_s, end_s)
+            rows = self._maker.update(readings, now_s, end_s)
+            self._pending += rows
+            if self._answerer is not None:
+                self._answerer.add(rows)
             num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
         since_s = self._monotonic() - self._committed_s
         if since_s >= max(self._settings.flush_s, self._pause_s) or (
@@ -156,6 +163,8 @@ class Collector:
             log.info("%s", self.format_report())
             if not self._pending:
                 self._store.trim_labels(MAX_FILE_BYTES)
+            if self._answerer is not None:
+                self._answerer.trim(self._store.oldest_s)
         if num_readings >= NUM_BUSY:
             return BUSY_POLL_S
         return min(POLL_S, self._settings.every_s or POLL_S)
@@ -224,6 +233,8 @@ class Collector:
             request = read_forget_request(self._store.folder)
             if request is None or not self.flush() or self._pending:
                 return
+            if self._answerer is not None:
+                self._answerer.forget()
             self._store.state = forget_rows(self._store.folder, self._store.state, request, self._maker.span)
             remove_forget_request(self._store.folder)
         except StoreError as error:
@@ -359,9 +370,13 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)
-        collector = Collector(settings, sources, store, counts, labeller=_make_labeller(settings, sources, counts))
+        labeller, answerer = _make_labeller(settings, sources, counts), _make_answerer(settings, columns, counts)
+        collector = Collector(settings, sources, store, counts, labeller=labeller, answerer=answerer)
         log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
-        with _started(sources):
+        with _started(sources), contextlib.ExitStack() as stack:
+            if answerer is not None:
+                answerer.start()
+                stack.callback(answerer.close)
             _run(collector)
 
 
@@ -391,6 +406,35 @@ def _make_labeller(
         return EventLabeller(section, folder, name, source, counts, flush_s=flush_s, now_s=time.time())
     except OSError as error:
         raise make_store_error(folder, error) from None
+
+
+def _make_answerer(settings: CollectFile, columns: Sequence[str], counts: Counts) -> Answerer | None:
+    """Returns what asks the deployed model about new rows; None where the file asks for none."""
+    section = settings.answer
+    if section is None:
+        return None
+    return Answerer(
+        section,
+        Path(settings.collect.folder),
+        columns,
+        every_s=settings.collect.every_s,
+        client=InferenceClient(section.server_port),
+        publisher=AnswerPublisher(section),
+        counts=counts,
+    )
+
+
+def withdraw_answers(path: Path) -> None:
+    """Takes back what `[answer]` of a collect file has announced at its broker.
+
+    Raises:
+        ConfigError: the file makes no sense, or has no such table.
+        NetworkError: the broker cannot be reached.
+    """
+    section = load_collect_file(path).answer
+    if section is None:
+        raise ConfigError(f"{path} has no table [answer], so that nothing was announced")
+    withdraw_entities(section)
 
 
 def _run(collector: Collector | FolderCollector) -> None:

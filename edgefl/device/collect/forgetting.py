@@ -24,6 +24,7 @@ from edgefl.core.safe_parsing import parse_message
 from edgefl.device.collect.file_store import KeptFile, list_files, read_file_time
 from edgefl.device.collect.row_store import is_whole, restore_rows
 from edgefl.device.collect.store_state import Segment, StoreState, save_store_state
+from edgefl.device.collect.uncertain_times import forget_uncertain_times
 from edgefl.system.atomic_files import make_store_error, remove_temporary_files, sync_directory, write_atomic
 from edgefl.system.row_labels import LABEL_COLUMN, RowLabels, cut_row_labels, read_row_labels
 
@@ -285,10 +286,11 @@ def _read_time(line: bytes) -> float:
 
 
 def _forget_labels(folder: Path, request: ForgetRequest) -> None:
-    """Removes the labels of a time of which all goes."""
-    if request.where:
-        return
+    """Removes the labels of a time of which all goes, and the uncertain times, which may be of any of it."""
     try:
+        forget_uncertain_times(folder)
+        if request.where:
+            return
         cut_row_labels(folder, request.since_s, request.until_s)
     except OSError as error:
         raise make_store_error(folder, error) from None

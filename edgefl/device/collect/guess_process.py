@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import bisect
-import csv
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import cast
-
-import numpy as np
 
 from edgefl.core.errors import DataError, EdgeflError, TaskError
 from edgefl.core.types import Array, Json
 from edgefl.device.collect.forgetting import iterate_rows
 from edgefl.device.collect.label_guesses import Source
 from edgefl.device.collect.shard_contents import require_state
-from edgefl.device.inference.onnx_model import OnnxModel, prepare_features, read_task_input, softmax
+from edgefl.device.inference.onnx_model import OnnxModel, compute_margin, prepare_features, softmax
+from edgefl.device.inference.table_rows import read_unlabelled, write_rows
 from edgefl.system.processes import serve_call
-from edgefl.system.row_labels import LABEL_COLUMN
 from edgefl.tasks.configured.options import ConfiguredTask
-from edgefl.tasks.registry import CONFIGURED, make_task
+from edgefl.tasks.registry import CONFIGURED
 
 MAX_ROWS = 2000
 """Of a time that are guessed from, its first ones."""
@@ -38,13 +34,13 @@ def guess_labels(model: str, folder: str, sources: Sequence[Source], seconds: fl
     network = OnnxModel(Path(model))
     if not network.has_classes:
         raise DataError(f"{model} gives values, not classes, and cannot guess labels")
-    if network.task not in CONFIGURED:
+    task = network.configured_task
+    if task is None:
         names = ", ".join(sorted(CONFIGURED))
         raise TaskError(f"{model} is of task {network.task or 'unknown'!r}; labels are guessed by models of {names}")
-    task = cast("ConfiguredTask", make_task(network.task, network.options))
     guesses = dict[str, Json | None]()
     reasons, end_s = list[str](), time.monotonic() + seconds
-    for place, path in _iterate_files(Path(folder), sources, task, network.options.get("target")):
+    for place, path in _iterate_files(Path(folder), sources, task):
         try:
             guesses[str(place)] = _guess(network, task, path)
         except (EdgeflError, OSError) as error:
@@ -55,14 +51,8 @@ def guess_labels(model: str, folder: str, sources: Sequence[Source], seconds: fl
     return {"guesses": guesses, "num_unread": len(reasons), "reason": next(iter(reasons), "")}
 
 
-def _iterate_files(
-    folder: Path, sources: Sequence[Source], task: ConfiguredTask, target: object
-) -> Iterator[tuple[int, Path]]:
-    """Yields place and file of each source; rows of a time are in a file of their own while it is this one's turn.
-
-    They have a class in the column `target`, as the task reads only such rows.
-    """
-    column = target if isinstance(target, str) and target else LABEL_COLUMN
+def _iterate_files(folder: Path, sources: Sequence[Source], task: ConfiguredTask) -> Iterator[tuple[int, Path]]:
+    """Yields place and file of each source; rows of a time are in a file of their own while it is this one's turn."""
     times = dict[tuple[float, float], int]()
     for place, (first, second) in enumerate(sources):
         if isinstance(first, str):
@@ -74,10 +64,7 @@ def _iterate_files(
     with tempfile.TemporaryDirectory() as place_:
         path = Path(place_) / "rows.csv"
         for span, rows in _iterate_times(folder, times):
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(dict.fromkeys([*rows[0], column])))
-                writer.writeheader()
-                writer.writerows({**row, column: task.labels[0]} for row in rows)
+            write_rows(path, [list(rows[0]), *(list(row.values()) for row in rows)], task)
             yield times[span], path
 
 
@@ -104,9 +91,7 @@ def _iterate_times(
 
 def _guess(network: OnnxModel, task: ConfiguredTask, path: Path) -> Json | None:
     """Returns the guess for a file; None where its rows are too few for a window of the task."""
-    inputs = read_task_input(task, path)
-    if inputs is None:
-        inputs = task.read(str(path)).inputs
+    inputs = read_unlabelled(task, path)
     if not len(inputs):
         return None
     return _make_guess(network, softmax(network.logits(prepare_features(network, inputs))).mean(axis=0))
@@ -114,10 +99,9 @@ def _guess(network: OnnxModel, task: ConfiguredTask, path: Path) -> Json | None:
 
 def _make_guess(network: OnnxModel, probabilities: Array) -> Json:
     """Returns the guess for an example whose rows have these mean probabilities."""
-    best, *others = np.argsort(-probabilities)
-    second = float(probabilities[others[0]]) if others else 0.0
-    top = float(probabilities[best])
-    return {"label": network.get_class_name(int(best)), "probability": top, "margin": top - second}
+    best = int(probabilities.argmax())
+    probability, margin = float(probabilities[best]), compute_margin(probabilities)
+    return {"label": network.get_class_name(best), "probability": probability, "margin": margin}
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from edgefl.core.errors import DataError
 from edgefl.core.types import Json
+from edgefl.device.collect.uncertain_times import UncertainTime
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess
 
@@ -125,6 +126,25 @@ class Guesser:
             log.warning("%d of %d examples get no guess: %s", num_unread, len(sources), reply["reason"])
         self._has_asked = True
         return {int(place): None if guess is None else Guess(**guess) for place, guess in reply["guesses"].items()}
+
+
+class NotedGuesser:
+    """What a model said of rows when it answered, and nothing of others; none is drawn at random."""
+
+    share, draw, model = 0.0, staticmethod(sample_places), None
+
+    def __init__(self, times: Sequence[UncertainTime]) -> None:
+        self._times = times
+
+    def guess(self, _folder: Path, sources: Mapping[str, Source]) -> dict[str, Guess]:
+        """Returns the least certain guess within the time of each source, by name."""
+        found = dict[str, Guess]()
+        for name, (first, last) in sources.items():
+            near = [time for time in self._times if time.until_s >= float(first) and time.since_s <= float(last)]
+            if near:
+                least = min(near, key=lambda time: time.margin)
+                found[name] = Guess(label=least.label, probability=least.probability, margin=least.margin)
+        return found
 
 
 def order_examples(margins: Sequence[float | None], num_sampled: int, draw: Draw) -> tuple[list[int], frozenset[int]]:

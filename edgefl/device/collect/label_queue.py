@@ -15,10 +15,11 @@ from typing import BinaryIO, Protocol
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, NotFoundError, StoreBusyError, StoreError
 from edgefl.device.collect.file_store import UNLABELLED, KeptFile, list_class_files, move_example, read_file_time
 from edgefl.device.collect.forgetting import iterate_rows
-from edgefl.device.collect.label_guesses import Draw, Guess, Guesser, Source, order_examples
+from edgefl.device.collect.label_guesses import Draw, Guess, Guesser, NotedGuesser, Source, order_examples
 from edgefl.device.collect.settings import is_label
 from edgefl.device.collect.shard_contents import require_state
 from edgefl.device.collect.store_state import STATE_NAME, StoreState, lock_folder
+from edgefl.device.collect.uncertain_times import UncertainTime
 from edgefl.system.atomic_files import make_store_error
 from edgefl.system.row_labels import (
     LABEL_COLUMN,
@@ -37,6 +38,7 @@ MAX_GUESSED = 2000
 MAX_MOVES = 4
 NUM_ROWS = 1000
 """That are looked up in the labels at once."""
+ASKED = "asked"
 MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".wav": "audio/wav"}
 
 Version = tuple[object, ...]
@@ -167,26 +169,30 @@ class FileTarget:
 class RowTarget:
     """Shard of rows, cut into windows of a length in which all have the same label, and none a person's.
 
-    A last window that a running collector may still add to is left out.
+    A last window that a running collector may still add to is left out. With `times` only rows of those are asked
+    about.
     """
 
-    def __init__(self, folder: Path, state: StoreState, window_s: float) -> None:
+    def __init__(
+        self, folder: Path, state: StoreState, window_s: float, times: Sequence[UncertainTime] | None = None
+    ) -> None:
         self.folder, self._state, self._window_s = folder, state, window_s
         self._labels: set[str] = set()
+        self._asked = None if times is None else RowLabels([_make_asked(time) for time in times])
 
     def list_examples(self, draw: Draw | None = None) -> list[Example]:  # noqa: ARG002 curves of all are too large
         unlabelled, others = list[Example](), list[Example]()
         window: _Window | None = None
-        for time_s, row, is_of_person in self._iterate_rows():
+        for time_s, row, is_left_out in self._iterate_rows():
             label = row.get(LABEL_COLUMN, "")
             self._labels |= {label} - {""}
-            if window is not None and (is_of_person or not window.has_room(time_s, row["span"], label)):
+            if window is not None and (is_left_out or not window.has_room(time_s, row["span"], label)):
                 (others if window.label else unlabelled).append(window.make_example())
                 del others[max(0, MAX_EXAMPLES - len(unlabelled)) :]
                 window = None
             if len(unlabelled) >= MAX_EXAMPLES:
                 return unlabelled
-            if not is_of_person:
+            if not is_left_out:
                 window = window or _Window(time_s, row, self._state.columns, self._window_s)
                 window.add(time_s, row)
         if window is not None and not _is_collected(self.folder):
@@ -210,7 +216,7 @@ class RowTarget:
         return True
 
     def _iterate_rows(self) -> Iterator[tuple[float, dict[str, str], bool]]:
-        """Yields time and cells of each row, and whether a person has labelled it."""
+        """Yields time and cells of each row, and whether it is not asked about, as one that a person has labelled."""
         try:
             lines = read_row_labels(self.folder).lines
         except OSError as error:
@@ -220,8 +226,10 @@ class RowTarget:
         )
         rows = iterate_rows(self.folder, require_state(self.folder))
         while chunk := list(islice(rows, NUM_ROWS)):
-            for (time_s, row), text in zip(chunk, by_person.find([time_s for time_s, _ in chunk]), strict=True):
-                yield time_s, row, bool(text)
+            times = [time_s for time_s, _ in chunk]
+            asked = [ASKED] * len(times) if self._asked is None else self._asked.find(times)
+            for (time_s, row), text, word in zip(chunk, by_person.find(times), asked, strict=True):
+                yield time_s, row, bool(text) or not word
 
     def _append(self, example: Example, label: str, kind: LabelKind) -> None:
         line = LabelLine(since_s=example.since_s, until_s=example.until_s, label=label, kind=kind)
@@ -265,13 +273,15 @@ class _Window:
         )
 
 
-def open_target(folder: Path, window_s: float) -> FileTarget | RowTarget:
-    """Returns what is labelled in a collector's folder.
+def open_target(
+    folder: Path, window_s: float, times: Sequence[UncertainTime] | None = None
+) -> FileTarget | RowTarget:
+    """Returns what is labelled in a collector's folder: all, or only rows of some times.
 
     Raises:
         NotFoundError: no collector has written into it.
         StoreError: its state cannot be read.
-        ConfigError: its rows have a column of their own that is called `label`.
+        ConfigError: its rows have a column of their own that is called `label`, or it has no rows of these times.
     """
     state = require_state(folder)
     if LABEL_COLUMN in state.columns:
@@ -279,7 +289,12 @@ def open_target(folder: Path, window_s: float) -> FileTarget | RowTarget:
             f"{folder} has a column {LABEL_COLUMN!r} of its own, which counts in place of what a person says; "
             "give it another name in the collect file, and collect into another folder"
         )
-    return RowTarget(folder, state, window_s) if state.columns else FileTarget(folder)
+    if times is not None and not times:
+        raise ConfigError(
+            f"{folder} has no times of which a model was uncertain: [answer] of the collect file notes them, with "
+            "uncertain_below above 0, ten minutes later"
+        )
+    return RowTarget(folder, state, window_s, times) if state.columns else FileTarget(folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +321,9 @@ class LabelQueue:
         EdgeflError: the target or the model cannot be used.
     """
 
-    def __init__(self, target: LabelTarget, labels: Sequence[str], guesser: Guesser | None = None) -> None:
+    def __init__(
+        self, target: LabelTarget, labels: Sequence[str], guesser: Guesser | NotedGuesser | None = None
+    ) -> None:
         self._target, self._first_labels, self._guesser = target, tuple(labels), guesser
         self._queue = list[Example]()
         self._version: Version | None = None
@@ -416,6 +433,10 @@ class LabelQueue:
         order, sampled = order_examples(margins, num_sampled, self._guesser.draw)
         self._sampled = {self._queue[place].key for place in sampled}
         self._queue = [self._queue[place] for place in order]
+
+
+def _make_asked(time: UncertainTime) -> LabelLine:
+    return LabelLine(since_s=time.since_s, until_s=time.until_s, label=ASKED, kind=LabelKind.EVENT)
 
 
 def _parse_number(text: str) -> float | None:

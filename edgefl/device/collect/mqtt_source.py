@@ -10,11 +10,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
@@ -22,15 +20,12 @@ from paho.mqtt.reasoncodes import ReasonCode
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Scalar
 from edgefl.device.collect.readings import Counts, Reading, UnreadReadings, parse_message_values, parse_pointer
-from edgefl.device.collect.server_access import make_tls_context, read_login
+from edgefl.device.collect.server_access import KEEP_ALIVE_S, make_broker_client
 from edgefl.device.collect.settings import MqttSection
 from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 30
-MAX_RECONNECT_S = 60
 MAX_TOPIC_BYTES = 65_535
 PACKET_OVERHEAD_BYTES = 128 + MAX_TOPIC_BYTES
 """Of an MQTT packet beside its payload, at most."""
@@ -71,7 +66,6 @@ class MqttSource:
         self._unread = UnreadReadings(name, counts)
         self._second, self._num_in_second = 0, 0
         self._log = RateLimitedLog(log)
-        self._address = section.host, section.port or (8883 if section.tls else 1883)
         self._subscribed_s = math.inf
         self._client = self._create_client()
 
@@ -87,7 +81,9 @@ class MqttSource:
         """Starts the thread that connects, and reconnects whenever it breaks."""
         properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
         properties.MaximumPacketSize = self._section.max_message_bytes + PACKET_OVERHEAD_BYTES
-        self._client.connect_async(*self._address, keepalive=KEEP_ALIVE_S, clean_start=True, properties=properties)
+        self._client.connect_async(
+            *self._section.address, keepalive=KEEP_ALIVE_S, clean_start=True, properties=properties
+        )
         self._client.loop_start()
 
     def read(self) -> list[Reading]:
@@ -99,13 +95,7 @@ class MqttSource:
         self._client.loop_stop()
 
     def _create_client(self) -> mqtt.Client:
-        client = mqtt.Client(CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5)
-        if self._section.login_file:
-            client.username_pw_set(*read_login(Path(self._section.login_file)))
-        if self._section.tls:
-            client.tls_set_context(make_tls_context(self._name, self._section.ca_file))
-        client.connect_timeout = CONNECT_TIMEOUT_S
-        client.reconnect_delay_set(1, MAX_RECONNECT_S)
+        client = make_broker_client(f"sources.{self._name}", self._section)
         client.on_connect, client.on_disconnect = self._on_connect, self._on_disconnect
         client.on_connect_fail, client.on_subscribe = self._on_connect_fail, self._on_subscribe
         client.on_message = self._on_message
@@ -120,7 +110,7 @@ class MqttSource:
         client.subscribe([(topic, 0) for topic in self._paths])
 
     def _on_connect_fail(self, _client: mqtt.Client, _data: Any) -> None:
-        host, port = self._address
+        host, port = self._section.address
         self._log.warning("away", "source %s cannot reach its broker at %s:%d", self._name, host, port)
 
     def _on_subscribe(

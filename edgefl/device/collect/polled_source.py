@@ -124,7 +124,7 @@ class PolledSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpRequest:
-    """A question to a server, with the bounds of its answer; `tls` is None for http."""
+    """A question to a server, with the bounds of its answer; `tls` is None for http, `body` None for a GET."""
 
     host: str
     port: int
@@ -133,6 +133,7 @@ class HttpRequest:
     tls: ssl.SSLContext | None
     timeout_s: float
     max_bytes: int
+    body: bytes | None = None
 
     def send(self) -> bytes:
         """Returns the body of the answer.
@@ -187,7 +188,8 @@ class HttpRequest:
             sock.do_handshake()
         connection = HTTPConnection(self.host, self.port)
         connection.sock = sock
-        connection.request("GET", self.path, headers=dict(self.headers))
+        method = "GET" if self.body is None else "POST"
+        connection.request(method, self.path, self.body, headers=dict(self.headers))
         answer = connection.getresponse()
         if answer.status != HTTPStatus.OK:
             raise ValueError(f"HTTP status {answer.status}")
@@ -238,7 +240,7 @@ def _make_request(name: str, section: HttpSection) -> HttpRequest:
         raise ConfigError(f"{setting} must be ASCII without blanks (write %20), got {section.url!r:.120}")
     if url.username is not None:
         raise ConfigError(f"{setting} must hold no login; write it into login_file")
-    tls = make_tls_context(name, section.ca_file) if url.scheme == "https" else None
+    tls = make_tls_context(f"sources.{name}", section.ca_file) if url.scheme == "https" else None
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     return HttpRequest(
         host=url.hostname,

@@ -64,6 +64,11 @@ class RowStore:
     def __init__(self, folder: Path, state: StoreState, limits: StoreLimits) -> None:
         self.folder, self.state, self._limits = folder, state, limits
 
+    @property
+    def oldest_s(self) -> float:
+        """Returns the time of the oldest row; minus infinity where there is none."""
+        return min((segment.first_s for segment in self.state.segments), default=-math.inf)
+
     def commit(
         self, rows: Sequence[Row], positions: Mapping[str, str], counts: Mapping[str, int], now_s: float
     ) -> None:
@@ -98,11 +103,10 @@ class RowStore:
 
     def trim_labels(self, above_bytes: int = 0) -> None:
         """Removes labels from before the oldest row, and makes one of defaults that touch, in a file above a size."""
-        oldest_s = min((segment.first_s for segment in self.state.segments), default=-math.inf)
         try:
             # Rows have milliseconds.
             if get_labels_size(self.folder) > above_bytes:
-                cut_row_labels(self.folder, -math.inf, oldest_s - 0.001)
+                cut_row_labels(self.folder, -math.inf, self.oldest_s - 0.001)
         except (OSError, StoreError) as error:
             log.warning("labels of %s cannot be removed: %s", self.folder, error)
 
@@ -130,7 +134,7 @@ class RowStore:
         if not segments or self._is_full(segments[-1], rows[-1].time_s):
             number += 1
             segments.append(Segment(name=f"rows-{number:08d}.csv", first_s=rows[0].time_s))
-            content = f"time,{','.join(state.columns)},span,check\n".encode() + content
+            content = _encode_header(state.columns) + content
         last = segments[-1]
         segments[-1] = replace(
             last,
@@ -216,6 +220,11 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     return text.getvalue().encode()
 
 
+def encode_lines(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
+    """Returns rows as a segment that begins with them has them."""
+    return _encode_header(columns) + encode_rows(rows)
+
+
 def count_whole_rows(path: Path) -> tuple[int, int]:
     """Returns how many rows of a segment are whole, up to the first that is not, and how many bytes they end at."""
     num_rows = num_bytes = 0
@@ -255,6 +264,10 @@ def is_whole(line: bytes) -> bool:
     """Returns whether a row with its end of line is what was written."""
     text, _, check = line.rpartition(b",")
     return check == b"%08x\n" % zlib.crc32(text)
+
+
+def _encode_header(columns: Sequence[str]) -> bytes:
+    return f"time,{','.join(columns)},span,check\n".encode()
 
 
 def _format_cell(value: float | str | None) -> str:

@@ -1,4 +1,4 @@
-"""Login and TLS of the servers that sources ask: brokers and web servers."""
+"""Login and TLS of the servers that a collector asks or publishes to: brokers and web servers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,38 @@ import functools
 import ssl
 from pathlib import Path
 
-from edgefl.core.errors import ConfigError
+import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 
+from edgefl.core.errors import ConfigError
+from edgefl.device.collect.settings import BrokerSection
+
+CONNECT_TIMEOUT_S = 5.0
+KEEP_ALIVE_S = 30
+MAX_RECONNECT_S = 60
 MAX_LOGIN_BYTES = 4096
 
 
-def make_tls_context(name: str, ca_file: str) -> ssl.SSLContext:
-    """Returns the client's side of TLS for a source; without `ca_file` the system's authorities are trusted.
+def make_broker_client(table: str, section: BrokerSection) -> mqtt.Client:
+    """Returns a client for the broker of a table of the collect file, which is not connected.
+
+    Raises:
+        ConfigError: the login or the authority is none.
+    """
+    client = mqtt.Client(CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5)
+    if section.login_file:
+        client.username_pw_set(*read_login(Path(section.login_file)))
+    if section.tls:
+        client.tls_set_context(make_tls_context(table, section.ca_file))
+    client.connect_timeout = CONNECT_TIMEOUT_S
+    client.reconnect_delay_set(1, MAX_RECONNECT_S)
+    return client
+
+
+def make_tls_context(table: str, ca_file: str) -> ssl.SSLContext:
+    """Returns the client's side of TLS for a table of the collect file.
+
+    Without `ca_file` the system's authorities are trusted.
 
     Raises:
         ConfigError: the authority's certificate cannot be used.
@@ -20,7 +45,7 @@ def make_tls_context(name: str, ca_file: str) -> ssl.SSLContext:
     try:
         return _load_authority(ca_file)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"sources.{name}.ca_file {ca_file} cannot be used: {error}") from None
+        raise ConfigError(f"{table}.ca_file {ca_file} cannot be used: {error}") from None
 
 
 @functools.cache

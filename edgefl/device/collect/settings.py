@@ -25,6 +25,8 @@ MAX_LABEL_BYTES = 255
 OWN_COLUMNS = ("time", "span", "check")
 """That the collector adds to each row."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+MAX_UNCERTAIN, MAX_TOPIC_CHARS = 1000, 200
+_TOPIC = re.compile(rf"(?=.{{1,{MAX_TOPIC_CHARS}}}\Z)[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -62,27 +64,40 @@ class CollectSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MqttSection:
-    """Source `mqtt`: topics of a broker.
+class BrokerSection:
+    """A broker, which need not be the fleet's.
 
     Attributes:
         host: of the broker, which speaks MQTT 5.
-        columns: by name, TOPIC for plain payloads or TOPIC#/KEY/KEY for a value of a JSON object.
         port: 1883 at first, with `tls` 8883.
         login_file: a file whose first line is the user and whose second is the password.
         tls: whether the connection is encrypted.
         ca_file: authority of the broker's certificate; none for those of the system.
+    """
+
+    host: str
+    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
+    login_file: str = ""
+    tls: bool = False
+    ca_file: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port or (8883 if self.tls else 1883)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MqttSection(BrokerSection):
+    """Source `mqtt`: topics of a broker.
+
+    Attributes:
+        columns: by name, TOPIC for plain payloads or TOPIC#/KEY/KEY for a value of a JSON object.
         retained: whether values count that the broker has kept, of any age.
         max_message_bytes: larger messages are left out.
         max_per_s: messages of a second; more are left out.
     """
 
-    host: str
     columns: Mapping[str, Scalar]
-    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
-    login_file: str = ""
-    tls: bool = False
-    ca_file: str = ""
     retained: bool = False
     max_message_bytes: int = field(default=65_536, metadata={"at_least": 64, "at_most": 1_048_576})
     max_per_s: int = field(default=1000, metadata={"at_least": 1, "at_most": 10_000})
@@ -201,6 +216,46 @@ class LabelsSection:
             raise ConfigError("labels.before_s and labels.after_s must not both be 0: no row would get a label")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerSection(BrokerSection):
+    """`[answer]`: what the deployed model says of the newest rows, published to a broker.
+
+    Attributes:
+        topic: below which answers are published.
+        name: of the device in Home Assistant; the topic at first.
+        discovery: prefix of Home Assistant's discovery; empty for none.
+        every_s: seconds from one answer to the next, at least.
+        server_port: of `edgefl device serve` on this board.
+        uncertain_below: times whose answer has a smaller margin are noted for labelling; 0 notes none.
+        max_uncertain: times that are noted: the least certain ones.
+    """
+
+    topic: str
+    name: str = ""
+    discovery: str = "homeassistant"
+    every_s: float = field(default=10.0, metadata={"at_least": 0.1, "at_most": 86_400})
+    server_port: int = field(default=8080, metadata={"at_least": 1, "at_most": 65_535})
+    uncertain_below: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
+    max_uncertain: int = field(default=500, metadata={"at_least": 1, "at_most": MAX_UNCERTAIN})
+
+    def __post_init__(self) -> None:
+        """Checks the topics and the name.
+
+        Raises:
+            ConfigError: one is none.
+        """
+        for setting, topic in (("topic", self.topic), ("discovery", self.discovery or "none")):
+            if not _TOPIC.fullmatch(topic):
+                raise ConfigError(
+                    f"answer.{setting} must be a topic of up to {MAX_TOPIC_CHARS} letters, digits and ._-/ that "
+                    f"neither begins nor ends with a slash, got {topic!r:.80}"
+                )
+        if not is_safe_text(self.name) or len(self.name) > MAX_LABEL_CHARS:
+            raise ConfigError(
+                f"answer.name must be up to {MAX_LABEL_CHARS} visible characters, got {self.name!r:.80}"
+            )
+
+
 def is_label(text: str) -> bool:
     """Returns whether a text can be a label, which is a folder's name where examples are files."""
     is_name = 0 < len(text) <= MAX_LABEL_CHARS and not text.startswith(".") and "/" not in text
@@ -208,7 +263,7 @@ def is_label(text: str) -> bool:
 
 
 SourceSection = MqttSection | LinesSection | HttpSection | FilesSection | FolderSection | OwnSection
-_TABLES = ("collect", "sources", "labels")
+_TABLES = ("collect", "sources", "labels", "answer")
 _SECTIONS: Mapping[str, type[Any]] = {
     "mqtt": MqttSection,
     "lines": LinesSection,
@@ -234,6 +289,7 @@ class CollectFile:
     collect: CollectSection
     sources: tuple[SourceSettings, ...]
     labels: LabelsSection | None = None
+    answer: AnswerSection | None = None
 
     @property
     def folders(self) -> dict[str, FolderSection]:
@@ -264,11 +320,13 @@ def load_collect_file(path: Path) -> CollectFile:
         raise ConfigError(f"the collect file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(f"the collect file {path} is no TOML: {error}") from None
-    faults, collect, labels, sources = Faults(), None, None, list[SourceSettings]()
+    faults, collect, labels, answer, sources = Faults(), None, None, None, list[SourceSettings]()
     for key in set(table) - set(_TABLES):
         faults.messages.append(f"unknown table [{key:.80}]: {suggest_name(key, _TABLES)}")
     with faults:
         labels = from_mapping(LabelsSection, table["labels"], "labels") if "labels" in table else None
+    with faults:
+        answer = from_mapping(AnswerSection, table["answer"], "answer") if "answer" in table else None
     with faults:
         collect = from_mapping(CollectSection, table.get("collect", {}), "collect")
     with faults:
@@ -281,7 +339,7 @@ def load_collect_file(path: Path) -> CollectFile:
     faults.check()
     assert collect is not None
     _check_polled(collect, sources)
-    found = CollectFile(collect=collect, sources=tuple(sources), labels=labels)
+    found = CollectFile(collect=collect, sources=tuple(sources), labels=labels, answer=answer)
     # An own source says what columns it has once it is made: `check_label_columns` looks again.
     own = [one for one in sources if labels is not None and isinstance(one.section, OwnSection)]
     num_sources = len(sources) - len(found.event_sources) - bool(own and not found.event_sources)
@@ -289,6 +347,8 @@ def load_collect_file(path: Path) -> CollectFile:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
     if found.folders and len(found.folders) < num_sources:
         raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
+    if found.folders and answer is not None:
+        raise ConfigError("[answer] is for sources of rows, and none of kind folder")
     return found
 
 

@@ -12,8 +12,9 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -29,6 +30,9 @@ from edgefl.tasks.losses.registry import find_loss, has_classes
 from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import CONFIGURED, make_task
+
+if TYPE_CHECKING:
+    from edgefl.tasks.configured.options import ConfiguredTask
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +93,13 @@ class OnnxModel:
         self._output = LOGITS_OUTPUT if LOGITS_OUTPUT in outputs else outputs[0]
         self.input_shape = tuple(size if isinstance(size, int) else None for size in inputs[0].shape[1:])
 
+    @cached_property
+    def configured_task(self) -> ConfiguredTask | None:
+        """Returns the task of the model where that is one of a run file's options; raises as `make_task`."""
+        if self.task not in CONFIGURED:
+            return None
+        return cast("ConfiguredTask", make_task(self.task, self.options))
+
     def to_batch(self, rows: Array) -> Array:
         """Returns `rows` as a batch; a single row, shaped or flat, becomes a batch of one."""
         is_flat_row = rows.ndim == 1 and self._is_flat(rows.shape)
@@ -105,7 +116,7 @@ class OnnxModel:
         return np.concatenate(parts) if parts else np.zeros((0, max(1, len(self.classes))), np.float32)
 
     def predict(self, rows: Array) -> list[Json]:
-        """Returns the most probable `class` of every row, its `index` and its `probability`, or its `values`.
+        """Returns the most probable `class` of every row, its `index`, `probability` and `margin`, or its `values`.
 
         Raises:
             DataError: as `logits`.
@@ -175,6 +186,7 @@ class OnnxModel:
             "class": self.get_class_name(index),
             "index": index,
             "probability": round(float(probabilities[index]), 6),
+            "margin": round(compute_margin(probabilities), 6),
         }
 
 
@@ -203,15 +215,14 @@ def convert_texts(model: OnnxModel, texts: Sequence[object]) -> Array:
     Raises:
         DataError: the model is of no task of texts, or these are none or too many.
     """
-    task: Any = make_task(model.task, model.options) if model.task in CONFIGURED else None
-    if getattr(task, "text_converter", None) is None:
+    task = model.configured_task
+    if task is None or task.text_converter is None:
         raise DataError("the model takes rows of numbers, and no texts")
     if not 0 < len(texts) <= MAX_TEXTS or not all(isinstance(text, str) for text in texts):
         raise DataError(f"texts must be 1 to {MAX_TEXTS} strings")
     if (num_chars := sum(map(len, map(str, texts)))) > MAX_REQUEST_CHARS:
         raise DataError(f"texts must have at most {MAX_REQUEST_CHARS:,} characters in all, got {num_chars:,}")
-    inputs: Array = task.text_converter(texts)
-    return inputs
+    return task.text_converter(list(map(str, texts)))
 
 
 def softmax(logits: Array) -> Array:
@@ -219,6 +230,12 @@ def softmax(logits: Array) -> Array:
     probabilities: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
     probabilities /= probabilities.sum(axis=1, keepdims=True)
     return probabilities
+
+
+def compute_margin(probabilities: Array) -> float:
+    """Returns by how much the most probable of [classes] is more probable than the next one."""
+    largest = np.sort(probabilities)[::-1]
+    return float(largest[0]) - (float(largest[1]) if len(largest) > 1 else 0.0)
 
 
 def _create_session(path: Path, threads: int) -> Any:
@@ -313,17 +330,14 @@ def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
 
 def _read_by_task(path: Path, model: OnnxModel) -> Array | None:
     """Returns the inputs of a file in which they are no numbers, as a configured task reads it; None of others."""
-    if model.task not in CONFIGURED:
-        return None
-    return read_task_input(make_task(model.task, model.options), path)
+    return None if model.configured_task is None else read_task_input(model.configured_task, path)
 
 
-def read_task_input(task: Any, path: Path) -> Array | None:
+def read_task_input(task: ConfiguredTask, path: Path) -> Array | None:
     """Returns the inputs of a file in which they are no numbers, by a configured task; None of others."""
     if task.input_reader is None or path.suffix.lower() not in task.input_suffixes:
         return None
-    inputs: Array = task.input_reader(path)
-    return inputs
+    return task.input_reader(path)
 
 
 def _read_npz_file(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:

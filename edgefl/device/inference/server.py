@@ -32,7 +32,8 @@ from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 from edgefl.core.types import Array, Json
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.device.inference.deployments import DeployedModel, ModelStore
-from edgefl.device.inference.onnx_model import OnnxModel, convert_texts, parse_npy
+from edgefl.device.inference.onnx_model import OnnxModel, convert_texts, parse_npy, prepare_features
+from edgefl.device.inference.table_rows import parse_lines, read_unlabelled, write_rows
 from edgefl.device.updates.slots import load_update_config
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import make_command, make_environment
@@ -47,6 +48,7 @@ IDLE_TIMEOUT_S = 30.0
 POLL_INTERVAL_S = 0.5
 DRAIN_TIMEOUT_S = 5.0
 BACKLOG = 64
+CSV_TYPE = "text/csv"
 SETUP_VARIABLE = "EDGEFL_SERVE"
 MODULE = "edgefl.device.inference.server"
 
@@ -242,6 +244,17 @@ class _InferenceHttpServer(ThreadingHTTPServer):
         log.debug("a connection from %s broke", client_address)
 
 
+def _read_csv_rows(body: bytes, model: OnnxModel) -> Array:
+    """Returns the inputs of rows with names, as the model's task makes them of a shard."""
+    task = model.configured_task
+    if task is None or not task.example_rows:
+        raise DataError(f"the model's task {model.task or 'unknown'!r} makes no examples of rows with names")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.csv"
+        write_rows(path, parse_lines(body), task)
+        return prepare_features(model, read_unlabelled(task, path))
+
+
 class _HttpError(Exception):
     """HTTP error response with status and message."""
 
@@ -307,6 +320,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
             "task": model.task,
             "classes": list(model.classes),
             "input_shape": list(model.input_shape),
+            "rows": model.configured_task.example_rows or None if model.configured_task is not None else None,
             "deployment": deployed.deployment if deployed else None,
             "accuracy": deployed.accuracy if deployed else None,
         }
@@ -314,7 +328,8 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def _predict(self) -> Json:
         body = self._read_body()
         model, deployed = self._require_model()
-        predictions = model.predict(self._parse_rows(body, model))
+        is_csv = self.headers.get_content_type() == CSV_TYPE
+        predictions = model.predict(_read_csv_rows(body, model) if is_csv else self._parse_rows(body, model))
         model_ids = (deployed.model, deployed.deployment) if deployed else (model.model, None)
         return {
             "model": model_ids[0],

@@ -69,6 +69,7 @@ class ConfiguredTask(Task):
         input_suffixes: of such files, in lower case.
         text_converter: returns the inputs of texts, where examples are texts.
         augment: changes a batch that is trained on; None for no change.
+        example_rows: of a table, of which one example is made; 0 where examples are no rows of numbers.
     """
 
     name: str
@@ -84,6 +85,7 @@ class ConfiguredTask(Task):
     input_suffixes: tuple[str, ...] = ()
     text_converter: Callable[[Sequence[str]], Array] | None = None
     augment: Augment | None = None
+    example_rows: int = 0
 
     @property
     def labels(self) -> tuple[str, ...]:

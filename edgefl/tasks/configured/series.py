@@ -178,6 +178,7 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         ),
         channels=names,
         augment=make_signal_augment(time_shift=time_shift, jitter=jitter),
+        example_rows=window,
     )
 
 

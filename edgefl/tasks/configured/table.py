@@ -155,6 +155,7 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         defaults=CLASS_DEFAULTS if goal.labels else VALUE_DEFAULTS,
         shard_options=format_options(columns=names, **format_targets(targets)),
         columns=names,
+        example_rows=1,
     )
 
 

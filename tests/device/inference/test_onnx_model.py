@@ -49,7 +49,9 @@ def test_gives_class_name_and_probability_of_every_row(path):
     first, second = OnnxModel(path).predict(rows)
     assert (first["index"], first["class"]) == (3, "3")
     assert first["probability"] == pytest.approx(np.exp(4) / (np.exp(4) + 9), abs=1e-6)
-    assert second == {"class": "7", "index": 7, "probability": pytest.approx(np.exp(3) / (np.exp(3) + 9), abs=1e-6)}
+    assert (second["class"], second["index"]) == ("7", 7)
+    assert second["probability"] == pytest.approx(np.exp(3) / (np.exp(3) + 9), abs=1e-6)
+    assert second["margin"] == pytest.approx((np.exp(3) - 1) / (np.exp(3) + 9), abs=1e-6)
 
 
 def test_says_what_its_file_says(path):

@@ -302,3 +302,36 @@ def test_what_serves_reads_the_models_and_neither_the_key_nor_the_network(tmp_pa
             refused = json.loads(b"".join(iter(lambda: connection.recv(1000), b"")))
         assert process.wait(60) == 0
     assert refused == ["key", "folder", "write", "socket", "program"]
+
+
+def test_rows_with_names_are_answered_as_the_task_of_the_model_reads_them(tmp_path):
+    options = {"columns": "a,b", "window": 4, "target": "label", "labels": "shut,open", "group": "span"}
+    task = make_task("series", options)
+    export_onnx(task, task.init(2), tmp_path / "series.onnx", options=options)
+    csv = {"Content-Type": "text/csv; charset=utf-8"}
+    rows = "".join(f"{at},{10 * at},{at // 4}\n" for at in range(11))
+    with served_file(tmp_path, tmp_path / "series.onnx") as serving:
+        assert serving.ask("GET", "/model")[1]["rows"] == 4
+        status, told = serving.ask("POST", "/predict", f"a,b,span\n{rows}".encode(), **csv)
+        windows = np.array([[range(at, at + 4), range(10 * at, 10 * at + 40, 10)] for at in (0, 4)], np.float32)
+        expected = [row["probability"] for row in serving.predict({"rows": windows.tolist()})[1]["rows"]]
+        assert (status, [row["probability"] for row in told["rows"]]) == (200, expected)
+        for content, reason in (
+            (b"a,b,span\n", "at least one row"),
+            (b"a,b,span\n1,2\n", "line 2 of the rows has 2 cells"),
+            (b"a,span\n1,2\n", "b"),
+            (b'a,b,span\n"1,2,3\n', "no CSV"),
+            (b"\xff", "no CSV"),
+        ):
+            status, told = serving.ask("POST", "/predict", content, **csv)
+            assert status == 400
+            assert reason in told["error"]
+    with served_file(tmp_path / "other", _constant(tmp_path)) as serving:
+        assert serving.ask("GET", "/model")[1]["rows"] is None
+        status, told = serving.ask("POST", "/predict", b"a\n1\n", **csv)
+        assert (status, told["error"]) == (400, "the model's task 'digits' makes no examples of rows with names")
+
+
+def _constant(folder):
+    constant_model(folder / "constant.onnx", 1)
+    return folder / "constant.onnx"

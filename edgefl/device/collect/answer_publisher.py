@@ -1,0 +1,186 @@
+"""Publisher of answers to a broker, in topics that Home Assistant finds by itself.
+
+`TOPIC/answer` holds the newest answer as JSON, `TOPIC/available` says `online` or `offline`: the latter also when the
+collector stops, and as its last will when it dies. Entities are announced by retained messages below the prefix of
+Home Assistant's MQTT discovery; empty ones take them back. Answers are not retained, and none waits for a broker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import paho.mqtt.client as mqtt
+from paho.mqtt.reasoncodes import ReasonCode
+
+from edgefl import __version__
+from edgefl.core.errors import NetworkError
+from edgefl.core.types import Json
+from edgefl.device.collect.server_access import KEEP_ALIVE_S, make_broker_client
+from edgefl.device.collect.settings import AnswerSection
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+MAX_VALUES = 8
+"""Of an answer that are entities; the others stand in the message alone."""
+MAX_OPTIONS = 100
+"""Classes that an entity lists."""
+MAX_QUEUED = 100
+"""Messages that wait for the broker's word."""
+WITHDRAW_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 1.0
+ONLINE, OFFLINE = "online", "offline"
+
+
+class AnswerPublisher:
+    """Connection that publishes; it reconnects for ever.
+
+    Args:
+        section: of the collect file.
+
+    Raises:
+        ConfigError: the login or the authority is none.
+    """
+
+    def __init__(self, section: AnswerSection) -> None:
+        self._section, self._log = section, RateLimitedLog(log)
+        self._is_available = False
+        self._announced: dict[str, str] | None = None
+        self._client = make_broker_client("answer", section)
+        self._client.will_set(f"{section.topic}/available", OFFLINE, qos=1, retain=True)
+        self._client.on_connect, self._client.on_disconnect = self._on_connect, self._on_disconnect
+        self._client.on_connect_fail = self._on_connect_fail
+        self._client.max_queued_messages_set(MAX_QUEUED)
+
+    def start(self) -> None:
+        """Starts the thread that connects."""
+        self._client.connect_async(*self._section.address, keepalive=KEEP_ALIVE_S, clean_start=True)
+        self._client.loop_start()
+
+    def publish(self, answer: Json, classes: Sequence[str]) -> bool:
+        """Publishes an answer with a `class` or `values`; returns whether the broker was there."""
+        if not self._client.is_connected():
+            return False
+        self._announce(make_entities(self._section, classes, len(answer.get("values", ()))))
+        self.set_available(is_available=True)
+        self._client.publish(f"{self._section.topic}/answer", json.dumps(answer, ensure_ascii=False))
+        return True
+
+    def set_available(self, *, is_available: bool) -> None:
+        """Says whether there are answers now, where that has changed."""
+        if is_available != self._is_available:
+            self._is_available = is_available
+            self._publish_availability()
+
+    def close(self) -> None:
+        """Says that there are no answers any more, and disconnects."""
+        self._is_available = False
+        # The will is of a connection that breaks: this one ends orderly.
+        if (message := self._publish_availability()) is not None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                message.wait_for_publish(CLOSE_TIMEOUT_S)
+        self._client.disconnect()
+        self._client.loop_stop()
+
+    def _announce(self, entities: dict[str, str]) -> None:
+        if self._section.discovery and self._announced != entities:
+            for topic in list_entity_topics(self._section):
+                self._client.publish(topic, entities.get(topic, ""), qos=1, retain=True)
+            self._announced = entities
+
+    def _publish_availability(self) -> mqtt.MQTTMessageInfo | None:
+        if not self._client.is_connected():
+            return None  # it is said once there is a connection
+        text = ONLINE if self._is_available else OFFLINE
+        return self._client.publish(f"{self._section.topic}/available", text, qos=1, retain=True)
+
+    def _on_connect(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
+        if reason.is_failure:
+            self._log.warning("refused", "the broker of [answer] refuses the collector: %s", reason)
+            return
+        log.info("answers go to the broker at %s:%d", *self._section.address)
+        # The will may have been sent, and this may be another broker.
+        self._announced = None
+        self._publish_availability()
+
+    def _on_connect_fail(self, _client: Any, _data: Any) -> None:
+        self._log.warning("away", "[answer] cannot reach its broker at %s:%d", *self._section.address)
+
+    def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
+        if reason.is_failure:
+            self._log.warning("lost", "[answer] lost its broker (%s); connecting again", reason)
+
+
+def make_entities(section: AnswerSection, classes: Sequence[str], num_values: int) -> dict[str, str]:
+    """Returns the entities of answers as Home Assistant's discovery describes sensors, by the topic of each."""
+    device = {"identifiers": [_make_id(section)], "name": section.name or section.topic, "manufacturer": "edgefl"}
+    shared: Json = {
+        "state_topic": f"{section.topic}/answer",
+        "availability_topic": f"{section.topic}/available",
+        "device": device,
+        "origin": {"name": "edgefl", "sw_version": __version__},
+    }
+    found = dict(zip(list_entity_topics(section), _list_sensors(section, classes, num_values), strict=True))
+    return {
+        topic: json.dumps({**shared, **sensor, "unique_id": topic.split("/")[-2]}, ensure_ascii=False)
+        for topic, sensor in found.items()
+        if sensor
+    }
+
+
+def list_entity_topics(section: AnswerSection) -> list[str]:
+    """Returns the topics in which entities are announced, or were by an earlier model."""
+    names = ("class", "probability", *(f"value_{number}" for number in range(1, MAX_VALUES + 1)))
+    return [f"{section.discovery}/sensor/{_make_id(section)}_{name}/config" for name in names]
+
+
+def _list_sensors(section: AnswerSection, classes: Sequence[str], num_values: int) -> Iterator[Json]:
+    """Yields a sensor for each of the topics; an empty one where there is none now."""
+    is_of_classes = not num_values
+    known = {"device_class": "enum", "options": list(classes)} if 0 < len(classes) <= MAX_OPTIONS else {}
+    attributes = {"json_attributes_topic": f"{section.topic}/answer"}
+    sensor = {"name": "Class", "value_template": "{{ value_json['class'] }}", **known, **attributes}
+    yield sensor if is_of_classes else {}
+    percent = {"unit_of_measurement": "%", "state_class": "measurement"}
+    template = "{{ (value_json.probability * 100) | round(1) }}"
+    yield {"name": "Probability", "value_template": template, **percent} if is_of_classes else {}
+    for place in range(MAX_VALUES):
+        name = "Value" if num_values == 1 else f"Value {place + 1}"
+        template = f"{{{{ value_json['values'][{place}] }}}}"
+        yield {"name": name, "value_template": template, "state_class": "measurement"} if place < num_values else {}
+
+
+def _make_id(section: AnswerSection) -> str:
+    """Returns a name of letters that another topic does not have."""
+    return f"edgefl_{hashlib.sha256(section.topic.encode()).hexdigest()[:12]}"
+
+
+def withdraw_entities(section: AnswerSection) -> None:
+    """Takes back what was announced and retained; returns when the broker has it.
+
+    Raises:
+        ConfigError: the login or the authority is none.
+        NetworkError: the broker cannot be reached, or refuses the collector.
+    """
+    client = make_broker_client("answer", section)
+    topics = [f"{section.topic}/available", *(list_entity_topics(section) if section.discovery else ())]
+    host, port = section.address
+    try:
+        client.connect(host, port, keepalive=KEEP_ALIVE_S, clean_start=True)
+        client.loop_start()
+        sent = [client.publish(topic, "", qos=1, retain=True) for topic in topics]
+        deadline_s = time.monotonic() + WITHDRAW_TIMEOUT_S
+        for one in sent:
+            one.wait_for_publish(max(0.0, deadline_s - time.monotonic()))
+        if not all(one.is_published() for one in sent):
+            raise NetworkError(f"the broker of [answer] at {host}:{port} does not take it; check its login and rules")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise NetworkError(f"the broker of [answer] at {host}:{port} cannot be reached: {error}") from None
+    finally:
+        client.disconnect()
+        client.loop_stop()

@@ -1,0 +1,298 @@
+"""Answers of the deployed model to the newest rows, beside collecting.
+
+The model runs in the process of `edgefl device serve`, which is confined, follows deployments and checks signatures:
+the collector, which may not see the agent's state, asks it over loopback alone, so that rows stay on the board. What
+it sends is the text of rows as they stand in the shard, and the model's task reads that as it reads shards: windows
+and transform are those of training. A thread of its own asks. Whatever becomes of model, server and broker, rows are
+collected.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgefl.core.errors import StoreError
+from edgefl.core.safe_parsing import parse_message
+from edgefl.core.safe_text import is_safe_text
+from edgefl.core.types import Json
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.polled_source import HttpRequest
+from edgefl.device.collect.readings import Counts
+from edgefl.device.collect.row_store import encode_lines
+from edgefl.device.collect.settings import AnswerSection, is_label
+from edgefl.device.collect.uncertain_times import (
+    UncertainTime,
+    add_uncertain,
+    read_uncertain_times,
+    save_uncertain_times,
+)
+from edgefl.system.retries import RateLimitedLog
+
+log = logging.getLogger(__name__)
+
+MAX_ROWS, MAX_CELLS = 4096, 200_000
+"""That are held for the newest window."""
+TIMEOUT_S, MAX_ANSWER_BYTES, MAX_CLASSES, MAX_CLASS_CHARS = 10.0, 262_144, 1000, 100
+POLL_S, JOIN_TIMEOUT_S = 5.0, 12.0
+STALE_S, NUM_STALE = 60.0, 3
+"""There are no answers any more after so long, or so many times without one if that is longer."""
+SAVE_S = 600.0
+_HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The served model: its tensors' SHA-256 and its deployment, its classes, and how many rows it looks at."""
+
+    model: str
+    deployment: str
+    classes: tuple[str, ...]
+    num_rows: int
+
+
+class Publisher(Protocol):
+    """What answers are given to."""
+
+    def start(self) -> None: ...
+
+    def publish(self, answer: Json, classes: Sequence[str]) -> bool: ...
+
+    def set_available(self, *, is_available: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class InferenceClient:
+    """Client of this board's inference server.
+
+    Args:
+        port: of the server, on loopback.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._request = HttpRequest(
+            host="127.0.0.1", port=port, path="/model", headers=_HEADERS, tls=None, timeout_s=TIMEOUT_S,
+            max_bytes=MAX_ANSWER_BYTES,
+        )  # fmt: skip
+
+    def fetch_model(self) -> ModelFacts:
+        """Returns which model is served.
+
+        Raises:
+            OSError, HTTPException: there is no server, or no whole answer.
+            ValueError: no model is served, or one that takes no rows.
+        """
+        return parse_model(self._request.send())
+
+    def predict(self, content: bytes) -> Json:
+        """Returns the answer to the text of rows, checked; raises as `fetch_model`."""
+        headers = {**_HEADERS, "Content-Type": "text/csv"}
+        return parse_prediction(replace(self._request, path="/predict", headers=headers, body=content).send())
+
+
+class Answerer:
+    """Thread that asks about the newest rows and publishes the answers.
+
+    Args:
+        section: of the collect file.
+        folder: of the shard.
+        columns: of its rows.
+        every_s: seconds from one row to the next; 0 where readings say when they come.
+        client: of the inference server.
+        publisher: of the answers.
+        counts: `answer.errors` is added to it.
+        clock: seconds since 1970.
+
+    Raises:
+        StoreError: the times that were noted cannot be read.
+    """
+
+    def __init__(  # noqa: PLR0913 one keyword for each collaborator
+        self,
+        section: AnswerSection,
+        folder: Path,
+        columns: Sequence[str],
+        *,
+        every_s: float,
+        client: InferenceClient,
+        publisher: Publisher,
+        counts: Counts,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._section, self._folder, self._columns = section, folder, tuple(columns)
+        self._client, self._publisher, self._counts, self._clock = client, publisher, counts, clock
+        self._stale_s = max(STALE_S, NUM_STALE * max(every_s, section.every_s))
+        self._rows = deque[Row](maxlen=max(1, min(MAX_ROWS, MAX_CELLS // len(self._columns))))
+        self._lock, self._has_new, self._stopping = threading.Lock(), threading.Event(), threading.Event()
+        self._model: ModelFacts | None = None
+        self._last_row_s = self._answered_s = -math.inf
+        self._times, self._num_forgotten = read_uncertain_times(folder), 0
+        self._saved_times, self._saved_s = self._times, clock()
+        self._log = RateLimitedLog(log)
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+
+    def start(self) -> None:
+        self._publisher.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, and keeps what is noted."""
+        self._stopping.set()
+        self._has_new.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_TIMEOUT_S)
+        self._publisher.close()
+        self._save()
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Adds rows; never waits for an answer."""
+        if not rows:
+            return
+        with self._lock:
+            for row in rows:
+                if self._rows and self._rows[-1].span != row.span:
+                    self._rows.clear()  # no window over a gap
+                self._rows.append(row)
+        self._has_new.set()
+
+    def forget(self) -> None:
+        """Drops all rows and times, before some of them are removed from the shard."""
+        with self._lock:
+            self._rows.clear()
+            self._times = self._saved_times = []
+            self._num_forgotten += 1
+
+    def trim(self, oldest_s: float) -> None:
+        """Drops times of rows that are older than any that is kept."""
+        with self._lock:
+            self._times = [time for time in self._times if time.until_s >= oldest_s]
+
+    def step(self) -> None:
+        """Asks about the newest rows, once for each newest one."""
+        with self._lock:
+            rows, num_forgotten = list(self._rows), self._num_forgotten
+        now_s = self._clock()
+        if rows and self._last_row_s != rows[-1].time_s and now_s - rows[-1].time_s <= self._stale_s:
+            self._last_row_s = rows[-1].time_s
+            try:
+                self._answer(rows, num_forgotten)
+            except Exception as error:  # noqa: BLE001 the boundary of the thread: the next rows may have an answer
+                self._model = None
+                self._counts["answer.errors"] += 1
+                self._log.warning("failed", "there is no answer to the newest rows: %s", error)
+        if not -self._stale_s <= self._clock() - self._answered_s <= self._stale_s:
+            self._publisher.set_available(is_available=False)
+        if not 0 <= now_s - self._saved_s <= SAVE_S:
+            self._save()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._has_new.wait(POLL_S)
+            self._has_new.clear()
+            self.step()
+            self._stopping.wait(self._section.every_s)
+
+    def _answer(self, rows: Sequence[Row], num_forgotten: int) -> None:
+        model = self._model or self._client.fetch_model()
+        if model.num_rows > (self._rows.maxlen or 0):
+            raise ValueError(f"the model looks at {model.num_rows} rows, of {len(self._columns)} columns fit fewer")
+        self._model = model
+        if len(rows) < model.num_rows:
+            return
+        window = rows[-model.num_rows :]
+        found = self._client.predict(encode_lines(self._columns, window))
+        if (found.pop("model"), found.pop("deployment")) != (model.model, model.deployment):
+            self._model = None  # a new one, which may look at other rows: the next ones are for it
+            self._last_row_s = -math.inf
+            return
+        answer = {"time": window[-1].time_s, **found, "model": model.model[:12], "deployment": model.deployment}
+        self._publisher.publish(answer, model.classes)
+        self._answered_s = self._clock()
+        if found.get("margin", 1.0) < self._section.uncertain_below and is_label(found["class"]):
+            self._note(window, found, num_forgotten)
+
+    def _note(self, window: Sequence[Row], found: Json, num_forgotten: int) -> None:
+        new = UncertainTime(
+            since_s=window[0].time_s, until_s=window[-1].time_s, label=found["class"],
+            probability=found["probability"], margin=found["margin"],
+        )  # fmt: skip
+        with self._lock:
+            if num_forgotten == self._num_forgotten:
+                self._times = add_uncertain(self._times, new, self._section.max_uncertain)
+
+    def _save(self) -> None:
+        self._saved_s = self._clock()
+        with self._lock:
+            times = self._times
+            if times is self._saved_times:
+                return
+            try:
+                save_uncertain_times(self._folder, times)
+            except StoreError as error:
+                self._log.warning("store", "uncertain times wait: %s", error)
+                return
+            self._saved_times = times
+
+
+def parse_model(content: bytes) -> ModelFacts:
+    """Returns what the server says of its model.
+
+    Raises:
+        ValueError: it makes no sense, or the model takes no rows.
+    """
+    value = _parse_object(content)
+    classes, num_rows = value.get("classes"), value.get("rows")
+    if not isinstance(classes, list) or len(classes) > MAX_CLASSES or not all(map(_is_class, classes)):
+        raise ValueError("the model's classes are none")
+    if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 1:
+        raise ValueError("the model makes no examples of rows: deploy one of the task series or table")
+    return ModelFacts(
+        model=str(value.get("model")), deployment=str(value.get("deployment")), classes=tuple(classes),
+        num_rows=num_rows,
+    )  # fmt: skip
+
+
+def parse_prediction(content: bytes) -> Json:
+    """Returns `class`, `probability` and `margin`, or `values`, of one example, with `model` and `deployment`.
+
+    Raises:
+        ValueError: it makes no sense, or is of no example or of several.
+    """
+    value = _parse_object(content)
+    rows = value.get("rows")
+    if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
+        raise ValueError("the answer is not of one example")
+    found: Json = {"model": str(value.get("model")), "deployment": str(value.get("deployment"))}
+    if isinstance(values := rows[0].get("values"), list) and 0 < len(values) <= MAX_CLASSES:
+        return {**found, "values": [_to_number(number) for number in values]}
+    if not _is_class(rows[0].get("class")):
+        raise ValueError("the answer has no class")
+    shares = {name: _to_number(rows[0].get(name)) for name in ("probability", "margin")}
+    if not all(0 <= share <= 1 for share in shares.values()):
+        raise ValueError("probability and margin of an answer are 0 to 1")
+    return {**found, "class": rows[0]["class"], **shares}
+
+
+def _parse_object(content: bytes) -> dict[str, Any]:
+    value = parse_message(content)
+    if not isinstance(value, dict):
+        raise ValueError("the answer is no JSON object")  # noqa: TRY004 the content is wrong, not the caller
+    return value
+
+
+def _is_class(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_CLASS_CHARS and is_safe_text(name)
+
+
+def _to_number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError("the answer has no number")  # noqa: TRY004 likewise
+    return float(value)

@@ -1,0 +1,57 @@
+"""Rows of a table that have no targets yet, as inputs of a model: the task reads them as it reads its shards."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from edgefl.core.errors import DataError
+from edgefl.core.types import Array
+from edgefl.device.inference.onnx_model import read_task_input
+from edgefl.tasks.configured.options import ConfiguredTask
+
+
+def write_rows(path: Path, lines: Sequence[Sequence[str]], task: ConfiguredTask) -> None:
+    """Writes a CSV file of lines, the first with the columns' names, with any class or value in those of targets.
+
+    The task reads only rows that have one; a target that is an input as well stays as it is.
+
+    Raises:
+        DataError: a line has another number of cells than the first.
+    """
+    for number, line in enumerate(lines, 1):
+        if len(line) != len(lines[0]):
+            raise DataError(f"line {number} of the rows has {len(line)} cells, the first has {len(lines[0])}")
+    inputs = {*(task.columns or ()), *(task.channels or ())}
+    targets = set(filter(None, task.shard_options.get("target", "").split(","))) - inputs
+    kept = [place for place, name in enumerate(lines[0]) if name not in targets]
+    filled = [task.labels[0] if task.labels else "0"] * len(targets)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        for number, line in enumerate(lines):
+            writer.writerow([*(line[place] for place in kept), *(filled if number else targets)])
+
+
+def read_unlabelled(task: ConfiguredTask, path: Path) -> Array:
+    """Returns the inputs of a file without targets, or of one of `write_rows`; raises as the task's reader."""
+    inputs = read_task_input(task, path)
+    return np.asarray(task.read(str(path)).inputs) if inputs is None else inputs
+
+
+def parse_lines(content: bytes) -> list[list[str]]:
+    """Returns the cells of a CSV text.
+
+    Raises:
+        DataError: it is none, or has no row behind its first line.
+    """
+    try:
+        lines = [line for line in csv.reader(io.StringIO(content.decode(), newline=""), strict=True) if line]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"the rows are no CSV: {error}") from None
+    if len(lines) < 2:
+        raise DataError("the rows must be a line of names and at least one row")
+    return lines
