@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from requirements import real_data_at
+from requirements import real_data_at, require
 from sklearn.datasets import load_digits
 
 from edgefl.tasks.images import FASHION_LABELS
@@ -27,6 +27,7 @@ NEEDS_DATA = {
     "people": "motionsense/data_subjects_info.csv",
     "transfer": "fashion-mnist/train-images-idx3-ubyte.gz",
 }
+NEEDS_PROGRAM = {"window_sensor": "mosquitto"}
 LONG = {"detector", "transfer"}
 """Examples whose commands take minutes; a small form of each is run with the others."""
 REACHED = {
@@ -43,6 +44,7 @@ REACHED = {
     "torch_images": r"accuracy (0\.9\d+) on pictures",
     "diabetes": r"with all data on one machine, (?:0\.[89]\d+|1\.0[01]\d) of it(?s:.*)  -  ",
     "jobs": r"in one piece: (?:0\.0e\+00|\d\.\de-1\d)\nrain 3 times, garden 2 times, on 4 boards",
+    "window_sensor": r"\n  2 .* 0\.[3-7]\d\d\n(?s:.*)\n  5 .* 0\.(?:8[3-9]|9\d)\d\n",
     "asynchronous_fleet": r"buffered .* (0\.9\d+)\n",
 }
 BARS = {"motion_time_series": 0.85, "own_strategy": 0.9, "without_coordinator": 0.85, "own_codec": 0.9}
@@ -90,6 +92,8 @@ def run_script(script: str, here: Path) -> subprocess.CompletedProcess[str]:
 def test_the_commands_of_an_example_run(folder: Path, tmp_path: Path) -> None:
     if needed := NEEDS_DATA.get(folder.name):
         real_data_at(needed)
+    if program := NEEDS_PROGRAM.get(folder.name):
+        require(program)
     here = shutil.copytree(folder, tmp_path / folder.name)
     done = run_script(commands((folder / "README.md").read_text()), here)
     if folder.name in REACHED:
