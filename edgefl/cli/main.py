@@ -32,6 +32,7 @@ COMMANDS = {
     "doctor": ("edgefl.cli.doctor:command", "Look for problems on this machine, with remedies"),
     "export": ("edgefl.cli.run:export", "Take a run elsewhere: a plain Flower app"),
     "field-report": ("edgefl.cli.doctor:field_report", "Bundle what a real board has to tell, to send it back"),
+    "flower": ("edgefl.cli.flower:command", "Bring a Flower app to the boards as it is"),
     "fleet": ("edgefl.cli.fleet.fleets:command", "Choose the fleet that commands go to, where there are several"),
     "history": ("edgefl.cli.history:command", "Ask what happened: rounds, updates, devices, heartbeats, events"),
     "model": (
@@ -63,7 +64,7 @@ THEMES = {
     "Begin": ("quickstart", "demo", "doctor"),
     "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "top", "user"),
     "On a board": ("device", "field-report"),
-    "Train": ("run", "simulate", "task", "strategies", "codecs", "data", "base"),
+    "Train": ("run", "simulate", "task", "strategies", "codecs", "data", "base", "flower"),
     "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
@@ -123,6 +124,7 @@ EXAMPLES = {
     "doctor": "doctor",
     "export flower-app": "export flower-app run.toml --out app",
     "field-report": "field-report --out report.zip",
+    "flower check": "flower check quickstart-numpy",
     "fleet list": "fleet list",
     "fleet remove": "fleet remove old-lab",
     "fleet use": "fleet use lab",
