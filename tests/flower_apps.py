@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.serverapp import Grid
+
+from edgefl.flower.app_folder import AppFolder
+from edgefl.flower.app_job import load_component
+from edgefl.flower.strategy import ensure_identity
 
 PROJECT = """[project]
 name = "mean-app"
@@ -39,18 +49,19 @@ def main(grid: Grid, context: Context) -> None:
 CLIENT = """from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from .data import load_target
+from .data import count_call, load_target, pass_gate
 
 app = ClientApp()
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
+    pass_gate(message, context)
     (model,) = message.content["arrays"].to_numpy_ndarrays()
     target, count = load_target(context, model.shape)
     model = model + message.content["config"]["lr"] * (target - model)
     loss = float(((target - model) ** 2).mean())
-    metrics = MetricRecord({"num-examples": count, "train_loss": loss})
+    metrics = MetricRecord({"num-examples": count, "train_loss": loss, "calls": count_call(context)})
     return Message(RecordDict({"arrays": ArrayRecord([model]), "metrics": metrics}), reply_to=message)
 
 
@@ -59,15 +70,34 @@ def evaluate(message: Message, context: Context) -> Message:
     (model,) = message.content["arrays"].to_numpy_ndarrays()
     target, count = load_target(context, model.shape)
     loss = float(((target - model) ** 2).mean())
-    metrics = MetricRecord({"num-examples": count, "eval_loss": loss})
+    metrics = MetricRecord({"num-examples": count, "eval_loss": loss, "calls": count_call(context)})
     return Message(RecordDict({"metrics": metrics}), reply_to=message)
 """
-DATA = """import numpy as np
+DATA = """import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import MetricRecord
 
 
 def load_target(context, shape):
     number = context.node_config["partition-id"]
     return np.random.default_rng(number).standard_normal(shape), 10 * (number + 1)
+
+
+def count_call(context):
+    calls = 1 + context.state["calls"]["n"] if "calls" in context.state else 1
+    context.state["calls"] = MetricRecord({"n": calls})
+    return calls
+
+
+def pass_gate(message, context):
+    folder, number = Path(context.node_config["data-path"]), message.content["config"]["server-round"]
+    Path(f"arrived-{number}").touch()
+    while (folder / f"closed-{number}").exists():
+        time.sleep(0.05)
+    if (folder / f"broken-{number}").exists():
+        raise ValueError("broken on purpose")
 """
 FILES = {
     "pyproject.toml": PROJECT,
@@ -76,7 +106,10 @@ FILES = {
     "mean_app/client_app.py": CLIENT,
     "mean_app/data.py": DATA,
 }
-"""Each node moves the model half of the way to its own target."""
+"""Each node moves the model half of the way to its own target, and counts its messages in its state.
+
+`closed-ROUND` among a board's files holds its training up, and `broken-ROUND` makes it fail.
+"""
 
 
 def write_app(root: Path, changes: Mapping[str, str] | None = None) -> Path:
@@ -85,3 +118,70 @@ def write_app(root: Path, changes: Mapping[str, str] | None = None) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
+
+
+@contextmanager
+def imported_app(app: AppFolder) -> Iterator[None]:
+    """Lets this process import the app's modules, and forgets them and their folder at the end."""
+    before = set(sys.modules)
+    try:
+        yield
+    finally:
+        sys.path[:] = [entry for entry in sys.path if entry != str(app.root)]
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "mean_app":
+                del sys.modules[name]
+
+
+class HereGrid(Grid):
+    """Flower's grid as a call of the ClientApp in this process, one node for each path.
+
+    Args:
+        app: whose ClientApp answers.
+        paths: of the nodes, in the order of their partitions.
+        is_away: (number of the node, type of message, round) -> whether it is gone.
+    """
+
+    def __init__(self, app: AppFolder, paths: list[Path], is_away: Callable[[int, str, int], bool]) -> None:
+        self._client, self._is_away, self._phase = load_component(app.root, app.client), is_away, ("train", 1)
+        self._contexts = [
+            Context(
+                run_id=1,
+                node_id=number,
+                node_config={"partition-id": number, "num-partitions": len(paths), "data-path": str(path)},
+                state=RecordDict(),
+                run_config=dict(app.config),
+            )
+            for number, path in enumerate(paths)
+        ]
+
+    @property
+    def run(self) -> Any:
+        raise NotImplementedError
+
+    def set_run(self, run: Any) -> None: ...
+
+    def create_message(self, *arguments: Any, **options: Any) -> Message:
+        raise NotImplementedError
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [number + 1 for number in range(len(self._contexts)) if not self._is_away(number, *self._phase)]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        raise NotImplementedError
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        ensure_identity()
+        replies = []
+        for message in messages:
+            number, phase = message.metadata.dst_node_id - 1, self._phase
+            if self._is_away(number, phase[0] + " under way", phase[1]):
+                replies.append(Message(error=Error(code=5, reason="away"), reply_to=message))
+            else:
+                replies.append(self._client(message, self._contexts[number]))
+        kind, round_number = self._phase
+        self._phase = ("evaluate", round_number) if kind == "train" else ("train", round_number + 1)
+        return replies

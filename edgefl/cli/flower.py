@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from edgefl.cli.output import FullHelpGroup, format_option, print_rows
+from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.sources import FOLDER_TYPE
 from edgefl.core.errors import UnsoundError
 
@@ -31,3 +31,22 @@ def check(*, folder: Path, fmt: str) -> None:
     print_rows([asdict(finding) for finding in findings], FINDING_COLUMNS, fmt, kind="findings")
     if faults := [finding for finding in findings if finding.verdict == "fails"]:
         raise UnsoundError(f"{folder} would not run: {faults[0].where}: {faults[0].what}")
+
+
+@command.command()
+@click.argument("folder", type=FOLDER_TYPE)
+@click.option("--out", type=FOLDER_TYPE, default=Path("dist"), show_default=True, help="Folder for the wheel.")
+def pack(*, folder: Path, out: Path) -> None:
+    """Make a wheel of the Flower app in FOLDER, to sign as a pack and to install beside the coordinator."""
+    from edgefl.flower.app_folder import read_app  # noqa: PLC0415 likewise
+    from edgefl.flower.app_job import get_job_name  # noqa: PLC0415 likewise
+    from edgefl.flower.app_pack import write_app_wheel  # noqa: PLC0415 likewise
+
+    app = read_app(folder)
+    path = write_app_wheel(app, out)
+    echo(str(path))
+    echo(
+        f"sign it: edgefl signing sign {path} --kind pack --version {app.version} --out {app.name}.bundle; "
+        f"boards install it (edgefl devices install), and join in: edgefl device shard add {get_job_name(app)} PATH",
+        err=True,
+    )

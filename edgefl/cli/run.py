@@ -117,6 +117,39 @@ def submit(  # noqa: PLR0913 the options of one command
         wait_for_run(run["run_id"], url)
 
 
+@command.command("flower-app")
+@click.argument("folder", type=FOLDER_TYPE)
+@click.option(
+    "--run-config", default="", metavar="PAIRS", help="Other values of its run configuration: 'key=1 name=\"a\"'."
+)
+@click.option(
+    "--min", "num_boards", type=click.IntRange(1), default=2, show_default=True, help="Boards that it begins with."
+)
+@click.option("--group", "groups", multiple=True, help="Only boards of this group; may be repeated.")
+@click.option("--name", help="Of the run [default: the app's].")
+@click.option("--watch", "watches", is_flag=True, help="Stay and show how it goes.")
+@url_option
+def submit_flower_app(  # noqa: PLR0913 the options of one command
+    *,
+    folder: Path,
+    run_config: str,
+    num_boards: int,
+    groups: tuple[str, ...],
+    name: str | None,
+    watches: bool,
+    url: str | None,
+) -> None:
+    """Queue a run of the Flower app in FOLDER, whose pack is on the boards, and print its id."""
+    from edgefl.flower.app_folder import read_app  # noqa: PLC0415 fast start
+    from edgefl.flower.app_job import make_app_run  # noqa: PLC0415 likewise
+
+    config = make_app_run(read_app(folder), run_config, name=name, num_boards=num_boards, groups=groups)
+    run = make_client(url).post("/edgefl/v1/runs", {"config": config.to_json(), "priority": 0})
+    echo(run["run_id"])
+    if watches:
+        _watch_run(run["run_id"], url)
+
+
 def _post_file(file: Path, path: str, body: Json, url: str | None) -> Json:
     """Returns the coordinator's answer; what it says of settings gets the file's name and their lines."""
     from edgefl.core.config import add_lines  # noqa: PLC0415 fast start

@@ -686,6 +686,10 @@ class Strategy(Protocol[S]):
     def assign(self, state: S, view: FleetView) -> tuple[S, Decision]:
         """Returns instructions for devices; called after every event."""
 
+    def preview(self, state: S, view: FleetView) -> Decision:
+        """Returns the first instructions of a run that is only planned; without effects."""
+        return self.assign(state, view)[1]
+
     def receive(self, state: S, update: Update) -> S:
         """Folds one update into the state."""
 

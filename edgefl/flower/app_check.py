@@ -132,15 +132,15 @@ def _check_dependency(line: str) -> Iterator[Finding]:
     name = canonicalize_name(requirement.name)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return
-    installed, shown = _list_board_packages().get(name), line[:100]
+    installed, text = _list_board_packages().get(name), line[:100]
     if requirement.url:
-        yield Finding("fails", "dependencies", f"{shown}: boards fetch nothing; bring its wheel in the pack")
+        yield Finding("fails", "dependencies", f"{text}: boards fetch nothing; bring its wheel in the pack")
     elif installed is None:
-        yield Finding("check", "dependencies", f"{shown}: boards need it already, or its wheel in the pack")
+        yield Finding("check", "dependencies", f"{text}: boards need it already, or its wheel in the pack")
     elif not requirement.specifier.contains(installed, prereleases=True):
-        yield Finding("fails", "dependencies", f"{shown}: edgefl has {name} {installed}, on boards too")
+        yield Finding("fails", "dependencies", f"{text}: edgefl has {name} {installed}, on boards too")
     else:
-        yield Finding("works", "dependencies", f"{shown}: {installed} is here")
+        yield Finding("works", "dependencies", f"{text}: {installed} is here")
 
 
 def _check_options(app: AppFolder) -> Iterator[Finding]:

@@ -155,8 +155,8 @@ def _list_files(root: Path, app: Mapping[str, Any], path: Path) -> Iterator[Pure
         place = PurePosixPath(file.relative_to(root).as_posix())
         if any(part.startswith(".") or part in SKIPPED_FOLDERS for part in place.parts):
             continue
-        is_wanted = _matches(place, included) if included else place.suffix in SENT_SUFFIXES
-        if not is_wanted or _matches(place, excluded) or not file.is_file() or file.is_symlink():
+        is_selected = _matches(place, included) if included else place.suffix in SENT_SUFFIXES
+        if not is_selected or _matches(place, excluded) or not file.is_file() or file.is_symlink():
             continue
         num_files += 1
         if num_files > MAX_FILES:

@@ -37,6 +37,7 @@ class JobContext:
         input: what `make_input` returned for this part.
         device_id: board that does it.
         path: board's shard for this job, a file or a folder; it may be read, and nothing there written.
+        scratch: folder of the board for this job, to write in; what lies there stays for later parts and runs.
         log: adds a line to the history: of 300 characters, and 100 lines for a part; what is more is left out.
     """
 
@@ -45,6 +46,7 @@ class JobContext:
     input: bytes
     device_id: str
     path: Path
+    scratch: Path
     log: Callable[[str], None]
 
 

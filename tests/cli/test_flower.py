@@ -1,6 +1,11 @@
 """`edgefl flower`."""
 
+import sys
+import zipfile
+
 from flower_apps import PROJECT, write_app
+
+from edgefl.tasks.registry import find_task_factory
 
 
 def test_a_check_lists_its_findings_and_its_exit_code_says_whether_the_app_would_run(run, tmp_path):
@@ -15,3 +20,39 @@ def test_a_check_lists_its_findings_and_its_exit_code_says_whether_the_app_would
     assert "would not run: dependencies: flwr<1.20" in failed.err
     missing = run("flower", "check", tmp_path / "none")
     assert (missing.code, missing.is_one_line) == (3, True)
+
+
+def test_a_packed_app_can_be_signed_for_boards_and_its_class_is_found_by_name(run, monkeypatch, tmp_path):
+    app = write_app(tmp_path / "app", {"data.npz": "not sent"})
+    packed = run("flower", "pack", app, "--out", tmp_path / "dist")
+    assert packed.code == 0, packed.err
+    wheel = tmp_path / "dist" / "edgefl_app_mean_app-1.2.0-py3-none-any.whl"
+    assert packed.out.strip() == str(wheel)
+    first = wheel.read_bytes()
+    run("flower", "pack", app, "--out", tmp_path / "dist")
+    assert wheel.read_bytes() == first
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if name.endswith("data.npz")]
+        metadata = archive.read("edgefl_app_mean_app-1.2.0.dist-info/METADATA").decode()
+    assert "Requires-Dist: flwr>=1.30\n" in metadata
+    assert run("signing", "init", "--keys", tmp_path / "keys", "--no-passphrase").code == 0
+    options = ("--kind", "pack", "--version", "1.2.0", "--keys", tmp_path / "keys", "--out", tmp_path / "app.bundle")
+    signed = run("signing", "sign", wheel, *options)
+    assert signed.code == 0, signed.err
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setitem(sys.modules, "edgefl_app_mean_app", None)  # so that what is imported here is gone afterwards
+    del sys.modules["edgefl_app_mean_app"]
+    job = find_task_factory("flower-mean-app")()
+    assert job.run_config["num-server-rounds"] == 3
+    assert job.app.server == "mean_app.server_app:app"
+
+
+def test_a_run_of_an_app_that_does_not_have_such_a_value_is_refused_before_it_is_sent(refused, tmp_path):
+    app = write_app(tmp_path / "app")
+    refused(
+        ["run", "flower-app", app, "--run-config", "rounds=3"],
+        3,
+        "the app mean-app has no 'rounds'; it has model.size",
+    )

@@ -19,6 +19,7 @@ from fuzz import (
     compiled_readers,
     device_readers,
     file_readers,
+    flower_readers,
     join_readers,
     message_readers,
     shard_readers,
@@ -277,6 +278,18 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/compiled/board/protobuf_fields.py:_to_float",
         ),
         "disk-compiled": _entry(compiled_readers.cache_entries, "tasks/compiler/cache.py:parse_entry"),
+        "flower-projects": _entry(
+            flower_readers.app_projects, "flower/app_folder.py:read_app", "flower/app_job.py:merge_config"
+        ),
+        "flower-modules": _entry(flower_readers.app_modules),
+        "flower-replies": _entry(
+            flower_readers.replies,
+            "flower/app_messages.py:decode_message",
+            "flower/app_messages.py:_decode_value",
+        ),
+        "flower-messages": _entry(flower_readers.messages, "flower/app_messages.py:split_envelope"),
+        "flower-states": _entry(flower_readers.kept_states),
+        "flower-requests": _entry(flower_readers.requests),
         "disk-bases": _entry(storage_readers.bases, "tasks/adaptation/base_file.py:load_base"),
         "disk-base-names": _entry(
             storage_readers.base_names, "tasks/adaptation/base_catalogue.py:BaseCatalogue._read_names"
@@ -398,6 +411,9 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "simulation/simulated_run.py:_find_scales": "the result of a simulation that ended a line before",
         "engine/assembly/job.py:build_job.decode": "any bytes are a result of a part; their number is checked",
         "strategies/job_strategy.py:JobStrategy.aggregate": "any bytes are a result of a job",
+        "flower/app_strategy.py:AppStrategy.aggregate": "any bytes are a result of a job",
+        "flower/app_pack.py:write_app_wheel": "encodes",
+        "flower/server_link.py:ServerLink.collect": "encodes",
         "device/inference/server.py:main": "what the process that became this one wrote a moment before",
         "flower/app_runtime.py:make_body_record": "encodes",
         "flower/app_runtime.py:decode_content": (

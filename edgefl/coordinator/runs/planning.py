@@ -232,7 +232,7 @@ def _find_exclusion_reason(info: DeviceInfo, run: RunComponents, registry: Devic
 def _schedule_first(run: RunComponents, view: FleetState) -> dict[str, list[TrainInstruction]]:
     """Returns the strategy's first instructions, by device."""
     strategy, instructions = run.strategy, dict[str, list[TrainInstruction]]()
-    _, decision = strategy.assign(strategy.init(run.model), run.policy.eligible_view(view))
+    decision = strategy.preview(strategy.init(run.model), run.policy.eligible_view(view))
     for instruction in decision.instructions:
         if isinstance(instruction, TrainInstruction):
             instructions.setdefault(instruction.device_id, []).append(run.policy.adapt_instruction(instruction, view))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ from edgefl.tasks.job import Job, JobContext, check_result
 log = logging.getLogger(__name__)
 
 ALIVE_INTERVAL_S = 0.5
+SCRATCH_FOLDER = "jobs"
+"""In the state directory: a folder for each job."""
 
 
 def is_part(header: Json, task: Task) -> bool:
@@ -24,8 +27,15 @@ def is_part(header: Json, task: Task) -> bool:
     return JOB_LIMITS in header or isinstance(task, Job)
 
 
-def run_part(
-    job: Task, header: Json, body: bytes, *, device_id: str, path: str, on_alive: Callable[[], None]
+def run_part(  # noqa: PLR0913 an instruction and its board
+    job: Task,
+    header: Json,
+    body: bytes,
+    *,
+    device_id: str,
+    path: str,
+    state_dir: Path,
+    on_alive: Callable[[], None],
 ) -> tuple[Json, bytes]:
     """Returns the reply to a part, and its result; an error of the job's own is a reply, too.
 
@@ -35,6 +45,7 @@ def run_part(
         body: input of the part.
         device_id: this board.
         path: its shard for the job.
+        state_dir: has the jobs' scratch folders.
         on_alive: called every so often while the job works.
 
     Raises:
@@ -50,12 +61,15 @@ def run_part(
         raise TaskError(f"{header.get('task')} is no job on this board; update the package that it comes from")
     if not isinstance(limits, Mapping) or not isinstance(header.get("block"), int):
         raise TaskError(f"{header.get('task')} is a job, and was to be trained: name it in [job]")
+    scratch = state_dir / SCRATCH_FOLDER / re.sub(r"[^A-Za-z0-9_-]", "_", str(header.get("task")))
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
     context = JobContext(
         part=header["block"],
         num_parts=int(limits["num_parts"]),
         input=body,
         device_id=device_id,
         path=Path(path),
+        scratch=scratch,
         log=add_line,
     )
     try:

@@ -356,6 +356,7 @@ class DeviceTrainer:
             body,
             device_id=self._device_id,
             path=self._task_cache.get_shard_path(instruction.task),
+            state_dir=self._state_dir,
             on_alive=self._on_alive,
         )
 

@@ -89,7 +89,7 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
 
 def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunComponents:
     if config.job.name:
-        return build_job(config, run_id)
+        return build_job(config, run_id, bases)
     task = make_run_task(config)
     if isinstance(task, Job):
         raise TaskError(f"run.task: {config.run.task} is a job: give it as name in [job], without run.task")

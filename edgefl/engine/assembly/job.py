@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from edgefl.core.config import (
@@ -9,13 +13,12 @@ from edgefl.core.config import (
 )
 from edgefl.core.errors import CodecError, ConfigError
 from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
-from edgefl.core.types import (
-    Tensors,
-)
+from edgefl.core.types import Strategy, Tensors, derive_seed
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.rules import make_selection
 from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.flower.app_job import FlowerApp
 from edgefl.strategies.job_strategy import RESULT, JobStrategy
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.strategies.update_guard import (
@@ -24,10 +27,19 @@ from edgefl.strategies.update_guard import (
 from edgefl.tasks.job import CheckedJob, make_job
 from edgefl.tasks.registry import is_torch_task
 
+if TYPE_CHECKING:
+    from edgefl.flower.app_strategy import AppStrategy
 
-def build_job(config: RunConfig, run_id: str) -> RunComponents:
-    """Returns the objects of a job's run: it has no model, and its updates are the results of parts."""
-    section, devices = config.job, config.devices
+
+def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunComponents:
+    """Returns the objects of a job's run: it has no model, and its updates are the results of parts.
+
+    Args:
+        config: of the run.
+        run_id: of the run.
+        bases: a folder in the coordinator's own, which no ServerApp may read.
+    """
+    section = config.job
     job = make_job(section.name, section.options)
     num_parts = None if section.parts == "boards" else section.parts
     if (num_parts or 0) * section.max_part_bytes > config.run.max_state_bytes:
@@ -48,19 +60,17 @@ def build_job(config: RunConfig, run_id: str) -> RunComponents:
             raise CodecError(f"a result of {len(body)} bytes, at most {section.max_part_bytes} are taken")
         return {RESULT: np.frombuffer(body, np.uint8)}
 
+    strategy: Strategy[Any]
+    make_input: Callable[[int], bytes]
+    if isinstance(job, FlowerApp):
+        app_strategy = _make_app_strategy(config, run_id, job, bases)
+        strategy, make_input = app_strategy, app_strategy.make_input
+    else:
+        strategy, make_input = _make_job_strategy(config, checked_job, num_parts), checked_job.make_input
     return RunComponents(
         config=config,
         model={},
-        strategy=JobStrategy(
-            combine=checked_job.combine,
-            num_parts=num_parts,
-            names=devices.names,
-            min_devices=devices.min,
-            deadline_s=section.deadline_s,
-            max_tries=section.max_tries,
-            skip_missing_s=section.skip_missing_s,
-            max_part_bytes=section.max_part_bytes,
-        ),
+        strategy=strategy,
         rounds=RoundCounter(versions_per_round=1),
         policy=RunParticipationPolicy(
             selection=make_selection(config),
@@ -89,5 +99,48 @@ def build_job(config: RunConfig, run_id: str) -> RunComponents:
         decode=decode,
         divergence=DivergenceRule(),
         needs_torch=is_torch_task(job),
-        encode_input=checked_job.make_input,
+        encode_input=make_input,
+    )
+
+
+def _make_job_strategy(config: RunConfig, checked_job: CheckedJob, num_parts: int | None) -> JobStrategy:
+    section, devices = config.job, config.devices
+    return JobStrategy(
+        combine=checked_job.combine,
+        num_parts=num_parts,
+        names=devices.names,
+        min_devices=devices.min,
+        deadline_s=section.deadline_s,
+        max_tries=section.max_tries,
+        skip_missing_s=section.skip_missing_s,
+        max_part_bytes=section.max_part_bytes,
+    )
+
+
+def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Path | None) -> AppStrategy:
+    from edgefl.flower.app_strategy import AppStrategy  # noqa: PLC0415 Flower is heavy
+    from edgefl.flower.server_link import ServerLink  # noqa: PLC0415 likewise
+
+    section, number = config.job, derive_seed("flower-run", run_id) % 2**63
+    setup = {
+        "root": str(app.root),
+        "server": app.app.server,
+        "run_config": app.run_config,
+        "run_id": number,
+        "seed": config.run.seed,
+    }
+    link = ServerLink(
+        setup,
+        secret=Path("/nonexistent") if bases is None else bases.parent,
+        deadline_s=section.deadline_s,
+        max_body_bytes=section.max_part_bytes,
+    )
+    return AppStrategy(
+        link=link,
+        header={"run": run_id, "run_id": number},
+        min_devices=config.devices.min,
+        deadline_s=section.deadline_s,
+        max_part_bytes=section.max_part_bytes,
+        max_state_bytes=config.run.max_state_bytes,
+        max_result_bytes=section.max_result_bytes,
     )

@@ -1,6 +1,7 @@
 """One part of a job on a board."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from gated_jobs import Greeting
@@ -16,7 +17,9 @@ HEADER = {
 
 
 def run(job, header=HEADER, body=b"", on_alive=lambda: None):
-    return run_part(job, header, body, device_id="pi", path="/data", on_alive=on_alive)
+    with TemporaryDirectory() as folder:
+        board = {"device_id": "pi", "path": "/data", "state_dir": Path(folder)}
+        return run_part(job, header, body, **board, on_alive=on_alive)
 
 
 class Reporting(Job):
@@ -25,6 +28,7 @@ class Reporting(Job):
 
     def work(self, context):
         self.context = context
+        (context.scratch / "kept").touch(exist_ok=False)
         for number in range(self.num_lines):
             context.log(f"{number}\n" + "x" * 1000)
         return self.result

@@ -1,0 +1,232 @@
+"""A Flower app as a job: each message of its ServerApp is a part, which its ClientApp does on the board of the node.
+
+The class of a pack inherits from `FlowerApp`, and names the folder with the app's files beside it. The ClientApp is
+imported once in a board's confined process, and stays there; its context's state lies in the job's scratch folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from edgefl.core.config import RunConfig, parse_run
+from edgefl.core.errors import ConfigError, DataError, StoreError, TaskError
+from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.types import Json, Scalar
+from edgefl.flower.app_folder import AppFolder, flatten_config, read_app
+from edgefl.system.atomic_files import write_atomic
+from edgefl.tasks.job import Job, JobContext
+
+if TYPE_CHECKING:
+    from flwr.app import Context, Message, RecordDict
+
+log = logging.getLogger(__name__)
+
+LOAD_ERROR, RAISED_ERROR = 1, 2
+"""Flower's error codes of a ClientApp that cannot be imported, and of one that raised."""
+CRASHED_ERROR, UNAVAILABLE_ERROR = 8, 5
+"""Flower's error codes of a ClientApp whose process ended, and of a node that is away."""
+SERVER_NODE_ID = 1
+ROUND_KEY = "server-round"
+"""With which Flower's strategies number their messages."""
+MAX_REASON_CHARS = 500
+LIFETIME_S = 10.0**11
+"""Of messages on a board, whose clock may be wrong, from 1970 on."""
+STATE_FILE = "context"
+_PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
+
+
+class FlowerApp(Job):
+    """A Flower app, installed from a pack.
+
+    Args:
+        fingerprint: of the app that the run was submitted with; empty for whichever is here.
+        run_config: other values for `[tool.flwr.app.config]`, as `flwr run` takes them: `key=value key="text"`.
+    """
+
+    root: ClassVar[Path]
+
+    def __init__(self, *, fingerprint: str = "", run_config: str = "") -> None:
+        self.app = read_app(self.root)
+        if fingerprint not in ("", actual := compute_fingerprint(self.app)):
+            raise TaskError(
+                f"the Flower app {self.app.name} is here with the fingerprint {actual}, and the run is of "
+                f"{fingerprint:.40}; install the pack of the same files on the boards and beside the coordinator"
+            )
+        self.run_config = merge_config(self.app, run_config)
+        self.needs_torch = any(re.match(r"torch\b", line) for line in self.app.dependencies)
+        self._client: Any = None
+        self._state: tuple[str, bytes] | None = None
+
+    def work(self, context: JobContext) -> bytes:
+        """Returns the ClientApp's reply to a message, or its error."""
+        from edgefl.flower.app_messages import decode_message, encode_message, split_envelope  # noqa: PLC0415 only where Flower runs
+
+        envelope, message = split_envelope(context.input)
+        header, content = decode_message(message)
+        if content is None:
+            raise DataError("a Flower message without content")
+        header |= envelope
+        try:
+            code = LOAD_ERROR
+            client = self._load_client()
+            code = RAISED_ERROR
+            flower_context = self._make_context(header, context)
+            reply = client(_make_message(header, content, context.part), flower_context)
+            self._save_state(str(header["run"]), flower_context.state, context.scratch)
+        except (Exception, SystemExit) as error:  # another author's code may raise anything
+            reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+            log.warning("the ClientApp of %s failed", self.app.name, exc_info=True)
+            context.log(f"{_format_label(header, content)}: {reason}")
+            return encode_message({"error": code, "reason": reason})
+        if reply.has_error():
+            return encode_message({"error": reply.error.code, "reason": str(reply.error.reason)[:MAX_REASON_CHARS]})
+        context.log(f"{_format_label(header, content)}: {_format_metrics(reply)}")
+        return encode_message({}, reply.content)
+
+    def _load_client(self) -> Any:
+        if self._client is None:
+            self._client = load_component(self.app.root, self.app.client)
+        return self._client
+
+    def _make_context(self, header: Json, context: JobContext) -> Context:
+        from flwr.app import Context  # noqa: PLC0415 only where Flower runs
+
+        return Context(
+            run_id=int(header["run_id"]),
+            node_id=int(header["node_id"]),
+            node_config={**header["node_config"], "data-path": str(context.path), "name": context.device_id},
+            state=self._load_state(str(header["run"]), context.scratch),
+            run_config=dict(self.run_config),
+        )
+
+    def _load_state(self, run: str, scratch: Path) -> RecordDict:
+        """Returns the state that the last message of the run left on this board; a blank one for a new run."""
+        from flwr.app import RecordDict  # noqa: PLC0415 likewise
+
+        from edgefl.flower.app_messages import decode_message  # noqa: PLC0415 likewise
+
+        try:
+            saved = self._state[1] if self._state is not None else (scratch / STATE_FILE).read_bytes()
+            header, state = decode_message(saved)
+        except FileNotFoundError:
+            return RecordDict()
+        except (OSError, DataError) as error:
+            log.warning("the state of the ClientApp is lost: %s", error)
+            return RecordDict()
+        return state if state is not None and header.get("run") == run else RecordDict()
+
+    def _save_state(self, run: str, state: RecordDict, scratch: Path) -> None:
+        from edgefl.flower.app_messages import encode_message  # noqa: PLC0415 likewise
+
+        saved = encode_message({"run": run}, state)
+        if self._state == (run, saved) or (self._state is None and not state):
+            return
+        self._state = run, saved
+        try:
+            write_atomic(scratch / STATE_FILE, saved)
+        except StoreError as error:
+            log.warning("the state of the ClientApp stays in memory: %s", error)
+
+
+def make_app_run(
+    app: AppFolder, run_config: str, *, name: str | None, num_boards: int, groups: Sequence[str]
+) -> RunConfig:
+    """Returns the run file of an app.
+
+    Args:
+        app: in its folder, with the files that the boards must have.
+        run_config: as `FlowerApp`'s.
+        name: of the run; None for the app's.
+        num_boards: that it begins with.
+        groups: of the boards; all where empty.
+
+    Raises:
+        ConfigError: the run configuration makes no sense.
+    """
+    merge_config(app, run_config)
+    options = {"fingerprint": compute_fingerprint(app), "run_config": run_config}
+    table: Json = {
+        "run": {"name": name or app.name},
+        "job": {"name": get_job_name(app), **{key: value for key, value in options.items() if value}},
+        "devices": {"min": num_boards, **({"groups": list(groups)} if groups else {})},
+    }
+    return parse_run(table)
+
+
+def get_job_name(app: AppFolder) -> str:
+    """Returns the name of an app's job, in run files and of boards' shards."""
+    return f"flower-{app.name.lower()}"
+
+
+def load_component(root: Path, reference: str) -> Any:
+    """Returns an app's object `module:attribute`; raises what its module raises when it is imported."""
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def compute_fingerprint(app: AppFolder) -> str:
+    """Returns 16 hex digits of a hash of an app's files and their names."""
+    digest = hashlib.sha256()
+    for file in app.files:
+        content = (app.root / file).read_bytes()
+        digest.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def merge_config(app: AppFolder, changes: str) -> dict[str, Scalar]:
+    """Returns an app's run configuration with other values.
+
+    Raises:
+        ConfigError: the text makes no sense, or names a value that the app does not have.
+    """
+    pairs, left = _PAIR.findall(changes), _PAIR.sub("", changes).strip()
+    try:
+        table = parse_toml("\n".join([*(f"{key} = {value}" for key, value in pairs), left]))
+    except ValueError as error:
+        raise ConfigError(
+            f"run_config must be pairs such as 'rounds=3 name=\"a\"', got {changes!r:.80}: {error}"
+        ) from None
+    values = flatten_config(table, "run_config")
+    if unknown := sorted(values.keys() - app.config.keys()):
+        known = ", ".join(sorted(app.config)) or "none"
+        raise ConfigError(f"run_config: the app {app.name} has no {unknown[0]!r:.80}; it has {known}")
+    return {**app.config, **values}
+
+
+def _make_message(header: Json, content: RecordDict, part: int) -> Message:
+    from flwr.app import Metadata  # noqa: PLC0415 likewise
+    from flwr.app.message import make_message  # noqa: PLC0415 likewise
+
+    metadata = Metadata(
+        run_id=int(header["run_id"]),
+        message_id=str(part),
+        src_node_id=SERVER_NODE_ID,
+        dst_node_id=int(header["node_id"]),
+        reply_to_message_id="",
+        group_id=str(header["group"]),
+        created_at=0.0,
+        ttl=LIFETIME_S,
+        message_type=str(header["type"]),
+    )
+    return make_message(metadata=metadata, content=content)
+
+
+def _format_label(header: Json, content: RecordDict) -> str:
+    """Returns what a message asks for, such as `train in round 3`."""
+    rounds = [record[ROUND_KEY] for record in content.config_records.values() if ROUND_KEY in record]
+    return f"{header.get('type')} in round {rounds[0]!r:.20}" if rounds else str(header.get("type"))
+
+
+def _format_metrics(reply: Message) -> str:
+    """Returns the numbers of a reply for the history, such as `num-examples 10, train_loss 0.5`."""
+    values = [(name, value) for record in reply.content.metric_records.values() for name, value in record.items()]
+    return ", ".join(f"{name} {value:.6g}" for name, value in values if isinstance(value, int | float)) or "done"

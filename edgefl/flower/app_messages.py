@@ -1,0 +1,121 @@
+"""Flower's records as bytes, between a ServerApp and the ClientApps of boards: JSON, then the data of the arrays.
+
+The format is edgefl's own, so that coordinator and boards may have different versions of Flower. Arrays travel as
+Flower serialised them, and nothing here unpacks one.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from typing import Any, cast
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from edgefl.core.errors import DataError
+from edgefl.core.safe_parsing import parse_json
+from edgefl.core.types import Json
+
+_LENGTH = struct.Struct("<I")
+_RECORDS, _BYTES = "records", "bytes"
+Record = ArrayRecord | ConfigRecord | MetricRecord
+
+
+def encode_message(header: Json, content: RecordDict | None = None) -> bytes:
+    """Returns a header and the records of a message as bytes."""
+    blobs: list[bytes] = []
+    records = None if content is None else [_encode_record(name, record, blobs) for name, record in content.items()]
+    text = json.dumps({**header, _RECORDS: records}).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *blobs])
+
+
+def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
+    """Returns header and records, None where it has none.
+
+    Raises:
+        DataError: the bytes are no such message.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        header = parse_json(body[_LENGTH.size : _LENGTH.size + length])
+        records, blobs = header.pop(_RECORDS), _Blobs(body, _LENGTH.size + length)
+        content = None if records is None else RecordDict(dict(_decode_record(record, blobs) for record in records))
+        blobs.check_end()
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(f"a Flower message that makes no sense: {str(error)[:200]}") from None
+    return cast("Json", header), content
+
+
+def add_envelope(header: Json, message: bytes) -> bytes:
+    """Returns a message with what its board must know beside it in front."""
+    text = json.dumps(header).encode()
+    return _LENGTH.pack(len(text)) + text + message
+
+
+def split_envelope(body: bytes) -> tuple[Json, bytes]:
+    """Returns the header of an envelope, and the message in it.
+
+    Raises:
+        DataError: the bytes are no such envelope.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        header = parse_json(body[_LENGTH.size : _LENGTH.size + length])
+    except (struct.error, ValueError) as error:
+        raise DataError(f"a Flower message whose envelope makes no sense: {str(error)[:200]}") from None
+    if not isinstance(header, dict):
+        raise DataError("a Flower message whose envelope is no object")
+    return header, body[_LENGTH.size + length :]
+
+
+class _Blobs:
+    """Reads the data of arrays, one after the other."""
+
+    def __init__(self, body: bytes, start: int) -> None:
+        self._body, self._start = body, start
+
+    def check_end(self) -> None:
+        if self._start != len(self._body):
+            raise ValueError(f"{len(self._body) - self._start} bytes are left")
+
+    def read(self, length: int) -> bytes:
+        data = self._body[self._start : self._start + length] if length >= 0 else b""
+        if len(data) != length:
+            raise ValueError(f"an array of {length} bytes, of which there are {len(data)}")
+        self._start += length
+        return data
+
+
+def _encode_record(name: str, record: Record, blobs: list[bytes]) -> list[Any]:
+    if isinstance(record, ArrayRecord):
+        blobs += [array.data for array in record.values()]
+        arrays = [[key, a.dtype, list(a.shape), a.stype, len(a.data)] for key, a in record.items()]
+        return [name, "arrays", arrays]
+    kind = "metrics" if isinstance(record, MetricRecord) else "config"
+    return [name, kind, {key: _encode_value(value) for key, value in record.items()}]
+
+
+def _decode_record(value: list[Any], blobs: _Blobs) -> tuple[str, Record]:
+    name, kind, items = value
+    if kind == "arrays":
+        arrays = {
+            key: Array(dtype, tuple(shape), stype, blobs.read(length)) for key, dtype, shape, stype, length in items
+        }
+        return name, ArrayRecord(arrays)
+    values = {key: _decode_value(one) for key, one in items.items()}
+    if kind not in {"metrics", "config"}:
+        raise ValueError(f"a record of kind {kind!r:.40}")
+    return name, MetricRecord(values) if kind == "metrics" else ConfigRecord(values)
+
+
+def _encode_value(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    return [_encode_value(one) for one in value] if isinstance(value, list) else value
+
+
+def _decode_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return base64.b64decode(value[_BYTES], validate=True)
+    return [_decode_value(one) for one in value] if isinstance(value, list) else value

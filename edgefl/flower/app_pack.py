@@ -1,0 +1,73 @@
+"""Wheel of a Flower app, for a signed pack: its files beside a class that inherits from `FlowerApp`.
+
+The app's files lie in a folder of the wheel's own package, so two apps may have modules of the same name.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import zipfile
+from pathlib import Path
+
+from edgefl.core.errors import ConfigError
+from edgefl.flower.app_folder import CONFIG_FILE, MAX_APP_BYTES, AppFolder
+from edgefl.flower.app_job import get_job_name
+from edgefl.system.atomic_files import make_store_error
+
+APP_FOLDER = "app"
+_DATE = (2024, 1, 1, 0, 0, 0)
+_EXTRAS = re.compile(r"\[[^\]]*\]")
+_MODULE = '''"""The Flower app {name}."""
+
+from pathlib import Path
+
+from edgefl.flower.app_job import FlowerApp
+
+
+class App(FlowerApp):
+    """The Flower app {name}, as it was packed."""
+
+    root = Path(__file__).parent / "{folder}"
+'''
+
+
+def write_app_wheel(app: AppFolder, out: Path) -> Path:
+    """Returns the wheel of an app in a folder; equal files give equal bytes.
+
+    Raises:
+        ConfigError: the app is too large.
+        StoreError: the wheel cannot be written.
+    """
+    if app.num_bytes > MAX_APP_BYTES:
+        raise ConfigError(f"{app.root}: its files have {app.num_bytes} bytes, at most {MAX_APP_BYTES} are sent")
+    project = re.sub(r"[-_.]+", "_", f"edgefl_app_{app.name}").lower()
+    info = f"{project}-{app.version}.dist-info"
+    requires = "".join(f"Requires-Dist: {_EXTRAS.sub('', line)}\n" for line in app.dependencies)
+    metadata = f"Metadata-Version: 2.1\nName: {project.replace('_', '-')}\nVersion: {app.version}\n{requires}"
+    files = {
+        f"{project}/__init__.py": _MODULE.format(name=app.name, folder=APP_FOLDER).encode(),
+        **{
+            f"{project}/{APP_FOLDER}/{file}": (app.root / file).read_bytes()
+            for file in sorted({*map(str, app.files), CONFIG_FILE})
+        },
+        f"{info}/METADATA": metadata.encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: edgefl\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[edgefl.tasks]\n{get_job_name(app)} = {project}:App\n".encode(),
+    }
+    record = "".join(f"{name},sha256={_compute_digest(content)},{len(content)}\n" for name, content in files.items())
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    path = out / f"{project}-{app.version}-py3-none-any.whl"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+            for name, content in files.items():
+                wheel.writestr(zipfile.ZipInfo(name, _DATE), content, zipfile.ZIP_DEFLATED)
+    except OSError as error:
+        raise make_store_error(path, error) from None
+    return path
+
+
+def _compute_digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

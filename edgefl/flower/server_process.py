@@ -1,0 +1,162 @@
+"""Process of a ServerApp: the app's own code over a `Grid` whose other end is the run's strategy.
+
+Each method of the grid is a request on the standard streams, answered by one message and, for replies, as many more
+as it says. What the app prints goes to a log beside the files that it writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from flwr.app import Context, Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.serverapp import Grid, ServerApp
+
+from edgefl.core.errors import TaskError
+from edgefl.core.types import Json
+from edgefl.flower.app_job import MAX_REASON_CHARS, SERVER_NODE_ID, load_component
+from edgefl.flower.app_messages import decode_message, encode_message
+from edgefl.flower.strategy import ensure_identity, seed_global_generators
+from edgefl.system.process_messages import read_message, write_message
+
+MAX_BODY_BYTES = 2**32 - 1
+
+
+class ProcessGrid(Grid):
+    """Implements Flower's `Grid`; may be used from several threads.
+
+    Args:
+        source: of answers.
+        sink: for requests.
+        run_id: Flower's number of the run.
+    """
+
+    def __init__(self, source: IO[bytes], sink: IO[bytes], run_id: int) -> None:
+        self._source, self._sink, self._run_id = source, sink, run_id
+        self._sent: dict[str, Metadata] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def run(self) -> Any:
+        return SimpleNamespace(run_id=self._run_id)
+
+    def set_run(self, run: Any) -> None:
+        """Does nothing: the process has one run."""
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        with self._lock:
+            return list(self._ask({"do": "nodes"})["nodes"])
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        return [self._push(message) for message in messages]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Returns replies that are there; waits for the first for as long as a turn of the run takes."""
+        return self._wait(list(message_ids), needs_all=False, timeout=0.0)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        return self._wait([self._push(message) for message in messages], needs_all=True, timeout=timeout)
+
+    def _push(self, message: Message) -> str:
+        metadata = message.metadata
+        header = {"type": metadata.message_type, "group": metadata.group_id}
+        with self._lock:
+            request = {"do": "push", "node": metadata.dst_node_id}
+            message_id = str(self._ask(request, encode_message(header, message.content))["message"])
+        self._sent[message_id] = metadata
+        return message_id
+
+    def _wait(self, message_ids: list[str], *, needs_all: bool, timeout: float | None) -> list[Message]:
+        if not message_ids:
+            return []
+        request = {"do": "wait", "messages": message_ids, "all": needs_all, "timeout_s": timeout}
+        with self._lock:
+            count = self._ask(request)["count"]
+            return [self._make_reply(*self._read()) for _ in range(count)]
+
+    def _make_reply(self, header: Json, body: bytes) -> Message:
+        sent = self._sent.pop(header["message"])
+        metadata = Metadata(
+            run_id=sent.run_id,
+            message_id=f"reply-{header['message']}",
+            src_node_id=sent.dst_node_id,
+            dst_node_id=sent.src_node_id,
+            reply_to_message_id=header["message"],
+            group_id=sent.group_id,
+            created_at=sent.created_at,
+            ttl=sent.ttl,
+            message_type=sent.message_type,
+        )
+        content: RecordDict | None = None
+        if "error" not in header:
+            outcome, content = decode_message(body)
+            header = {**header, **{key: outcome[key] for key in ("error", "reason") if key in outcome}}
+        if content is None:
+            error = Error(code=int(header.get("error", 0)), reason=str(header.get("reason", "no content")))
+            return make_message(metadata=metadata, error=error)
+        return make_message(metadata=metadata, content=content)
+
+    def _ask(self, request: Json, body: bytes = b"") -> Json:
+        write_message(self._sink, request, body)
+        return self._read()[0]
+
+    def _read(self) -> tuple[Json, bytes]:
+        message = read_message(self._source, MAX_BODY_BYTES)
+        if message is None:  # the run is over
+            os._exit(0)
+        return message
+
+
+def run_app(setup: Json, grid: Grid) -> None:
+    """Runs the ServerApp of a setup to its end, with seeded generators."""
+    ensure_identity()
+    with seed_global_generators(int(setup["seed"])):
+        app = load_component(Path(setup["root"]), setup["server"])
+        if not isinstance(app, ServerApp):
+            raise TaskError(f"{setup['server']} is a {type(app).__name__}, no ServerApp")
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.manual_seed(int(setup["seed"]) % 2**63)
+        context = Context(
+            run_id=int(setup["run_id"]),
+            node_id=SERVER_NODE_ID,
+            node_config={},
+            state=RecordDict(),
+            run_config=setup["run_config"],
+        )
+        app(grid, context)
+
+
+def main() -> None:
+    """Serves one run; the app itself does not have the standard streams."""
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    message = read_message(source, 0)
+    if message is None:
+        return
+    end: Json = {"do": "end"}
+    try:
+        run_app(message[0], ProcessGrid(source, sink, int(message[0]["run_id"])))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything
+        traceback.print_exc()
+        end = {"do": "fail", "reason": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+    sys.stdout.flush()
+    write_message(sink, end)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

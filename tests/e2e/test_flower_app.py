@@ -1,0 +1,161 @@
+"""An unchanged Flower app on real agents, from its pack to its model: a killed board, a killed coordinator."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_apps import HereGrid, imported_app, write_app
+
+from edgefl.flower.app_folder import AppFolder, read_app
+from edgefl.flower.app_job import get_job_name
+from edgefl.flower.app_pack import write_app_wheel
+from edgefl.flower.server_process import run_app
+from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
+
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
+
+BOARDS = ("board-1", "board-2", "board-3")
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> AppFolder:
+    return read_app(write_app(tmp_path_factory.mktemp("app")))
+
+
+@pytest.fixture(scope="module")
+def running(app: AppFolder, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
+    """Boards and a coordinator on which the app's pack is installed."""
+    root = tmp_path_factory.mktemp("flower")
+    wheel = write_app_wheel(app, root / "dist")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(root / "site")
+    for name in BOARDS:
+        (root / name).mkdir()
+    devices = [LocalDeviceSpec(name=name, shards={get_job_name(app): str(root / name)}) for name in BOARDS]
+    environment = {"EDGEFL_CONFINE": "auto"}
+    with tools.fleet(
+        root / "fleet", devices, environment=environment, also_importable=[root / "site"], kind=LocalFleet
+    ) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(running: LocalFleet) -> LocalFleet:
+    """The module's fleet with all of its boards up and no gate closed."""
+    for name in BOARDS:
+        for mark in (running.root.parent / name).iterdir():
+            mark.unlink()
+        for mark in find_arrivals(running, name):
+            mark.unlink()
+        if running.processes[name].poll() is not None:
+            running.start_device(name)
+    running.wait_for_devices(len(BOARDS))
+    return running
+
+
+def find_arrivals(fleet: LocalFleet, name: str, number: str = "*") -> list[Path]:
+    return [*(fleet.root / name).glob(f"confined/task-flower-mean-app/arrived-{number}")]
+
+
+def submit(fleet: LocalFleet, app: AppFolder, tools: Any, *options: str) -> str:
+    ended = tools.as_operator(fleet, "run", "flower-app", app.root, "--min", "3", *options)
+    assert ended.code == 0, ended.err
+    return str(ended.out.strip())
+
+
+def read_model(fleet: LocalFleet, tools: Any, run_id: str, path: Path) -> Any:
+    ended = tools.as_operator(fleet, "run", "result", run_id, "--out", path)
+    assert ended.code == 0, ended.err
+    with zipfile.ZipFile(path) as archive, np.load(io.BytesIO(archive.read("final_model.npz"))) as arrays:
+        return arrays["arr_0"]
+
+
+def compute_model(app: AppFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, is_away: Any = None) -> Any:
+    """Returns the model of Flower's own strategy over the same ClientApp in this process."""
+    monkeypatch.chdir(folder)
+    setup = {"root": str(app.root), "server": app.server, "run_config": dict(app.config), "run_id": 1, "seed": 7}
+    with imported_app(app):
+        run_app(setup, HereGrid(app, [folder] * len(BOARDS), is_away or (lambda *_: False)))
+    with np.load(folder / "final_model.npz") as arrays:
+        return arrays["arr_0"]
+
+
+def list_calls(fleet: LocalFleet, run_id: str) -> dict[tuple[str, str], int]:
+    """Returns how many messages a board had had, by its name and the message."""
+    found = {}
+    for row in fleet.list_history("events", run=run_id):
+        if row["kind"] == "job-log":
+            label, _, values = row["message"].partition(": ")[2].partition(": ")
+            found[row["device_id"], label] = int(values.rpartition("calls ")[2])
+    return found
+
+
+def test_a_killed_board_is_dropped_and_comes_back_with_its_state(
+    fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [fleet.root.parent / name / mark for name, mark in (("board-3", "closed-2"), ("board-1", "closed-3"))]
+    for gate in gates:
+        gate.touch()
+    run_id = submit(fleet, app, tools)
+    tools.eventually(lambda: find_arrivals(fleet, "board-3", "2"), 90, "the third board in round 2")
+    fleet.kill("board-3")
+    gates[0].unlink()
+    tools.eventually(lambda: find_arrivals(fleet, "board-1", "3"), 90, "the first board in round 3")
+    tools.eventually(lambda: len(list_calls(fleet, run_id)) == 3 + 3 + 2 + 2 + 1, 60, "11 replies")
+    fleet.start_device("board-3")
+    fleet.wait_for_devices(len(BOARDS))
+    gates[1].unlink()
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+
+    def is_away(number: int, kind: str, round_number: int) -> bool:
+        during = round_number == 2 and kind != "train"
+        return number == 2 and (during or (round_number == 3 and kind.startswith("train")))
+
+    expected = compute_model(app, tmp_path, monkeypatch, is_away)
+    np.testing.assert_array_equal(read_model(fleet, tools, run_id, tmp_path / "result"), expected)
+    calls = list_calls(fleet, run_id)
+    assert calls["board-1", "evaluate in round 3"] == 6
+    # Two messages before the kill, and one after it; what was under way when it was killed left no state.
+    assert calls["board-3", "evaluate in round 3"] == 3
+
+
+def test_a_killed_coordinator_goes_on_in_the_same_round_and_asks_no_board_twice(
+    fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = fleet.root.parent / "board-2" / "closed-2"
+    gate.touch()
+    run_id = submit(fleet, app, tools)
+    tools.eventually(
+        lambda: len(fleet.list_history("updates", run=run_id)) >= 3 + 3 + 2, 90, "two replies of round 2"
+    )
+    fleet.kill("coordinator")
+    fleet.start_coordinator()
+    gate.unlink()
+    ended = fleet.wait_for_run(run_id)
+    assert ended["status"] == "finished", ended
+    np.testing.assert_array_equal(
+        read_model(fleet, tools, run_id, tmp_path / "result"), compute_model(app, tmp_path, monkeypatch)
+    )
+    calls = list_calls(fleet, run_id)
+    assert [calls[name, "evaluate in round 3"] for name in BOARDS] == [6, 6, 6]
+
+
+def test_a_stop_ends_an_app_and_a_changed_app_is_refused(
+    fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path
+) -> None:
+    gate = fleet.root.parent / "board-2" / "closed-1"
+    gate.touch()
+    run_id = submit(fleet, app, tools, "--run-config", "num-server-rounds=1000")
+    tools.eventually(lambda: find_arrivals(fleet, "board-2", "1"), 90, "the second board in round 1")
+    assert "running" in tools.as_operator(fleet, "run", "list").out
+    assert tools.as_operator(fleet, "run", "stop", run_id).code == 0
+    tools.eventually(lambda: tools.status(fleet, run_id) == "stopped", 60)
+    changed = write_app(tmp_path / "changed", {"mean_app/data.py": ""})
+    refused = tools.as_operator(fleet, "run", "flower-app", changed)
+    assert "is here with the fingerprint" in refused.err

@@ -1,0 +1,350 @@
+"""A Flower app as a run: a process for its ServerApp, whose messages are assignments and get updates as replies."""
+
+import io
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from flower_apps import PROJECT, SERVER, HereGrid, imported_app, write_app
+
+from edgefl.core.config import parse_run
+from edgefl.core.errors import ConfigError, RunFailedError, TaskError
+from edgefl.core.types import Update, UpdateMetrics
+from edgefl.engine.assembly import job as assembly
+from edgefl.flower.app_folder import read_app
+from edgefl.flower.app_job import FlowerApp, compute_fingerprint, make_app_run
+from edgefl.flower.server_process import run_app
+from edgefl.strategies.job_strategy import RESULT
+from edgefl.tasks.job import JobContext
+
+BOARDS = ("a", "b", "c")
+METRICS = UpdateMetrics(iterations=1, num_examples=0, loss=None, compute_s=0.0, send_s=0.0, bytes_up=0, bytes_down=0)
+
+
+@dataclass
+class View:
+    """Boards that are there, and what they do."""
+
+    devices: dict = field(default_factory=lambda: dict.fromkeys(BOARDS))
+    busy: dict = field(default_factory=dict)
+    now_s: float = 0.0
+
+    @property
+    def idle(self):
+        return [name for name in sorted(self.devices) if name not in self.busy]
+
+
+class Fleet:
+    """Boards in this process that do the parts of a run's strategy."""
+
+    def __init__(self, root, folder, **job):
+        self.app = read_app(folder)
+        kind = type("App", (FlowerApp,), {"root": folder})
+        self.jobs = {name: kind() for name in BOARDS}
+        self.root, self.view, self.lines, self.asked = root, View(), [], []
+        self.paths = [root / name for name in BOARDS]
+        for path in self.paths:
+            path.mkdir(exist_ok=True)
+        self.strategy = self.build(kind(), **job)
+        self.state = self.strategy.init({})
+        self.left = []
+
+    def build(self, job, **options):
+        config = parse_run({"job": {"name": "flower-mean-app", **options}, "devices": {"min": 2}})
+        return assembly._make_app_strategy(config, "run-1", job, self.root / "coordinator" / "bases")
+
+    def turn(self, seconds=0.0):
+        """One turn of the round loop; the work that it gives out is under way then."""
+        self.view.now_s += seconds
+        if self.strategy.ready(self.state, self.view):
+            self.state = self.strategy.aggregate(self.state)
+        self.state, decision = self.strategy.assign(self.state, self.view)
+        for instruction in decision.instructions:
+            self.view.busy[instruction.device_id] = [instruction.assignment_id]
+            self.left.append((instruction, self.strategy.make_input(instruction.block)))
+        return decision
+
+    def work(self, *names):
+        """Lets boards, all of them by default, answer what they have."""
+        for instruction, body in [*self.left]:
+            name = instruction.device_id
+            if name in (names or BOARDS):
+                self.left.remove((instruction, body))
+                self.asked.append(instruction.assignment_id)
+                self.receive(instruction, self.answer(name, instruction.block, body))
+
+    def answer(self, name, part, body):
+        scratch = self.root / f"scratch-{name}"
+        scratch.mkdir(exist_ok=True)
+        context = JobContext(
+            part=part,
+            num_parts=0,
+            input=body,
+            device_id=name,
+            path=self.root / name,
+            scratch=scratch,
+            log=lambda line: self.lines.append(f"{name} {line}"),
+        )
+        before = Path.cwd()
+        os.chdir(scratch)
+        try:
+            return self.jobs[name].work(context)
+        finally:
+            os.chdir(before)
+
+    def receive(self, instruction, body):
+        self.view.busy.pop(instruction.device_id, None)
+        update = Update(
+            assignment_id=instruction.assignment_id,
+            device_id=instruction.device_id,
+            base_version=0,
+            tensors={RESULT: np.frombuffer(body, np.uint8)},
+            metrics=METRICS,
+            received_s=self.view.now_s,
+        )
+        self.state = self.strategy.receive(self.state, update)
+
+    def run(self):
+        """Goes on until the app has ended; returns the files that it left."""
+        for _ in range(100):
+            self.turn(1.0)
+            if self.state.version:
+                return self.read_result()
+            self.work()
+        raise AssertionError("the app does not end")
+
+    def read_result(self):
+        with zipfile.ZipFile(io.BytesIO(self.state.model[RESULT].tobytes())) as archive:
+            return {name: archive.read(name) for name in archive.namelist()}
+
+
+def compute_expected(fleet, tmp_path, monkeypatch, is_away=lambda *_: False):
+    """Returns the model of Flower's own strategy over ClientApps in this process."""
+    folder = tmp_path / "expected"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    config = dict(fleet.app.config)
+    setup = {"root": str(fleet.app.root), "server": fleet.app.server, "run_config": config, "run_id": 1, "seed": 7}
+    run_app(setup, HereGrid(fleet.app, fleet.paths, is_away))
+    return load_model(io.BytesIO((folder / "final_model.npz").read_bytes()))
+
+
+def load_model(file):
+    with np.load(file) as arrays:
+        return arrays["arr_0"]
+
+
+@pytest.fixture
+def make_fleet(tmp_path):
+    """Makes a fleet of an app with other files; the app's modules and processes are gone afterwards."""
+    made = []
+
+    def make(changes=None, **job):
+        folder = write_app(tmp_path / f"app-{len(made)}", changes)
+        context = imported_app(read_app(folder))
+        context.__enter__()
+        made.append((context, fleet := Fleet(tmp_path, folder, **job)))
+        return fleet
+
+    yield make
+    for context, fleet in made:
+        fleet.strategy.link.close()
+        context.__exit__(None, None, None)
+
+
+def test_an_app_ends_with_the_model_of_flowers_own_strategy(make_fleet, tmp_path, monkeypatch):
+    fleet = make_fleet()
+    files = fleet.run()
+    assert set(files) == {"final_model.npz", "server-app.log"}
+    assert b"[ROUND 3/3]" in files["server-app.log"]
+    model = load_model(io.BytesIO(files["final_model.npz"]))
+    np.testing.assert_array_equal(model, compute_expected(fleet, tmp_path, monkeypatch))
+    assert np.abs(model).min() > 0
+    assert len(fleet.state.used) == len(fleet.asked) == 18
+    assert "a train in round 1: num-examples 10, train_loss 0.0284003, calls 1" in fleet.lines
+    assert any(
+        line.startswith("c evaluate in round 3: num-examples 30,") and line.endswith("calls 6")
+        for line in fleet.lines
+    )
+    assert fleet.strategy.facts(fleet.state) == {"messages": 18.0, "errors": 0.0}
+
+
+def test_a_board_that_goes_away_is_an_error_to_the_strategy_and_the_others_go_on(make_fleet, tmp_path, monkeypatch):
+    fleet = make_fleet()
+    fleet.turn()
+    for _ in range(2):
+        fleet.work()
+        fleet.turn()
+    fleet.work("a", "b")
+    del fleet.view.devices["c"], fleet.view.busy["c"]
+    fleet.left.clear()
+    model = load_model(io.BytesIO(fleet.run()["final_model.npz"]))
+
+    def is_away(number, kind, round_number):
+        return number == 2 and (round_number > 2 or (round_number == 2 and kind != "train"))
+
+    np.testing.assert_array_equal(model, compute_expected(fleet, tmp_path, monkeypatch, is_away))
+    assert list(fleet.state.failed.values()) == [(5, "c is away")]
+
+
+def test_an_error_of_the_client_app_is_a_reply_and_no_part_is_tried_again(make_fleet):
+    fleet = make_fleet()
+    (fleet.root / "b" / "broken-2").touch()
+    log = fleet.run()["server-app.log"].decode()
+    assert "Received 2 results and 1 failures" in log
+    assert "b train in round 2: ValueError: broken on purpose" in fleet.lines
+    assert len(fleet.asked) == 18
+
+
+def test_a_new_process_of_the_same_app_gives_out_the_same_messages_and_another_one_is_noticed(make_fleet):
+    first, second, other = (
+        make_fleet(),
+        make_fleet(),
+        make_fleet({"mean_app/server_app.py": SERVER.replace("zeros", "ones")}),
+    )
+    for fleet in (first, second, other):
+        fleet.run()
+    assert first.asked == second.asked
+    assert set(first.asked).isdisjoint(other.asked)
+
+
+def test_a_state_from_before_the_first_reply_begins_anew_under_other_names(make_fleet):
+    fleet = make_fleet()
+    fleet.turn()
+    former = [instruction.assignment_id for instruction, _ in fleet.left]
+    fleet.strategy.link.close()
+    fleet.strategy = fleet.build(fleet.jobs["a"])
+    fleet.left.clear()
+    fleet.view.busy.clear()
+    fleet.run()
+    assert len(fleet.asked) == 18
+    assert set(former).isdisjoint(fleet.asked)
+
+
+def test_a_client_apps_state_outlives_its_process_and_not_its_run(make_fleet):
+    fleet = make_fleet()
+    fleet.turn()
+    fleet.work()
+    fleet.jobs["b"] = type(fleet.jobs["b"])()
+    fleet.turn()
+    body = next(body for instruction, body in fleet.left if instruction.device_id == "b")
+    fleet.work()
+    assert next(line for line in fleet.lines if line.startswith("b evaluate in round 1")).endswith("calls 2")
+    fleet.answer("b", 5, body.replace(b'"run": "run-1"', b'"run": "run-2"'))
+    assert fleet.lines[-1].endswith("calls 1")
+
+
+ASKING = """
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    first, *_ = grid.get_node_ids()
+    content = RecordDict({"config": ConfigRecord({"server-round": 1, "lr": 0.0})})
+    message = lambda node: Message(content, node, "query")
+    print("unknown", [reply.error.code for reply in grid.send_and_receive([message(1)])])
+    print("slow", list(grid.send_and_receive([message(first)], timeout=5)))
+    (name,) = grid.push_messages([message(first)])
+    print("none yet", list(grid.pull_messages([name])))
+    (reply,) = grid.pull_messages([name])
+    print("then", reply.error.code, reply.error.reason, reply.metadata.reply_to_message_id == name)
+    print("once", list(grid.pull_messages([name])))
+    while len(list(grid.get_node_ids())) > 2: pass
+    print("two", len(list(grid.get_node_ids())))
+"""
+
+
+def test_the_grid_waits_no_longer_than_it_is_told_and_gives_each_reply_once(make_fleet):
+    fleet = make_fleet({"mean_app/server_app.py": ASKING})
+    assert fleet.turn().next_wake_s == 5.0
+    assert fleet.turn(4.0).next_wake_s == 1.0
+    assert len(fleet.left) == 1
+    fleet.turn(1.0)
+    fleet.work()
+    fleet.turn(0.5)
+    fleet.turn(0.5)
+    fleet.work()
+    fleet.turn()
+    fleet.turn(1.0)
+    fleet.turn(1.0)
+    del fleet.view.devices["c"]
+    log = fleet.run()["server-app.log"].decode()
+    words = {"unknown", "slow", "none", "then", "once", "two"}
+    assert [line for line in log.splitlines() if line.partition(" ")[0] in words] == [
+        "unknown [5]",
+        "slow []",
+        "none yet []",
+        "then 2 ValueError: No query function registered with name 'default' True",
+        "once []",
+        "two 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("server", "job", "words"),
+    [
+        ("raise OSError('no such data')\n", {}, "the ServerApp raised OSError: no such data"),
+        ("app = 3\n", {}, "is a int, no ServerApp"),
+        ("import os\nprint('last words', flush=True)\nos._exit(3)\n", {}, "process ended: last words"),
+        ("import time\ntime.sleep(60)\n", {"deadline_s": 0.5}, "computed for more than 0.5 s between two messages"),
+        (SERVER, {"max_part_bytes": 200}, "process ended"),
+        (SERVER + "    open('big', 'wb').write(bytes(5000))\n", {"max_result_bytes": 4000}, "more than 4000 bytes"),
+        ("import socket\nsocket.socket()\n", {}, "PermissionError"),
+        ("open('/etc/passwd').read()\n", {}, "PermissionError"),
+    ],
+)
+def test_a_server_app_that_fails_fails_its_run_with_the_reason(make_fleet, server, job, words):
+    fleet = make_fleet({"mean_app/server_app.py": server}, **job)
+    with pytest.raises(RunFailedError, match="ServerApp") as raised:
+        fleet.run()
+    assert words in str(raised.value)
+
+
+def test_replies_are_bounded_and_a_stop_ends_the_process(make_fleet):
+    fleet = make_fleet()
+    fleet.turn()
+    process = fleet.strategy.link._process
+    fleet.state = fleet.strategy.finish(fleet.state)
+    assert process.poll() is not None
+    assert fleet.turn().instructions == ()
+    small = make_fleet()
+    object.__setattr__(small.strategy, "max_state_bytes", 100)
+    with pytest.raises(RunFailedError, match=r"more than run\.max_state_bytes = 100"):
+        small.run()
+
+
+def test_a_plan_starts_no_process_and_names_every_board(make_fleet):
+    fleet = make_fleet()
+    plan = fleet.strategy.preview(fleet.state, fleet.view)
+    assert [instruction.device_id for instruction in plan.instructions] == [*BOARDS]
+    assert not fleet.strategy.link.is_started
+    assert fleet.strategy.preview(fleet.state, View(devices={"a": None})).instructions == ()
+
+
+def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
+    app = read_app(write_app(tmp_path / "app"))
+    config = make_app_run(app, "num-server-rounds=9 model.size=2", name=None, num_boards=3, groups=["lab"])
+    assert (config.job.name, config.run.name, config.devices.min) == ("flower-mean-app", "mean-app", 3)
+    kind = type("App", (FlowerApp,), {"root": app.root})
+    job = kind(**config.job.options)
+    assert job.run_config == {"num-server-rounds": 9, "model.size": 2}
+    assert not job.needs_torch
+    words = f"the run is of {compute_fingerprint(app)}; install"
+    (app.root / "mean_app" / "data.py").write_text("changed")
+    with pytest.raises(TaskError, match=words):
+        kind(**config.job.options)
+    for text, words in (
+        ("lr=1", "has no 'lr'; it has model.size"),
+        ("model.size", "must be pairs"),
+        ("model.size=[1]", "text"),
+    ):
+        with pytest.raises(ConfigError, match="run_config") as raised:
+            make_app_run(app, text, name=None, num_boards=2, groups=())
+        assert words in str(raised.value)
+    torch = write_app(tmp_path / "torch", {"pyproject.toml": PROJECT.replace("numpy>=1.26", "torch>=2")})
+    assert type("App", (FlowerApp,), {"root": torch})().needs_torch

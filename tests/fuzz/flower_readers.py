@@ -1,0 +1,110 @@
+"""What comes of Flower apps: their folders, and messages between a ServerApp and the boards."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+from flower_apps import PROJECT, SERVER, write_app
+from flwr.app import ArrayRecord, ConfigRecord, Metadata, MetricRecord, RecordDict
+from fuzz.reader import Form, Reader, Seed
+
+from edgefl.flower.app_check import check_app
+from edgefl.flower.app_folder import read_app
+from edgefl.flower.app_job import FlowerApp, merge_config
+from edgefl.flower.app_messages import add_envelope, encode_message
+from edgefl.flower.server_link import _receive
+from edgefl.flower.server_process import ProcessGrid
+from edgefl.system.process_messages import write_message
+from edgefl.tasks.job import JobContext
+
+
+def make_content() -> RecordDict:
+    """Returns a record of each kind, with a value of each type."""
+    values = {"flag": True, "n": 3, "x": 0.5, "text": "ä", "raw": b"\0\xff", "many": [1, 2], "raws": [b"a", b""]}
+    return RecordDict({
+        "arrays": ArrayRecord([np.arange(6, dtype=np.float32).reshape(2, 3), np.array(1.5)]),
+        "config": ConfigRecord(values),
+        "metrics": MetricRecord({"loss": 0.25, "num-examples": 4, "both": [0.5, 1.5]}),
+    })  # fmt: skip
+
+
+def app_projects(folder: Path) -> Reader:
+    """The project file of an app, up to what is said of it."""
+    root = write_app(folder / "app")
+
+    def feed(data: bytes) -> None:
+        (root / "pyproject.toml").write_bytes(data)
+        app = read_app(root)
+        check_app(app)
+        merge_config(app, "")
+
+    return Reader(feed=feed, seeds=(Seed(content=PROJECT.encode(), form=Form.TOML), Seed(content=PROJECT.encode())))
+
+
+def app_modules(folder: Path) -> Reader:
+    """A module of an app, which is parsed and never run."""
+    root = write_app(folder / "app")
+
+    def feed(data: bytes) -> None:
+        (root / "mean_app" / "server_app.py").write_bytes(data)
+        check_app(read_app(root))
+
+    return Reader(feed=feed, seeds=(Seed(content=SERVER.encode(), form=Form.TEXT),), most_bytes=64 << 20)
+
+
+def replies(_folder: Path) -> Reader:
+    """A board's reply, up to what the ServerApp gets."""
+    grid = ProcessGrid(io.BytesIO(), io.BytesIO(), 1)
+    sent = Metadata(1, "", 1, 2, "", "", 0.0, 1.0, "train")
+
+    def feed(data: bytes) -> None:
+        grid._sent["0"] = sent
+        reply = grid._make_reply({"message": "0"}, data)
+        hash((reply.has_error() and (reply.error.code, reply.error.reason), reply.metadata.group_id))
+        for record in reply.content.values() if reply.has_content() else ():
+            list(record.items())
+
+    error = encode_message({"error": 2, "reason": "no data"})
+    return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in (encode_message({}, make_content()), error)))
+
+
+def messages(folder: Path) -> Reader:
+    """A message as a board gets it, with a ClientApp that answers all, and the state that is kept of it."""
+    kind = type("App", (FlowerApp,), {"root": write_app(folder / "app")})
+    job = kind()
+    job._client = lambda message, context: SimpleNamespace(has_error=lambda: False, content=message.content)
+    context = {"run": "r", "run_id": 1, "node_id": 2, "node_config": {"partition-id": 0, "num-partitions": 1}}
+    message = encode_message({"type": "train", "group": "1"}, make_content())
+
+    def feed(data: bytes) -> None:
+        place = {"device_id": "a", "path": folder, "scratch": folder}
+        job.work(JobContext(part=0, num_parts=0, input=data, log=lambda _: None, **place))
+
+    return Reader(feed=feed, seeds=(Seed(content=add_envelope(context, message)),))
+
+
+def kept_states(folder: Path) -> Reader:
+    """The state of a ClientApp on a board's card."""
+    kind = type("App", (FlowerApp,), {"root": write_app(folder / "app")})
+
+    def feed(data: bytes) -> None:
+        (folder / "context").write_bytes(data)
+        kind()._load_state("r", folder)
+
+    return Reader(feed=feed, seeds=(Seed(content=encode_message({"run": "r"}, make_content())),))
+
+
+def requests(_folder: Path) -> Reader:
+    """What a ServerApp's process writes, up to the queue of its run."""
+    file = io.BytesIO()
+    write_message(file, {"do": "push", "node": 3}, encode_message({"type": "train", "group": ""}, make_content()))
+
+    def feed(data: bytes) -> None:
+        found = []
+        _receive(io.BytesIO(data), SimpleNamespace(put=found.append), 1 << 16)
+        assert found[-1] is None
+
+    return Reader(feed=feed, seeds=(Seed(content=file.getvalue()),))
