@@ -221,7 +221,13 @@ def test_holders_that_send_slices_reach_the_same_model_bit_for_bit_however_many_
         parse_run(
             {
                 "run": {"task": "digits", "rounds": 10, "evaluate_on": "none", "local_test_fraction": 0.0},
-                "strategy": {"name": "redundant", "copies": "slices", "iterations": 200, "batch_size": 16},
+                "strategy": {
+                    "name": "redundant",
+                    "copies": "slices",
+                    "iterations": 200,
+                    "batch_size": 16,
+                    "learning_rate": 0.1,  # a scaled one depends on how many were there so far
+                },
                 "devices": {"min": minimum},
                 "guard": {"enabled": False},
             }
