@@ -155,15 +155,15 @@ class ServerLink:
         return f": {escape_text(lines[-1][:MAX_TEXT_CHARS])}" if lines else ""
 
 
-def _receive(source: IO[bytes], requests: _Requests, max_body_bytes: int) -> None:
+def _receive(source: IO[bytes], received: _Requests, max_body_bytes: int) -> None:
     """Queues a process's requests, and None at its end or where it makes no sense."""
     try:
         with source:
             while (message := read_message(source, max_body_bytes)) is not None:
-                requests.put(message)
+                received.put(message)
     except (OSError, ValueError) as error:
         log.warning("the ServerApp's process: %s", escape_text(str(error)[:MAX_TEXT_CHARS]))
-    requests.put(None)
+    received.put(None)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
