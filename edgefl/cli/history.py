@@ -221,7 +221,8 @@ def track(  # noqa: PLR0913 the options of one command
         trackers.append(TensorBoardTracker(tensorboard))
     if mlflow is not None:
         trackers.append(MlflowTracker(mlflow, experiment))
-    tracking = HistoryTracking(source, trackers, run)
+    # Which run is the latest, or the newest of a name, is decided once.
+    tracking = HistoryTracking(source, trackers, None if run is None else source.find_run(run).run_id)
     num_rounds = tracking.update()
     while follow and not (run and tracking.is_over):
         time.sleep(interval_s)

@@ -6,18 +6,26 @@ on where it was: no point is lost, and none is there twice.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import math
 import os
 import re
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
 
-from edgefl.core.errors import DataError, MissingPackageError, NetworkError, StoreError, format_install_command
+from edgefl.core.errors import (
+    DataError,
+    MissingPackageError,
+    NetworkError,
+    StoreError,
+    UsageError,
+    format_install_command,
+)
 from edgefl.core.types import Json
 from edgefl.history.series import RunInfo
 from edgefl.system.atomic_files import write_atomic
@@ -32,6 +40,7 @@ ROUND = "round"
 RUN_TAG, SUPERSEDED_TAG = "edgefl.run", "edgefl.superseded"
 FINAL_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _QUALITIES = ("loss", "accuracy", "train_loss", "node_accuracy", "worst_node_accuracy")
+_BOARD_MEANS, _BOARD_MAXIMA = ("compute_s", "send_s", "wait_s", "staleness"), ("max_temperature_c",)
 _COSTS = ("seconds", "bytes_up", "bytes_down", "num_updates", "num_devices")
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _UNUSABLE = re.compile(r"[^\w.-]|\A\.+\Z", re.ASCII)
@@ -76,13 +85,14 @@ class Point:
 class Tracker(Protocol):
     """Where runs are shown."""
 
-    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool, num_ready: int) -> None:
         """Adds the points that the tracker does not hold, and the run's status.
 
         Args:
             run: what it is now.
             points: by round.
             is_whole: whether they are all of the run. Else they are those behind the ones of the last call.
+            num_ready: how many of them are to be added; the model of a last one beyond may still be evaluated.
 
         Raises:
             NetworkError: the tracker cannot be reached, or refuses.
@@ -92,7 +102,7 @@ class Tracker(Protocol):
 
 @dataclass(slots=True)
 class HistoryTracking:
-    """Trackers that follow the runs of a history."""
+    """Trackers that follow the runs of a history; `run` is the id of one, None for all."""
 
     source: RoundReader
     trackers: Sequence[Tracker]
@@ -105,7 +115,7 @@ class HistoryTracking:
 
         Raises:
             NotFoundError: there is no such run.
-            NetworkError, StoreError: the history or a tracker cannot be used; the next call goes on there.
+            NetworkError, StoreError: history or tracker cannot be used, at least for one run; the next call goes on.
         """
         rows = [row for page in self.source.read_pages("runs", {"run": self.run}) for row in page]
         started = [row for row in rows if row["status"] != "queued"]
@@ -116,7 +126,15 @@ class HistoryTracking:
             if row["status"] not in FINAL_STATUSES or self._seen.get(row["run_id"], ({},))[0] != row
         ]
         groups = self._read_groups() if changed else {}
-        return sum(self._update_run(row, groups) for row in changed)
+        num_rounds, failure = 0, None
+        for row in changed:
+            try:
+                num_rounds += self._update_run(row, groups)
+            except (NetworkError, StoreError) as error:  # what refuses one run may take the others
+                failure = error
+        if failure is not None:
+            raise failure
+        return num_rounds
 
     @property
     def is_over(self) -> bool:
@@ -134,8 +152,8 @@ class HistoryTracking:
         is_whole = last is None or points[:1] != [last] or is_final
         if last is not None and is_whole:
             points = self._read_points(run_id, groups, 1)
-        if points and not is_final and not points[-1].is_evaluated:
-            points = points[:-1]
+        # One that a tracker has already, from a stop of the run, waits for nothing.
+        is_pending = bool(points) and not is_final and not points[-1].is_evaluated and points[-1] != last
         new = points if is_whole else points[1:]
         tracked = TrackedRun(
             run_id=run_id,
@@ -146,10 +164,12 @@ class HistoryTracking:
             settings=flatten_settings(self.source.find_run(run_id).config) if is_whole else {},
         )
         self._seen.pop(run_id, None)  # what fails half-way is compared with what the tracker holds
+        num_new = len(new) - is_pending
         for tracker in self.trackers:
-            tracker.record(tracked, new, is_whole=is_whole)
-        self._seen[run_id] = (row, points[-1] if points else None)
-        return len(new)
+            tracker.record(tracked, new, is_whole=is_whole, num_ready=num_new)
+        held = points[: len(points) - is_pending]
+        self._seen[run_id] = (row, held[-1] if held else None)
+        return num_new
 
     def _read_groups(self) -> dict[str, Sequence[str]]:
         devices = (row for page in self.source.read_pages("devices", {}) for row in page)
@@ -163,49 +183,58 @@ class HistoryTracking:
             row for page in self.source.read_pages("rounds", filters) for row in page if row["closed_at"] is not None
         ]
         used = {**filters, "where": [*filters["where"], "outcome=used"]}
-        boards: dict[int, dict[str, list[Json]]] = defaultdict(lambda: defaultdict(list))
+        figures: dict[int, dict[str, BoardFigures]] = defaultdict(lambda: defaultdict(BoardFigures))
         for row in (row for page in self.source.read_pages("updates", used) for row in page) if rounds else ():
             for group in ("all", *groups.get(str(row["device_id"]), ())):
-                boards[row["round"]][group].append(row)
-        return [make_point(row, boards.get(row["round"], {})) for row in rounds]
+                figures[row["round"]][group].add(row)
+        return [make_point(row, figures.get(row["round"], {})) for row in rounds]
 
 
-def make_point(row: Json, boards: Mapping[str, Sequence[Json]]) -> Point:
-    """Returns the point of a round: its qualities, its cost, and figures of the boards by group.
+@dataclass(slots=True)
+class BoardFigures:
+    """Means and maxima over the updates of boards, a row at a time."""
+
+    _sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Json) -> None:
+        """Adds a row of the history's updates."""
+        for name in _BOARD_MEANS:
+            if row[name] is not None:
+                total, count = self._sums.get(name, (0.0, 0))
+                self._sums[name] = (total + row[name], count + 1)
+        for name in _BOARD_MAXIMA:
+            if row[name] is not None:
+                self._maxima[name] = max(row[name], self._maxima.get(name, -math.inf))
+
+    def compute(self) -> dict[str, float]:
+        """Returns the figures that are known."""
+        return {name: total / count for name, (total, count) in self._sums.items()} | self._maxima
+
+
+def make_point(row: Json, boards: Mapping[str, BoardFigures]) -> Point:
+    """Returns the point of a round: its qualities, its cost, the metrics of the task, and figures of the boards.
 
     Args:
         row: of the history's rounds.
-        boards: rows of the updates that went into it, by group.
+        boards: figures of the updates that went into it, by group.
     """
-    values: dict[str, Any] = {name: row[name] for name in (*_QUALITIES, *_COSTS)}
-    values["disagreement"] = (row["facts"] or {}).get("disagreement")
-    values |= {clean_name(name): value for name, value in (row["metrics"] or {}).items()}
-    for group, updates in boards.items():
-        for name, combine in _BOARD_FIGURES.items():
-            known = [float(update[name]) for update in updates if update[name] is not None]
-            if known:
-                values[f"boards/{clean_name(group)}/{name}"] = combine(known)
-    finite = {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-    kept = dict(sorted(finite.items())[:MAX_VALUES])
+    own: dict[str, Any] = {name: row[name] for name in (*_QUALITIES, *_COSTS)}
+    own |= {"disagreement": (row["facts"] or {}).get("disagreement"), ROUND: row["round"]}
+    others: dict[str, Any] = {clean_name(name): value for name, value in (row["metrics"] or {}).items() if name}
+    for group, figures in boards.items():
+        others |= {f"boards/{clean_name(group)}/{name}": value for name, value in figures.compute().items()}
+    bounded = dict(sorted(others.items())[:MAX_VALUES])
     return Point(
         round=row["round"],
         closed_at=row["closed_at"],
-        values={**kept, ROUND: float(row["round"])},
+        values={
+            name: float(value)
+            for name, value in (bounded | own).items()
+            if isinstance(value, int | float) and math.isfinite(value)
+        },
         is_evaluated=any(row[name] is not None for name in ("loss", "accuracy", "node_accuracy")),
     )
-
-
-_BOARD_FIGURES: Mapping[str, Callable[[list[float]], float]] = {
-    "compute_s": statistics.fmean,
-    "send_s": statistics.fmean,
-    "wait_s": statistics.fmean,
-    "staleness": statistics.fmean,
-    "max_temperature_c": max,
-}
 
 
 def clean_name(name: str) -> str:
@@ -226,7 +255,7 @@ def flatten_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, A
     return dict(list(flat.items())[:MAX_SETTINGS])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TensorBoardTracker:
     """A folder of TensorBoard with a folder for each run, named by its id.
 
@@ -235,27 +264,43 @@ class TensorBoardTracker:
     """
 
     folder: Path
+    _sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the files as they were written last."""
 
     def __post_init__(self) -> None:
         _require("tensorboard")
 
-    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
-        """Completes the run's event file."""
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool, num_ready: int) -> None:
+        """Completes the run's event file.
+
+        Raises:
+            StoreError: it cannot be written, or another program has written it since.
+        """
         folder = self.folder / run.run_id
         path = folder / f"events.out.tfevents.{int(run.started_at)}.edgefl"
-        content = b"".join(([*_encode_head(run)] if is_whole else []) + [_encode_point(point) for point in points])
+        ready = [_encode_point(point) for point in points[:num_ready]]
+        content = b"".join(([*_encode_head(run)] if is_whole else []) + ready)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = path.read_bytes() if is_whole and path.exists() else b""
-            if not content.startswith(held):
-                write_atomic(path, content)
-                return
-            with path.open("ab") as file:
-                file.write(content[len(held) :])
-                file.flush()
-                os.fsync(file.fileno())
+            with (folder / "lock").open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._write(path, content, is_whole=is_whole)
+                self._sizes[run.run_id] = path.stat().st_size
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+
+    def _write(self, path: Path, content: bytes, *, is_whole: bool) -> None:
+        held = path.read_bytes() if is_whole and path.exists() else b""
+        if not content.startswith(held):
+            write_atomic(path, content)
+            return
+        with path.open("ab") as file:
+            size = len(held) if is_whole else self._sizes.get(path.parent.name, 0)
+            if file.tell() != size:
+                raise StoreError(f"{path} has {file.tell()} bytes, not {size}: another program writes it")
+            file.write(content[len(held) :])
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _encode_head(run: TrackedRun) -> Iterator[bytes]:
@@ -298,65 +343,84 @@ class MlflowTracker:
     """MLflow's ids of the runs."""
 
     def __post_init__(self) -> None:
+        """Prepares the client.
+
+        Raises:
+            UsageError: the URL is none of a server, or has a password.
+        """
+        address = urlsplit(self.url)
+        if address.scheme not in {"http", "https"} or not address.hostname:
+            raise UsageError(
+                f"--mlflow must be the URL of a server such as http://127.0.0.1:5000, got {self.url!r:.100}"
+            )
+        if "@" in address.netloc:
+            raise UsageError(
+                f"--mlflow must have no login in its URL: give https://{address.hostname} and the variables "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+            )
         _require("mlflow")
         from mlflow import MlflowClient  # noqa: PLC0415 an extra
 
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         self._client = MlflowClient(tracking_uri=self.url)
 
-    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool) -> None:
+    def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool, num_ready: int) -> None:
         """Logs the rounds that the server does not hold, then the status."""
         from mlflow.exceptions import MlflowException  # noqa: PLC0415 an extra
 
         try:
             held = self._open_run(run, points) if is_whole else {}
             found = self._runs[run.run_id]
-            self._log_points(found, points, held)
+            self._log_points(found, points[:num_ready], held)
             if status := FINAL_STATUSES.get(run.status):
                 end_ms = None if run.finished_at is None else _to_ms(run.finished_at)
                 self._client.set_terminated(found, status, end_ms)
             else:
                 self._client.update_run(found, status="RUNNING")
         except MlflowException as error:
-            raise NetworkError(f"MLflow at {self.url}: {str(error).strip().splitlines()[0]:.300}") from None
+            lines = str(error).strip().splitlines() or ["it refuses"]
+            raise NetworkError(f"MLflow at {self.url}: {lines[0]:.300}") from None
 
     def _open_run(self, run: TrackedRun, points: Sequence[Point]) -> dict[str, set[int]]:
         """Finds or makes the server's run, and returns the rounds that it holds of each metric."""
         experiment = self._find_experiment()
-        query = f"tags.`{RUN_TAG}` = '{run.run_id}'"
         known = {(point.round, _to_ms(point.closed_at)) for point in points}
+        runs = self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.run_id}'")
+        current = [one for one in runs if SUPERSEDED_TAG not in one.data.tags]
+        kept = None
+        for one in sorted(current, key=lambda one: str(one.info.run_id)):
+            # A second one is there where two programs made it at once, or an answer was lost.
+            if kept is None and self._read_metric(one.info.run_id, ROUND) <= known:
+                kept = one
+            else:
+                self._client.set_tag(one.info.run_id, SUPERSEDED_TAG, "true")
+                self._client.set_terminated(one.info.run_id, "KILLED")
         held: dict[str, set[int]] = {}
-        for found in self._client.search_runs([experiment], query):
-            if SUPERSEDED_TAG in found.data.tags:
-                continue
-            self._runs[run.run_id] = found.info.run_id
-            if self._read_metric(run.run_id, ROUND) <= known:
-                names = {name for point in points for name in point.values}
-                held = {name: {number for number, _ in self._read_metric(run.run_id, name)} for name in names}
-                break
-            self._client.set_tag(found.info.run_id, SUPERSEDED_TAG, "true")
-            self._client.set_terminated(found.info.run_id, "KILLED")
-        else:
+        if kept is None:
             began_ms, tags = _to_ms(run.started_at), {RUN_TAG: run.run_id}
-            made = self._client.create_run(experiment, began_ms, tags, run.name[:MAX_NAME_CHARS])
-            self._runs[run.run_id] = made.info.run_id
-        self._log_settings(self._runs[run.run_id], run)
+            kept = self._client.create_run(experiment, began_ms, tags, run.name[:MAX_NAME_CHARS])
+        else:
+            names = {name for point in points for name in point.values}
+            held = {name: {number for number, _ in self._read_metric(kept.info.run_id, name)} for name in names}
+        self._runs[run.run_id] = kept.info.run_id
+        self._log_settings(kept, run)
         return held
 
-    def _read_metric(self, run_id: str, name: str) -> set[tuple[int, int]]:
+    def _read_metric(self, found: str, name: str) -> set[tuple[int, int]]:
         """Returns round and milliseconds of each point."""
-        return {(one.step, one.timestamp) for one in self._client.get_metric_history(self._runs[run_id], name)}
+        return {(one.step, one.timestamp) for one in self._client.get_metric_history(found, name)}
 
     def _find_experiment(self) -> str:
         found = self._client.get_experiment_by_name(self.experiment)
         return cast("str", self._client.create_experiment(self.experiment) if found is None else found.experiment_id)
 
-    def _log_settings(self, found: str, run: TrackedRun) -> None:
+    def _log_settings(self, found: Any, run: TrackedRun) -> None:
+        """Logs the settings that the server does not have; it takes no other value of one."""
         from mlflow.entities import Param  # noqa: PLC0415 an extra
 
-        params = [Param(name, str(value)) for name, value in run.settings.items()]
-        for start in range(0, len(params), BATCH_SETTINGS):
-            self._client.log_batch(found, params=params[start : start + BATCH_SETTINGS])
+        missing = [Param(name, str(value)) for name, value in run.settings.items() if name not in found.data.params]
+        for start in range(0, len(missing), BATCH_SETTINGS):
+            self._client.log_batch(found.info.run_id, params=missing[start : start + BATCH_SETTINGS])
 
     def _log_points(self, found: str, points: Sequence[Point], held: Mapping[str, set[int]]) -> None:
         from mlflow.entities import Metric  # noqa: PLC0415 an extra

@@ -9,14 +9,15 @@ import sys
 import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import plotted_store as made
 import pytest
 
 from edgefl.cli.main import main
-from edgefl.core.errors import DataError, MissingPackageError, NetworkError
+from edgefl.core.errors import DataError, MissingPackageError, NetworkError, StoreError, UsageError
 from edgefl.history import tracking
-from edgefl.history.tracking import HistoryTracking, MlflowTracker, TensorBoardTracker, make_point
+from edgefl.history.tracking import BoardFigures, HistoryTracking, MlflowTracker, TensorBoardTracker, make_point
 from edgefl.storage.queries.history import read_history_pages
 from edgefl.storage.store import Store
 
@@ -45,7 +46,7 @@ def board(tmp_path):
 
 def read_board(folder, name="accuracy"):
     """Returns (round, value) of every point in a run's event files, in the order in which they stand there."""
-    files = [event_file_loader.RawEventFileLoader(str(path)) for path in sorted(folder.iterdir())]
+    files = [event_file_loader.RawEventFileLoader(str(path)) for path in sorted(folder.glob("events*"))]
     events = [event_pb2.Event.FromString(one) for file in files for one in file.Load()]
     return [
         (event.step, round(value.simple_value, 6))
@@ -73,12 +74,17 @@ def read_mlflow(tracker, name="accuracy"):
 def test_every_round_has_its_qualities_costs_and_figures_of_the_boards_by_group():
     row = {"round": 3, "closed_at": 7.5, "loss": 0.5, "accuracy": None, "train_loss": float("nan"), "seconds": 2.0,
            "bytes_up": 10, "bytes_down": 30, "num_updates": 2, "num_devices": 2, "node_accuracy": 0.25,
-           "worst_node_accuracy": None, "facts": None, "metrics": {"rmse": 1.5, "../up": 2.0}}  # fmt: skip
+           "worst_node_accuracy": None, "facts": None,
+           "metrics": {"rmse": 1.5, "../up": 2.0, "loss": 9.0, "": 1.0}}  # fmt: skip
     updates = [
         {"compute_s": 1.0, "send_s": 0.5, "wait_s": None, "staleness": 0, "max_temperature_c": 50.0},
         {"compute_s": 3.0, "send_s": 0.5, "wait_s": None, "staleness": 1, "max_temperature_c": 60.0},
     ]
-    point = make_point(row, {"all": updates, "roof/a": updates[:1]})
+    fleet, roof = BoardFigures(), BoardFigures()
+    for update in updates:
+        fleet.add(update)
+    roof.add(updates[0])
+    point = make_point(row, {"all": fleet, "roof/a": roof})
     assert (point.round, point.closed_at) == (3, 7.5)
     assert point.values == {
         "round": 3.0, "loss": 0.5, "seconds": 2.0, "bytes_up": 10.0, "bytes_down": 30.0, "num_updates": 2.0,
@@ -87,6 +93,13 @@ def test_every_round_has_its_qualities_costs_and_figures_of_the_boards_by_group(
         "boards/all/max_temperature_c": 60.0, "boards/roof_a/compute_s": 1.0, "boards/roof_a/send_s": 0.5,
         "boards/roof_a/staleness": 0.0, "boards/roof_a/max_temperature_c": 50.0,
     }  # fmt: skip
+
+
+def test_many_metrics_of_a_task_leave_a_round_its_own_values(monkeypatch):
+    monkeypatch.setattr(tracking, "MAX_VALUES", 3)
+    row = dict.fromkeys((*tracking._QUALITIES, *tracking._COSTS), 1.0) | {"round": 1, "closed_at": 2.0, "facts": None}
+    point = make_point(row | {"metrics": {f"a{number}": 0.5 for number in range(9)}}, {})
+    assert sorted(point.values) == sorted([*tracking._QUALITIES, *tracking._COSTS, "round", "a0", "a1", "a2"])
 
 
 def test_settings_are_flat_bounded_and_texts_where_they_are_no_numbers(monkeypatch):
@@ -134,7 +147,7 @@ def test_a_round_waits_for_its_evaluation_and_one_that_comes_late_is_there_at_th
 def test_a_file_that_was_cut_anywhere_becomes_the_whole_one(store, source, board):
     run = made.add_synchronous(store, "one", rounds=4)
     HistoryTracking(source, [board]).update()
-    (path,) = (board.folder / run).iterdir()
+    (path,) = (board.folder / run).glob("events*")
     whole = path.read_bytes()
     for size in (0, 1, 11, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
@@ -160,6 +173,52 @@ def test_a_run_that_went_back_to_a_checkpoint_has_no_round_twice(tmp_path, board
     assert read_board(board.folder / run) == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
+def test_a_run_that_goes_on_after_a_stop_keeps_the_round_that_was_not_evaluated(store, source, board):
+    run = made.add_synchronous(store, "one", rounds=3, accuracies={1: 0.1, 2: 0.2})
+    calls = []
+    recorder = SimpleNamespace(record=lambda _run, points, **how: calls.append(([one.round for one in points], how)))
+    follower = HistoryTracking(source, [board, recorder])
+    follower.update()
+    store.set_run_status(run, made.RunStatus.RUNNING, at=made.BEGIN)
+    follower.update()
+    HistoryTracking(source, [recorder]).update()
+    assert calls == [
+        ([1, 2, 3], {"is_whole": True, "num_ready": 3}),
+        ([], {"is_whole": False, "num_ready": 0}),
+        ([1, 2, 3], {"is_whole": True, "num_ready": 2}),
+    ]
+    assert read_board(board.folder / run, "round") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_a_tracker_that_refuses_one_run_gets_the_others(store, source):
+    runs = [made.add_synchronous(store, name, rounds=1) for name in ("one", "two")]
+    recorded = []
+
+    def record(run, _points, **_how):
+        recorded.append(run.run_id)
+        if run.run_id == runs[0]:
+            raise NetworkError("no")
+
+    follower = HistoryTracking(source, [SimpleNamespace(record=record)])
+    with pytest.raises(NetworkError, match="no"):
+        follower.update()
+    assert recorded == runs
+
+
+def test_two_followers_of_one_folder_write_no_round_twice(store, source, board):
+    run = made.add_synchronous(store, "one", rounds=2)
+    store.set_run_status(run, made.RunStatus.RUNNING, at=made.BEGIN)
+    first, second = HistoryTracking(source, [board]), HistoryTracking(source, [TensorBoardTracker(board.folder)])
+    assert (first.update(), second.update()) == (2, 2)
+    made.add_round(store, run, 3, made.BEGIN + 100, made.PACES_S)
+    made.evaluate(store, run, 3, 0.75)
+    second.update()
+    with pytest.raises(StoreError, match="another program writes it"):
+        first.update()
+    first.update()
+    assert read_board(board.folder / run) == [(1, 0.1), (2, 0.2), (3, 0.75)]
+
+
 def test_an_id_that_would_be_a_path_is_refused(source, board):
     row = {"run_id": "../up", "status": "running", "name": "x", "started_at": 1.0, "finished_at": None}
     source.read_pages = lambda kind, _filters: iter([[row] if kind == "runs" else []])
@@ -175,6 +234,9 @@ def test_a_package_that_is_missing_and_a_command_that_names_no_tracker_are_told(
         main(["history", "track", "--dir", str(tmp_path)])
     assert ended.value.code == 2
     assert "--tensorboard DIR, --mlflow URL" in capsys.readouterr().err
+    for url, words in {"htp://x": "URL of a server", "mlruns": "URL of a server", "http://a:b@c": "no login"}.items():
+        with pytest.raises(UsageError, match=words):
+            MlflowTracker(url)
 
 
 @contextmanager
@@ -211,7 +273,7 @@ def test_followers_that_are_killed_at_any_moment_lose_and_double_nothing(store, 
         read = partial(read_mlflow, tracker) if kind == "mlflow" else partial(read_board, tmp_path / "tb" / run)
         HistoryTracking(PageReader(store), [tracker]).update()
         command = [sys.executable, "-m", "edgefl", "history", "track", "--dir", str(tmp_path), "--follow"]
-        command += [f"--{kind}", str(where), "--interval-s", "0.2"]
+        command += [f"--{kind}", str(where), "--interval-s", "0.2", "--run", run]
         delays, number = random.Random(7), 1
         for _ in range(4):
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
