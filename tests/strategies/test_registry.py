@@ -163,7 +163,7 @@ def test_a_module_that_cannot_even_be_imported_is_one_line(text, tmp_path, monke
         ("dsgd", {"seconds": 2.0}, "iterations"),
         ("dsgd", {"optimizer": "adam"}, "optimizer of a decentralised run must be sgd"),
         ("dsgd", {"learning_rate": 0}, "learning_rate"),
-        ("esync", {"mode": "query"}, "mode must be one of 'budget', 'live', got 'query'"),
+        ("esync", {"mode": "ask"}, "mode must be one of 'budget', 'live', 'query', got 'ask'"),
         ("esync", {"aggregation": "mean"}, "aggregation must be one of 'uniform', 'samples', 'nova', got 'mean'"),
         ("esync", {"smoothing": "mean"}, "smoothing must be one of 'median', 'ewma', 'last', got 'mean'"),
         ("esync", {"iterations": 5}, "iterations: esync finds out itself"),
