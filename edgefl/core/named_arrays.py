@@ -13,6 +13,8 @@ from edgefl.core.errors import DataError, TaskError
 
 MAX_ARRAYS = 64
 MAX_NAME_LENGTH = 64
+_KINDS = {"f": "float", "i": "int", "u": "int", "b": "bool"}
+"""By kind of type: a model gets those of one kind as one type."""
 
 
 class NamedArrays:
@@ -118,14 +120,14 @@ def concatenate_inputs(parts: Sequence[Any]) -> Any:
     """Returns the inputs of all parts in order.
 
     Raises:
-        DataError: they are not of the same names.
+        DataError: they are not of the same names, or arrays of a name differ in kind.
     """
     if not any(isinstance(part, NamedArrays) for part in parts):
         return np.concatenate(parts)
-    if len({tuple(part) if isinstance(part, NamedArrays) else () for part in parts}) > 1:
+    if len({_list_kinds(part) if isinstance(part, NamedArrays) else () for part in parts}) > 1:
         raise DataError(
-            "inputs that are put together must have the same names, got "
-            f"{' and '.join(sorted({format_row_shape(part) for part in parts}))}"
+            "inputs that are put together must have the same names and types, got "
+            f"{' and '.join(sorted({format_rows(part) for part in parts})[:2])}"
         )
     return NamedArrays({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
@@ -140,6 +142,20 @@ def format_row_shape(inputs: Any) -> str:
     if not isinstance(inputs, NamedArrays):
         return str([*inputs.shape[1:]])
     return ", ".join(f"{name} {[*inputs[name].shape[1:]]}" for name in inputs)
+
+
+def format_rows(inputs: Any) -> str:
+    """Returns what examples of one model have in common: `[8, 8]`, or by name `age int [], image float [8, 8]`.
+
+    One array becomes float32, so that its type does not count.
+    """
+    if not isinstance(inputs, NamedArrays):
+        return format_row_shape(inputs)
+    return ", ".join(f"{name} {kind} {[*inputs[name].shape[1:]]}" for name, kind in _list_kinds(inputs))
+
+
+def _list_kinds(inputs: NamedArrays) -> tuple[tuple[str, str], ...]:
+    return tuple((name, _KINDS[inputs[name].dtype.kind]) for name in inputs)
 
 
 def _check_names(names: Sequence[Any]) -> None:

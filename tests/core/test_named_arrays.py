@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from edgefl.core.errors import DataError, TaskError
-from edgefl.core.named_arrays import NamedArrays, format_row_shape
+from edgefl.core.named_arrays import NamedArrays, format_row_shape, format_rows
 from edgefl.core.types import Dataset
 
 
@@ -27,10 +27,24 @@ def test_data_sets_of_the_same_names_are_put_together_in_order():
     assert whole.inputs.keys() == ["age", "image"]
     assert format_row_shape(whole.inputs) == "age [], image [2, 3]"
     other = Dataset(inputs={"age": np.zeros(1), "photo": np.zeros((1, 2, 3))}, targets=np.zeros(1))
-    with pytest.raises(DataError, match=r"the same names, got age .*image .* and age .*photo"):
+    with pytest.raises(DataError, match=r"the same names and types, got age .*photo .* and age .*image"):
         Dataset.concatenate([some_data(), other])
-    with pytest.raises(DataError, match="the same names"):
+    with pytest.raises(DataError, match="the same names and types"):
         Dataset.concatenate([Dataset(inputs=np.zeros(1), targets=np.zeros(1)), other])
+
+
+def test_arrays_of_a_name_are_put_together_where_a_model_gets_them_as_one_type():
+    small, large, float_ = (
+        Dataset(inputs={"age": np.ones(2, kind)}, targets=np.zeros(2)) for kind in ("u1", "i8", "f4")
+    )
+    assert Dataset.concatenate([small, large]).inputs["age"].dtype.kind == "i"
+    assert [format_rows(data.inputs) for data in (small, large, float_)] == [
+        "age int []",
+        "age int []",
+        "age float []",
+    ]
+    with pytest.raises(DataError, match=r"got age float \[\] and age int \[\]"):
+        Dataset.concatenate([small, float_])
 
 
 @pytest.mark.parametrize(

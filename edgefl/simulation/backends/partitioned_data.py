@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
-from edgefl.core.named_arrays import format_row_shape
+from edgefl.core.named_arrays import format_rows
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.central import load_central_data, read_own_data, read_test_data
 from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
@@ -110,8 +110,8 @@ def read_shards(
     if not paths:
         raise ConfigError("a fleet needs at least one shard")
     parts = [read_own_data(task, Path(path)) for path in paths]
-    if len(shapes := {format_row_shape(part.inputs) for part in parts}) > 1:
-        raise DataError(f"the shards hold inputs of different shapes: {'; '.join(sorted(shapes)[:2])}")
+    if len(kinds := {format_rows(part.inputs) for part in parts}) > 1:
+        raise DataError(f"the shards hold inputs of different shapes or types: {'; '.join(sorted(kinds)[:2])}")
     pool = Dataset.concatenate(parts)
     offsets = np.cumsum([0, *map(len, parts)])
     rows = [np.arange(start, end) for start, end in pairwise(offsets)]

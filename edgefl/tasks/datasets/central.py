@@ -18,7 +18,7 @@ from edgefl.core.errors import (
     TaskError,
     format_install_command,
 )
-from edgefl.core.named_arrays import format_row_shape
+from edgefl.core.named_arrays import format_rows
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
@@ -124,10 +124,10 @@ def read_test_data(task: Task, path: Path, train: Dataset) -> Dataset:
     if not len(test):
         raise DataError(f"test data {path} of task {task.name} holds no examples")
     for what, ours, theirs in (("inputs", train.inputs, test.inputs), ("targets", train.targets, test.targets)):
-        if format_row_shape(ours) != format_row_shape(theirs):
+        if format_rows(ours) != format_rows(theirs):
             raise DataError(
-                f"{what} of test data {path} are {format_row_shape(theirs)} each, those that are trained on are "
-                f"{format_row_shape(ours)}"
+                f"{what} of test data {path} are {format_rows(theirs)} each, those that are trained on are "
+                f"{format_rows(ours)}"
             )
     return test
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Array, Dataset, Inputs
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.learners.torch_split import cut_module, list_tensor_names
 from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.preparation import prepare_inputs
 from edgefl.tasks.registry import import_torch
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class TorchFeatures:
 
     def compute_features(self, inputs: Array) -> Array:
         """Returns what the front makes of raw inputs, [n, ...] float32."""
+        features = prepare_inputs(self._learner.prepare, inputs)
         self._learner.module.eval()
         with import_torch().no_grad():
-            return np.array(self._learner.apply(self._front, _prepare(self._learner, inputs)).cpu().numpy())
+            return np.array(self._learner.apply(self._front, features).cpu().numpy())
 
     def compute_feature_gradient(self, batch: Dataset) -> float:
         """Does what `gradient` of the whole does, for a batch whose inputs are features."""
@@ -59,12 +60,12 @@ def make_features(learner: TorchLearner, trained: Collection[str], inputs: Input
     """
     if isinstance(learner.loss, Reconstruction):  # its targets are the inputs
         return None
-    if isinstance(inputs, NamedArrays):  # a front has one input
-        return None
     children = [name for name, _ in learner.module.named_children()]
     has_trained = [any(tensor.startswith(f"{name}.") for tensor in trained) for name in children]
     first = has_trained.index(True) if True in has_trained else 0
-    probe = _prepare(learner, inputs[:NUM_PROBED])
+    probe = prepare_inputs(learner.prepare, inputs[:NUM_PROBED])
+    if isinstance(probe, Mapping):  # a front has one input
+        return None
     for name in reversed(children[:first]):
         try:
             front, rest = cut_module(learner.module, name)
@@ -88,7 +89,3 @@ def _is_faithful(learner: TorchLearner, front: torch.nn.Module, rest: torch.nn.M
         np.allclose(one.cpu().numpy(), other.cpu().numpy(), rtol=RELATIVE_TOLERANCE, atol=TOLERANCE)
         for one, other in ((features[:1], alone), (made, whole))
     )
-
-
-def _prepare(learner: TorchLearner, inputs: Array) -> Array:
-    return np.ascontiguousarray(learner.prepare(inputs), dtype=np.float32)

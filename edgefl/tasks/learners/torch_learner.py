@@ -9,6 +9,7 @@ without arguments. `torchvision:resnet18` needs no permission: only the networks
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError, format_install_command
-from edgefl.core.named_arrays import NamedArrays
+from edgefl.core.named_arrays import unwrap_inputs
 from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
 from edgefl.tasks.export.onnx_graph import (
@@ -42,7 +43,11 @@ from edgefl.tasks.registry import import_extra, import_torch, load_object, valid
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 EVALUATION_BATCH_SIZE = 256
+NUM_CHECKED = 2
+"""Examples that a module is tried with; of one a module may squeeze the batch away."""
 
 TORCHVISION = "torchvision:"
 """Prefix of the name of a model of torchvision."""
@@ -147,6 +152,7 @@ class TorchLearner:
         self._evaluation_batch_size = min(evaluation_batch_size, EVALUATION_BATCH_SIZE)
         self._normalisations = [layer for layer in module.modules() if _is_batch_normalisation(layer)]
         self._still_layers: list[torch.nn.Module] = []
+        self._checked_form = ""
         named_parameters = list(module.named_parameters())
         for _, parameter in named_parameters:
             # Backpropagation adds into an existing gradient, so the returned tensors stay the module's.
@@ -208,14 +214,35 @@ class TorchLearner:
         return self._loss
 
     def check_inputs(self, inputs: Inputs) -> None:
-        """Checks that the module takes inputs of these names.
+        """Checks that the module takes inputs of these names, shapes and types, on the first of them.
+
+        Inputs of the same names, shapes and types as those before are not tried again.
 
         Raises:
             TaskError: it takes others, or the loss needs one array.
         """
-        features = self._compute_features(inputs[:1]) if isinstance(inputs, NamedArrays) and len(inputs) else None
-        if not isinstance(features, Mapping):
+        form = _format_arrays(unwrap_inputs(inputs))
+        if not len(inputs) or form == self._checked_form:
             return
+        features = self._compute_features(inputs[:NUM_CHECKED])
+        if isinstance(features, Mapping):
+            self._check_names(features)
+        self._module.eval()
+        try:
+            with self._torch.no_grad():
+                self.apply(self._module, features)
+        except (MemoryError, self._torch.OutOfMemoryError):  # says nothing of the inputs
+            raise
+        except Exception as error:  # a module of the user's own may raise anything
+            name = type(self._module).__name__
+            log.warning("%s failed on the first inputs", name, exc_info=True)
+            raise TaskError(
+                f"{name} does not take inputs {_format_arrays(features)}: {type(error).__name__}: "
+                f"{get_first_line(error)}"
+            ) from error
+        self._checked_form = form
+
+    def _check_names(self, features: Mapping[str, Array]) -> None:
         if isinstance(self._loss, Reconstruction):
             raise TaskError(f"loss {self._loss.name} needs one array of inputs, got {', '.join(features)}")
         try:
@@ -313,6 +340,12 @@ def module_shapes(module: torch.nn.Module) -> ModelSpec:
     parameters = [_make_spec(name, tensor, TensorKind.PARAMETER) for name, tensor in module.named_parameters()]
     buffers = [_make_spec(name, tensor, TensorKind.BUFFER) for name, tensor in list_saved_buffers(module)]
     return (*parameters, *buffers)
+
+
+def _format_arrays(arrays: Inputs) -> str:
+    """Returns types and shapes of one example, such as `float32 [8, 8]`, or `age int64 [], image float32 [8, 8]`."""
+    named = arrays if isinstance(arrays, Mapping) else {"": arrays}
+    return ", ".join(f"{name} {array.dtype} {[*array.shape[1:]]}".strip() for name, array in named.items())
 
 
 def _select_device(accelerator: str) -> torch.device:

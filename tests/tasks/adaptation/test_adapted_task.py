@@ -19,6 +19,7 @@ from edgefl.tasks.adaptation.base_file import AdaptPlan, encode_base, load_base
 from edgefl.tasks.learners.numpy_learner import NumpyLearner
 from edgefl.tasks.learners.torch_learner import TorchModel
 from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.preparation import to_features
 from edgefl.tasks.registry import list_backends, make_task
 
 needs_torch = pytest.mark.skipif("torch" not in list_backends(), reason="needs torch: pip install '.[train]'")
@@ -298,12 +299,12 @@ def test_features_of_a_network_of_torch_train_the_rest_just_so(model, section, s
     assert features.inputs.size // len(IMAGES) == np.prod(shape)
 
 
-def adapt_network(build, **section):
+def adapt_network(build, prepare=to_features, **section):
     """Returns the learner of a network of one's own, adapted, with its first weights."""
 
     class Own(Task):
         name = "own"
-        model = TorchModel(build=build)
+        model = TorchModel(build=build, prepare=prepare)
 
         def read(self, path):
             raise NotImplementedError
@@ -312,6 +313,33 @@ def adapt_network(build, **section):
     learner = task.learner(threads=1)
     learner.load(task.init(7))
     return learner
+
+
+@needs_torch
+def test_a_part_is_trained_of_a_module_whose_prepare_makes_inputs_by_name_of_one_array():
+    import torch  # noqa: PLC0415 only where it is installed
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base, self.head = torch.nn.Linear(64, 8), torch.nn.Linear(8, 10)
+
+        def forward(self, pixels):
+            return self.head(torch.relu(self.base(pixels)))
+
+    def flatten(images):
+        return {"pixels": images.reshape(len(images), -1)}
+
+    learner = adapt_network(Network, prepare=flatten, method="head")
+    learner.check_inputs(DATA.inputs)
+    assert learner.make_features(DATA) is DATA, "a front has one input"
+    assert learner.parameters.keys() == {"head.weight", "head.bias"}
+    before = learner.evaluate(DATA)[0]
+    for _ in range(20):
+        learner.gradient(DATA)
+        for name in learner.parameters:
+            learner.parameters[name].sub_(0.01 * learner.gradients[name])
+    assert learner.evaluate(DATA)[0] < before
 
 
 @needs_torch

@@ -12,7 +12,7 @@ from edgefl.core.extensions import allow_modules
 from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Dataset
 from edgefl.device.training.task_cache import TaskCache
-from edgefl.simulation.backends.partitioned_data import load_data, partition_in_memory, save_data
+from edgefl.simulation.backends.partitioned_data import load_data, partition_in_memory, read_shards, save_data
 from edgefl.tasks.datasets.central import create_shards, load_central_data, read_test_data
 from edgefl.tasks.datasets.partitioning import compute_strata
 from edgefl.tasks.datasets.shards import (
@@ -175,7 +175,10 @@ def test_inputs_by_name_are_cut_and_split_as_one_array_is(orchard, tmp_path, sch
     other = Dataset(inputs={"water": np.zeros(3)}, targets=np.zeros(3))
     task = make_task(GARDEN)
     task.read = lambda path: other
-    with pytest.raises(DataError, match=r"inputs of test data .* are water \[\] each, .* are light \[\], water \[\]"):
+    with pytest.raises(
+        DataError,
+        match=r"inputs of test data .* are water float \[\] each, .* are light float \[\], water float \[\]",
+    ):
         read_test_data(task, orchard, in_memory.pool)
 
 
@@ -192,6 +195,15 @@ def test_a_model_in_numpy_trains_on_inputs_that_its_prepare_joins(orchard, tmp_p
     result = edgefl.simulate(settings, data=str(orchard), root=tmp_path, allow_modules=["orchard"])
     first, second = (row["loss"] for row in result.rounds)
     assert second < first
+
+
+def test_inputs_by_name_of_another_type_are_refused_beside_those_of_other_boards(orchard):
+    task = make_task(GARDEN)
+    task.read = lambda path: Dataset(inputs={"light": np.ones(3, path), "water": np.zeros(3)}, targets=np.zeros(3))
+    assert len(read_shards(task, ["f8", "f4"], test_fraction=0.1).pool) == 6
+    kinds = r"light float \[\], water float \[\]; light int \[\], water float \[\]"
+    with pytest.raises(DataError, match=f"different shapes or types: {kinds}"):
+        read_shards(task, ["f4", "i4"], test_fraction=0.1)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from edgefl.core.config import AdaptSection
 from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Dataset, TensorKind, TrainConfig
 from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.images import cifar10, fashion_mnist, mnist
@@ -497,3 +498,82 @@ def test_inputs_of_other_names_than_the_module_takes_are_one_clear_line(prepare,
     learner = TorchLearner(Joined(), prepare=prepare, threads=1, loss=loss)
     with pytest.raises(TaskError, match=message):
         learner.check_inputs(some_named_data().inputs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"site": np.zeros(24)},
+            r"Joined does not take inputs age float32 \[\], image .*, site float32 \[\]: RuntimeError: E",
+        ),
+        ({"image": np.zeros((24, 2, 2))}, r"Joined does not take .*image float32 \[2, 2\].*: RuntimeError: "),
+        ({"image": np.zeros((24, 2, 3), int)}, r"Joined does not take .*image int64 \[2, 3\].*: RuntimeError: "),
+        ({"site": np.full(24, 9)}, "IndexError: index out of range"),
+    ],
+)
+def test_inputs_of_another_type_or_shape_than_the_module_takes_are_one_clear_line(changed, message):
+    learner, inputs = TorchLearner(Joined(), threads=1, prepare=to_features), some_named_data().inputs.to_dict()
+    learner.check_inputs(NamedArrays(inputs))
+    with pytest.raises(TaskError, match=message) as caught:
+        learner.check_inputs(NamedArrays({**inputs, **changed}))
+    assert "\n" not in str(caught.value)
+
+
+def test_one_array_of_another_shape_than_the_module_takes_is_one_clear_line():
+    learner = TorchLearner(torch.nn.Linear(6, 2), threads=1)
+    learner.check_inputs(np.zeros((0, 5)))
+    with pytest.raises(TaskError, match=r"Linear does not take inputs float32 \[5\]: RuntimeError: mat1 and mat2"):
+        learner.check_inputs(np.zeros((3, 5)))
+
+
+class Fragile(torch.nn.Module):
+    """Fails as it is told, and counts how often it is tried."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.error, self.num_calls = torch.nn.Linear(6, 2), None, 0
+
+    def forward(self, inputs):
+        self.num_calls += 1
+        if self.error is not None:
+            raise self.error
+        return self.layer(inputs.reshape(len(inputs), -1))
+
+
+def test_a_module_is_tried_again_only_on_inputs_of_another_type_or_shape():
+    module = Fragile()
+    learner = TorchLearner(module, threads=1)
+    for inputs, num_calls in (
+        (np.zeros((3, 6)), 1),
+        (np.ones((9, 6)), 1),
+        (np.zeros((3, 2, 3)), 2),
+        (np.zeros((3, 2, 3), int), 3),
+        (np.zeros((0, 6)), 3),
+        (np.zeros((3, 6)), 4),
+    ):
+        learner.check_inputs(inputs)
+        assert module.num_calls == num_calls
+    for num_calls in (5, 6):
+        with pytest.raises(TaskError, match="Fragile does not take inputs float32 "):
+            learner.check_inputs(np.zeros((3, 5)))
+        assert module.num_calls == num_calls, "one that failed is tried again"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_too_little_memory_is_not_said_of_the_inputs(error):
+    module = Fragile()
+    module.error, learner = error, TorchLearner(module, threads=1)
+    with pytest.raises(type(error)):
+        learner.check_inputs(np.zeros((3, 6)))
+    module.error = None
+    learner.check_inputs(np.zeros((3, 6)))
+
+
+def test_why_a_module_does_not_take_inputs_is_in_the_log(caplog):
+    module = Fragile()
+    module.error = KeyError("weights")
+    with pytest.raises(TaskError, match="KeyError: 'weights'") as caught:
+        TorchLearner(module, threads=1).check_inputs(np.zeros((3, 6)))
+    assert caught.value.__cause__ is module.error
+    assert "in forward" in caplog.text
