@@ -272,7 +272,7 @@ def test_models_are_evaluated_on_the_test_data_that_is_given(run, refused, table
 def test_test_data_that_cannot_be_used_is_one_line(refused, file, table_file, tmp_path):
     data = ["--data", tmp_path / "rows.csv", "--dir", tmp_path / "d"]
     (tmp_path / "other.csv").write_text("a,c\n1,x\n")
-    refused(["simulate", table_file, "--test", tmp_path / "no.csv", *data], 4, "must be a CSV or Parquet file")
+    refused(["simulate", table_file, "--test", tmp_path / "no.csv", *data], 4, "must be a CSV, Parquet or Arrow file")
     refused(["simulate", table_file, "--test", tmp_path / "other.csv", *data], 4, "has no column 'b'")
     refused(["simulate", table_file, "--test", "a.csv", "--bookkeeping-only"], 2, "--bookkeeping-only has none")
     for words in (["simulate", file], ["demo"], ["data", "shard", "digits", "--out", tmp_path / "s"]):

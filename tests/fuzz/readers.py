@@ -229,6 +229,14 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/parquet_files.py:_measure_pages",
             "tasks/datasets/parquet_files.py:_parse_struct",
         ),
+        "shard-arrow": _entry(
+            shard_readers.arrow_files,
+            "tasks/datasets/arrow_files.py:_Message.parse",
+            "tasks/datasets/arrow_files.py:_parse_schema",
+            "tasks/datasets/arrow_files.py:_Message.read_values",
+            "tasks/datasets/arrow_files.py:_read_classes",
+        ),
+        "shard-arrow-state": _entry(shard_readers.arrow_folders, "tasks/datasets/arrow_files.py:_read_json"),
         "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(
             shard_readers.gradients,

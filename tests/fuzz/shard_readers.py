@@ -20,6 +20,7 @@ from fuzz.reader import MIB, Form, Reader, Seed
 from edgefl.core.errors import DataError
 from edgefl.device.inference.onnx_model import read_inputs
 from edgefl.tasks.datasets.array_files import MAX_BYTES, read_idx, read_npz
+from edgefl.tasks.datasets.arrow_files import list_arrow_files
 from edgefl.tasks.datasets.cifar import read_test_batch
 from edgefl.tasks.datasets.class_folders import read_picture, read_sound
 from edgefl.tasks.datasets.sample_updates import read_sample_update
@@ -173,6 +174,44 @@ def parquet_files(folder: Path) -> Reader:
     )
     words = (b"PAR1", b"\xfe\xff\xff\xff\x0f", b"\x15\x00", b"\x80\x80\x80\x80\x08")
     return Reader(feed=_of_file(folder, "a.parquet", read), seeds=seeds, words=words)
+
+
+def arrow_files(folder: Path) -> Reader:
+    """Arrow files of a configured task: messages, their tables, and the rows."""
+    import pyarrow as pa  # noqa: PLC0415 beside its use
+
+    task = make_task("table", {"columns": "a,b", "target": "c", "labels": "x,y", "missing": "drop"})
+    columns = {
+        "d": [{"e": "z", "f": [row]} for row in range(27)],
+        "a": [1.0, None, -3.0] * 9,
+        "b": [2, 5, 2**40] * 9,
+        "g": pa.array(["z", None, "w"] * 9).dictionary_encode(),
+    }
+    info = {"features": {"c": {"names": ["x", "y"], "_type": "ClassLabel"}}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+
+    def save(classes: list[Any], num_rows: int, kind: Any = None) -> Seed:
+        out, table = io.BytesIO(), pa.table(columns | {"c": pa.array(classes * 9, kind)})
+        with pa.ipc.new_stream(out, table.schema) as stream:
+            stream.write_table(table, max_chunksize=num_rows)
+        return Seed(content=out.getvalue())
+
+    def read(path: Path) -> None:
+        inspect_shard("table", str(path), is_detailed=True)
+        task.read(str(path))
+
+    words = (b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\x80", b"\x1b\0\0\0\0\0\0\0")
+    words += tuple(place.to_bytes(8, "little", signed=True) for place in (2**62 + 1, -(2**62) - 1))
+    seeds = (save(["x", None, "y"], 10), save([0, 1, -1], 27), save(["x", None, "y"], 27, pa.large_string()))
+    return Reader(feed=_of_file(folder, "a.arrow", read), seeds=seeds, words=words, most_bytes=64 * MIB)
+
+
+def arrow_folders(folder: Path) -> Reader:
+    """`state.json` of a folder of Arrow files."""
+    (folder / "a.arrow").touch()
+    seed = Seed(content=json.dumps({"_data_files": [{"filename": "a.arrow"}]}).encode(), form=Form.JSON)
+    feed = _of_file(folder, "state.json", lambda path: list_arrow_files(path.parent))
+    return Reader(feed=feed, seeds=(seed,))
 
 
 def pictures(folder: Path) -> Reader:

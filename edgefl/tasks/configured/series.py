@@ -1,4 +1,4 @@
-"""`series`: windows of rows of CSV or Parquet files, as of sensors; a run file has columns, window and target."""
+"""`series`: windows of rows of CSV, Parquet or Arrow files; a run file has columns, window and target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`table`: rows of CSV or Parquet files; columns, and a class or values to predict, stand in the run file."""
+"""`table`: rows of CSV, Parquet or Arrow files; columns, and a class or values to predict, stand in the run file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`text`: a column of texts in CSV or Parquet files, as hashed n-grams; a run file has the rest."""
+"""`text`: a column of texts in CSV, Parquet or Arrow files, as hashed n-grams; a run file has the rest."""
 
 from __future__ import annotations
 

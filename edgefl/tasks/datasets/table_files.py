@@ -1,4 +1,4 @@
-"""Reader of CSV and Parquet files: chosen columns of a file, or of a folder's files by name, within bounds.
+"""Reader of CSV, Parquet and Arrow files: chosen columns of a file, or of a folder's files by name, within bounds.
 
 The first line of a CSV file names the columns. Between cells are commas, semicolons or tabs, whichever the first line
 has most of; with semicolons a number may have a decimal comma. A last line that is still being written is left for
@@ -25,6 +25,7 @@ from edgefl.core.errors import DataError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
 from edgefl.system.row_labels import LABEL_COLUMN, TIME_COLUMN, RowLabels, has_labels, read_row_labels
+from edgefl.tasks.datasets.arrow_files import ArrowTable, list_arrow_files
 from edgefl.tasks.datasets.parquet_files import ParquetTable
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
 CHUNK_ROWS = 8192
 NO_TIME = -1.0
 """Of a row whose time is none: it has no label."""
-CSV, PARQUET = ".csv", ".parquet"
+CSV, PARQUET, ARROW = ".csv", ".parquet", ".arrow"
 _DELIMITERS = (",", ";", "\t")
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "-"})
 
@@ -232,7 +233,7 @@ def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
 
 
 def list_table_files(path: Path, task: str) -> list[Path]:
-    """Returns the file itself, or a folder's CSV files by name, where there is none of these its Parquet files.
+    """Returns the file itself, or a folder's CSV files by name; without any its Parquet files, then its Arrow files.
 
     Names that begin with a dot do not count.
 
@@ -242,14 +243,15 @@ def list_table_files(path: Path, task: str) -> list[Path]:
     try:
         if path.is_dir():
             files = sorted(path.glob(f"[!.]*{CSV}")) or sorted(path.glob(f"[!.]*{PARQUET}"))
+            files = files or list_arrow_files(path)
         else:
             files = [path] if path.is_file() else []
     except OSError as error:
         raise DataError(f"shard {path} of task {task} cannot be read: {error.strerror}") from None
     if not files:
         raise DataError(
-            f"shard {path} of task {task} must be a CSV or Parquet file, or a folder of .csv or of .parquet files; "
-            "there is none"
+            f"shard {path} of task {task} must be a CSV, Parquet or Arrow file, or a folder of .csv, of .parquet or "
+            "of .arrow files; there is none"
         )
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
@@ -292,6 +294,8 @@ def _open_table(path: Path) -> TableFile:
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
+        if path.suffix == ARROW:
+            return ArrowTable(path, max_cells=MAX_CELLS)
         return ParquetTable(path, max_cells=MAX_CELLS) if path.suffix == PARQUET else CsvTable(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None

@@ -108,7 +108,7 @@ def test_what_is_no_table_is_one_clear_line(tmp_path, content, message):
 def test_bounds_hold_before_anything_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     path.write_text("a\n1\n2\n3\n")
-    with pytest.raises(DataError, match=r"must be a CSV or Parquet file, or a folder of .*; there is none"):
+    with pytest.raises(DataError, match=r"must be a CSV, Parquet or Arrow file, or a folder of .*; there is none"):
         read(tmp_path / "b.csv", ["a"])
     monkeypatch.setattr(table_files, "MAX_CELLS", 2)
     with pytest.raises(DataError, match="more than 2 numbers; take fewer files"):
