@@ -69,6 +69,7 @@ FORBIDDEN = {
     "mqtt": ("engine/round_loop.py", "import paho.mqtt.client"),
     "keys": ("storage/store.py", "import cryptography.x509"),
     "packaging": ("coordinator/service.py", "import packaging.version"),
+    "packing": ("coordinator/service.py", "import pathspec"),
     "httpx": ("system/https_client.py", "import httpx"),
     "terminal": ("device/flower/supernode.py", "import rich.table"),
     "matplotlib": ("coordinator/service.py", "import matplotlib"),

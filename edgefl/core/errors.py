@@ -201,8 +201,9 @@ class DriftError(EdgeflError):
 
 EXTRAS = {
     "alembic": "coordinator", "authlib": "coordinator", "fastapi": "coordinator", "joserfc": "coordinator",
-    "prometheus_client": "coordinator", "segno": "coordinator", "sqlalchemy": "coordinator",
-    "starlette": "coordinator", "textual": "coordinator", "uvicorn": "coordinator", "yaml": "coordinator",
+    "pathspec": "coordinator", "prometheus_client": "coordinator", "segno": "coordinator",
+    "sqlalchemy": "coordinator", "starlette": "coordinator", "textual": "coordinator", "tomli_w": "coordinator",
+    "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
     "PIL": "pictures", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track", "torch": "train",
     "torchvision": "torchvision",

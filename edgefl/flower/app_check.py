@@ -144,7 +144,7 @@ def _check_dependency(line: str) -> Iterator[Finding]:
 
 
 def _check_options(app: AppFolder) -> Iterator[Finding]:
-    if "federations" in app.table:
+    if app.has_federations:
         yield Finding("works", "tool.flwr.federations", "not used: the boards are those of the fleet")
     if app.config:
         yield Finding("works", "tool.flwr.app.config", ", ".join(sorted(app.config)))

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
+from edgefl.core.safe_text import is_safe_text
 from edgefl.core.types import Scalar
 
 CONFIG_FILE = "pyproject.toml"
 MAX_APP_BYTES = 10 * 1024 * 1024
 """Flower's own limit for a bundle."""
 MAX_FILES = 2000
-SENT_SUFFIXES = frozenset({".json", ".jsonl", ".md", ".py", ".toml", ".yaml", ".yml"})
-SKIPPED_FOLDERS = frozenset({"__pycache__", "build", "dist", "eggs", "env", "node_modules", "venv"})
+IGNORE_FILE = ".gitignore"
+INCLUDED = ("*.json", "*.jsonl", "*.md", "*.py", "*.toml", "*.yaml", "*.yml", "/LICENSE")
+"""Patterns as in a `.gitignore`: what Flower sends where the app names nothing else."""
+EXCLUDED = (
+    ".*", "__pycache__", "test_*.py", "*_test.py", "*.egg", "/build/", "/dist/", "/eggs/", "/env/", "/ENV/",
+    "/env.bak/", "/lib/", "/lib64/", "/node_modules/", "/parts/", "/venv/", "/venv.bak/",
+)  # fmt: skip
+"""What is never sent: what Flower leaves out, what begins with a dot, and folders of tools beside the app."""
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,60}[A-Za-z0-9])?\Z")
 _VERSION = re.compile(r"[0-9]+(\.[0-9]+){0,3}((a|b|rc)[0-9]+)?\Z")
 
@@ -36,7 +42,8 @@ class AppFolder:
         config: run configuration by name, with dots between the names of nested tables.
         dependencies: of the project, as they are written.
         files: that are sent, sorted, relative to the folder.
-        table: `[tool.flwr]`, whole.
+        content: of `pyproject.toml`, without the federations of Flower, which boards need not know.
+        has_federations: whether there are any.
     """
 
     root: Path
@@ -47,15 +54,20 @@ class AppFolder:
     config: Mapping[str, Scalar]
     dependencies: tuple[str, ...]
     files: tuple[PurePosixPath, ...]
-    table: Mapping[str, Any]
+    content: Mapping[str, Any]
+    has_federations: bool
 
     @property
     def num_bytes(self) -> int:
         return sum((self.root / file).stat().st_size for file in self.files)
 
 
-def read_app(root: Path) -> AppFolder:
+def read_app(root: Path, *, is_packed: bool = False) -> AppFolder:
     """Returns the app in a folder.
+
+    Args:
+        root: the folder.
+        is_packed: it is one of a pack, where all files are those that were sent.
 
     Raises:
         ConfigError: there is no `pyproject.toml`, or it does not describe an app with ServerApp and ClientApp.
@@ -73,8 +85,12 @@ def read_app(root: Path) -> AppFolder:
     app = _get_table(content, "tool.flwr.app", path)
     components = _get_table(content, "tool.flwr.app.components", path)
     dependencies = project.get("dependencies", [])
-    if not isinstance(dependencies, list) or not all(isinstance(line, str) for line in dependencies):
-        raise ConfigError(f"{path}: project.dependencies must be a list of texts, got {dependencies!r:.80}")
+    if not isinstance(dependencies, list) or not all(
+        isinstance(line, str) and is_safe_text(line) for line in dependencies
+    ):
+        raise ConfigError(
+            f"{path}: project.dependencies must be a list of texts of one line each, got {dependencies!r:.80}"
+        )
     return AppFolder(
         root=root,
         name=_get_text(project, "name", "project", path, _NAME),
@@ -83,8 +99,9 @@ def read_app(root: Path) -> AppFolder:
         client=_get_component(components, "clientapp", path),
         config=flatten_config(app.get("config", {}), f"{path}: tool.flwr.app.config"),
         dependencies=tuple(dependencies),
-        files=tuple(_list_files(root, app, path)),
-        table=flwr,
+        files=tuple(_list_files(root, _select_all if is_packed else _make_selection(root, app, path))),
+        content={**content, "tool": {**content["tool"], "flwr": _without_federations(flwr)}},
+        has_federations="federations" in flwr,
     )
 
 
@@ -147,21 +164,58 @@ def _get_component(components: Mapping[str, Any], key: str, path: Path) -> str:
     return f"{module}:{attribute}"
 
 
-def _list_files(root: Path, app: Mapping[str, Any], path: Path) -> Iterator[PurePosixPath]:
-    """Yields the files that are sent: of Flower's usual kinds, or those that `fab-include` names."""
-    included, excluded = (_get_patterns(app, key, path) for key in ("fab-include", "fab-exclude"))
-    num_files = 0
-    for file in sorted(root.rglob("*")):
-        place = PurePosixPath(file.relative_to(root).as_posix())
-        if any(part.startswith(".") or part in SKIPPED_FOLDERS for part in place.parts):
-            continue
-        is_selected = _matches(place, included) if included else place.suffix in SENT_SUFFIXES
-        if not is_selected or _matches(place, excluded) or not file.is_file() or file.is_symlink():
-            continue
-        num_files += 1
-        if num_files > MAX_FILES:
+def _without_federations(flwr: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in flwr.items() if key != "federations"}
+
+
+def _list_files(root: Path, select: Callable[[Iterable[str]], Iterable[str]]) -> Iterator[PurePosixPath]:
+    """Yields the files that are sent, sorted; always `pyproject.toml`."""
+    places = (
+        file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file() and not file.is_symlink()
+    )
+    for number, place in enumerate(sorted({CONFIG_FILE, *select(places)})):
+        if number >= MAX_FILES:
             raise ConfigError(f"{root} has more than {MAX_FILES} files; leave out with tool.flwr.app.fab-exclude")
-        yield place
+        yield PurePosixPath(place)
+
+
+def _select_all(places: Iterable[str]) -> Iterable[str]:
+    """Returns the files of a pack: all but what Python compiled them to when they were installed."""
+    return (place for place in places if "__pycache__" not in PurePosixPath(place).parts)
+
+
+def _make_selection(root: Path, app: Mapping[str, Any], path: Path) -> Callable[[Iterable[str]], Iterable[str]]:
+    """Returns what selects the files that are sent: `fab-include` or Flower's usual kinds, less what is ignored."""
+    from pathspec import GitIgnoreSpec  # noqa: PLC0415 boards do not have it
+
+    def parse(key: str, lines: Sequence[str]) -> GitIgnoreSpec:
+        try:
+            return GitIgnoreSpec.from_lines(lines)
+        except ValueError as error:
+            raise ConfigError(f"{root}: {key}: {error}") from None
+
+    try:
+        ignored = (root / IGNORE_FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        ignored = []
+    except (OSError, UnicodeDecodeError) as error:  # what it leaves out must not be sent
+        raise ConfigError(f"{root / IGNORE_FILE} cannot be read: {error}") from None
+    included = parse("fab-include", _get_patterns(app, "fab-include", path) or INCLUDED)
+    excluded = [
+        parse(key, lines)
+        for key, lines in (
+            (IGNORE_FILE, ignored),
+            ("fab-exclude", _get_patterns(app, "fab-exclude", path)),
+            ("", EXCLUDED),
+        )
+    ]
+
+    def select(places: Iterable[str]) -> Iterable[str]:
+        for spec in excluded:
+            places = spec.match_files(places, negate=True)
+        return included.match_files(places)
+
+    return select
 
 
 def _get_patterns(app: Mapping[str, Any], key: str, path: Path) -> tuple[str, ...]:
@@ -169,11 +223,3 @@ def _get_patterns(app: Mapping[str, Any], key: str, path: Path) -> tuple[str, ..
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ConfigError(f"{path}: tool.flwr.app.{key} must be a list of texts, got {patterns!r:.80}")
     return tuple(patterns)
-
-
-def _matches(place: PurePosixPath, patterns: tuple[str, ...]) -> bool:
-    return any(
-        fnmatchcase(str(place), pattern.removeprefix("/"))
-        or (pattern.startswith("**/") and fnmatchcase(str(place), pattern[3:]))
-        for pattern in patterns
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import logging
 import re
 import sys
@@ -19,7 +20,7 @@ from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import ConfigError, DataError, StoreError, TaskError
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.types import Json, Scalar
-from edgefl.flower.app_folder import AppFolder, flatten_config, read_app
+from edgefl.flower.app_folder import CONFIG_FILE, AppFolder, flatten_config, read_app
 from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.job import Job, JobContext
 
@@ -53,10 +54,11 @@ class FlowerApp(Job):
     root: ClassVar[Path]
 
     def __init__(self, *, fingerprint: str = "", run_config: str = "") -> None:
-        self.app = read_app(self.root)
-        if fingerprint not in ("", actual := compute_fingerprint(self.app)):
+        self.app = read_app(self.root, is_packed=True)
+        self.fingerprint = compute_fingerprint(self.app)
+        if fingerprint not in ("", self.fingerprint):
             raise TaskError(
-                f"the Flower app {self.app.name} is here with the fingerprint {actual}, and the run is of "
+                f"the Flower app {self.app.name} is here with the fingerprint {self.fingerprint}, and the run is of "
                 f"{fingerprint:.40}; install the pack of the same files on the boards and beside the coordinator"
             )
         self.run_config = merge_config(self.app, run_config)
@@ -174,10 +176,16 @@ def load_component(root: Path, reference: str) -> Any:
 
 
 def compute_fingerprint(app: AppFolder) -> str:
-    """Returns 16 hex digits of a hash of an app's files and their names."""
+    """Returns 16 hex digits of a hash of an app's files and their names, and of what its `pyproject.toml` says."""
     digest = hashlib.sha256()
     for file in app.files:
-        content = (app.root / file).read_bytes()
+        # A pack's has no federations, and is written anew.
+        is_config = str(file) == CONFIG_FILE
+        content = (
+            json.dumps(app.content, sort_keys=True, default=str).encode()
+            if is_config
+            else (app.root / file).read_bytes()
+        )
         digest.update(f"{file}\0{hashlib.sha256(content).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]
 

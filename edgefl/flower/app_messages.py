@@ -47,10 +47,10 @@ def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
     return cast("Json", header), content
 
 
-def add_envelope(header: Json, message: bytes) -> bytes:
-    """Returns a message with what its board must know beside it in front."""
+def encode_envelope(header: Json) -> bytes:
+    """Returns what stands in front of a message: what its board must know beside it."""
     text = json.dumps(header).encode()
-    return _LENGTH.pack(len(text)) + text + message
+    return _LENGTH.pack(len(text)) + text
 
 
 def split_envelope(body: bytes) -> tuple[Json, bytes]:

@@ -11,6 +11,8 @@ import re
 import zipfile
 from pathlib import Path
 
+import tomli_w
+
 from edgefl.core.errors import ConfigError
 from edgefl.flower.app_folder import CONFIG_FILE, MAX_APP_BYTES, AppFolder
 from edgefl.flower.app_job import get_job_name
@@ -48,10 +50,8 @@ def write_app_wheel(app: AppFolder, out: Path) -> Path:
     metadata = f"Metadata-Version: 2.1\nName: {project.replace('_', '-')}\nVersion: {app.version}\n{requires}"
     files = {
         f"{project}/__init__.py": _MODULE.format(name=app.name, folder=APP_FOLDER).encode(),
-        **{
-            f"{project}/{APP_FOLDER}/{file}": (app.root / file).read_bytes()
-            for file in sorted({*map(str, app.files), CONFIG_FILE})
-        },
+        **{f"{project}/{APP_FOLDER}/{file}": (app.root / file).read_bytes() for file in app.files},
+        f"{project}/{APP_FOLDER}/{CONFIG_FILE}": tomli_w.dumps(app.content).encode(),
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: edgefl\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[edgefl.tasks]\n{get_job_name(app)} = {project}:App\n".encode(),

@@ -12,29 +12,32 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from edgefl.core.errors import RunFailedError
+from edgefl.core.safe_text import escape_text
 from edgefl.core.types import (
     Array,
     Decision,
     FleetView,
     Instruction,
     Json,
+    Role,
     Strategy,
     Tensors,
     TrainConfig,
     TrainInstruction,
     Update,
 )
-from edgefl.flower.app_job import CRASHED_ERROR, UNAVAILABLE_ERROR
-from edgefl.flower.app_messages import add_envelope
-from edgefl.flower.server_link import ServerLink
+from edgefl.flower.app_inputs import MessageInputs
+from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, UNAVAILABLE_ERROR
+from edgefl.flower.server_link import ServerLink, make_size_reason
 from edgefl.flower.strategy import compute_node_id
 from edgefl.strategies.aggregation import unload_tensors
 from edgefl.strategies.job_strategy import DELIVERY_S, RESULT, WAKE_S, CompletePart
-from edgefl.strategies.participation import is_blocked
+from edgefl.strategies.participation import can_receive_work
 
 TURN_S = 1.0
 """How long a ServerApp that asks again for nodes, or for replies that are not there, is kept waiting."""
@@ -89,17 +92,17 @@ class AppStrategy(Strategy[AppState]):
     Attributes:
         link: to the ServerApp's process.
         header: of every message: `run`, `run_id`.
-        inputs: bodies of the messages without a reply.
+        inputs: of the messages without a reply.
         min_devices: idle boards that it is started with.
         deadline_s: of a ClientApp's work on a message.
         max_part_bytes: most bytes of a message.
-        max_state_bytes: most bytes of all replies.
+        max_state_bytes: most bytes of all replies, and of the messages without one.
         max_result_bytes: most bytes of the files that the ServerApp leaves.
     """
 
     link: ServerLink
     header: Json
-    inputs: dict[int, bytes] = field(default_factory=dict)
+    inputs: MessageInputs = field(default_factory=MessageInputs)
     min_devices: int = 1
     deadline_s: float = 600.0
     max_part_bytes: int = 0
@@ -108,7 +111,7 @@ class AppStrategy(Strategy[AppState]):
 
     def make_input(self, part: int) -> bytes:
         """Returns the body of a message; empty for one that is only planned."""
-        return self.inputs.get(part, b"")
+        return self.inputs.make_body(part)
 
     def init(self, model: Tensors) -> AppState:  # noqa: ARG002 an app has its own
         return AppState()
@@ -128,7 +131,7 @@ class AppStrategy(Strategy[AppState]):
         instructions: list[Instruction] = []
         for device_id in view.idle:
             part = next((part for part in state.pending if state.targets[part] == device_id), None)
-            if part is not None and not is_blocked(device_id, view):
+            if part is not None:
                 state.pending.remove(part)
                 instruction = self._make_instruction(state, part, device_id)
                 state.in_flight[instruction.assignment_id] = part
@@ -146,7 +149,7 @@ class AppStrategy(Strategy[AppState]):
         state.complete[part] = CompletePart(
             assignment_id=update.assignment_id, device_id=update.device_id, tensors=update.tensors
         )
-        self.inputs.pop(part, None)
+        self.inputs.remove(part)
         if state.reply_bytes > self.max_state_bytes:
             raise RunFailedError(
                 f"the boards' replies are more than run.max_state_bytes = {self.max_state_bytes}: raise it, or send "
@@ -169,10 +172,13 @@ class AppStrategy(Strategy[AppState]):
         return state
 
     def finish(self, state: AppState) -> AppState:
-        """Marks the run as over, and ends the ServerApp."""
+        """Marks the run as over, and ends the ServerApp; replies are kept only where it had ended by itself."""
         state.is_over = True
         if not state.has_ended:
             self.link.close()
+            for part in state.pending:  # a board that has its message may ask for it again
+                self.inputs.remove(part)
+            state.complete, state.pending, state.in_flight = {}, [], {}
         return state
 
     def resumed(self, state: AppState) -> AppState:  # noqa: ARG002 a process cannot be restored
@@ -194,7 +200,8 @@ class AppStrategy(Strategy[AppState]):
             if len(view.idle) < self.min_devices:
                 return False
             state.num_partitions = len(view.idle)
-        state.nodes += sorted(set(view.devices if state.nodes else view.idle) - set(state.nodes))
+        present = filter(partial(_is_node, view=view), view.devices) if state.nodes else view.idle
+        state.nodes += sorted(set(present) - set(state.nodes))
         return True
 
     def _fail_lost(self, state: AppState, view: FleetView) -> None:
@@ -212,7 +219,7 @@ class AppStrategy(Strategy[AppState]):
 
     def _fail(self, state: AppState, part: int, *, is_away: bool) -> None:
         device_id = state.targets[part]
-        self.inputs.pop(part, None)
+        self.inputs.remove(part)
         if is_away:
             state.failed[part] = UNAVAILABLE_ERROR, f"{device_id or 'the node'} is away"
         else:
@@ -243,7 +250,8 @@ class AppStrategy(Strategy[AppState]):
                     return 0.0
                 case "fail":
                     self.link.close()
-                    raise RunFailedError(f"the ServerApp raised {request.get('reason')}")
+                    reason = escape_text(str(request.get("reason"))[:MAX_REASON_CHARS])
+                    raise RunFailedError(f"the ServerApp raised {reason}")
                 case other:
                     raise RunFailedError(f"the ServerApp's process asked for {other!r:.40}")
 
@@ -259,11 +267,13 @@ class AppStrategy(Strategy[AppState]):
             return part
         number = state.nodes.index(device_id)
         config = {"partition-id": number, "num-partitions": max(state.num_partitions, number + 1)}
-        self.inputs[part] = add_envelope({**self.header, "node_id": node_id, "node_config": config}, body)
-        if len(self.inputs[part]) > self.max_part_bytes:
+        size = self.inputs.add(part, {**self.header, "node_id": node_id, "node_config": config}, body)
+        if size > self.max_part_bytes:
+            raise RunFailedError(make_size_reason(size, self.max_part_bytes))
+        if self.inputs.num_bytes > self.max_state_bytes:
             raise RunFailedError(
-                f"the ServerApp sends a message of {len(self.inputs[part])} bytes, at most {self.max_part_bytes} are "
-                "taken: raise job.max_part_bytes"
+                f"the ServerApp's messages without a reply have {self.inputs.num_bytes} bytes, more than "
+                f"run.max_state_bytes = {self.max_state_bytes}: raise it, or wait for replies before sending more"
             )
         state.pending.append(part)
         return part
@@ -313,4 +323,9 @@ class AppStrategy(Strategy[AppState]):
 
 def _list_nodes(state: AppState, view: FleetView) -> Sequence[str]:
     """Returns the boards that may be sent messages now, in the order of their partitions."""
-    return [name for name in state.nodes if name in view.devices and not is_blocked(name, view)]
+    return [name for name in state.nodes if _is_node(name, view)]
+
+
+def _is_node(device_id: str, view: FleetView) -> bool:
+    """Returns whether a board becomes idle, so that a message to it does not wait for ever."""
+    return can_receive_work(device_id, view) and view.devices[device_id].role == Role.TRAINER

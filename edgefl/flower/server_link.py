@@ -18,7 +18,7 @@ from edgefl.core.errors import RunFailedError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
 from edgefl.system.confinement import Confinement, find_gaps, make_command, make_environment
-from edgefl.system.process_messages import read_message, write_message
+from edgefl.system.process_messages import MessageSizeError, read_message, write_message
 from edgefl.system.processes import exit_with_parent
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,8 @@ MAX_TEXT_CHARS = 300
 _ZIP_DATE = (2024, 1, 1, 0, 0, 0)
 
 Request = tuple[Json, bytes]
-_Requests = queue.SimpleQueue[Request | None]
+_Requests = queue.SimpleQueue[Request | str | None]
+"""With the reason as a text where the process sent what cannot be read, and None at its end."""
 
 
 class ServerLink:
@@ -65,17 +66,18 @@ class ServerLink:
             self._process = self._start()
         if self._held is None:
             try:
-                self._held = self._requests.get(timeout=self._deadline_s)
+                found = self._requests.get(timeout=self._deadline_s)
             except queue.Empty:
                 self.close()
                 raise RunFailedError(
                     f"the ServerApp computed for more than {self._deadline_s:g} s between two messages: raise "
                     "job.deadline_s"
                 ) from None
-        if self._held is None:
-            line = self._read_last_line()
-            self.close()
-            raise RunFailedError(f"the ServerApp's process ended{line}")
+            if not isinstance(found, tuple):
+                reason = found or f"the ServerApp's process ended{self._read_last_line()}"
+                self.close()
+                raise RunFailedError(reason)
+            self._held = found
         return self._held
 
     def answer(self, header: Json, body: bytes = b"", *, is_last: bool = True) -> None:
@@ -156,14 +158,24 @@ class ServerLink:
 
 
 def _receive(source: IO[bytes], received: _Requests, max_body_bytes: int) -> None:
-    """Queues a process's requests, and None at its end or where it makes no sense."""
+    """Queues a process's requests, then None at its end, or the reason where it makes no sense."""
+    end: str | None = None
     try:
         with source:
             while (message := read_message(source, max_body_bytes)) is not None:
                 received.put(message)
+    except MessageSizeError as error:
+        end = make_size_reason(error.num_bytes, max_body_bytes)
     except (OSError, ValueError) as error:
-        log.warning("the ServerApp's process: %s", escape_text(str(error)[:MAX_TEXT_CHARS]))
-    received.put(None)
+        end = f"the ServerApp's process sent {escape_text(str(error)[:MAX_TEXT_CHARS])}"
+    received.put(end)
+
+
+def make_size_reason(num_bytes: int, max_bytes: int) -> str:
+    """Returns why a run fails whose ServerApp sends a message that is too long."""
+    return (
+        f"the ServerApp sends a message of {num_bytes} bytes, at most {max_bytes} are taken: raise job.max_part_bytes"
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -19,9 +19,9 @@ from flwr.app import Context, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.serverapp import Grid, ServerApp
 
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Json
-from edgefl.flower.app_job import MAX_REASON_CHARS, SERVER_NODE_ID, load_component
+from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, SERVER_NODE_ID, load_component
 from edgefl.flower.app_messages import decode_message, encode_message
 from edgefl.flower.strategy import ensure_identity, seed_global_generators
 from edgefl.system.process_messages import read_message, write_message
@@ -84,7 +84,9 @@ class ProcessGrid(Grid):
         request = {"do": "wait", "messages": message_ids, "all": needs_all, "timeout_s": timeout}
         with self._lock:
             count = self._ask(request)["count"]
-            return [self._make_reply(*self._read()) for _ in range(count)]
+            # All are read before one is looked into: what is left in the pipe is the next request's answer.
+            replies = [self._read() for _ in range(count)]
+        return [self._make_reply(*reply) for reply in replies]
 
     def _make_reply(self, header: Json, body: bytes) -> Message:
         sent = self._sent.pop(header["message"])
@@ -99,14 +101,10 @@ class ProcessGrid(Grid):
             ttl=sent.ttl,
             message_type=sent.message_type,
         )
-        content: RecordDict | None = None
-        if "error" not in header:
-            outcome, content = decode_message(body)
-            header = {**header, **{key: outcome[key] for key in ("error", "reason") if key in outcome}}
-        if content is None:
-            error = Error(code=int(header.get("error", 0)), reason=str(header.get("reason", "no content")))
-            return make_message(metadata=metadata, error=error)
-        return make_message(metadata=metadata, content=content)
+        outcome = _read_outcome(header, body)
+        if isinstance(outcome, Error):
+            return make_message(metadata=metadata, error=outcome)
+        return make_message(metadata=metadata, content=outcome)
 
     def _ask(self, request: Json, body: bytes = b"") -> Json:
         write_message(self._sink, request, body)
@@ -117,6 +115,21 @@ class ProcessGrid(Grid):
         if message is None:  # the run is over
             os._exit(0)
         return message
+
+
+def _read_outcome(header: Json, body: bytes) -> RecordDict | Error:
+    """Returns the content of a board's reply, or its error; what makes no sense is an error of that board alone."""
+    content: RecordDict | None = None
+    try:
+        if "error" not in header:
+            header, content = decode_message(body)
+        if content is None:
+            return Error(
+                code=int(header.get("error", 0)), reason=str(header.get("reason", "no content"))[:MAX_REASON_CHARS]
+            )
+    except (DataError, TypeError, ValueError, OverflowError) as error:
+        return Error(code=CRASHED_ERROR, reason=f"the reply makes no sense: {error}"[:MAX_REASON_CHARS])
+    return content
 
 
 def run_app(setup: Json, grid: Grid) -> None:

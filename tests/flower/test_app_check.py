@@ -75,27 +75,33 @@ def test_each_reason_is_said_with_its_place(found, change, verdict, words):
         ("[tool.flwr.app.components]", "[flower.components]", "there is no table [tool.flwr.app.components]"),
         ('name = "mean-app"', 'name = "../mean"', "project.name must be a name such as my-app, got '../mean'"),
         ("mean_app.server_app:app", "mean_app/server", "serverapp must be module:attribute"),
+        ('"nobody"', '"n"\nfab-include = ["!"]', "fab-include: Invalid git pattern: '!'"),
+        ("numpy>=1.26", "numpy\\nName: other", "project.dependencies must be a list of texts of one line each"),
         ("size = 4", "size = [4]", "tool.flwr.app.config.model.size must be a text, a number or true/false"),
         ("[project]", "[project", "pyproject.toml: "),
     ],
 )
 def test_a_project_that_is_no_flower_app_is_refused_in_one_line(tmp_path, old, new, words):
-    with pytest.raises(ConfigError, match=r"pyproject\.toml") as raised:
+    with pytest.raises(ConfigError, match=r"pyproject\.toml|fab-include") as raised:
         read_app(write_app(tmp_path, {"pyproject.toml": PROJECT.replace(old, new)}))
     assert words in str(raised.value)
     assert "\n" not in str(raised.value).strip()
 
 
 def test_files_that_flower_leaves_out_are_not_sent(tmp_path, monkeypatch):
-    root = write_app(tmp_path, {".env": "secret", ".git/x.py": "", "venv/y.py": "", "data.npz": "big", "a.md": ""})
+    others = ".env", ".git/x.py", "venv/y.py", "data.npz", "mean_app/data_test.py", "credentials.json", "kept.json"
+    root = write_app(tmp_path, {**dict.fromkeys(others, "secret"), "a.md": "", "mean_app/build/parts.py": "",
+                                ".gitignore": "*.json  \n!kept.json\n# a.md\n"})  # fmt: skip
     (root / "link.py").symlink_to("/etc/hostname")
     names = {str(file) for file in read_app(root).files}
-    assert names == {"pyproject.toml", "a.md", *(f"mean_app/{name}.py" for name in
-                     ("__init__", "server_app", "client_app", "data"))}  # fmt: skip
-    write_app(root, {"pyproject.toml": PROJECT.replace('"nobody"', '"n"\nfab-include = ["**/*.py", "*.npz"]\n'
-                     'fab-exclude = ["mean_app/data.py"]')})  # fmt: skip
+    assert names == {"pyproject.toml", "a.md", "kept.json", "mean_app/build/parts.py", *(
+                     f"mean_app/{name}.py" for name in ("__init__", "server_app", "client_app", "data"))}  # fmt: skip
+    included = 'fab-include = ["/mean_app", "*.npz", "*.json"]\n'
+    write_app(root, {"pyproject.toml": PROJECT.replace('"nobody"', f'"n"\n{included}'
+                     'fab-exclude = ["**/data.py", "build"]')})  # fmt: skip
     names = {str(file) for file in read_app(root).files}
-    assert names == {"data.npz", *(f"mean_app/{name}.py" for name in ("__init__", "server_app", "client_app"))}
+    assert names == {"pyproject.toml", "data.npz", "kept.json", *(
+                     f"mean_app/{name}.py" for name in ("__init__", "server_app", "client_app"))}  # fmt: skip
     monkeypatch.setattr("edgefl.flower.app_check.MAX_APP_BYTES", 100)
     assert check_app(read_app(root))[0].verdict == "fails"
     monkeypatch.setattr(app_folder, "MAX_FILES", 2)

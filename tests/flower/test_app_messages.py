@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from edgefl.core.errors import DataError
-from edgefl.flower.app_messages import add_envelope, decode_message, encode_message, split_envelope
+from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message, split_envelope
 
 ARRAYS = ArrayRecord({
     "w": Array(np.arange(6, dtype=np.float16).reshape(2, 3)),
@@ -53,7 +53,7 @@ def test_every_kind_of_record_and_value_comes_back_as_it_was():
 
 def test_an_envelope_leaves_the_message_as_it_is():
     message = encode_message({}, RecordDict({"a": ARRAYS}))
-    assert split_envelope(add_envelope({"node": 3}, message)) == ({"node": 3}, message)
+    assert split_envelope(encode_envelope({"node": 3}) + message) == ({"node": 3}, message)
 
 
 def test_a_message_that_is_cut_longer_or_another_thing_is_refused():

@@ -1,6 +1,7 @@
 """A Flower app as a run: a process for its ServerApp, whose messages are assignments and get updates as replies."""
 
 import io
+import math
 import os
 import zipfile
 from dataclasses import dataclass, field
@@ -9,15 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flower_apps import PROJECT, SERVER, HereGrid, imported_app, write_app
+from flwr.app import ConfigRecord, Metadata, RecordDict
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, RunFailedError, TaskError
-from edgefl.core.types import Update, UpdateMetrics
+from edgefl.core.types import DeviceInfo, HealthMetrics, Role, Update, UpdateMetrics
 from edgefl.engine.assembly import job as assembly
 from edgefl.flower.app_folder import read_app
+from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import FlowerApp, compute_fingerprint, make_app_run
-from edgefl.flower.server_process import run_app
+from edgefl.flower.app_messages import encode_message, split_envelope
+from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
+from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
+from edgefl.system.process_messages import write_message
 from edgefl.tasks.job import JobContext
 
 BOARDS = ("a", "b", "c")
@@ -28,13 +34,15 @@ METRICS = UpdateMetrics(iterations=1, num_examples=0, loss=None, compute_s=0.0, 
 class View:
     """Boards that are there, and what they do."""
 
-    devices: dict = field(default_factory=lambda: dict.fromkeys(BOARDS))
+    devices: dict = field(default_factory=lambda: {name: DeviceInfo(device_id=name) for name in BOARDS})
     busy: dict = field(default_factory=dict)
+    health: dict = field(default_factory=dict)
     now_s: float = 0.0
 
     @property
     def idle(self):
-        return [name for name in sorted(self.devices) if name not in self.busy]
+        trainers = (name for name, info in sorted(self.devices.items()) if info.role == Role.TRAINER)
+        return [name for name in trainers if name not in self.busy]
 
 
 class Fleet:
@@ -45,6 +53,7 @@ class Fleet:
         kind = type("App", (FlowerApp,), {"root": folder})
         self.jobs = {name: kind() for name in BOARDS}
         self.root, self.view, self.lines, self.asked = root, View(), [], []
+        self.policy = RunParticipationPolicy(selection=DeviceSelection(unhealthy_policy="rest", max_temperature_c=80))
         self.paths = [root / name for name in BOARDS]
         for path in self.paths:
             path.mkdir(exist_ok=True)
@@ -61,7 +70,7 @@ class Fleet:
         self.view.now_s += seconds
         if self.strategy.ready(self.state, self.view):
             self.state = self.strategy.aggregate(self.state)
-        self.state, decision = self.strategy.assign(self.state, self.view)
+        self.state, decision = self.strategy.assign(self.state, self.policy.eligible_view(self.view))
         for instruction in decision.instructions:
             self.view.busy[instruction.device_id] = [instruction.assignment_id]
             self.left.append((instruction, self.strategy.make_input(instruction.block)))
@@ -190,6 +199,85 @@ def test_a_board_that_goes_away_is_an_error_to_the_strategy_and_the_others_go_on
     assert list(fleet.state.failed.values()) == [(5, "c is away")]
 
 
+def test_a_board_that_never_becomes_idle_is_no_node(make_fleet, tmp_path, monkeypatch):
+    """Such as an evaluator; one that rests is asked again when it may work."""
+    fleet = make_fleet()
+    fleet.view.devices["0"] = DeviceInfo(device_id="0", role=Role.EVALUATOR)
+    fleet.view.health["c"] = HealthMetrics(temperature_c=90.0)
+    fleet.turn()
+    assert [instruction.device_id for instruction, _ in fleet.left] == ["a", "b"]
+    fleet.work()
+    fleet.view.health.clear()
+    model = load_model(io.BytesIO(fleet.run()["final_model.npz"]))
+    assert fleet.state.nodes == [*BOARDS]
+    assert fleet.state.failed == {}
+
+    def is_away(number, kind, round_number):
+        return number == 2 and (round_number, kind) == (1, "train")
+
+    np.testing.assert_array_equal(model, compute_expected(fleet, tmp_path, monkeypatch, is_away))
+
+
+def test_a_message_to_a_board_that_has_to_rest_is_an_error_and_waits_for_nothing(make_fleet):
+    fleet = make_fleet({"mean_app/server_app.py": ASKING})
+    fleet.turn()
+    fleet.turn(5.0)
+    assert len(fleet.left) == 1
+    fleet.view.health["a"] = HealthMetrics(temperature_c=90.0)
+    fleet.work()
+    fleet.turn()
+    assert list(fleet.state.failed.values())[-1] == (5, "a is away")
+
+
+BAD_REPLIES = (
+    b"", b"\xff" * 40, encode_message({}, RecordDict())[:-1],
+    *(encode_message({"error": code}) for code in ("x", {}, math.inf, [8], None)),
+)  # fmt: skip
+
+
+def test_a_reply_that_makes_no_sense_is_an_error_of_its_board_and_takes_no_others_place():
+    answers, good = io.BytesIO(), encode_message({}, RecordDict({"c": ConfigRecord({"n": 1})}))
+    write_message(answers, {"count": len(BAD_REPLIES) + 1})
+    for number, body in enumerate((*BAD_REPLIES, good)):
+        write_message(answers, {"message": str(number)}, body)
+    write_message(answers, {"nodes": [7]})
+    answers.seek(0)
+    grid = ProcessGrid(answers, io.BytesIO(), 1)
+    grid._sent = {str(number): Metadata(1, "", 1, 2, "", "", 0.0, 1.0, "train") for number in range(9)}
+    *bad, last = grid.pull_messages(grid._sent)
+    assert [(reply.error.code, reply.error.reason.partition(":")[0]) for reply in bad] == [
+        (8, "the reply makes no sense")
+    ] * len(BAD_REPLIES)
+    assert last.content["c"]["n"] == 1
+    assert grid.get_node_ids() == [7]
+
+
+def test_a_bad_reply_of_one_board_does_not_end_the_run(make_fleet):
+    fleet = make_fleet()
+    fleet.turn()
+    instruction, _ = fleet.left.pop(0)
+    fleet.receive(instruction, BAD_REPLIES[1])
+    files = fleet.run()
+    assert "Received 2 results and 1 failures" in files["server-app.log"].decode()
+    assert len(fleet.asked) == 17
+
+
+def test_messages_without_a_reply_are_bounded_and_a_model_for_all_boards_is_kept_once(make_fleet):
+    fleet = make_fleet(max_part_bytes=10**6)
+    inputs = MessageInputs()
+    sizes = [inputs.add(part, {"node": part}, bytes(1000)) for part in range(3)]
+    assert inputs.num_bytes == sum(sizes) - 2000
+    assert [split_envelope(inputs.make_body(part)) for part in range(3)] == [
+        ({"node": part}, bytes(1000)) for part in range(3)
+    ]
+    for part in (0, 2, 1, 1):
+        inputs.remove(part)
+    assert (inputs.num_bytes, inputs.make_body(1), inputs._bodies) == (0, b"", {})
+    object.__setattr__(fleet.strategy, "max_state_bytes", 500)
+    with pytest.raises(RunFailedError, match=r"without a reply have \d+ bytes, more than run\.max_state_bytes"):
+        fleet.turn()
+
+
 def test_an_error_of_the_client_app_is_a_reply_and_no_part_is_tried_again(make_fleet):
     fleet = make_fleet()
     (fleet.root / "b" / "broken-2").touch()
@@ -285,6 +373,18 @@ def test_the_grid_waits_no_longer_than_it_is_told_and_gives_each_reply_once(make
     ]  # fmt: skip
 
 
+TALKING = """
+from flwr.serverapp import ServerApp
+from edgefl.system.process_messages import write_message
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    {}
+    grid._sink.flush()
+"""
+
+
 @pytest.mark.parametrize(
     ("server", "job", "words"),
     [
@@ -292,7 +392,19 @@ def test_the_grid_waits_no_longer_than_it_is_told_and_gives_each_reply_once(make
         ("app = 3\n", {}, "is a int, no ServerApp"),
         ("import os\nprint('last words', flush=True)\nos._exit(3)\n", {}, "process ended: last words"),
         ("import time\ntime.sleep(60)\n", {"deadline_s": 0.5}, "computed for more than 0.5 s between two messages"),
-        (SERVER, {"max_part_bytes": 200}, "process ended"),
+        (SERVER, {"max_part_bytes": 200}, "bytes, at most 200 are taken: raise job.max_part_bytes"),
+        (
+            TALKING.format("write_message(grid._sink, {'do': 'push', 'node': min(grid.get_node_ids())}, bytes(450))"),
+            {"max_part_bytes": 500},
+            "bytes, at most 500 are taken: raise job.max_part_bytes",
+        ),
+        ("raise OSError('a\\x1b[2J' + 'x' * 10**4)\n", {}, "the ServerApp raised OSError: a\\x1b[2Jxx"),
+        (
+            TALKING.format("write_message(grid._sink, {'do': 'fail', 'reason': 'a\\x1b[2J' + 'x' * 10**4})"),
+            {},
+            "the ServerApp raised a\\x1b[2Jxx",
+        ),
+        (TALKING.format("grid._sink.write(b'x' * 8)"), {}, "sent a message whose header has 2021161080 bytes"),
         (SERVER + "    open('big', 'wb').write(bytes(5000))\n", {"max_result_bytes": 4000}, "more than 4000 bytes"),
         ("import socket\nsocket.socket()\n", {}, "PermissionError"),
         ("open('/etc/passwd').read()\n", {}, "PermissionError"),
@@ -303,19 +415,23 @@ def test_a_server_app_that_fails_fails_its_run_with_the_reason(make_fleet, serve
     with pytest.raises(RunFailedError, match="ServerApp") as raised:
         fleet.run()
     assert words in str(raised.value)
+    assert len(str(raised.value)) < 800
 
 
 def test_replies_are_bounded_and_a_stop_ends_the_process(make_fleet):
     fleet = make_fleet()
     fleet.turn()
+    fleet.work("a")
     process = fleet.strategy.link._process
     fleet.state = fleet.strategy.finish(fleet.state)
     assert process.poll() is not None
     assert fleet.turn().instructions == ()
+    assert (fleet.state.complete, fleet.state.pending, fleet.state.in_flight) == ({}, [], {})
     small = make_fleet()
+    small.turn()
     object.__setattr__(small.strategy, "max_state_bytes", 100)
-    with pytest.raises(RunFailedError, match=r"more than run\.max_state_bytes = 100"):
-        small.run()
+    with pytest.raises(RunFailedError, match=r"replies are more than run\.max_state_bytes = 100"):
+        small.work()
 
 
 def test_a_plan_starts_no_process_and_names_every_board(make_fleet):
@@ -323,7 +439,7 @@ def test_a_plan_starts_no_process_and_names_every_board(make_fleet):
     plan = fleet.strategy.preview(fleet.state, fleet.view)
     assert [instruction.device_id for instruction in plan.instructions] == [*BOARDS]
     assert not fleet.strategy.link.is_started
-    assert fleet.strategy.preview(fleet.state, View(devices={"a": None})).instructions == ()
+    assert fleet.strategy.preview(fleet.state, View(devices={"a": DeviceInfo(device_id="a")})).instructions == ()
 
 
 def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
@@ -338,6 +454,8 @@ def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
     (app.root / "mean_app" / "data.py").write_text("changed")
     with pytest.raises(TaskError, match=words):
         kind(**config.job.options)
+    (app.root / "pyproject.toml").write_text(PROJECT.replace("numpy>=1.26", "numpy>=2"))
+    assert kind().fingerprint != compute_fingerprint(app)
     for text, words in (
         ("lr=1", "has no 'lr'; it has model.size"),
         ("model.size", "must be pairs"),
@@ -348,3 +466,11 @@ def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
         assert words in str(raised.value)
     torch = write_app(tmp_path / "torch", {"pyproject.toml": PROJECT.replace("numpy>=1.26", "torch>=2")})
     assert type("App", (FlowerApp,), {"root": torch})().needs_torch
+
+
+def test_instructions_name_the_coordinators_own_files_also_where_the_run_file_does_not(tmp_path, monkeypatch):
+    job = type("App", (FlowerApp,), {"root": write_app(tmp_path / "app")})()
+    monkeypatch.setattr(assembly, "make_job", lambda *_: job)
+    run = parse_run({"job": {"name": "flower-mean-app", "run_config": "model.size=3"}})
+    expected = {"run_config": "model.size=3", "fingerprint": compute_fingerprint(read_app(job.root))}
+    assert assembly.build_job(run, "run-1").header["options"] == expected

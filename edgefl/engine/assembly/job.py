@@ -83,7 +83,11 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
             "v": INSTRUCTION_VERSION,
             "run": run_id,
             "task": section.name,
-            "options": dict(section.options),
+            # A board with other files of an app refuses, also where the run file does not say which it is of.
+            "options": {
+                **section.options,
+                **({"fingerprint": job.fingerprint} if isinstance(job, FlowerApp) else {}),
+            },
             "seed": config.run.seed,
             "test_fraction": 0.0,
             JOB_LIMITS: {
