@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from edgefl.core.types import Json, Scalar
 
 COLUMNS = ("name", "count", "missing", "mean", "std", "min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "boards")
-DRIFT_COLUMNS = ("name", "num_reference", "num_newer", "psi", "ks")
+DRIFT_COLUMNS = ("name", "num_reference", "num_newer", "psi", "ks", "mmd", "p")
 QUANTILES = {"5 %": "0.05", "25 %": "0.25", "50 %": "0.5", "75 %": "0.75", "95 %": "0.95"}
 """Headings of quantiles, and their names in a result."""
 MAX_SHOWN_ROWS = 50
@@ -113,17 +113,19 @@ def drift(  # noqa: PLR0913 the options of one command
     """Compare newer data of TASK with a reference, column by column, on this machine.
 
     TASK is a task's name, or a run file (TOML) that has its options. psi is the population stability index, ks the
-    Kolmogorov-Smirnov statistic. The classes are a row, too.
+    Kolmogorov-Smirnov statistic. The classes are a row, too. In the last row, joint, mmd is the maximum mean
+    discrepancy of all columns at once, p how often chance alone makes it as large.
     """
     if threshold is not None and math.isnan(threshold):
         raise UsageError("--threshold must be a number above 0, got nan")
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 fast start
-    from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.drift import JOINT, measure_drift, measure_joint_drift  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
     made = make_task(*_read_task(task))
     old, new = read_own_data(made, reference), read_own_data(made, newer)
     found = measure_drift(made, old, new, columns=columns, bins=bins)
+    joint = measure_joint_drift(made, old, new, columns=columns)
     title = f"{made.name}: {len(new)} examples against {len(old)}"
     rows = [
         {
@@ -135,6 +137,8 @@ def drift(  # noqa: PLR0913 the options of one command
         }
         for column in found
     ]
+    sizes = {"num_reference": joint.num_reference, "num_newer": joint.num_newer}
+    rows.append({"name": JOINT, **sizes, "mmd": joint.mmd, "p": joint.p_value})
     print_rows(rows, DRIFT_COLUMNS, fmt, title=title, kind="drift")
     if threshold is not None and (above := [column for column in found if column.psi > threshold]):
         raise DriftError(

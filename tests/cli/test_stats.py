@@ -77,7 +77,9 @@ def test_drift_beyond_the_threshold_ends_with_a_code_of_its_own(run, tmp_path):
     result = json.loads(ended.out)
     assert (ended.code, result["kind"], result["rows"][0]["name"]) == (0, "drift", "heat")
     assert result["rows"][0]["psi"] > 0.25
-    assert [row["psi"] for row in result["rows"][1:]] == [0, 0]
+    assert [row["psi"] for row in result["rows"][1:]] == [0, 0, None]
+    joint = result["rows"][-1]
+    assert (joint["name"], joint["num_newer"], joint["mmd"] > 0.1, joint["p"]) == ("joint", 80, True, 1 / 500)
     ended = run(*words, "--threshold", 0.25)
     assert (ended.code, "of column heat; 1 of 3 columns are above" in ended.err) == (52, True), ended.err
     assert json.loads(ended.out) == result

@@ -1,11 +1,21 @@
 """Drift of columns: indices by hand, and the statistic against SciPy's."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Dataset
-from edgefl.tasks.datasets.drift import compute_index, compute_ks, compute_psi, measure_drift
+from edgefl.tasks.datasets import drift
+from edgefl.tasks.datasets.drift import (
+    compute_index,
+    compute_ks,
+    compute_mmd,
+    compute_psi,
+    measure_drift,
+    measure_joint_drift,
+)
 from edgefl.tasks.registry import make_task
 
 
@@ -76,3 +86,78 @@ def test_what_cannot_be_compared_is_refused():
         measure_drift(task, some, some, bins=1)
     with pytest.raises(ConfigError, match="--columns: there is no column"):
         measure_drift(task, some, some, columns="c")
+
+
+def estimate_plainly(reference, newer):
+    """The estimate as the paper writes it, pair by pair."""
+    both = [*reference, *newer]
+    distances = [np.linalg.norm(one - other) for one, other in itertools.combinations(both, 2)]
+    median = np.median(distances) or np.median([distance for distance in distances if distance > 0])
+
+    def compare(one, other):
+        return np.exp(-(np.linalg.norm(one - other) ** 2) / (2 * median**2))
+
+    within = [
+        sum(compare(side[i], side[j]) for i, j in itertools.permutations(range(len(side)), 2))
+        / (len(side) * (len(side) - 1))
+        for side in (reference, newer)
+    ]
+    crossing = sum(compare(one, other) for one in reference for other in newer) / (len(reference) * len(newer))
+    return sum(within) - 2 * crossing
+
+
+def test_the_discrepancy_is_the_unbiased_estimate_of_the_paper():
+    rng = np.random.default_rng(4)
+    few_values = rng.random((24, 2)) > 0.95, rng.random((29, 2)) > 0.9
+    for old, new in (
+        (rng.normal(size=(23, 3)), rng.normal(0.4, 2, size=(17, 3))),
+        (rng.normal(size=(2, 1)), rng.normal(size=(5, 1))),
+        (rng.normal(1e4, 1, size=(9, 2)), rng.normal(1e4, 2, size=(8, 2))),
+        tuple(side.astype(float) for side in few_values),
+    ):
+        assert compute_mmd(old, new)[0] == pytest.approx(estimate_plainly(old, new), abs=1e-9)
+    assert compute_mmd(np.ones((4, 2)), np.ones((5, 2))) == (pytest.approx(0, abs=1e-12), 1)
+
+
+def test_the_p_value_of_equal_distributions_is_small_as_seldom_as_it_says():
+    rng = np.random.default_rng(5)
+    found = np.array([compute_mmd(rng.normal(size=(20, 2)), rng.normal(size=(30, 2))) for _ in range(60)])
+    assert abs(found[:, 0].mean()) < 0.015, "no bias"
+    assert 1 <= (found[:, 1] <= 0.1).sum() <= 14
+    assert 18 <= (found[:, 1] <= 0.5).sum() <= 42
+
+
+def joint(old, new):
+    task = make_task("table", {"columns": "a,b", "target": "c", "labels": "x,y"})
+    sides = [Dataset(inputs=side, targets=np.zeros(len(side), int)) for side in (old, new)]
+    return measure_joint_drift(task, *sides)
+
+
+def test_columns_that_no_longer_go_together_are_found_where_each_is_as_before():
+    rng = np.random.default_rng(6)
+    old, new = rng.normal(size=(400, 2)), rng.normal(size=(300, 2))
+    old[:, 1] += 2 * old[:, 0]
+    new[:, 1] -= 2 * new[:, 0]
+    found = joint(old, new)
+    assert (found.num_reference, found.num_newer, found.p_value) == (400, 300, 1 / 500)
+    assert joint(old[:200], old[200:]).p_value > 0.05
+    in_other_units = joint(old * [1e250, 1e-300], new * [1e250, 1e-300])
+    assert in_other_units.mmd == pytest.approx(found.mmd, abs=1e-9)
+
+
+def test_what_is_missing_or_constant_counts_and_a_single_example_is_not_compared():
+    rng = np.random.default_rng(7)
+    old, new = rng.normal(size=(60, 2)), rng.normal(size=(60, 2))
+    gaps = np.where((np.arange(60) % 2 == 0)[:, None] & [True, False], np.nan, new)
+    assert joint(old, gaps).p_value == 1 / 500
+    assert joint(np.where(old == old[0], np.inf, old), new).p_value > 0.05
+    assert joint(np.ones((60, 2)), np.full((60, 2), 1 + 1e-9)).p_value == 1 / 500
+    assert joint(np.full((60, 2), np.nan), np.full((60, 2), np.nan)).p_value == 1
+    assert (joint(old, new[:1]).num_newer, joint(old, new[:1]).mmd) == (1, None)
+
+
+def test_only_samples_are_compared_at_once(monkeypatch):
+    rows = np.random.default_rng(8).normal(size=(900, 2))
+    assert (joint(rows, rows).num_newer, joint(rows, rows).p_value > 0.5) == (500, True)
+    monkeypatch.setattr(drift, "MAX_JOINT_NUMBERS", 50)
+    assert joint(rows, rows).num_reference == 25
