@@ -1,8 +1,10 @@
 """Publisher of answers to a broker, in topics that Home Assistant finds by itself.
 
 `TOPIC/answer` holds the newest answer as JSON, `TOPIC/available` says `online` or `offline`: the latter also when the
-collector stops, and as its last will when it dies. Entities are announced by retained messages below the prefix of
-Home Assistant's MQTT discovery; empty ones take them back. Answers are not retained, and none waits for a broker.
+collector stops, and as its last will when it dies. The client's id is one of the topic, so that a broker ends the
+connection of a board that lost its power, and sends its will, before the next one counts. Entities are announced by
+retained messages below the prefix of Home Assistant's MQTT discovery; empty ones take them back. Answers are not
+retained, and none waits for a broker.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paho.mqtt.client as mqtt
@@ -33,6 +36,8 @@ MAX_OPTIONS = 100
 """Classes that an entity lists."""
 MAX_QUEUED = 100
 """Messages that wait for the broker's word."""
+REPEAT_S = 60.0
+"""After which the availability is published again, as somebody else may have overwritten it."""
 WITHDRAW_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 1.0
 ONLINE, OFFLINE = "online", "offline"
 
@@ -42,19 +47,20 @@ class AnswerPublisher:
 
     Args:
         section: of the collect file.
+        monotonic: seconds; it does not jump.
 
     Raises:
         ConfigError: the login or the authority is none.
     """
 
-    def __init__(self, section: AnswerSection) -> None:
-        self._section, self._log = section, RateLimitedLog(log)
-        self._is_available = False
+    def __init__(self, section: AnswerSection, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._section, self._log, self._monotonic = section, RateLimitedLog(log), monotonic
+        self._is_available, self._published_s = False, -math.inf
         self._announced: dict[str, str] | None = None
-        self._client = make_broker_client("answer", section)
+        self._client = make_broker_client("answer", section, _make_id(section))
         self._client.will_set(f"{section.topic}/available", OFFLINE, qos=1, retain=True)
         self._client.on_connect, self._client.on_disconnect = self._on_connect, self._on_disconnect
-        self._client.on_connect_fail = self._on_connect_fail
+        self._client.on_connect_fail, self._client.on_publish = self._on_connect_fail, self._on_publish
         self._client.max_queued_messages_set(MAX_QUEUED)
 
     def start(self) -> None:
@@ -72,8 +78,8 @@ class AnswerPublisher:
         return True
 
     def set_available(self, *, is_available: bool) -> None:
-        """Says whether there are answers now, where that has changed."""
-        if is_available != self._is_available:
+        """Says whether there are answers now, where that has changed or was last said a while ago."""
+        if is_available != self._is_available or self._monotonic() - self._published_s >= REPEAT_S:
             self._is_available = is_available
             self._publish_availability()
 
@@ -96,6 +102,7 @@ class AnswerPublisher:
     def _publish_availability(self) -> mqtt.MQTTMessageInfo | None:
         if not self._client.is_connected():
             return None  # it is said once there is a connection
+        self._published_s = self._monotonic()
         text = ONLINE if self._is_available else OFFLINE
         return self._client.publish(f"{self._section.topic}/available", text, qos=1, retain=True)
 
@@ -114,6 +121,13 @@ class AnswerPublisher:
     def _on_disconnect(self, _client: Any, _data: Any, _flags: Any, reason: ReasonCode, _properties: Any) -> None:
         if reason.is_failure:
             self._log.warning("lost", "[answer] lost its broker (%s); connecting again", reason)
+
+    def _on_publish(self, _client: Any, _data: Any, _number: int, reason: ReasonCode, _properties: Any) -> None:
+        if reason.is_failure:
+            self._log.warning(
+                "denied", "the broker of [answer] refuses a message (%s): %s; then start the collector again", reason,
+                _format_rules(self._section),
+            )  # fmt: skip
 
 
 def make_entities(section: AnswerSection, classes: Sequence[str], num_values: int) -> dict[str, str]:
@@ -160,14 +174,25 @@ def _make_id(section: AnswerSection) -> str:
     return f"edgefl_{hashlib.sha256(section.topic.encode()).hexdigest()[:12]}"
 
 
+def _format_rules(section: AnswerSection) -> str:
+    prefix = f" and {section.discovery}" if section.discovery else ""
+    return f"its rules must let the login write below {section.topic}{prefix}"
+
+
 def withdraw_entities(section: AnswerSection) -> None:
     """Takes back what was announced and retained; returns when the broker has it.
 
     Raises:
         ConfigError: the login or the authority is none.
-        NetworkError: the broker cannot be reached, or refuses the collector.
+        NetworkError: the broker cannot be reached, or refuses the collector or a message.
     """
-    client = make_broker_client("answer", section)
+    client, refusals = make_broker_client("answer", section, _make_id(section)), list[ReasonCode]()
+
+    def on_publish(_client: Any, _data: Any, _number: int, reason: ReasonCode, _properties: Any) -> None:
+        if reason.is_failure:
+            refusals.append(reason)
+
+    client.on_publish = on_publish
     topics = [f"{section.topic}/available", *(list_entity_topics(section) if section.discovery else ())]
     host, port = section.address
     try:
@@ -179,6 +204,11 @@ def withdraw_entities(section: AnswerSection) -> None:
             one.wait_for_publish(max(0.0, deadline_s - time.monotonic()))
         if not all(one.is_published() for one in sent):
             raise NetworkError(f"the broker of [answer] at {host}:{port} does not take it; check its login and rules")
+        if refusals:
+            raise NetworkError(
+                f"the broker of [answer] at {host}:{port} refuses {len(refusals)} of {len(topics)} messages "
+                f"({refusals[0]}): {_format_rules(section)}"
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise NetworkError(f"the broker of [answer] at {host}:{port} cannot be reached: {error}") from None
     finally:

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ from edgefl.core.types import Json
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.polled_source import HttpRequest
 from edgefl.device.collect.readings import Counts
-from edgefl.device.collect.row_store import encode_lines
+from edgefl.device.collect.row_store import encode_lines, round_time
 from edgefl.device.collect.settings import AnswerSection, is_label
 from edgefl.device.collect.uncertain_times import (
     UncertainTime,
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MAX_ROWS, MAX_CELLS = 4096, 200_000
 """That are held for the newest window."""
-TIMEOUT_S, MAX_ANSWER_BYTES, MAX_CLASSES, MAX_CLASS_CHARS = 10.0, 262_144, 1000, 100
+TIMEOUT_S, MAX_ANSWER_BYTES, MAX_CLASSES, MAX_TEXT_CHARS = 10.0, 262_144, 1000, 100
 POLL_S, JOIN_TIMEOUT_S = 5.0, 12.0
 STALE_S, NUM_STALE = 60.0, 3
 """There are no answers any more after so long, or so many times without one if that is longer."""
@@ -50,10 +50,13 @@ _HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The served model: its tensors' SHA-256 and its deployment, its classes, and how many rows it looks at."""
+    """The served model: its tensors' SHA-256 and its deployment, its classes, and how many rows it looks at.
 
-    model: str
-    deployment: str
+    A model of a file has no deployment.
+    """
+
+    model: str | None
+    deployment: str | None
     classes: tuple[str, ...]
     num_rows: int
 
@@ -110,9 +113,6 @@ class Answerer:
         publisher: of the answers.
         counts: `answer.errors` is added to it.
         clock: seconds since 1970.
-
-    Raises:
-        StoreError: the times that were noted cannot be read.
     """
 
     def __init__(  # noqa: PLR0913 one keyword for each collaborator
@@ -134,7 +134,7 @@ class Answerer:
         self._lock, self._has_new, self._stopping = threading.Lock(), threading.Event(), threading.Event()
         self._model: ModelFacts | None = None
         self._last_row_s = self._answered_s = -math.inf
-        self._times, self._num_forgotten = read_uncertain_times(folder), 0
+        self._times, self._num_forgotten = _read_times(folder, section.max_uncertain), 0
         self._saved_times, self._saved_s = self._times, clock()
         self._log = RateLimitedLog(log)
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
@@ -173,7 +173,7 @@ class Answerer:
     def trim(self, oldest_s: float) -> None:
         """Drops times of rows that are older than any that is kept."""
         with self._lock:
-            self._times = [time for time in self._times if time.until_s >= oldest_s]
+            self._times = [time for time in self._times if time.until_s >= round_time(oldest_s)]
 
     def step(self) -> None:
         """Asks about the newest rows, once for each newest one."""
@@ -213,7 +213,12 @@ class Answerer:
             self._model = None  # a new one, which may look at other rows: the next ones are for it
             self._last_row_s = -math.inf
             return
-        answer = {"time": window[-1].time_s, **found, "model": model.model[:12], "deployment": model.deployment}
+        answer = {
+            "time": window[-1].time_s,
+            **found,
+            "model": model.model and model.model[:12],
+            "deployment": model.deployment,
+        }
         self._publisher.publish(answer, model.classes)
         self._answered_s = self._clock()
         if found.get("margin", 1.0) < self._section.uncertain_below and is_label(found["class"]):
@@ -221,7 +226,7 @@ class Answerer:
 
     def _note(self, window: Sequence[Row], found: Json, num_forgotten: int) -> None:
         new = UncertainTime(
-            since_s=window[0].time_s, until_s=window[-1].time_s, label=found["class"],
+            since_s=round_time(window[0].time_s), until_s=round_time(window[-1].time_s), label=found["class"],
             probability=found["probability"], margin=found["margin"],
         )  # fmt: skip
         with self._lock:
@@ -242,6 +247,14 @@ class Answerer:
             self._saved_times = times
 
 
+def _read_times(folder: Path, max_count: int) -> list[UncertainTime]:
+    try:
+        return read_uncertain_times(folder, max_count)
+    except StoreError as error:
+        log.warning("uncertain times are noted anew: %s", error)
+        return []
+
+
 def parse_model(content: bytes) -> ModelFacts:
     """Returns what the server says of its model.
 
@@ -255,8 +268,8 @@ def parse_model(content: bytes) -> ModelFacts:
     if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 1:
         raise ValueError("the model makes no examples of rows: deploy one of the task series or table")
     return ModelFacts(
-        model=str(value.get("model")), deployment=str(value.get("deployment")), classes=tuple(classes),
-        num_rows=num_rows,
+        model=_parse_identity(value, "model"), deployment=_parse_identity(value, "deployment"),
+        classes=tuple(classes), num_rows=num_rows,
     )  # fmt: skip
 
 
@@ -270,7 +283,7 @@ def parse_prediction(content: bytes) -> Json:
     rows = value.get("rows")
     if not isinstance(rows, list) or len(rows) != 1 or not isinstance(rows[0], dict):
         raise ValueError("the answer is not of one example")
-    found: Json = {"model": str(value.get("model")), "deployment": str(value.get("deployment"))}
+    found: Json = {name: _parse_identity(value, name) for name in ("model", "deployment")}
     if isinstance(values := rows[0].get("values"), list) and 0 < len(values) <= MAX_CLASSES:
         return {**found, "values": [_to_number(number) for number in values]}
     if not _is_class(rows[0].get("class")):
@@ -288,8 +301,17 @@ def _parse_object(content: bytes) -> dict[str, Any]:
     return value
 
 
+def _parse_identity(value: Mapping[str, object], name: str) -> str | None:
+    text = value.get(name)
+    if text is None or (isinstance(text, str) and len(text) <= MAX_TEXT_CHARS and is_safe_text(text)):
+        return text
+    raise ValueError(
+        f"the answer's {name} must be null or up to {MAX_TEXT_CHARS} visible characters, got {text!r:.80}"
+    )
+
+
 def _is_class(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= MAX_CLASS_CHARS and is_safe_text(name)
+    return isinstance(name, str) and 0 < len(name) <= MAX_TEXT_CHARS and is_safe_text(name)
 
 
 def _to_number(value: object) -> float:

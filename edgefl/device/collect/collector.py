@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.errors import ConfigError, StoreError
+from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
 from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
@@ -57,6 +57,7 @@ from edgefl.device.collect.settings import (
     check_label_columns,
     load_collect_file,
 )
+from edgefl.device.collect.store_state import lock_folder
 from edgefl.system.atomic_files import make_store_error
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
 from edgefl.system.retries import RateLimitedLog
@@ -429,12 +430,18 @@ def withdraw_answers(path: Path) -> None:
 
     Raises:
         ConfigError: the file makes no sense, or has no such table.
-        NetworkError: the broker cannot be reached.
+        NetworkError: the broker cannot be reached, or refuses it.
+        StoreBusyError: the collector runs.
     """
-    section = load_collect_file(path).answer
-    if section is None:
+    settings = load_collect_file(path)
+    if settings.answer is None:
         raise ConfigError(f"{path} has no table [answer], so that nothing was announced")
-    withdraw_entities(section)
+    folder = Path(settings.collect.folder)
+    try:
+        with lock_folder(folder) if folder.is_dir() else contextlib.nullcontext():
+            withdraw_entities(settings.answer)
+    except StoreBusyError:
+        raise StoreBusyError(f"the collector of {folder} runs and would announce it again; stop it first") from None
 
 
 def _run(collector: Collector | FolderCollector) -> None:

@@ -213,11 +213,16 @@ def encode_rows(rows: Sequence[Row]) -> bytes:
     writer = csv.writer(text, lineterminator="")
     for row in rows:
         start = text.tell()
-        writer.writerow([f"{row.time_s:.3f}", *map(_format_cell, row.values), row.span])
+        writer.writerow([_format_time(row.time_s), *map(_format_cell, row.values), row.span])
         text.seek(start)
         line = text.read()
         text.write(f",{zlib.crc32(line.encode()):08x}\n")
     return text.getvalue().encode()
+
+
+def round_time(time_s: float) -> float:
+    """Returns a row's time as those who read the shard find it."""
+    return float(_format_time(time_s))
 
 
 def encode_lines(columns: Sequence[str], rows: Sequence[Row]) -> bytes:
@@ -268,6 +273,10 @@ def is_whole(line: bytes) -> bool:
 
 def _encode_header(columns: Sequence[str]) -> bytes:
     return f"time,{','.join(columns)},span,check\n".encode()
+
+
+def _format_time(time_s: float) -> str:
+    return f"{time_s:.3f}"
 
 
 def _format_cell(value: float | str | None) -> str:

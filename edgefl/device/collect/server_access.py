@@ -18,13 +18,16 @@ MAX_RECONNECT_S = 60
 MAX_LOGIN_BYTES = 4096
 
 
-def make_broker_client(table: str, section: BrokerSection) -> mqtt.Client:
+def make_broker_client(table: str, section: BrokerSection, client_id: str = "") -> mqtt.Client:
     """Returns a client for the broker of a table of the collect file, which is not connected.
+
+    With a `client_id` the broker ends an older connection of it, and sends the will of that, before this one counts;
+    without one it makes a new id for each connection.
 
     Raises:
         ConfigError: the login or the authority is none.
     """
-    client = mqtt.Client(CallbackAPIVersion.VERSION2, protocol=mqtt.MQTTv5)
+    client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id, protocol=mqtt.MQTTv5)
     if section.login_file:
         client.username_pw_set(*read_login(Path(section.login_file)))
     if section.tls:

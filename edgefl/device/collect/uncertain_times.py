@@ -19,7 +19,8 @@ from edgefl.device.collect.settings import MAX_UNCERTAIN, is_label
 from edgefl.system.atomic_files import write_atomic
 
 UNCERTAIN_NAME, UNCERTAIN_FORMAT = ".uncertain.json", 1
-MAX_BYTES = 512 * MAX_UNCERTAIN
+MAX_BYTES = 1024 * MAX_UNCERTAIN
+"""A label has up to 255 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ def add_uncertain(times: list[UncertainTime], new: UncertainTime, max_count: int
     return kept
 
 
-def read_uncertain_times(folder: Path) -> list[UncertainTime]:
-    """Returns the times of a shard; none where nothing was noted, or the file is damaged.
+def read_uncertain_times(folder: Path, max_count: int = MAX_UNCERTAIN) -> list[UncertainTime]:
+    """Returns the times of a shard, of too many the least certain; none without a file, or of a damaged one.
 
     Raises:
         StoreError: it cannot be read.
@@ -63,14 +64,14 @@ def read_uncertain_times(folder: Path) -> list[UncertainTime]:
     times = list[UncertainTime]()
     for entry in entries[:MAX_UNCERTAIN] if isinstance(entries, list) else ():
         if (time := _parse_time(entry)) is not None:
-            times = add_uncertain(times, time, MAX_UNCERTAIN)
+            times = add_uncertain(times, time, max_count)
     return times
 
 
 def save_uncertain_times(folder: Path, times: list[UncertainTime]) -> None:
     """Replaces the times of a shard; raises `StoreError` where that cannot be written."""
     value = {"v": UNCERTAIN_FORMAT, "times": [asdict(time) for time in times]}
-    write_atomic(folder / UNCERTAIN_NAME, json.dumps(value).encode())
+    write_atomic(folder / UNCERTAIN_NAME, json.dumps(value, ensure_ascii=False).encode())
 
 
 def forget_uncertain_times(folder: Path) -> None:

@@ -315,12 +315,16 @@ class _RequestHandler(BaseHTTPRequestHandler):
 
     def _get_model(self) -> Json:
         model, deployed = self._require_model()
+        try:
+            task = model.configured_task
+        except EdgeflError:
+            task = None  # its module may be missing here: it serves rows of numbers all the same
         return {
             "model": deployed.model if deployed else model.model,
             "task": model.task,
             "classes": list(model.classes),
             "input_shape": list(model.input_shape),
-            "rows": model.configured_task.example_rows or None if model.configured_task is not None else None,
+            "rows": task.example_rows or None if task is not None else None,
             "deployment": deployed.deployment if deployed else None,
             "accuracy": deployed.accuracy if deployed else None,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,9 @@ from edgefl.core.errors import DataError
 from edgefl.core.types import Array
 from edgefl.device.inference.onnx_model import read_task_input
 from edgefl.tasks.configured.options import ConfiguredTask
+
+MAX_ROWS, MAX_CELLS = 4096, 250_000
+"""Of a CSV text; the second with the header's."""
 
 
 def write_rows(path: Path, lines: Sequence[Sequence[str]], task: ConfiguredTask) -> None:
@@ -46,12 +49,25 @@ def parse_lines(content: bytes) -> list[list[str]]:
     """Returns the cells of a CSV text.
 
     Raises:
-        DataError: it is none, or has no row behind its first line.
+        DataError: it is none, too large, or has no row behind its first line.
     """
     try:
-        lines = [line for line in csv.reader(io.StringIO(content.decode(), newline=""), strict=True) if line]
+        lines = [line for line in csv.reader(_read_lines(content), strict=True) if line]
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"the rows are no CSV: {error}") from None
     if len(lines) < 2:
         raise DataError("the rows must be a line of names and at least one row")
     return lines
+
+
+def _read_lines(content: bytes) -> Iterator[str]:
+    """Yields lines until they may have too many cells, each of which takes much more memory than its text."""
+    num_cells = 0
+    for number, line in enumerate(io.TextIOWrapper(io.BytesIO(content), "utf-8", newline="")):
+        num_cells += 1 + line.count(",")
+        if number > MAX_ROWS or num_cells > MAX_CELLS:
+            raise DataError(
+                f"the rows must be at most {MAX_ROWS:,} of {MAX_CELLS:,} cells in all, got {num_cells:,} cells up to "
+                f"line {number + 1:,}; send fewer at a time"
+            )
+        yield line

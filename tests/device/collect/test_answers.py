@@ -5,29 +5,46 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import asdict
 
 import numpy as np
 import paho.mqtt.client as mqtt
 import pytest
 from collector_process import count_kept_rows, run_collector_process
 from device.collect.test_collector import LIMITS, Clock, Sensor, _mosquitto
+from device.collect.test_collector import _publisher as _connected
 from paho.mqtt.enums import CallbackAPIVersion
 from peer_boards import eventually
 from requirements import PARTS, needs
 
-from edgefl.core.errors import ConfigError
+from edgefl.core.errors import ConfigError, NetworkError, StoreBusyError
 from edgefl.device.collect.alignment import Row
-from edgefl.device.collect.answer_publisher import list_entity_topics, make_entities
-from edgefl.device.collect.answers import Answerer, InferenceClient, parse_model, parse_prediction
-from edgefl.device.collect.collector import Collector
+from edgefl.device.collect.answer_publisher import (
+    AnswerPublisher,
+    list_entity_topics,
+    make_entities,
+    withdraw_entities,
+)
+from edgefl.device.collect.answers import (
+    JOIN_TIMEOUT_S,
+    MAX_CELLS,
+    MAX_ROWS,
+    Answerer,
+    InferenceClient,
+    parse_model,
+    parse_prediction,
+)
+from edgefl.device.collect.collector import Collector, withdraw_answers
 from edgefl.device.collect.forgetting import ForgetRequest, write_forget_request
 from edgefl.device.collect.label_guesses import NotedGuesser
 from edgefl.device.collect.label_queue import LabelQueue, open_target
 from edgefl.device.collect.readings import Reading
-from edgefl.device.collect.row_store import open_row_store
-from edgefl.device.collect.settings import AnswerSection, CollectFile, CollectSection
+from edgefl.device.collect.row_store import encode_lines, open_row_store
+from edgefl.device.collect.settings import MAX_COLUMNS, AnswerSection, CollectFile, CollectSection
+from edgefl.device.collect.store_state import lock_folder
 from edgefl.device.collect.uncertain_times import (
     UNCERTAIN_NAME,
     UncertainTime,
@@ -38,6 +55,7 @@ from edgefl.device.collect.uncertain_times import (
 from edgefl.device.inference.deployments import DeployedModel, ModelStore
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.device.inference.server import InferenceServer, ServedModel, open_listener
+from edgefl.device.inference.table_rows import parse_lines
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.system.atomic_files import compute_sha256
@@ -122,15 +140,15 @@ class Heard:
 class Site:
     """A collector of two columns with an answerer, whose thread is this one, and clocks set by hand."""
 
-    def __init__(self, store, client, **settings):
+    def __init__(self, store, client, every_s=1.0, **settings):
         self.clock, self.counts, self.heard, self.sensor = Clock(), Counter(), Heard(), Sensor()
         self.sensor.columns = ("a", "b")
         section = AnswerSection(host="h", topic="edgefl/room", **settings)
         self.answerer = Answerer(
-            section, store.folder, ("a", "b"), every_s=1.0, client=client, publisher=self.heard, counts=self.counts,
-            clock=self.clock,
+            section, store.folder, ("a", "b"), every_s=every_s, client=client, publisher=self.heard,
+            counts=self.counts, clock=self.clock,
         )  # fmt: skip
-        collect = CollectSection(folder=str(store.folder), every_s=1.0, hold_s=1.5, flush_s=0)
+        collect = CollectSection(folder=str(store.folder), every_s=every_s, hold_s=1.5, flush_s=0)
         self.collector = Collector(
             CollectFile(collect=collect, sources=()), {"sensor": self.sensor}, store, self.counts,
             answerer=self.answerer, clock=self.clock, monotonic=self.clock,
@@ -232,18 +250,31 @@ def test_without_a_server_or_a_model_rows_are_kept_and_answers_are_unavailable_u
     assert count_kept_rows(tmp_path / "shard") >= 7
 
 
-def test_a_model_that_hangs_holds_up_no_row(tmp_path):
-    listener = open_listener("127.0.0.1", 0)  # it takes connections and says nothing
-    with _site(tmp_path / "shard", InferenceClient(listener.getsockname()[1])) as site:
+@pytest.mark.extended
+def test_a_model_that_hangs_holds_up_no_row_and_no_end(tmp_path):
+    with (
+        open_listener("127.0.0.1", 0) as listener,
+        _site(tmp_path / "shard", InferenceClient(listener.getsockname()[1])) as site,
+    ):
+        listener.settimeout(20)
         site.answerer.start()
-        site.answerer.step = lambda: None
-        for second in range(200):
+
+        def collect(second):
             site.clock.now_s += 1
             site.sensor.pending = [Reading(values={"a": float(second), "b": 1.0}, time_s=site.clock.now_s - 0.3)]
             site.collector.step()
-        assert count_kept_rows(tmp_path / "shard") >= 200
-        listener.close()
-        site.answerer.close()
+
+        collect(0)
+        connection, _ = listener.accept()  # it asks, and gets no word
+        with connection:
+            for second in range(1, 31):
+                collect(second)
+            assert count_kept_rows(tmp_path / "shard") >= 30
+            assert not site.counts["answer.errors"]  # all of that while it waited
+            before_s = time.monotonic()
+            site.answerer.close()
+            assert time.monotonic() - before_s < JOIN_TIMEOUT_S
+            assert site.counts["answer.errors"] == 1
 
 
 def test_old_rows_that_are_read_late_are_not_answered_as_if_they_were_new(tmp_path, board):
@@ -281,6 +312,50 @@ def test_uncertain_times_are_kept_bounded_and_asked_about_first_until_they_are_f
         open_target(folder, 1.0, [])
 
 
+def test_rows_whose_times_have_microseconds_are_asked_about_too(tmp_path, board):
+    board.deploy("table", TABLE)
+    folder = tmp_path / "shard"
+    with _site(folder, board.client, every_s=0, uncertain_below=1.0) as site:
+        for value in range(5):
+            site.clock.now_s += 0.000_203
+            site.wait(value / 10, 1.0)
+        site.answerer.trim(1000.700_203)  # of the oldest row
+        site.answerer.close()
+        assert len(site.heard.answers) == 5
+    times = read_uncertain_times(folder)
+    queue = LabelQueue(open_target(folder, 1.0, times), (), NotedGuesser(times))
+    assert (len(times), queue.num_left, queue.guess is not None) == (5, 5, True)
+
+
+def test_times_that_cannot_be_read_stop_no_collecting(tmp_path, board, caplog):
+    board.deploy("table", TABLE)
+    (tmp_path / "shard" / UNCERTAIN_NAME).mkdir(parents=True)
+    with _site(tmp_path / "shard", board.client, uncertain_below=1.0) as site:
+        site.wait(1.0, 1.0)
+        site.answerer.close()
+        assert len(site.heard.answers) == 1
+    assert "cannot be read: Is a directory" in caplog.text
+
+
+def test_as_many_times_as_may_be_are_read_back_with_long_labels_and_less_where_less_are_wanted(tmp_path, board):
+    longest = ("字" * 80, "😀" * 63, '"' * 80)
+    times = [
+        UncertainTime(since_s=1.7e9 + at + 1 / 3, until_s=1.7e9 + at + 2 / 3, label=longest[at % 3],
+                      probability=1 / 3, margin=at / 3e6)
+        for at in range(1000)
+    ]  # fmt: skip
+    save_uncertain_times(tmp_path, times)
+    assert read_uncertain_times(tmp_path) == times
+    (tmp_path / UNCERTAIN_NAME).write_text(json.dumps({"v": 1, "times": [asdict(time) for time in times]}))
+    assert read_uncertain_times(tmp_path) == times
+    board.deploy("table", TABLE)
+    with open_row_store(tmp_path, ("a", "b"), LIMITS) as store:
+        site = Site(store, board.client, uncertain_below=1.0, max_uncertain=20)
+        site.wait(1.0, 1.0)
+        site.answerer.close()
+    assert read_uncertain_times(tmp_path) == times[:20]
+
+
 def test_of_overlapping_times_the_least_certain_stays_and_a_damaged_file_is_none(tmp_path):
     def time(since_s, margin):
         return UncertainTime(since_s=since_s, until_s=since_s + 5, label="open", probability=0.5, margin=margin)
@@ -306,12 +381,33 @@ def test_of_overlapping_times_the_least_certain_stays_and_a_damaged_file_is_none
         b'{"rows": [{"class": "a", "probability": 7, "margin": 0.1}]}',
         b'{"rows": [{"class": "a", "probability": true, "margin": 0.1}]}',
         b'{"rows": [{"values": ["1"]}]}',
+        b'{"rows": [{"values": [1]}], "model": 7}',
+        b'{"rows": [{"values": [1]}], "deployment": "a\\nb"}',
+        json.dumps({"rows": [{"values": [1]}], "deployment": "d" * 101}).encode(),
         json.dumps({"rows": [{"class": "a" * 101, "probability": 1, "margin": 1}]}).encode(),
     ],
 )
 def test_an_answer_that_makes_no_sense_is_refused(reply):
     with pytest.raises(ValueError, match=r"answer|probability"):
         parse_prediction(reply)
+
+
+def test_a_model_of_a_file_has_no_deployment(tmp_path):
+    model = ServedModel(file=_export(tmp_path / "model.onnx", "table", TABLE))
+    server = InferenceServer(model, open_listener("127.0.0.1", 0))
+    server.start()
+    with _site(tmp_path / "shard", InferenceClient(server.port)) as site:
+        site.wait(1.0, 1.0)
+        (answer,) = site.heard.answers
+    server.stop()
+    assert (answer["model"], answer["deployment"]) == (model.current[0].model[:12], None)
+
+
+@pytest.mark.parametrize("num_columns", [1, 2, 48, MAX_COLUMNS])
+def test_the_server_takes_as_many_rows_as_are_held(num_columns):
+    num_rows = min(MAX_ROWS, MAX_CELLS // num_columns)
+    rows = [Row(float(at), (1.0,) * num_columns, 1) for at in range(num_rows)]
+    assert len(parse_lines(encode_lines([f"c{at}" for at in range(num_columns)], rows))) == num_rows + 1
 
 
 @pytest.mark.parametrize("rows", [None, 0, True, "3"])
@@ -354,6 +450,79 @@ def _listener(port, user, password):
     yield newest, counts
     client.disconnect()
     client.loop_stop()
+
+
+@contextmanager
+def _publisher(port, **settings):
+    """Yields a publisher that has published an answer, and its section."""
+    section = AnswerSection(host="127.0.0.1", port=port, topic="edgefl/room")
+    publisher = AnswerPublisher(section, **settings)
+    publisher.start()
+    eventually(lambda: publisher.publish({"class": "open"}, ("open",)))
+    yield publisher, section
+    publisher.close()
+
+
+@needs("mosquitto")
+def test_the_will_of_a_connection_that_was_cut_off_comes_before_the_next_one_is_online(tmp_path):
+    with _mosquitto(tmp_path) as port:
+        eventually(lambda: _can_connect(port))
+        with _listener(port, "any", "any") as (newest, counts), _publisher(port) as (former, _):
+            eventually(lambda: newest.get("edgefl/room/available") == "online")
+            former._client.loop_stop()  # without power: the broker waits one and a half times the keep-alive
+            with _publisher(port), former._client.socket() as connection:
+                connection.settimeout(20)
+                while connection.recv(100):  # until the broker ends it
+                    pass
+                eventually(lambda: counts["edgefl/room/answer"] == 2)
+                eventually(lambda: newest["edgefl/room/available"] == "online")
+
+
+@needs("mosquitto")
+def test_an_availability_that_somebody_overwrites_is_right_again_a_minute_later(tmp_path):
+    clock = Clock()
+    with _mosquitto(tmp_path) as port:
+        eventually(lambda: _can_connect(port))
+        with (
+            _listener(port, "any", "any") as (newest, counts),
+            _publisher(port, monotonic=clock) as (publisher, _),
+            _connected(port) as other,
+        ):
+            eventually(lambda: newest.get("edgefl/room/available") == "online")
+            other.publish("edgefl/room/available", "offline", qos=1, retain=True)
+            eventually(lambda: newest["edgefl/room/available"] == "offline")
+            num = counts["edgefl/room/available"]
+            clock.now_s += 59
+            publisher.publish({"class": "open"}, ("open",))
+            eventually(lambda: counts["edgefl/room/answer"] == 2)
+            assert counts["edgefl/room/available"] == num
+            clock.now_s += 2
+            publisher.publish({"class": "open"}, ("open",))
+            eventually(lambda: newest["edgefl/room/available"] == "online")
+
+
+@needs("mosquitto")
+def test_what_the_rules_of_the_broker_forbid_is_logged_and_withdraws_nothing(tmp_path, caplog):
+    rules = tmp_path / "rules"
+    rules.write_text("topic read #\ntopic write edgefl/room/#\n")
+    with _mosquitto(tmp_path, "allow_anonymous true", f"acl_file {rules}", "user root") as port:
+        eventually(lambda: _can_connect(port))
+        with _publisher(port) as (_, section):
+            eventually(lambda: "refuses a message (Not authorized): its rules must let" in caplog.text)
+        with pytest.raises(NetworkError, match=r"10 of 11 messages \(Not authorized\): .* edgefl/room and homeassi"):
+            withdraw_entities(section)
+
+
+def test_what_a_running_collector_would_announce_again_is_not_withdrawn(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(
+        f'[collect]\nfolder = "{tmp_path}"\n[answer]\nhost = "127.0.0.1"\nport = {find_free_port()}\n'
+        f'topic = "t"\n[sources.one]\nkind = "lines"\npath = "{tmp_path / "log"}.jsonl"\ncolumns = {{ a = "/a" }}\n'
+    )
+    with lock_folder(tmp_path), pytest.raises(StoreBusyError, match="stop it first"):
+        withdraw_answers(path)
+    with pytest.raises(NetworkError, match="cannot be reached"):
+        withdraw_answers(path)
 
 
 @needs("mosquitto")

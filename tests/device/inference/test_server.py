@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from edgefl.device.inference import server
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
 from edgefl.device.inference.onnx_model import softmax
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel, open_listener
+from edgefl.device.inference.table_rows import parse_lines
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.updates.slots import SoftwareUpdateConfig
 from edgefl.tasks.export.model_export import export_onnx
@@ -330,6 +332,32 @@ def test_rows_with_names_are_answered_as_the_task_of_the_model_reads_them(tmp_pa
         assert serving.ask("GET", "/model")[1]["rows"] is None
         status, told = serving.ask("POST", "/predict", b"a\n1\n", **csv)
         assert (status, told["error"]) == (400, "the model's task 'digits' makes no examples of rows with names")
+
+
+def test_a_model_whose_task_cannot_be_made_is_shown_as_one_that_takes_no_rows(tmp_path):
+    constant_model(tmp_path / "m.onnx", 1, task="table", task_options='{"columns": "a", "model": "gone:Net"}')
+    with served_file(tmp_path, tmp_path / "m.onnx") as serving:
+        status, told = serving.ask("GET", "/model")
+        assert (status, told["task"], told["rows"]) == (200, "table", None)
+        assert serving.predict({"rows": [ROW]})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"a\n" + b"12\n" * 2_796_000, "got 4,098 cells up to line 4,098"),
+        (b"12," * 2_796_000, "got 2,796,001 cells up to line 1"),
+        (b"a\r" + b"12,12,12,12,12,12,12,12,12,12\r" * 279_600, "got 40,971 cells up to line 4,098"),
+    ],
+)
+def test_rows_with_names_are_bounded_before_they_take_memory(content, found):
+    assert len(content) <= MAX_BODY_BYTES
+    tracemalloc.start()
+    with pytest.raises(DataError, match="at most 4,096 of 250,000 cells in all, " + found):
+        parse_lines(content)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * MAX_BODY_BYTES
 
 
 def _constant(folder):
