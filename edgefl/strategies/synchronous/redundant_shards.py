@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import MAX_PARTS, Array, FinishEarlyInstruction, FleetView, Instruction, TrainConfig, Update
+from edgefl.core.types import MAX_PARTS, FinishEarlyInstruction, FleetView, Instruction, TrainConfig, Update
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.strategy_config import CONSTANT, RoundRules, SingleStepConfig
 from edgefl.strategies.synchronous.round_state import OpenRound, RoundState, SlotRequest
@@ -69,7 +69,7 @@ class RedundantShardsConfig(SingleStepConfig):
 
     without_rate: ClassVar[Mapping[str, Any]] = {"scale_rate": True}
 
-    def build(self, rules: RoundRules) -> SynchronousStrategy[RedundantState]:
+    def build(self, rules: RoundRules) -> SynchronousStrategy[RoundState]:
         if self.keep_optimizer:
             raise ConfigError("strategy.keep_optimizer: with it the copies of a block differ; redundant needs it off")
         if rules.codec is not None and _ERROR_FEEDBACK.match(rules.codec):
@@ -96,25 +96,15 @@ class RedundantShardsConfig(SingleStepConfig):
         )
 
 
-@dataclass(slots=True)
-class RedundantState(RoundState):
-    """State of `redundant`; `num_holders` is the largest number of devices with blocks so far."""
-
-    num_holders: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RedundantShards(SynchronousStrategy[RedundantState]):
+class RedundantShards(SynchronousStrategy[RoundState]):
     """Rounds whose slots are blocks, or parts of them; a device without blocks is its own slot."""
 
     sends_slices: bool = False
     scales_rate: bool = False
 
-    def make_state(self, model: dict[str, Array]) -> RedundantState:
-        return RedundantState(model=model)
-
     def make_plans(
-        self, state: RedundantState, plan: TrainConfig, devices: Sequence[str], view: FleetView
+        self, state: RoundState, plan: TrainConfig, devices: Sequence[str], view: FleetView
     ) -> Mapping[str, TrainConfig]:
         if self.scales_rate:
             # Of the round, not of those asked now: all copies of a block must be the same.
@@ -122,10 +112,10 @@ class RedundantShards(SynchronousStrategy[RedundantState]):
             plan = replace(plan, learning_rate=plan.learning_rate * factor)
         return SynchronousStrategy.make_plans(self, state, plan, devices, view)
 
-    def list_candidates(self, state: RedundantState, view: FleetView) -> Sequence[str]:  # noqa: ARG002 the fleet says it all
+    def list_candidates(self, state: RoundState, view: FleetView) -> Sequence[str]:  # noqa: ARG002 the fleet says it all
         return _list_present(view)
 
-    def open_round(self, state: RedundantState, selected: Sequence[str], view: FleetView) -> tuple[Instruction, ...]:
+    def open_round(self, state: RoundState, selected: Sequence[str], view: FleetView) -> tuple[Instruction, ...]:
         new_round, holders = state.open[-1], self._find_holders(selected, view)
         state.num_holders = max(state.num_holders, sum(bool(self._get_blocks(name, view)) for name in selected))
         new_round.fold.expected = [
@@ -148,12 +138,12 @@ class RedundantShards(SynchronousStrategy[RedundantState]):
         place = _parse_slot(slot)
         return str(place.block) if place and place.num_parts > 1 else ""
 
-    def on_update(self, state: RedundantState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
+    def on_update(self, state: RoundState, current_round: OpenRound, update: Update) -> None:  # noqa: ARG002 the round knows all
         _, slot = current_round.assigned[update.assignment_id]
         current_round.needless.append(slot)
 
     def schedule_during_round(
-        self, state: RedundantState, current_round: OpenRound, view: FleetView
+        self, state: RoundState, current_round: OpenRound, view: FleetView
     ) -> tuple[Instruction, ...]:
         """Recalls redundant copies, assigns next blocks, and asks holders that have returned."""
         redundant_ids = [
@@ -184,7 +174,7 @@ class RedundantShards(SynchronousStrategy[RedundantState]):
         return not self.is_pending(current_round, view) and not self._can_retry(current_round, view)
 
     def select_replacements(
-        self, state: RedundantState, current_round: OpenRound, view: FleetView
+        self, state: RoundState, current_round: OpenRound, view: FleetView
     ) -> Sequence[SlotRequest]:
         """Returns requests to devices without blocks, when no update has arrived."""
         if current_round.num_received:
@@ -240,9 +230,11 @@ class RedundantShards(SynchronousStrategy[RedundantState]):
 
 def _compute_rate_factor(current_round: OpenRound, num_holders: int) -> float:
     """Returns the factor of the learning rate for the blocks of a round; 1 where there are fewer than devices."""
+    if not num_holders:  # an open round of a state that did not count them
+        return 1.0
     places = map(_parse_slot, current_round.fold.expected)
     num_blocks = len({place.block for place in places if place})
-    return min(MAX_RATE_FACTOR, math.sqrt(max(1.0, num_blocks / max(1, num_holders))))
+    return min(MAX_RATE_FACTOR, math.sqrt(max(1.0, num_blocks / num_holders)))
 
 
 def _list_present(view: FleetView) -> list[str]:

@@ -117,6 +117,7 @@ class RoundState:
             older ones until the device is notified.
         is_over: nothing more will be assigned.
         halvings: versions from which on the learning rate is half of what it was.
+        num_holders: largest number of devices with blocks in a round of `redundant` so far.
     """
 
     model: dict[str, Array]
@@ -129,6 +130,7 @@ class RoundState:
     used_assignments: dict[str, dict[str, int]] = field(default_factory=dict)
     is_over: bool = False
     halvings: tuple[int, ...] = ()
+    num_holders: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

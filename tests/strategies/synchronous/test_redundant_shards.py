@@ -1,5 +1,7 @@
 """Redundant shards: P-T2 and P-T9 of Parallel-SGD, on boards with a pace."""
 
+from dataclasses import fields, make_dataclass
+
 import numpy as np
 import pytest
 from paced_fleet import Board, PacedFleet, run, trained
@@ -7,9 +9,11 @@ from paced_fleet import Board, PacedFleet, run, trained
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.types import TrainInstruction
 from edgefl.engine.progress import StoppingCriteria
+from edgefl.storage.state_serialisation import decode_state, encode_state
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
+from edgefl.strategies.synchronous.round_state import RoundState
 from edgefl.strategies.update_guard import UpdateGuard
 from edgefl.tasks.datasets.partitioning import list_duplicate_holders, list_subset_holders
 
@@ -84,6 +88,19 @@ def test_a_scaled_rate_is_bounded_and_a_device_without_more_blocks_than_others_k
         fleet = fleet_of(holders)
         run(fleet, redundant(scale_rate=True), rounds=1)
         assert {order.plan.learning_rate for order in train_orders(fleet)} == {0.25 * factor}
+
+
+def test_a_state_that_did_not_count_holders_resumes_with_the_rate_of_its_open_round_and_scales_the_next():
+    names = [item.name for item in fields(RoundState) if item.name != "num_holders"]
+    kept = [(item.name, item.type, item) for item in fields(RoundState) if item.name in names]
+    former = make_dataclass("RoundState", kept, namespace={"__module__": RoundState.__module__})
+    strategy, view = redundant(scale_rate=True), fleet_of(list_subset_holders(6, 3)).view()
+    state, _ = strategy.assign(strategy.init({"w": np.zeros(2)}), view)
+    content = encode_state(former(**{name: getattr(state, name) for name in names}))
+    resumed = decode_state(content, type(strategy.init({"w": np.zeros(2)})))
+    assert strategy.make_plans(resumed, strategy.plan, ["d0"], view)["d0"].learning_rate == 0.25
+    _, decision = strategy.assign(strategy.resumed(resumed), view)
+    assert {order.plan.learning_rate for order in decision.instructions} == {0.25 * (20 / 6) ** 0.5}
 
 
 def test_a_slow_holder_costs_no_time_when_another_has_its_blocks():
