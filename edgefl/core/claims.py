@@ -181,8 +181,10 @@ class ClaimLimits:
         else:
             reductions = 1 if plan.collective is None else plan.collective.reductions
             most = reductions * (plan.count_iterations(self._limit_passes(examples)) or 0)
-            # Fewer than ordered would make a normalised update count for more; only a recall makes a device stop.
-            least = 0 if is_finishing_early or plan.collective is not None else most
+            # Fewer than ordered would make a normalised update count for more; only a recall makes a device stop, or
+            # that its query is not answered.
+            ordered = most if plan.fallback_iterations is None else min(most, plan.fallback_iterations)
+            least = 0 if is_finishing_early or plan.collective is not None else ordered
         iterations = self._bound(device_id, "iterations", metrics.iterations, most, least)
         weight = self._bound(device_id, "weight", examples, self._get_weight_limit())
         paced_s = None if metrics.paced_s is None else min(metrics.paced_s, compute_s)

@@ -67,6 +67,15 @@ def test_fewer_iterations_than_ordered_count_only_after_a_recall():
     assert bound(made, TrainConfig(iterations=5), iterations=1, early=True).iterations == 1
 
 
+def test_a_device_whose_query_was_not_answered_counts_for_what_it_did_and_no_less_than_its_fallback():
+    made, bounded = limits(100, 100, 100)
+    query = TrainConfig(iterations=10_000, fallback_iterations=7)
+    assert [bound(made, query, iterations=count).iterations for count in (7, 9, 10_000)] == [7, 9, 10_000]
+    assert not bounded
+    assert bound(made, query, iterations=1).iterations == 7
+    assert bound(made, TrainConfig(iterations=5, fallback_iterations=7), iterations=HUGE).iterations == 5
+
+
 def test_a_budget_of_seconds_allows_eight_times_what_the_median_device_does():
     made, _ = limits(100, 100, 100)
     speeds = {

@@ -312,7 +312,8 @@ def test_fast_devices_do_more_while_the_slowest_does_one_and_wait_little(paced: 
 def test_devices_that_ask_fall_back_to_their_budgets_while_the_coordinator_is_killed(
     paced: LocalFleet, tools: Any
 ) -> None:
-    for name, pace_s in {"device-01": 0.15, "device-02": 0.3, "device-03": 1.5}.items():
+    paces_s, absence_s = {"device-01": 0.15, "device-02": 0.3, "device-03": 1.5}, 6.0
+    for name, pace_s in paces_s.items():
         next(Path(d.shards[tools.gated]) for d in paced.devices if d.name == name).with_suffix(".pace").write_text(
             str(pace_s)
         )
@@ -320,15 +321,18 @@ def test_devices_that_ask_fall_back_to_their_budgets_while_the_coordinator_is_ki
     run_id = paced.submit(run_of("esync", options={"mode": "query"}, **run))
     tools.wait_rounds(paced, run_id, 3)
     paced.kill("coordinator")
-    tools.pause(6.0)  # the slowest is back after 1.5 s, and four more such rounds are gone
+    tools.pause(absence_s)  # the slowest is back after 1.5 s, and four more such rounds are gone
     paced.start_coordinator()
     assert paced.wait_for_run(run_id)["status"] == "finished"
     used = tools.used(paced, run_id)
     assert Counter(row["round"] for row in used) == dict.fromkeys(range(1, 7), 3), "none is lost, none is doubled"
     assert {row["outcome"] for row in paced.list_history("updates", run=run_id)} == {"used"}
-    done = [row["iterations"] for row in used if row["device_id"] == "device-01" and row["round"] >= KNOWN_FROM]
-    assert 4 <= median(done) <= 10
-    assert max(done) <= 12, "none goes on while it cannot ask"
+    slowest_s = {row["round"]: row["compute_s"] for row in used if row["device_id"] == "device-03"}
+    fast = [row for row in used if row["device_id"] == "device-01" and row["round"] >= KNOWN_FROM]
+    assert 4 <= median(row["iterations"] for row in fast) <= 10
+    for row in fast:
+        limit_s = slowest_s[row["round"]] + absence_s / 2  # the machine may hold one of them up
+        assert row["iterations"] * paces_s["device-01"] < limit_s, "none goes on while it cannot ask"
 
 
 def test_with_double_buffering_a_device_has_its_next_work_before_the_round_is_closed(
