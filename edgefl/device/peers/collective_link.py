@@ -1,16 +1,17 @@
 """Connections of one member of a collective to those that it exchanges chunks with, and an all-reduce over them.
 
 A message is a header and the bytes of a chunk. A member that gives up says so, and everybody passes that on; one that
-is not reached for `LOST_S` is gone, and so is one whose machine refuses connections. A member that restarts has lost
-its part: its new messages have another session. So that this is noticed whatever it had sent before, each member
-first greets those that it exchanges chunks with, and sends one of them chunks only when it has been greeted: no chunk
-is taken by a process that nobody knows of.
+is not reached for `LOST_S` is gone, and so is one whose machine refuses connections after it has begun. A member that
+restarts has lost its part: its new messages have another session. So that this is noticed whatever it had sent
+before, each member first greets those that it exchanges chunks with, and sends one of them chunks only when it has
+been greeted: no chunk is taken by a process that nobody knows of.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -51,7 +52,7 @@ class CollectiveLink:
     Args:
         device_id: of this member.
         make_transport: makes direct connections.
-        clock: seconds, monotone.
+        clock: seconds, monotone, the one of the transport's refusals.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class CollectiveLink:
         self._received: deque[tuple[str, ChunkMessage]] = deque()
         self._queued_bytes, self._max_queued_bytes = 0, MIN_QUEUE_BYTES
         self._sessions: dict[str, bytes] = {}
+        self._started_s: dict[str, float] = {}
         self._greetings: dict[str, ChunkMessage] = {}
         self._ungreeted: set[str] = set()
         self._reached_s: dict[str, float] = {}
@@ -89,7 +91,8 @@ class CollectiveLink:
         plan = _make_plan(peers, addresses, addresses[self._device_id])
         with self._changed:
             self._group = hashlib.sha256(f"{run}\n{config.group}".encode()).digest()[:16]
-            self._members, self._peers, self._broken_by, self._sessions = config.members, frozenset(peers), "", {}
+            self._members, self._peers, self._broken_by = config.members, frozenset(peers), ""
+            self._sessions, self._started_s = {}, {}
             self._max_queued_bytes = MAX_QUEUED_VECTORS * vector_bytes + MIN_QUEUE_BYTES
             # Those of the last group had to be reached a moment ago.
             now_s = self._clock()
@@ -199,8 +202,10 @@ class CollectiveLink:
             self._changed.notify_all()
 
     def _record_session(self, sender: str, message: ChunkMessage) -> None:
-        if sender not in self._sessions and message.is_greeting:
-            self._ungreeted.add(sender)  # what greeted it before may have been taken by the process before
+        if sender not in self._sessions:
+            self._started_s[sender] = self._clock()
+            if message.is_greeting:
+                self._ungreeted.add(sender)  # what greeted it before may have been taken by the process before
         if self._sessions.setdefault(sender, message.session) != message.session:
             self._break(f"{sender} has restarted")
 
@@ -278,11 +283,12 @@ class CollectiveLink:
         connected = frozenset[str]() if self._transport is None else self._transport.list_connected_peers()
         for name in connected & self._peers:
             self._reached_s[name] = max(now_s, self._reached_s.get(name, now_s))
-        refusing = frozenset[str]() if self._transport is None else self._transport.list_refusing_peers()
+        refused_s = {} if self._transport is None else self._transport.get_refusal_times()
         names = [self._members[partner] for partner in partners]
         for name in names:
-            # It listened when it greeted this member, so its process has ended, and its part with it.
-            if name in refusing and name in self._sessions:
+            # It listened when it greeted this member, so its process has ended, and its part with it. Before, it may
+            # not have begun yet, and the sender may be slow to try again.
+            if refused_s.get(name, -math.inf) > self._started_s.get(name, math.inf):
                 raise CollectiveBrokenError(f"{name} has ended")
             if now_s - self._reached_s.get(name, now_s) > LOST_S:
                 raise CollectiveBrokenError(f"{name} is not reached")

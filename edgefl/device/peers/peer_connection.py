@@ -330,8 +330,8 @@ class PeerTransport(Protocol):
     def list_connected_peers(self) -> frozenset[str]:
         """Returns the peers that are reached, as far as is known here."""
 
-    def list_refusing_peers(self) -> frozenset[str]:
-        """Returns the peers whose machine refused the last connection: no process listens there."""
+    def get_refusal_times(self) -> Mapping[str, float]:
+        """Returns when, on the monotonic clock, the last connection to a peer was tried whose machine refused it."""
 
     def set_peers(self, peers: Collection[str]) -> None:
         """Sets the peers; drops messages queued for others and rejects their connections."""

@@ -7,6 +7,7 @@ import secrets
 import socket
 import ssl
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -45,7 +46,8 @@ class PeerSender:
         metrics: counts deliveries and failures.
 
     Attributes:
-        is_refused: the last connection was, by the neighbour's machine, on which no process listens.
+        refused_s: when the last connection was tried, on the monotonic clock, where the neighbour's machine refused
+            it, on which no process listened. Else None.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class PeerSender:
         self._connection: ssl.SSLSocket | None = None
         self._stopping, self._interrupted = threading.Event(), threading.Event()
         self._is_connected, self._has_made_progress = False, False
-        self.is_refused = False
+        self.refused_s: float | None = None
         self._thread = threading.Thread(target=self._run, name=f"direct-to-{receiver}", daemon=True)
 
     def start(self) -> None:
@@ -86,7 +88,7 @@ class PeerSender:
     def set_address(self, address: SocketAddress | None) -> None:
         """Sets the neighbour's address; None if unknown."""
         if address != self._address:
-            self._address, self.is_refused = address, False
+            self._address, self.refused_s = address, None
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -129,12 +131,14 @@ class PeerSender:
 
     def _run_connection(self, address: SocketAddress) -> None:
         """Runs one connection until it breaks."""
+        tried_s = time.monotonic()
         try:
             plain_socket = socket.create_connection(address, timeout=self._timeouts.idle_timeout_s)
         except OSError as error:
-            self.is_refused = isinstance(error, ConnectionRefusedError) and address == self._address
+            is_refused = isinstance(error, ConnectionRefusedError) and address == self._address
+            self.refused_s = tried_s if is_refused else None
             raise
-        self.is_refused = False
+        self.refused_s = None
         with wrap_tls(plain_socket, self._tls.client_context, is_server=False) as connection:
             with self._lock:
                 self._connection = connection

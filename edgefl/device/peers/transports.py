@@ -112,9 +112,10 @@ class TlsPeerTransport:
         with self._lock:
             return frozenset(name for name, sender in self._senders.items() if sender.is_connected())
 
-    def list_refusing_peers(self) -> frozenset[str]:
+    def get_refusal_times(self) -> Mapping[str, float]:
         with self._lock:
-            return frozenset(name for name, sender in self._senders.items() if sender.is_refused)
+            times = {name: sender.refused_s for name, sender in self._senders.items()}
+        return {name: refused_s for name, refused_s in times.items() if refused_s is not None}
 
     def send(self, receiver: str, payload: bytes, *, is_reply: bool = False) -> bool:
         """Queues a message and returns at once; see `PeerTransport.send`.
@@ -201,8 +202,8 @@ class MqttPeerTransport:
     def list_connected_peers(self) -> frozenset[str]:
         return self._peers
 
-    def list_refusing_peers(self) -> frozenset[str]:
-        return frozenset()
+    def get_refusal_times(self) -> Mapping[str, float]:
+        return {}
 
     def set_peers(self, peers: Collection[str]) -> None:
         removed = self._peers - frozenset(peers)

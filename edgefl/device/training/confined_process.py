@@ -91,8 +91,8 @@ class RelayedTransport:
     def list_connected_peers(self) -> frozenset[str]:
         return self._peers
 
-    def list_refusing_peers(self) -> frozenset[str]:
-        return frozenset()
+    def get_refusal_times(self) -> Mapping[str, float]:
+        return {}
 
     def set_peers(self, peers: Collection[str]) -> None:
         self._peers = frozenset(peers)

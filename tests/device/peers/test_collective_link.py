@@ -26,7 +26,7 @@ class Network:
     def __init__(self) -> None:
         self.receivers: dict[str, Callable[[str, bytes], None]] = {}
         self.away: set[str] = set()
-        self.refusing: set[str] = set()
+        self.refused_s: dict[str, float] = {}
         self.refused = itertools.cycle([False, True])
 
     def make(self, name: str) -> Callable[[GossipConfig, Callable[[str, bytes], None]], Any]:
@@ -36,7 +36,7 @@ class Network:
             def __init__(self, plan: GossipConfig, on_message: Callable[[str, bytes], None]) -> None:
                 self.peers = [edge.neighbour for edge in plan.edges]
                 network.receivers[name] = on_message
-                self.list_refusing_peers = lambda: frozenset(network.refusing)
+                self.get_refusal_times = lambda: network.refused_s
 
             def start(self) -> None: ...
 
@@ -121,15 +121,24 @@ def test_a_member_that_gives_up_leaves_nobody_waiting_even_who_begins_later() ->
     assert {str(error) for error in results.values()} == {"c has given up"}
 
 
+def test_members_begin_though_the_first_could_not_connect_to_those_that_began_after_it() -> None:
+    network = Network()
+    links = {name: CollectiveLink(name, network.make(name)) for name in NAMES}
+    network.refused_s = dict.fromkeys(NAMES, time.monotonic())
+    for group in ("g", "h"):
+        assert run_all(links, group)[0] == {np.full(20, 6.0, np.float32).tobytes()}
+
+
 def test_a_member_whose_machine_refuses_connections_is_gone_at_once_but_not_before_it_has_greeted() -> None:
     network = Network()
     seconds = itertools.count(0, 0.25)
     first = CollectiveLink("a", network.make("a"), lambda: float(next(seconds)))
-    network.refusing = {"b", "c"}
+    network.refused_s = {"b": 1e9, "c": 1e9}
     vector = np.ones(9, np.float32)
-    first.open("run", config(), make_schedule("ring", 3, 9), vector_bytes=36)
-    greeting = ChunkMessage(group=first._group, session=b"1" * 8, is_greeting=True)
-    first.receive("c", encode_message(greeting))
+    for group, name in (("before", "b"), ("g", "c")):
+        first.open("run", config(group), make_schedule("ring", 3, 9), vector_bytes=36)
+        greeting = ChunkMessage(group=first._group, session=b"1" * 8, is_greeting=True)
+        first.receive(name, encode_message(greeting))
     with pytest.raises(CollectiveBrokenError, match="c has ended"):
         first.run(AllReduce(make_schedule("ring", 3, 9), 0, vector, chunk_size=3), 0, lambda: False, vector.dtype)
     assert next(seconds) < LOST_S

@@ -71,7 +71,7 @@ def test_a_slow_neighbour_holds_up_neither_the_caller_nor_other_neighbours(peers
 
 
 def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is_back(peers):
-    port = find_free_port()
+    port, started_s = find_free_port(), time.monotonic()
     a = peers.board("a", ["b"], hosts={"b": (LOOPBACK, port)})
     for life in (1, 2):
         for number in range(3):
@@ -81,10 +81,11 @@ def test_a_neighbour_that_is_gone_is_missed_and_gets_the_newest_state_when_it_is
         b.wait_for(b"for life %d, 2" % life)
         a.wait_for(b"life %d" % life)
         assert a.carrier.list_connected_peers() == {"b"}
-        assert not a.carrier.list_refusing_peers()
+        assert not a.carrier.get_refusal_times()
         b.carrier.stop()
         eventually(lambda: not a.carrier.list_connected_peers(), "noticing that a neighbour is gone")
-        eventually(lambda: a.carrier.list_refusing_peers() == {"b"}, "being refused")
+        eventually(lambda: a.carrier.get_refusal_times().keys() == {"b"}, "being refused")
+        assert started_s < a.carrier.get_refusal_times()["b"] < time.monotonic()
         assert b.payloads() == [b"for life %d, 2" % life]
 
 
