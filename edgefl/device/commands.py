@@ -10,7 +10,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from edgefl.core.protocol import CONDITIONS_KEY, SLICES_KEY, Capabilities, Command, CommandKind, host_and_port
+from edgefl.core.protocol import (
+    CONDITIONS_KEY,
+    QUERIES_KEY,
+    SLICES_KEY,
+    Capabilities,
+    Command,
+    CommandKind,
+    host_and_port,
+)
 from edgefl.core.types import Json, Role
 from edgefl.device.conditions.gate import ConditionGate
 from edgefl.device.conditions.run_conditions import publish_answer
@@ -107,6 +115,7 @@ class CapabilityReporter:
                 **self._step_rates.get_facts(),
                 CONDITIONS_KEY: True,
                 SLICES_KEY: True,
+                QUERIES_KEY: True,
                 "confinement": {"policy": device.confine, "gaps": self._trainer.confinement_gaps},
             }
             examples, shard_errors = self._trainer.count_examples(), self._trainer.get_shard_errors()

@@ -150,6 +150,7 @@ def test_it_is_told_once_and_again_when_something_has_changed_or_it_was_forgotte
     assert site.told[0].shards == {"digits": 9}
     assert site.told[0].facts["conditions"] is True, "runs may have conditions"
     assert site.told[0].facts["slices"] is True, "updates may be asked in parts"
+    assert site.told[0].facts["queries"] is True, "it knows `continue`"
     assert state.settings.shards == {"digits": "/data/digits.npz"}
     site.faults, site.stamps = {}, ("another",)
     tells(shard_errors=None, drift=None)

@@ -65,6 +65,7 @@ from edgefl.core.protocol import (
     HANDED_BACK_KEY,
     IGNORES_REPLY_KEY,
     NEXT_MODEL_HASH_KEY,
+    QUERIES_KEY,
 )
 from edgefl.core.types import (
     NUM_REDUCTIONS,
@@ -490,10 +491,16 @@ class LiveFleet:
             elapsed_s=self._measure_elapsed_s(pending),
         )
         self._view.record_progress(progress)
-        instruction = pending.instruction
-        if isinstance(instruction, TrainInstruction) and instruction.plan.fallback_iterations is not None:
+        if self._waits_for_answer(pending.instruction):
             self._queries[pending.wire_id] = report.iteration
         return [progress]
+
+    def _waits_for_answer(self, instruction: TrainInstruction | EvaluateInstruction) -> bool:
+        """Returns whether the progress reports of an instruction's device are queries; an older agent's never are."""
+        if not isinstance(instruction, TrainInstruction) or instruction.plan.fallback_iterations is None:
+            return False
+        info = self.registry.get_device(instruction.device_id)
+        return info is not None and info.capabilities.get(QUERIES_KEY) is True
 
     def _fail_all(self, device_id: str, reason: str) -> list[Event]:
         return [

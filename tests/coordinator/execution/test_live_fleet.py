@@ -578,11 +578,14 @@ def test_progress_is_passed_on_under_the_assignments_own_id(site):
 
 
 def test_a_device_that_asks_goes_on_once_the_strategy_has_seen_it_and_has_not_recalled_it(site):
-    site.add("other")
-    query = TrainConfig(iterations=100, report_progress=True, fallback_iterations=4)
-    site.give(*(replace(training(key, device), plan=query) for key, device in (("a-1", "pi"), ("a-2", "other"))))
-    site.give(training("a-3"))
-    for device, key in (("pi", "a-1"), ("other", "a-2"), ("other", "a-1"), ("pi", "a-3")):
+    for name in ("other", "older"):
+        site.add(name)
+    for name in ("pi", "other"):
+        site.registry.record_capabilities(name, Capabilities(facts={"queries": True}, shards={"digits": 10}))
+    query, asking = TrainConfig(iterations=100, report_progress=True, fallback_iterations=4), ("pi", "other", "older")
+    site.give(*(replace(training(f"a-{n}", name), plan=query) for n, name in enumerate(asking, 1)))
+    site.give(training("a-4"))
+    for device, key in (("pi", "a-1"), ("other", "a-2"), ("older", "a-3"), ("other", "a-1"), ("pi", "a-4")):
         site.fleet.post(
             Progress(
                 device_id=device, assignment_id=f"run-1/{key}", iteration=2, seconds_per_iteration=0.1, age_s=0.0
