@@ -56,6 +56,8 @@ SLICES_KEY = "slices"
 """Key in the header of instructions, true: updates are sent in parts; in a board's facts: that it can."""
 QUERIES_KEY = "queries"
 """In a board's facts: that it waits for the answers to its progress reports where a plan says so."""
+ANSWER_TIMEOUT_S = 1.0
+"""Longest wait for the answer to such a report, once per assignment; then the fallback of its plan holds."""
 BASE_TRAFFIC_KEY = "base_bytes"
 """Key in the header of answers: bytes of base and compiled task that the device has fetched meanwhile."""
 BASES_PATH = "/edgefl/v1/bases"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
+from edgefl.core.protocol import ANSWER_TIMEOUT_S
 from edgefl.core.types import DeviceInfo, HealthMetrics, TrainConfig, TrainInstruction, derive_rng
 from edgefl.simulation.backends.trainer import TrainingJob, TrainingResult
 from edgefl.simulation.profiles import DeviceProfile, IterationTimes, SlowdownTrace, value_at
@@ -40,6 +41,7 @@ class InFlightWork:
         is_finishing_early: it was told to finish early.
         is_completed: it was answered or abandoned.
         query_s: wait for the answers to its queries, per iteration, which includes it; 0 where it asks none.
+        is_answered: its queries are answered before it waits no more.
         queried_iterations, answered_s: of its last query, and when its answer is there; -1 before.
         earlier_iterations, earlier_compute_s: of a collective's trainings before the present one.
         extra: further metrics of its update.
@@ -59,6 +61,7 @@ class InFlightWork:
     finished_s: float = 0.0
     reported_s: float = 0.0
     query_s: float = 0.0
+    is_answered: bool = False
     queried_iterations: int = 0
     answered_s: float = -1.0
     result: TrainingResult | None = None
@@ -176,9 +179,18 @@ class SimulatedDevice:
         plan = work.instruction.plan
         work.max_iterations = plan.count_iterations(max(1, self.count_examples(work.instruction.block)))
         if plan.fallback_iterations is not None:
-            iteration_s, round_trip_s = self.iteration_s(plan.batch_size), 2 * self.profile.latency_s
-            work.query_s = round_trip_s * min(1.0, iteration_s / REPORT_INTERVAL_S)
+            self._schedule_queries(work, plan.fallback_iterations)
         work.iteration_times = self._draw_iteration_times(plan, work.max_iterations, work.query_s)
+
+    def _schedule_queries(self, work: InFlightWork, fallback_iterations: int) -> None:
+        iteration_s = self.iteration_s(work.instruction.plan.batch_size)
+        round_trip_s = 2 * self.profile.latency_s
+        work.is_answered = round_trip_s <= ANSWER_TIMEOUT_S
+        if work.is_answered:
+            work.query_s = round_trip_s * min(1.0, iteration_s / REPORT_INTERVAL_S)
+        else:  # its one wait is spread over its iterations
+            work.max_iterations = min(work.max_iterations or fallback_iterations, fallback_iterations)
+            work.query_s = ANSWER_TIMEOUT_S / work.max_iterations
 
     def start_work(self, work: InFlightWork, now_s: float) -> None:
         """Starts computing now; sets the due time unless it is told to finish early."""

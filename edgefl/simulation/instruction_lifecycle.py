@@ -296,7 +296,7 @@ class InstructionLifecycle:
             return
         now_s = work.reported_s = self._event_queue.now_s
         latency_s = work.device.compute_latency_s(now_s)
-        if work.instruction.plan.fallback_iterations is not None:
+        if work.is_answered:
             work.queried_iterations, work.answered_s = iteration, now_s + 2 * latency_s + _ROUNDING_S
         report = Progress(
             device_id=work.instruction.device_id,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from edgefl.core.errors import RunFailedError
+from edgefl.core.protocol import ANSWER_TIMEOUT_S
 from edgefl.core.types import (
     DeviceAvailable,
     DeviceInfo,
@@ -357,6 +358,22 @@ def test_a_board_that_asks_stands_still_until_the_answer_is_there(fallback: int 
     # Each query costs a round trip.
     round_trips_s = 0.0 if fallback is None else 2 * iterations * 0.4
     assert update.metrics.compute_s == pytest.approx(iterations * 1.0 + round_trips_s)
+
+
+@pytest.mark.parametrize(("is_recalled", "iterations"), [(False, 3), (True, 2)], ids=["fallback", "recall"])
+def test_a_board_whose_answers_come_after_a_second_waits_once_and_ends_after_its_fallback(
+    is_recalled: bool, iterations: int
+) -> None:
+    virtual = fleet([board(profile=replace(BOARD, latency_s=0.8))])
+    plan = TrainConfig(iterations=10**9, report_progress=True, fallback_iterations=3)
+    virtual.dispatch([order("a", plan=plan)], Source())
+    if is_recalled:
+        while not any(isinstance(event, Progress) for event in virtual.wait(50.0)):
+            pass
+        virtual.dispatch([FinishEarlyInstruction(assignment_id="a", device_id="d0")], Source())
+    (update,) = [event for _, event in until(virtual, 50.0) if isinstance(event, Update)]
+    assert update.metrics.iterations == iterations
+    assert update.metrics.compute_s == pytest.approx(iterations * (1.0 + ANSWER_TIMEOUT_S / 3))
 
 
 def test_open_ended_work_is_trained_once_its_length_is_known() -> None:

@@ -30,7 +30,13 @@ from edgefl.core.clusters import (
 from edgefl.core.conditions import ConditionsEndedError
 from edgefl.core.errors import DataError, EdgeflError, NetworkError, SplitSessionError, TaskError
 from edgefl.core.extensions import ExtensionRefusedError
-from edgefl.core.protocol import BASE_TRAFFIC_KEY, INSTRUCTION_VERSION, NEXT_MODEL_HASH_KEY, finite_or_none
+from edgefl.core.protocol import (
+    ANSWER_TIMEOUT_S,
+    BASE_TRAFFIC_KEY,
+    INSTRUCTION_VERSION,
+    NEXT_MODEL_HASH_KEY,
+    finite_or_none,
+)
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     PEER_BYTES,
@@ -80,8 +86,6 @@ MAX_FINISH_EARLY_IDS = 64
 MAX_SESSIONS = 50
 """Sessions of one assignment of a split network; each is lost with a process at the coordinator."""
 PROGRESS_INTERVAL_S = 0.1
-ANSWER_TIMEOUT_S = 1.0
-"""Longest wait for the answer to a query, once per assignment; then the fallback of its plan holds."""
 
 ProgressCallback = Callable[[str, int, float], bool]
 """(assignment id, finished iterations, seconds per iteration); returns whether it was sent"""
