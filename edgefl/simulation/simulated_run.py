@@ -322,7 +322,8 @@ class _Simulation:
             names = [*names, EVALUATOR_NAME]
         if data is not None:  # without training there is no model to retain
             check_memory_for(len(self._devices), config, self._components.strategy, self._components.model)
-            for note in list_notes(self._components, [len(shard.rows) for shard in data.shards]):
+            examples = [len(shard.rows) for shard in data.shards]
+            for note in list_notes(self._components, examples, [shard.blocks for shard in data.shards]):
                 log.warning("%s", note)
         if data is None:
             self._backend: TrainingBackend = NoOpBackend(self._devices, shapes, config.run.seed)

@@ -7,7 +7,7 @@ update as a random one, since the real one is unknown. Seconds are those of earl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ from edgefl.engine.progress import StoppingCriteria
 from edgefl.storage.queries.history import get_seconds_per_iteration
 from edgefl.storage.store import Store
 from edgefl.strategies.synchronous.collective_rounds import find_address
+from edgefl.strategies.synchronous.redundant_shards import RedundantShards
 
 if TYPE_CHECKING:
     from edgefl.engine.assembly.components import RunComponents
@@ -116,10 +117,11 @@ class RunValidator:
         check_trainers(run.config, self._registry, needs_torch=run.needs_torch, compiled=run.header.get(COMPILED_KEY))
         check_root_shard(run.config, run.strategy, self._registry)
         trainers = [info for info in self._registry.list_devices() if _is_selected(info, run.config)]
-        examples = [info.examples.get(run.config.run.task) or 0 for info in trainers]
+        task = run.config.run.task
+        examples = [info.examples.get(task) or 0 for info in trainers]
         return {
             **check_strategy_memory(run.config, run.strategy, run.model, self._registry),
-            "notes": list_notes(run, examples),
+            "notes": list_notes(run, examples, [info.blocks.get(task, ()) for info in trainers]),
         }
 
 
@@ -165,7 +167,8 @@ def plan_run(run: RunComponents, registry: DeviceRegistry, store: Store, call: C
     for row in rows:
         if row["takes_part"] and row["device_id"] not in instructions:
             row["reason"] = _format_wait_reason(run.config, len(available), has_instructions=bool(instructions))
-    totals = _compute_totals(run, rows, [info.device_id for info in evaluators])
+    blocks = {name: info.blocks.get(run.config.run.task, ()) for name, info in available.items()}
+    totals = _compute_totals(run, rows, [info.device_id for info in evaluators], blocks)
     if availability is not None:
         totals["warnings"] += availability.list_warnings()
         totals["conditions"] = availability.to_json()
@@ -339,7 +342,9 @@ def _compute_iterations(plan: TrainConfig, examples: int | None, test_fraction: 
     return max(1, round(plan.epochs * math.ceil((1 - test_fraction) * examples / plan.batch_size)))
 
 
-def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequence[str]) -> Json:
+def _compute_totals(
+    run: RunComponents, rows: Sequence[Json], evaluators: Sequence[str], blocks: Mapping[str, Sequence[int]]
+) -> Json:
     participants = [row for row in rows if "bytes_up" in row]
     seconds = [row.get("seconds") for row in participants]
     known = [value for value in seconds if value is not None]
@@ -360,19 +365,24 @@ def _compute_totals(run: RunComponents, rows: Sequence[Json], evaluators: Sequen
         "warnings": [
             *_list_shortages(run.strategy.needed_updates, run.config.run.min_updates, len(participants)),
             *_list_warnings(run, evaluators, len(participants)),
-            *list_notes(run, [row["examples"] or 0 for row in participants]),
+            *list_notes(
+                run,
+                [row["examples"] or 0 for row in participants],
+                [blocks.get(row["device_id"], ()) for row in participants],
+            ),
         ],
     }
 
 
-def list_notes(run: RunComponents, examples: Sequence[int]) -> list[str]:
+def list_notes(run: RunComponents, examples: Sequence[int], blocks: Sequence[Iterable[int]]) -> list[str]:
     """Returns lines on what a user hardly meant, though the run can start.
 
     Args:
         run: of any strategy.
         examples: of each device that takes part.
+        blocks: of each of them; none where its shard is not redundant.
     """
-    return list(filter(None, (explain_work(run, examples), explain_base(run))))
+    return list(filter(None, (explain_work(run, examples, blocks), explain_base(run))))
 
 
 def explain_base(run: RunComponents) -> str:
@@ -388,7 +398,7 @@ def explain_base(run: RunComponents) -> str:
     )
 
 
-def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
+def explain_work(run: RunComponents, examples: Sequence[int], blocks: Sequence[Iterable[int]]) -> str:
     """Returns one line on a run whose rounds train far less than those of `fedavg`; empty where they do not.
 
     Someone who set the local work, or did not give the run by rounds, is told nothing.
@@ -396,11 +406,12 @@ def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
     Args:
         run: of any strategy.
         examples: of each device that takes part.
+        blocks: of each of them; none where its shard is not redundant.
     """
     config, rounds = run.config, run.goal.rounds
     options, name = config.strategy.options, config.strategy.name
     plan: TrainConfig | None = getattr(run.strategy, "plan", None)
-    per_round = count_round_iterations(run.strategy, len(examples), config.run.updates_per_round)
+    per_round = count_round_iterations(run.strategy, blocks, config.run.updates_per_round)
     if (
         rounds is None
         or plan is None
@@ -421,15 +432,24 @@ def explain_work(run: RunComponents, examples: Sequence[int]) -> str:
     )
 
 
-def count_round_iterations(strategy: Any, num_devices: int, updates_per_round: int | None = None) -> int | None:
-    """Returns the local iterations of all devices in a round; None where they follow from epochs or seconds."""
+def count_round_iterations(
+    strategy: Any, blocks: Sequence[Iterable[int]], updates_per_round: int | None = None
+) -> int | None:
+    """Returns the local iterations of all devices in a round; None where they follow from epochs or seconds.
+
+    With `redundant` each of the devices' blocks counts once, and each device without any.
+    """
     plan = getattr(strategy, "plan", None)
     if not isinstance(plan, TrainConfig) or plan.iterations is None:
         return None
     exchanges = getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
     collective = getattr(getattr(strategy, "rules", None), "collective", None)
     exchanges *= 1 if collective is None else collective.reductions
-    return plan.iterations * exchanges * (updates_per_round or num_devices)
+    num_updates = updates_per_round or len(blocks)
+    if isinstance(strategy, RedundantShards):
+        held = [set(numbers) for numbers in blocks]
+        num_updates = len(set[int]().union(*held)) + held.count(set())
+    return plan.iterations * exchanges * num_updates
 
 
 def _get_goal_values(goal: StoppingCriteria) -> Json:

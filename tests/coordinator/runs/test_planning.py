@@ -288,6 +288,25 @@ def test_a_run_whose_rounds_are_far_shorter_than_those_of_fedavg_is_told_how_man
 
 
 @pytest.mark.parametrize(
+    ("blocks", "iterations", "rounds"), [({"pi-1": [0, 1], "pi-2": [1, 2]}, 6, 24), ({"pi-1": [0, 1, 2]}, 8, 18)]
+)
+def test_a_round_of_redundant_is_as_many_iterations_as_there_are_blocks_and_devices_without_any(
+    registry: DeviceRegistry, store: Store, blocks: dict[str, list[int]], iterations: int, rounds: int
+) -> None:
+    for name, held in blocks.items():
+        shards = registry.get_device(name).examples  # type: ignore[union-attr]
+        registry.record_capabilities(name, Capabilities(facts={"blocks": {"digits": held}}, shards=shards))
+    sections: dict[str, Any] = {"strategy": {"name": "redundant"}, "run": {"task": "digits", "rounds": 2}}
+    line = (
+        f"2 rounds of redundant are about {iterations} iterations on all devices together, one mini-batch each; "
+        f"fedavg would take 72: run.rounds = {rounds} is as much work"
+    )
+    assert plan(registry, store, **sections)["warnings"] == [line]
+    (note,) = RunValidator(build_run, registry, store).check(parse_run(sections))["notes"]
+    assert f"about {iterations + 2} iterations" in note, "of pi-4 as well, which is away"
+
+
+@pytest.mark.parametrize(
     ("adapt", "counted"),
     [
         ({"method": "head"}, "2 frozen tensors, such as fc1.bias"),
