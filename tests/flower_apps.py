@@ -123,14 +123,17 @@ def write_app(root: Path, changes: Mapping[str, str] | None = None) -> Path:
 @contextmanager
 def imported_app(app: AppFolder) -> Iterator[None]:
     """Lets this process import the app's modules, and forgets them and their folder at the end."""
-    before = set(sys.modules)
     try:
         yield
     finally:
         sys.path[:] = [entry for entry in sys.path if entry != str(app.root)]
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "mean_app":
-                del sys.modules[name]
+        forget_modules()
+
+
+def forget_modules() -> None:
+    """Lets the app's modules be imported anew."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mean_app"]:
+        del sys.modules[name]
 
 
 class HereGrid(Grid):

@@ -64,7 +64,7 @@ class FlowerApp(Job):
         self.run_config = merge_config(self.app, run_config)
         self.needs_torch = any(re.match(r"torch\b", line) for line in self.app.dependencies)
         self._client: Any = None
-        self._state: tuple[str, bytes] | None = None
+        self._state: bytes | None = None
 
     def work(self, context: JobContext) -> bytes:
         """Returns the ClientApp's reply to a message, or its error."""
@@ -79,9 +79,15 @@ class FlowerApp(Job):
             code = LOAD_ERROR
             client = self._load_client()
             code = RAISED_ERROR
-            flower_context = self._make_context(header, context)
+            key = {
+                "run": f"{context.run} {header['run']}",
+                "message": f"{context.part} {hashlib.sha256(context.input).hexdigest()}",
+            }
+            before = self._load_state(key, context.scratch)
+            flower_context = self._make_context(header, context, _decode_state(before))
             reply = client(_make_message(header, content, context.part), flower_context)
-            self._save_state(str(header["run"]), flower_context.state, context.scratch)
+            after = encode_message({}, flower_context.state) if flower_context.state else b""
+            self._save_state(key, before, after, context.scratch)
         except (Exception, SystemExit) as error:  # another author's code may raise anything
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
             log.warning("the ClientApp of %s failed", self.app.name, exc_info=True)
@@ -97,44 +103,61 @@ class FlowerApp(Job):
             self._client = load_component(self.app.root, self.app.client)
         return self._client
 
-    def _make_context(self, header: Json, context: JobContext) -> Context:
+    def _make_context(self, header: Json, context: JobContext, state: RecordDict) -> Context:
         from flwr.app import Context  # noqa: PLC0415 only where Flower runs
 
         return Context(
             run_id=int(header["run_id"]),
             node_id=int(header["node_id"]),
             node_config={**header["node_config"], "data-path": str(context.path), "name": context.device_id},
-            state=self._load_state(str(header["run"]), context.scratch),
+            state=state,
             run_config=dict(self.run_config),
         )
 
-    def _load_state(self, run: str, scratch: Path) -> RecordDict:
-        """Returns the state that the last message of the run left on this board; a blank one for a new run."""
-        from flwr.app import RecordDict  # noqa: PLC0415 likewise
+    def _load_state(self, key: Json, scratch: Path) -> bytes:
+        """Returns the state that a message begins with; empty for a new run.
 
-        from edgefl.flower.app_messages import decode_message  # noqa: PLC0415 likewise
+        It is that which the last message left, or which it began with where it comes again: its reply was lost.
+        """
+        from edgefl.flower.app_messages import split_envelope  # noqa: PLC0415 likewise
 
         try:
-            saved = self._state[1] if self._state is not None else (scratch / STATE_FILE).read_bytes()
-            header, state = decode_message(saved)
+            header, states = split_envelope(
+                self._state if self._state is not None else (scratch / STATE_FILE).read_bytes()
+            )
+            before, after = states[: (size := int(header["size"]))], states[size:]
         except FileNotFoundError:
-            return RecordDict()
-        except (OSError, DataError) as error:
+            return b""
+        except (OSError, DataError, LookupError, TypeError, ValueError, OverflowError) as error:
             log.warning("the state of the ClientApp is lost: %s", error)
-            return RecordDict()
-        return state if state is not None and header.get("run") == run else RecordDict()
+            return b""
+        if header.get("run") != key["run"]:
+            return b""
+        return before if header.get("message") == key["message"] else after
 
-    def _save_state(self, run: str, state: RecordDict, scratch: Path) -> None:
-        from edgefl.flower.app_messages import encode_message  # noqa: PLC0415 likewise
+    def _save_state(self, key: Json, before: bytes, after: bytes, scratch: Path) -> None:
+        from edgefl.flower.app_messages import encode_envelope  # noqa: PLC0415 likewise
 
-        saved = encode_message({"run": run}, state)
-        if self._state == (run, saved) or (self._state is None and not state):
+        if after == self._load_state({**key, "message": ""}, scratch):
             return
-        self._state = run, saved
+        self._state = encode_envelope({**key, "size": len(before)}) + before + after
         try:
-            write_atomic(scratch / STATE_FILE, saved)
+            write_atomic(scratch / STATE_FILE, self._state)
         except StoreError as error:
             log.warning("the state of the ClientApp stays in memory: %s", error)
+
+
+def _decode_state(saved: bytes) -> RecordDict:
+    """Returns a ClientApp's state; a blank one where nothing, or nothing that makes sense, was saved."""
+    from flwr.app import RecordDict  # noqa: PLC0415 only where Flower runs
+
+    from edgefl.flower.app_messages import decode_message  # noqa: PLC0415 likewise
+
+    try:
+        return (decode_message(saved)[1] if saved else None) or RecordDict()
+    except DataError as error:
+        log.warning("the state of the ClientApp is lost: %s", error)
+        return RecordDict()
 
 
 def make_app_run(
@@ -171,8 +194,12 @@ def load_component(root: Path, reference: str) -> Any:
     """Returns an app's object `module:attribute`; raises what its module raises when it is imported."""
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    module, _, attribute = reference.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    name, _, attribute = reference.partition(":")
+    module = importlib.import_module(name)
+    place = getattr(module, "__file__", None) or "/"
+    if root.resolve() not in Path(place).resolve().parents:
+        raise TaskError(f"the module {name} is that of {place}, which was imported before: start again")
+    return getattr(module, attribute)
 
 
 def compute_fingerprint(app: AppFolder) -> str:

@@ -267,7 +267,10 @@ class AppStrategy(Strategy[AppState]):
             return part
         number = state.nodes.index(device_id)
         config = {"partition-id": number, "num-partitions": max(state.num_partitions, number + 1)}
-        size = self.inputs.add(part, {**self.header, "node_id": node_id, "node_config": config}, body)
+        envelope = {**self.header, "node_id": node_id, "node_config": config}
+        # An app that begins anew does so on the boards, too.
+        envelope["run"] = f"{self.header['run']}/{state.attempt}"
+        size = self.inputs.add(part, envelope, body)
         if size > self.max_part_bytes:
             raise RunFailedError(make_size_reason(size, self.max_part_bytes))
         if self.inputs.num_bytes > self.max_state_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 import queue
 import subprocess
 import tempfile
@@ -27,10 +28,13 @@ MODULE = "edgefl.flower.server_process"
 LOG_NAME = "server-app.log"
 """What the app printed and logged, in its result."""
 MAX_TEXT_CHARS = 300
+MAX_LAST_BYTES = 4096
+"""Of the log, in which its last line is looked for."""
+MAX_RESULT_FILES = 10_000
 _ZIP_DATE = (2024, 1, 1, 0, 0, 0)
 
 Request = tuple[Json, bytes]
-_Requests = queue.SimpleQueue[Request | str | None]
+_Requests = queue.Queue[Request | str | None]
 """With the reason as a text where the process sent what cannot be read, and None at its end."""
 
 
@@ -49,8 +53,10 @@ class ServerLink:
         self._deadline_s, self._max_body_bytes = deadline_s, max_body_bytes
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._requests: _Requests = queue.SimpleQueue()
+        self._requests: _Requests = queue.Queue(1)  # a process that asks on and on waits
+        self._reader: threading.Thread | None = None
         self._held: Request | None = None
+        self._is_late = False
 
     @property
     def is_started(self) -> bool:
@@ -74,41 +80,55 @@ class ServerLink:
                     "job.deadline_s"
                 ) from None
             if not isinstance(found, tuple):
-                reason = found or f"the ServerApp's process ended{self._read_last_line()}"
+                late = f"the ServerApp's process did not read its answers for {self._deadline_s:g} s"
+                ended = f"the ServerApp's process ended{self._read_last_line()}"
+                reason = late if self._is_late else found or ended
                 self.close()
                 raise RunFailedError(reason)
             self._held = found
         return self._held
 
     def answer(self, header: Json, body: bytes = b"", *, is_last: bool = True) -> None:
-        """Sends an answer to the request; more follow unless it is the last."""
+        """Sends an answer to the request; more follow unless it is the last.
+
+        A process that does not read it within the deadline is ended, which the next request says.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         if is_last:
             self._held = None
-        with contextlib.suppress(OSError):  # its end; the next request says so
-            write_message(self._process.stdin, header, body)
+        timer = threading.Timer(self._deadline_s, self._end_late)
+        timer.start()
+        try:
+            with contextlib.suppress(OSError):  # its end; the next request says so
+                write_message(self._process.stdin, header, body)
+        finally:
+            timer.cancel()
 
     def collect(self, max_bytes: int) -> bytes:
         """Ends the process, and returns the files in its folder as a ZIP archive.
 
         Raises:
-            RunFailedError: they are larger than `max_bytes`.
+            RunFailedError: they are larger than `max_bytes`, or too many.
         """
         self._kill()
         assert self._folder is not None
-        root, archive, total = Path(self._folder.name), io.BytesIO(), 0
+        root, archive, total, num_files = Path(self._folder.name), io.BytesIO(), 0, 0
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as bundle:
             for path in sorted(root.rglob("*")):
                 place = path.relative_to(root)
                 if path.is_symlink() or not path.is_file() or any(part.startswith(".") for part in place.parts):
                     continue
+                num_files += 1
+                if num_files > MAX_RESULT_FILES:
+                    raise RunFailedError(f"the ServerApp wrote more than {MAX_RESULT_FILES} files: write fewer")
                 total += path.stat().st_size
                 if total > max_bytes:
                     raise RunFailedError(
                         f"the ServerApp wrote more than {max_bytes} bytes of files: raise job.max_result_bytes"
                     )
-                bundle.writestr(zipfile.ZipInfo(place.as_posix(), _ZIP_DATE), path.read_bytes())
+                info = zipfile.ZipInfo(place.as_posix(), _ZIP_DATE)
+                bundle.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
         return archive.getvalue()
 
     def close(self) -> None:
@@ -121,6 +141,14 @@ class ServerLink:
     def _kill(self) -> None:
         if self._process is not None:
             _end(self._process)
+        while self._reader is not None and self._reader.is_alive():  # it may have a request that nobody takes
+            with contextlib.suppress(queue.Empty):
+                self._requests.get(timeout=0.05)
+
+    def _end_late(self) -> None:
+        assert self._process is not None
+        self._is_late = True
+        self._process.kill()
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._folder = tempfile.TemporaryDirectory(prefix="edgefl-app-", ignore_cleanup_errors=True)
@@ -142,7 +170,8 @@ class ServerLink:
         weakref.finalize(self, _end, process)
         assert process.stdin is not None
         arguments = process.stdout, self._requests, self._max_body_bytes
-        threading.Thread(target=_receive, args=arguments, name="server-app", daemon=True).start()
+        self._reader = threading.Thread(target=_receive, args=arguments, name="server-app", daemon=True)
+        self._reader.start()
         with contextlib.suppress(OSError):  # likewise
             write_message(process.stdin, self._setup)
         return process
@@ -151,7 +180,9 @@ class ServerLink:
         """Returns the last line of its log, for a message."""
         assert self._folder is not None
         try:
-            lines = (Path(self._folder.name) / LOG_NAME).read_text(errors="replace").strip().splitlines()
+            with (Path(self._folder.name) / LOG_NAME).open("rb") as log_file:
+                log_file.seek(max(0, log_file.seek(0, os.SEEK_END) - MAX_LAST_BYTES))
+                lines = log_file.read(MAX_LAST_BYTES).decode(errors="replace").strip().splitlines()
         except OSError:
             return ""
         return f": {escape_text(lines[-1][:MAX_TEXT_CHARS])}" if lines else ""

@@ -6,6 +6,11 @@ as it says. What the app prints goes to a log beside the files that it writes.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import importlib
+import io
 import os
 import sys
 import threading
@@ -136,11 +141,12 @@ def run_app(setup: Json, grid: Grid) -> None:
     """Runs the ServerApp of a setup to its end, with seeded generators."""
     ensure_identity()
     with seed_global_generators(int(setup["seed"])):
+        sys.path.insert(0, setup["root"])
+        for name in setup.get("seeded", ()):  # before the app draws from it, wherever it imports it
+            importlib.import_module(name).manual_seed(int(setup["seed"]) % 2**63)
         app = load_component(Path(setup["root"]), setup["server"])
         if not isinstance(app, ServerApp):
             raise TaskError(f"{setup['server']} is a {type(app).__name__}, no ServerApp")
-        if (torch := sys.modules.get("torch")) is not None:
-            torch.manual_seed(int(setup["seed"]) % 2**63)
         context = Context(
             run_id=int(setup["run_id"]),
             node_id=SERVER_NODE_ID,
@@ -160,14 +166,27 @@ def main() -> None:
     message = read_message(source, 0)
     if message is None:
         return
-    end: Json = {"do": "end"}
+    end: Json = {}
+    # The first that is registered is the last that runs, after the app's threads and all that the app registered.
+    atexit.register(_send_end, sink, end)
     try:
         run_app(message[0], ProcessGrid(source, sink, int(message[0]["run_id"])))
+        end["do"] = "end"
     except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything
-        traceback.print_exc()
-        end = {"do": "fail", "reason": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
-    sys.stdout.flush()
-    write_message(sink, end)
+        if isinstance(error, SystemExit) and error.code in {None, 0}:
+            end["do"] = "end"
+        else:
+            traceback.print_exc()
+            end |= {"do": "fail", "reason": f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]}
+
+
+def _send_end(sink: IO[bytes], end: Json) -> None:
+    """Says that the app is over, once all of its files are on the disk; its run ends this process."""
+    for file in [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            file.flush()
+    if end:
+        write_message(sink, end)
     os._exit(0)
 
 

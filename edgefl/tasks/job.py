@@ -38,6 +38,7 @@ class JobContext:
         device_id: board that does it.
         path: board's shard for this job, a file or a folder; it may be read, and nothing there written.
         scratch: folder of the board for this job, to write in; what lies there stays for later parts and runs.
+        run: of the part; another text once the run has begun anew, or goes on from an older state.
         log: adds a line to the history: of 300 characters, and 100 lines for a part; what is more is left out.
     """
 
@@ -48,6 +49,7 @@ class JobContext:
     path: Path
     scratch: Path
     log: Callable[[str], None]
+    run: str = ""
 
 
 class Job(Task):

@@ -9,16 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from flower_apps import PROJECT, SERVER, HereGrid, imported_app, write_app
+from flower_apps import PROJECT, SERVER, HereGrid, forget_modules, imported_app, write_app
 from flwr.app import ConfigRecord, Metadata, RecordDict
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, RunFailedError, TaskError
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role, Update, UpdateMetrics
 from edgefl.engine.assembly import job as assembly
+from edgefl.flower import server_link
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
-from edgefl.flower.app_job import FlowerApp, compute_fingerprint, make_app_run
+from edgefl.flower.app_job import FlowerApp, compute_fingerprint, load_component, make_app_run
 from edgefl.flower.app_messages import encode_message, split_envelope
 from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
@@ -99,6 +100,8 @@ class Fleet:
         )
         before = Path.cwd()
         os.chdir(scratch)
+        if self.jobs[name]._client is None:  # each board has a process of its own, where nothing is imported yet
+            forget_modules()
         try:
             return self.jobs[name].work(context)
         finally:
@@ -321,8 +324,58 @@ def test_a_client_apps_state_outlives_its_process_and_not_its_run(make_fleet):
     body = next(body for instruction, body in fleet.left if instruction.device_id == "b")
     fleet.work()
     assert next(line for line in fleet.lines if line.startswith("b evaluate in round 1")).endswith("calls 2")
-    fleet.answer("b", 5, body.replace(b'"run": "run-1"', b'"run": "run-2"'))
+    fleet.answer("b", 5, body.replace(b'"run": "run-1/0"', b'"run": "run-1/1"'))
     assert fleet.lines[-1].endswith("calls 1")
+
+
+def test_a_message_that_comes_again_since_its_reply_was_lost_begins_with_the_same_state(make_fleet):
+    fleet = make_fleet()
+    fleet.turn()
+    fleet.work()
+    fleet.turn()
+    part, body = next((one.block, body) for one, body in fleet.left if one.device_id == "b")
+    first = fleet.answer("b", part, body)
+    fleet.jobs["b"] = type(fleet.jobs["b"])()
+    assert fleet.answer("b", part, body) == fleet.answer("b", part, body) == first
+    fleet.answer("b", part + 3, body)
+    assert [line.rpartition(" ")[2] for line in fleet.lines if line.startswith("b ")] == ["1", "2", "2", "2", "3"]
+
+
+def test_a_module_of_another_app_is_never_run_in_the_place_of_ones_own(make_fleet, tmp_path):
+    fleet = make_fleet()
+    load_component(fleet.app.root, fleet.app.client)
+    with pytest.raises(TaskError, match=r"mean_app\.client_app is that of .*app-0.*, which was imported before"):
+        load_component(write_app(tmp_path / "other"), fleet.app.client)
+
+
+ENDING = """
+import atexit, sys, threading, time
+from pathlib import Path
+from flwr.serverapp import ServerApp
+app, left = ServerApp(), open("left", "w")
+
+def write():
+    time.sleep(0.5)
+    Path("thread").write_text("a" * 10000)
+
+@app.main()
+def main(grid, context):
+    import torch
+    left.write(str(torch.SEEDS))
+    atexit.register(lambda: Path("exit").touch())
+    threading.Thread(target=write).start()
+    sys.exit(0)
+"""
+TORCH = "SEEDS = []\nmanual_seed = SEEDS.append\n"
+
+
+def test_an_app_ends_when_its_threads_do_with_all_it_wrote_and_torch_is_seeded_wherever_it_is_imported(make_fleet):
+    project = PROJECT.replace("numpy>=1.26", "torch>=2")
+    changes = {"pyproject.toml": project, "torch.py": TORCH, "mean_app/server_app.py": ENDING}
+    fleet = make_fleet(changes)
+    files = fleet.run()
+    assert (files["left"], files["thread"], files["exit"]) == (b"[7]", b"a" * 10000, b"")
+    assert fleet.state.model[RESULT].size < 2000
 
 
 ASKING = """
@@ -406,16 +459,28 @@ def main(grid, context):
         ),
         (TALKING.format("grid._sink.write(b'x' * 8)"), {}, "sent a message whose header has 2021161080 bytes"),
         (SERVER + "    open('big', 'wb').write(bytes(5000))\n", {"max_result_bytes": 4000}, "more than 4000 bytes"),
+        (SERVER + "    for n in range(10): open(f'f{n}', 'w')\n", {}, "wrote more than 8 files"),
         ("import socket\nsocket.socket()\n", {}, "PermissionError"),
         ("open('/etc/passwd').read()\n", {}, "PermissionError"),
     ],
 )
-def test_a_server_app_that_fails_fails_its_run_with_the_reason(make_fleet, server, job, words):
+def test_a_server_app_that_fails_fails_its_run_with_the_reason(make_fleet, monkeypatch, server, job, words):
+    monkeypatch.setattr(server_link, "MAX_RESULT_FILES", 8)
     fleet = make_fleet({"mean_app/server_app.py": server}, **job)
     with pytest.raises(RunFailedError, match="ServerApp") as raised:
         fleet.run()
     assert words in str(raised.value)
     assert len(str(raised.value)) < 800
+
+
+def test_a_process_that_does_not_read_its_answers_is_ended(make_fleet):
+    waiting = "write_message(grid._sink, {'do': 'nodes'})\n    import time\n    time.sleep(100)"
+    link = make_fleet({"mean_app/server_app.py": TALKING.format(waiting)}).strategy.link
+    assert link.get_request() == ({"do": "nodes"}, b"")
+    link._deadline_s = 0.3
+    link.answer({}, bytes(1024 * 1024))
+    with pytest.raises(RunFailedError, match=r"the ServerApp's process did not read its answers for 0\.3 s"):
+        link.get_request()
 
 
 def test_replies_are_bounded_and_a_stop_ends_the_process(make_fleet):

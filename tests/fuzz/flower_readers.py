@@ -13,7 +13,7 @@ from fuzz.reader import Form, Reader, Seed
 
 from edgefl.flower.app_check import check_app
 from edgefl.flower.app_folder import read_app
-from edgefl.flower.app_job import FlowerApp, merge_config
+from edgefl.flower.app_job import FlowerApp, _decode_state, merge_config
 from edgefl.flower.app_messages import encode_envelope, encode_message
 from edgefl.flower.server_link import _receive
 from edgefl.flower.server_process import ProcessGrid
@@ -92,9 +92,11 @@ def kept_states(folder: Path) -> Reader:
 
     def feed(data: bytes) -> None:
         (folder / "context").write_bytes(data)
-        kind()._load_state("r", folder)
+        _decode_state(kind()._load_state({"run": "r", "message": "m"}, folder))
 
-    return Reader(feed=feed, seeds=(Seed(content=encode_message({"run": "r"}, make_content())),))
+    state = encode_message({}, make_content())
+    keys = {"run": "r", "message": "m", "size": len(state)}
+    return Reader(feed=feed, seeds=(Seed(content=encode_envelope(keys) + state + state),))
 
 
 def requests(_folder: Path) -> Reader:

@@ -71,6 +71,7 @@ def run_part(  # noqa: PLR0913 an instruction and its board
         path=Path(path),
         scratch=scratch,
         log=add_line,
+        run=str(header.get("assignment", "")).rpartition("/")[0],
     )
     try:
         with _report_alive(on_alive):

@@ -132,6 +132,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
         "run_config": app.run_config,
         "run_id": number,
         "seed": config.run.seed,
+        "seeded": ["torch"] if app.needs_torch else [],
     }
     link = ServerLink(
         setup,
