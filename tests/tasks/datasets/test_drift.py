@@ -109,10 +109,13 @@ def estimate_plainly(reference, newer):
 def test_the_discrepancy_is_the_unbiased_estimate_of_the_paper():
     rng = np.random.default_rng(4)
     few_values = rng.random((24, 2)) > 0.95, rng.random((29, 2)) > 0.9
+    alike = np.repeat(rng.normal(size=(8, 1, 30)), 9, axis=1)
+    alike[:, :2] += rng.random((8, 2, 30))
     for old, new in (
         (rng.normal(size=(23, 3)), rng.normal(0.4, 2, size=(17, 3))),
         (rng.normal(size=(2, 1)), rng.normal(size=(5, 1))),
-        (rng.normal(1e4, 1, size=(9, 2)), rng.normal(1e4, 2, size=(8, 2))),
+        (rng.normal(1e5, 1, size=(9, 2)), rng.normal(1e5, 2, size=(8, 2))),
+        *((one, np.vstack([one, one[:1] - 1])) for one in alike),
         tuple(side.astype(float) for side in few_values),
     ):
         assert compute_mmd(old, new)[0] == pytest.approx(estimate_plainly(old, new), abs=1e-9)
