@@ -173,7 +173,7 @@ def main() -> None:
         run_app(message[0], ProcessGrid(source, sink, int(message[0]["run_id"])))
         end["do"] = "end"
     except (Exception, SystemExit) as error:  # noqa: BLE001 another author's code may raise anything
-        if isinstance(error, SystemExit) and error.code in {None, 0}:
+        if isinstance(error, SystemExit) and (error.code is None or error.code == 0):
             end["do"] = "end"
         else:
             traceback.print_exc()
