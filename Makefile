@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-flower test-track flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow test-flower mlflow-server test-track flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -96,8 +96,10 @@ $(MLFLOW_VENV)/.installed: | $(VENV)/.installed-dev
 	$(MLFLOW_VENV)/bin/python -m pip install --quiet --disable-pip-version-check mlflow==3.17.2
 	@touch $@
 
+mlflow-server: $(MLFLOW_VENV)/.installed
+
 test-track: $(VENV)/.installed-dev $(MLFLOW_VENV)/.installed
-	EDGEFL_MLFLOW=$(CURDIR)/$(MLFLOW_VENV)/bin/mlflow $(BIN)/python -m pytest $(PARALLEL) $(ARGS) tests/history/test_tracking.py
+	EDGEFL_MLFLOW=$(CURDIR)/$(MLFLOW_VENV)/bin/mlflow $(BIN)/python -m pytest -n 2 -k mlflow $(ARGS) tests/history/test_tracking.py
 
 chaos-short: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos
