@@ -20,7 +20,7 @@ MARKER_FILE = "export.json"
 MAX_BUFFERED_ROWS = 2_000
 PARTIAL_SUFFIX = ".partial"
 DEVICE_FILE_COLUMNS = tuple(name for name in COLUMNS["updates"] if name not in {"run_id", "device_id"})
-_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _AGGREGATE_KINDS = ("traffic", "dropouts", "stale", "energy")
 
 PageReader = Callable[[str, Mapping[str, Any]], Iterator[list[Json]]]
@@ -71,7 +71,7 @@ def _write_export(read_pages: PageReader, directory: Path, run: str | None) -> l
     filters = {"run": run}
     runs = [row for page in read_pages("runs", filters) for row in page]
     for row in runs:
-        _write_run(read_pages, directory / _check_file_name(row["run_id"]), row)
+        _write_run(read_pages, directory / check_file_name(row["run_id"]), row)
     if run is None:
         for kind in ("heartbeats", "events"):
             _write_csv(directory / f"{kind}.csv", COLUMNS[kind], read_pages(kind, {}))
@@ -109,7 +109,7 @@ def _write_devices(directory: Path, pages: Iterator[list[Json]]) -> None:
 
 def _append_device_rows(directory: Path, buffered: dict[str, list[Json]]) -> None:
     for device_id, rows in buffered.items():
-        path = directory / f"{_check_file_name(device_id)}.csv"
+        path = directory / f"{check_file_name(device_id)}.csv"
         is_new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -131,7 +131,7 @@ def _write_json(path: Path, value: Json) -> None:
     path.write_text(dump_readable_json(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_file_name(name: str) -> str:
+def check_file_name(name: str) -> str:
     """Returns a run or device id as a safe file name: an untrusted coordinator might send a path."""
     if not _SAFE_NAME.match(name):
         raise DataError(f"{name!r:.80} is no name of a run or device, so no file can be called so")

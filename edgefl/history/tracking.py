@@ -14,19 +14,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
-from edgefl.core.errors import (
-    DataError,
-    MissingPackageError,
-    NetworkError,
-    StoreError,
-    UsageError,
-    format_install_command,
-)
+from edgefl.core.errors import NetworkError, StoreError, UsageError
 from edgefl.core.types import Json
+from edgefl.history.export import check_file_name
 from edgefl.history.series import RunInfo
 from edgefl.system.atomic_files import write_atomic
 
@@ -42,7 +37,6 @@ FINAL_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED
 _QUALITIES = ("loss", "accuracy", "train_loss", "node_accuracy", "worst_node_accuracy")
 _BOARD_MEANS, _BOARD_MAXIMA = ("compute_s", "send_s", "wait_s", "staleness"), ("max_temperature_c",)
 _COSTS = ("seconds", "bytes_up", "bytes_down", "num_updates", "num_devices")
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _UNUSABLE = re.compile(r"[^\w.-]|\A\.+\Z", re.ASCII)
 
 
@@ -142,9 +136,7 @@ class HistoryTracking:
         return bool(self._seen) and all(row["status"] in FINAL_STATUSES for row, _ in self._seen.values())
 
     def _update_run(self, row: Json, groups: Mapping[str, Sequence[str]]) -> int:
-        run_id = str(row["run_id"])
-        if not _RUN_ID.match(run_id):
-            raise DataError(f"{run_id!r:.80} is no id of a run, so no file can be called so")
+        run_id = check_file_name(str(row["run_id"]))
         last = self._seen[run_id][1] if run_id in self._seen else None
         points = self._read_points(run_id, groups, 1 if last is None else last.round)
         is_final = row["status"] in FINAL_STATUSES
@@ -268,7 +260,7 @@ class TensorBoardTracker:
     """Bytes of the files as they were written last."""
 
     def __post_init__(self) -> None:
-        _require("tensorboard")
+        import_module("tensorboard")  # an extra: missed at once, not at the first round
 
     def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool, num_ready: int) -> None:
         """Completes the run's event file.
@@ -358,7 +350,6 @@ class MlflowTracker:
                 f"--mlflow must have no login in its URL: give https://{address.hostname} and the variables "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
-        _require("mlflow")
         from mlflow import MlflowClient  # noqa: PLC0415 an extra
 
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -437,10 +428,3 @@ class MlflowTracker:
 
 def _to_ms(seconds: float) -> int:
     return round(seconds * 1000)
-
-
-def _require(module: str) -> None:
-    from importlib.util import find_spec  # noqa: PLC0415 here alone
-
-    if find_spec(module) is None:
-        raise MissingPackageError(f"{module} is not installed: {format_install_command(module)}")

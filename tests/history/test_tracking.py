@@ -222,14 +222,17 @@ def test_two_followers_of_one_folder_write_no_round_twice(store, source, board):
 def test_an_id_that_would_be_a_path_is_refused(source, board):
     row = {"run_id": "../up", "status": "running", "name": "x", "started_at": 1.0, "finished_at": None}
     source.read_pages = lambda kind, _filters: iter([[row] if kind == "runs" else []])
-    with pytest.raises(DataError, match="no id of a run"):
+    with pytest.raises(DataError, match="no name of a run"):
         HistoryTracking(source, [board]).update()
 
 
 def test_a_package_that_is_missing_and_a_command_that_names_no_tracker_are_told(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'edgefl-fleet\[track\]'"):
-        TensorBoardTracker(tmp_path)
+    for module, options in {"tensorboard": ["tb"], "mlflow": ["http://127.0.0.1:1"]}.items():
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(SystemExit) as ended:
+            main(["history", "track", "--dir", str(tmp_path), f"--{module}", *options])
+        assert ended.value.code == MissingPackageError.exit_code
+        assert "pip install 'edgefl-fleet[track]'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["history", "track", "--dir", str(tmp_path)])
     assert ended.value.code == 2
