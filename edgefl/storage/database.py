@@ -41,7 +41,7 @@ _ADVICE = {
     "SQLITE_CANTOPEN": "cannot be opened; check that the directory exists and is yours",
 }
 
-FIRST_REVISION, SCHEMA_REVISION = "0011", "0012"
+FIRST_REVISION, SCHEMA_REVISION = "0011", "0013"
 """The oldest and the newest revision in `migrations/`; a test compares them."""
 BUSY_TIMEOUT_S = 10.0
 POSTGRES_DRIVER = "postgresql+psycopg"

@@ -343,7 +343,7 @@ class SavedModelTable(Base):
     """A saved model: `sha256` names its file in `models/`; it contains the journal up to `last_record`."""
 
     __tablename__ = "checkpoints"
-    __table_args__ = (UniqueConstraint("run_id", "last_record", name="uq_checkpoints"),)
+    __table_args__ = (UniqueConstraint("run_id", "version", name="uq_checkpoints"),)
 
     id: Mapped[int] = mapped_column(RowId, primary_key=True)
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.run_id"))

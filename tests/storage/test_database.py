@@ -17,7 +17,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, event, inspect, text
+from sqlalchemy import Connection, create_engine, event, inspect, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateTable
 from synced_wal import SyncedWal
@@ -55,25 +55,31 @@ def test_the_program_knows_its_newest_migration():
     assert (scripts.get_bases(), scripts.get_current_head()) == ([FIRST_REVISION], SCHEMA_REVISION)
 
 
+def insert(connection: Connection, table: str, **values: object) -> None:
+    """Inserts a row, with 0 in columns that need a value and get none."""
+    columns = inspect(connection).get_columns(table)
+    row = {column["name"]: 0 for column in columns if not column["nullable"] and column["name"] != "id"} | values
+    marks = ", ".join(f":{name}" for name in row)
+    connection.execute(text(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})"), row)
+
+
 def test_a_store_of_the_first_revision_is_upgraded_and_keeps_its_rows(tmp_path):
     path = tmp_path / "edgefl.db"
     config = make_alembic_config()
     with create_engine(f"sqlite:///{path}").begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, FIRST_REVISION)
-        names = {"run_id": "r", "round": 1, "started_at": 1.0, "bytes_up": 7, "facts": '{"disagreement": 0.5}'}
-        columns = {column["name"]: column for column in inspect(connection).get_columns("rounds")}
-        needed = {n: 0 for n, column in columns.items() if not column["nullable"] and n not in {*names, "id"}}
-        connection.exec_driver_sql("PRAGMA foreign_keys = OFF")
-        row = {**needed, **names}
-        marks = ", ".join(f":{name}" for name in row)
-        connection.execute(text(f"INSERT INTO rounds ({', '.join(row)}) VALUES ({marks})"), row)
+        insert(connection, "runs", run_id="r", config="{}")
+        insert(connection, "rounds", run_id="r", round=1, bytes_up=7, facts='{"disagreement": 0.5}')
+        for last_record in (10, 20):  # a version saved twice
+            insert(connection, "checkpoints", run_id="r", version=3, last_record=last_record)
     with pytest.raises(StoreError, match=f"is of revision {FIRST_REVISION}, this program reads {SCHEMA_REVISION}"):
         Store.open(path, read_only=True)
     with Store.open(path) as store:
         assert [(row["bytes_up"], row["facts"], row["metrics"]) for row in read_history(store, "rounds")] == [
             (7, {"disagreement": 0.5}, None)
         ]
+        assert [(row.version, row.last_record) for row in store.list_saved_models("r")] == [(3, 20)]
         store.set_round_metrics("r", 1, {"metrics": {"rmse": 2.5}})
         assert store.get_newest_measured_round("r", "metrics")["metrics"] == {"rmse": 2.5}
         with store.database.read() as connection:

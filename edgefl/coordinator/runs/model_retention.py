@@ -156,12 +156,12 @@ class ModelRetention:
             else self._saved_rows.get(version, _create_row(version, round_number, last_record, self._clock()))
         )
         self._write()
-        replaced = {} if version not in self._saved_rows else {self._saved_rows.pop(version).last_record: row.sha256}
+        replaced = {saved.sha256} if (saved := self._saved_rows.get(version)) is not None else set()
         sha256, path = save_model(self._folder, model)
         self._saved_rows[version] = replace(
             row, last_record=last_record, sha256=sha256, bytes_file=path.stat().st_size, at=self._clock()
         )
-        self._apply_retention({version}, also_removed=replaced)
+        self._apply_retention({version}, replaced)
 
     def close(self) -> None:
         """Writes pending models, unless a write failed before; an interrupted run keeps its models."""
@@ -233,27 +233,19 @@ class ModelRetention:
         if changed:
             self._apply_retention(changed)
 
-    def _apply_retention(self, changed: Collection[int], also_removed: Mapping[int, str] | None = None) -> None:
-        """Updates rows, then deletes the files of removed ones."""
+    def _apply_retention(self, changed: Collection[int], replaced: Collection[str] = ()) -> None:
+        """Updates rows, then deletes the files of removed ones, and of `replaced` hashes."""
         with self._lock:
             retained = select_retained(
                 [*self._saved_rows.values(), *(pending.row for pending in self._pending.values())],
                 self._rule,
                 self._unscored,
             )
-            removed = {
-                row.last_record: row.sha256 for row in self._saved_rows.values() if row.version not in retained
-            }
+            removed = {row.version: row.sha256 for row in self._saved_rows.values() if row.version not in retained}
             self._saved_rows = {version: row for version, row in self._saved_rows.items() if version in retained}
             rows = [self._saved_rows[version] for version in sorted(changed) if version in self._saved_rows]
-        removed |= also_removed or {}
-        save_model_rows(
-            self._store,
-            self._run_id,
-            rows,
-            [record for record in removed if record not in _list_record_numbers(rows)],
-        )
-        remove_unreferenced(self._folder, self._store, set(removed.values()))
+        save_model_rows(self._store, self._run_id, rows, list(removed))
+        remove_unreferenced(self._folder, self._store, {*removed.values(), *replaced})
 
     def _remove_unretained(self) -> None:
         """Drops pending models that would not be retained."""
@@ -309,10 +301,6 @@ def remove_orphans(folder: Path, store: Store, *, now: float) -> None:
 
 def _create_row(version: int, round_number: int, last_record: int, at: float) -> SavedModelRow:
     return SavedModelRow(version=version, round=round_number, last_record=last_record, sha256="", bytes_file=0, at=at)
-
-
-def _list_record_numbers(rows: Sequence[SavedModelRow]) -> set[int]:
-    return {row.last_record for row in rows}
 
 
 def save_base(components: RunComponents, folder: Path) -> None:

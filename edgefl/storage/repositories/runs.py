@@ -321,16 +321,16 @@ class RunRepository(Repository):
             upsert(connection, EvaluationTable, values, ("run_id", "assignment_id"))
 
     def record_saved_model(self, run_id: str, row: SavedModelRow) -> None:
-        """Records a checkpoint of the run."""
+        """Records a saved model of the run, in place of an earlier one of its version."""
         with self.database.write() as connection:
-            upsert(connection, SavedModelTable, [{"run_id": run_id, **to_columns(row)}], ("run_id", "last_record"))
+            upsert(connection, SavedModelTable, [{"run_id": run_id, **to_columns(row)}], ("run_id", "version"))
 
     def list_saved_models(self, run_id: str) -> list[SavedModelRow]:
-        """Returns the run's checkpoints, newest first."""
+        """Returns the run's saved models, newest first."""
         query = (
             select(SavedModelTable.__table__)
             .where(SavedModelTable.run_id == run_id)
-            .order_by(SavedModelTable.last_record.desc())
+            .order_by(SavedModelTable.version.desc())
         )
         names = SavedModelRow.__dataclass_fields__
         return [SavedModelRow(**{name: row[name] for name in names}) for row in self.database.read_dicts(query)]

@@ -43,7 +43,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
             RunTable.config,
         )
         .join(RunTable, RunTable.run_id == SavedModelTable.run_id)
-        .order_by(RunTable.sequence, RunTable.run_id, SavedModelTable.version, SavedModelTable.last_record)
+        .order_by(RunTable.sequence, RunTable.run_id, SavedModelTable.version)
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
@@ -93,16 +93,16 @@ def find_model(store: Store, text: str, run: str | None = None) -> Json:
 
 
 def save_model_rows(
-    store: Store, run_id: str, rows: Sequence[SavedModelRow], deleted_records: Collection[int]
+    store: Store, run_id: str, rows: Sequence[SavedModelRow], deleted_versions: Collection[int]
 ) -> None:
-    """Writes rows of saved models and deletes those of `deleted_records`, in one durable transaction."""
+    """Writes rows of saved models and deletes those of `deleted_versions`, in one durable transaction."""
     with store.batch(durable=True), store.database.write() as connection:
         for row in rows:
             store.record_saved_model(run_id, row)
-        if deleted_records:
+        if deleted_versions:
             connection.execute(
                 delete(SavedModelTable).where(
-                    SavedModelTable.run_id == run_id, SavedModelTable.last_record.in_(deleted_records)
+                    SavedModelTable.run_id == run_id, SavedModelTable.version.in_(deleted_versions)
                 )
             )
 

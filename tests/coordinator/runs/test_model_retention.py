@@ -166,6 +166,23 @@ def test_the_last_version_has_one_row_of_the_run_s_last_record_and_keeps_its_acc
     ]
 
 
+def test_no_model_of_a_replayed_journal_whose_last_record_they_share_goes_with_another(
+    store: Store, folder: Path, keep: Any
+) -> None:
+    keeper = keep(keep_last=1, pace={"write_every_s": 0.01})
+    keeper.add(1, 1, 70, model(1))
+    eventually(lambda: versions(store) == [1])
+    keeper.add(2, 2, 70, model(2))
+    keeper.record_accuracy(2, 0.9)
+    eventually(lambda: versions(store) == [1, 2])
+    keeper.add(3, 3, 80, model(3))
+    keeper.record_accuracy(1, 0.8)
+    eventually(lambda: versions(store) == [2, 3])
+    keeper.finish(3, 3, 80, model(3))
+    assert [(row["version"], row["accuracy"]) for row in rows_of(store)] == [(2, 0.9), (3, None)]
+    assert files(folder) == named(store)
+
+
 def test_a_run_that_nobody_evaluates_keeps_its_last_model(store: Store, folder: Path, keep: Any) -> None:
     keep().finish(7, 7, 70, model(7))
     assert versions(store) == [7]
@@ -245,7 +262,7 @@ def test_files_that_another_run_or_a_run_file_names_stay(store: Store, folder: P
         run_id="later", name="later", task="digits", strategy="fedavg", seed=7, submitted_at=2.0,
         config={"run": {"task": "digits", "init": str(folder / f"{mine}.safetensors")}},
     )  # fmt: skip
-    save_model_rows(store, "other", [], [20])
+    save_model_rows(store, "other", [], [2])
     remove_unreferenced(folder, store, {mine})
     assert mine in files(folder)
 
