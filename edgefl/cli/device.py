@@ -21,6 +21,7 @@ from edgefl.cli.device_join import (
 )
 from edgefl.cli.device_shard import forget, label, show
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
+from edgefl.cli.shard_labels import export, import_
 from edgefl.cli.signing import apply_update, signers_option, trust
 from edgefl.cli.sources import (
     EXISTING_FILE_TYPE,
@@ -292,7 +293,9 @@ def _read_conditions(state: DeviceStateDir) -> dict[str, Any]:
 command.add_command(join)
 command.add_command(shard)
 command.add_command(label)
+shard.add_command(export)
 shard.add_command(forget)
+shard.add_command(import_)
 shard.add_command(show)
 command.add_command(set_)
 command.add_command(infer)

@@ -15,6 +15,7 @@ import click
 
 from edgefl.cli.device_join import confine_option, find_shard_folder
 from edgefl.cli.output import echo, text_format_option
+from edgefl.cli.shard_labels import check_labels
 from edgefl.cli.signing import signers_option
 from edgefl.cli.sources import find_deployed_file, get_policy, load_device_state, state_option
 from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
@@ -171,11 +172,9 @@ def label(  # noqa: PLR0913 the options of one command
     from edgefl.device.collect.label_page import LabelServer, print_address  # noqa: PLC0415 likewise
     from edgefl.device.collect.label_queue import FileTarget, LabelQueue, open_target  # noqa: PLC0415 likewise
     from edgefl.device.collect.label_server import Gate, make_pin, make_server_context  # noqa: PLC0415 likewise
-    from edgefl.device.collect.settings import is_label  # noqa: PLC0415 likewise
     from edgefl.device.collect.uncertain_times import read_uncertain_times  # noqa: PLC0415 likewise
 
-    if wrong := [text for text in labels if not is_label(text)]:
-        raise UsageError(f"--label must be visible, without a slash and no dot in front; got {wrong[0]!r:.80}")
+    check_labels(labels)
     if uncertain and model is not None:
         raise UsageError("--uncertain takes the guesses that the deployed model made; leave out --model")
     times = read_uncertain_times(folder) if uncertain else None

@@ -210,3 +210,24 @@ def test_a_page_for_labels_that_cannot_be_is_refused(run, tmp_path, words, code,
     refused = run("device", "label", tmp_path / "shard", *words, "--state", tmp_path / "state")
     assert refused.code == code
     assert text in refused.err
+
+
+def test_examples_go_out_to_be_labelled_elsewhere_and_their_labels_come_back(run, tmp_path):
+    with open_file_store(tmp_path / "birds", LIMITS, "oldest") as store:
+        store.add(b"1", UNLABELLED, ".png", 5.0)
+        store.add(b"2", UNLABELLED, ".png", 6.0)
+        store.commit(store.state, 7.0)
+    out = tmp_path / "tasks"
+    told = run("device", "shard", "export", tmp_path / "birds", out, "--label", "robin").out
+    assert f"wrote 2 examples; {out / 'tasks.json'} lists them" in told
+    first, second = json.loads((out / "tasks.json").read_text())
+    assert first["data"]["image"].startswith("/data/local-files/?d=tasks/files/19700101T000005.000-")
+    gone = {**second, "example": "19700101T000009.000-0123456789abcdef", "label": "robin"}
+    (tmp_path / "labels.json").write_text(json.dumps([{**first["data"], "label": "robin"}, gone]))
+    words = ("device", "shard", "import", tmp_path / "birds", tmp_path / "labels.json")
+    assert "say --label 'robin'" in run(*words).err
+    told = run(*words, "--label", "robin").out
+    assert "1 examples have the labels of" in told
+    assert "1 examples are not there any more" in told
+    assert "label robin: 1" in run("device", "shard", "show", tmp_path / "birds").out
+    assert "got 'a/b'" in run(*words, "--label", "a/b").err

@@ -16,6 +16,7 @@ from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.answers import parse_model, parse_prediction
 from edgefl.device.collect.file_store import check_example
 from edgefl.device.collect.forgetting import FORGET_NAME, ForgetRequest, forget_here, write_forget_request
+from edgefl.device.collect.label_files import CLASSES_NAME, read_label_file
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
@@ -50,6 +51,15 @@ port = 3
 """
 MESSAGES = (b'{"t":21.5,"x":[{"y":"ON"}],"door":"open","u":"\\u00e9"}', b"21.5", b"ON", b"unavailable", b'{"t":null}')
 CSV = b'at;A;word\n2026-01-01T10:00:00+01:00;1,5;open\n1700000000;2;"a;b"\n'
+NAME, ROWS_NAME = b"20260301T140000.000-0123456789abcdef", b"rows-1772373600.000-1772373660.000"
+LABEL_TASKS = (
+    b'[{"data":{"image":"/data/upload/1/ab-%b.png"},"annotations":[{"was_cancelled":false,"ground_truth":true,"result":'
+    b'[{"type":"choices","value":{"choices":["robin"]}}]}]},{"data":{"rows":"%b.csv"},"annotations":[{"result":[{"value":'
+    b'{"start":1772373601,"end":1772373602.5,"timeserieslabels":["open"]}}]}]}]' % (NAME, ROWS_NAME),
+    b'[{"image":"%b.png","label":"robin"},{"rows":"%b","label":[{"start":1,"end":2,"timeserieslabels":["open"]}]}]'
+    % (NAME, ROWS_NAME),
+)
+LABEL_CELLS = b'example,label\n%b,"{""choices"": [""robin""]}"\n%b,\'=open\n' % (NAME, ROWS_NAME)
 JSON_LINES = b'{"at":1700000000.5,"a":{"b":1},"word":"open"}\n{"at":"2026-01-01","a":{"b":null}}\n'
 
 
@@ -160,6 +170,30 @@ def row_labels(folder: Path) -> Reader:
         cut_row_labels(folder, 1.0, 1.5)
 
     return Reader(feed=feed, seeds=(Seed(content=(folder / LABELS_NAME).read_bytes(), form=Form.TEXT),))
+
+
+def label_files(folder: Path) -> Reader:
+    paths = {b"[": folder / "tasks.json", b"e": folder / "labels.csv"}
+
+    def feed(data: bytes) -> None:
+        path = paths.get(data[:1], paths[b"e"])
+        path.write_bytes(data)
+        read_label_file(path, "label")
+
+    seeds = [Seed(content=content, form=Form.JSON) for content in LABEL_TASKS]
+    return Reader(feed=feed, seeds=(*seeds, Seed(content=LABEL_CELLS, form=Form.TEXT)))
+
+
+def yolo_folders(folder: Path) -> Reader:
+    def feed(data: bytes) -> None:
+        classes, _, boxes = data.partition(b"\n\n")
+        (folder / CLASSES_NAME).write_bytes(classes)
+        (folder / f"{NAME.decode()}.txt").write_bytes(boxes)
+        read_label_file(folder, "label")
+
+    return Reader(
+        feed=feed, seeds=(Seed(content=b"robin\nwren\n\n1 0.5 0.5 1 1\n0 .1 .2 .3 .4 .9\n", form=Form.TEXT),)
+    )
 
 
 def answers(_folder: Path) -> Reader:

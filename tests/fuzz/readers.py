@@ -352,6 +352,19 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/forgetting.py:_SegmentCut._should_go",
         ),
         "disk-labels": _entry(collect_readers.row_labels, "system/row_labels.py:_parse_line"),
+        "collect-label-files": _entry(
+            collect_readers.label_files,
+            "device/collect/label_files.py:_read_tasks",
+            "device/collect/label_files.py:_read_cells",
+            "device/collect/label_files.py:_read_span",
+            "device/collect/label_files.py:_parse_nested",
+        ),
+        "collect-yolo": _entry(
+            collect_readers.yolo_folders,
+            "device/collect/label_files.py:read_label_file",
+            "device/collect/label_files.py:_read_yolo",
+            "device/collect/label_files.py:_parse_box",
+        ),
         "collect-answers": _entry(collect_readers.answers, "device/collect/answers.py:_parse_object"),
         "disk-uncertain": _entry(
             collect_readers.uncertain_times, "device/collect/uncertain_times.py:read_uncertain_times"

@@ -48,7 +48,7 @@ Version = tuple[object, ...]
 class Example:
     """What gets a label: `file` of a shard of files, else the rows of a time, as `curves` of numbers by column.
 
-    `label` is the one that an event or a default has given.
+    `label` is the one that an event or a default has given; `times` are those of the curves' points.
     """
 
     since_s: float
@@ -56,6 +56,7 @@ class Example:
     label: str = ""
     file: KeptFile | None = None
     curves: tuple[tuple[str, Sequence[float]], ...] = ()
+    times: Sequence[float] = ()
 
     @property
     def key(self) -> str:
@@ -174,9 +175,15 @@ class RowTarget:
     """
 
     def __init__(
-        self, folder: Path, state: StoreState, window_s: float, times: Sequence[UncertainTime] | None = None
+        self,
+        folder: Path,
+        state: StoreState,
+        window_s: float,
+        times: Sequence[UncertainTime] | None = None,
+        *,
+        max_examples: int = MAX_EXAMPLES,
     ) -> None:
-        self.folder, self._state, self._window_s = folder, state, window_s
+        self.folder, self._state, self._window_s, self._max_examples = folder, state, window_s, max_examples
         self._labels: set[str] = set()
         self._asked = None if times is None else RowLabels([_make_asked(time) for time in times])
 
@@ -188,16 +195,16 @@ class RowTarget:
             self._labels |= {label} - {""}
             if window is not None and (is_left_out or not window.has_room(time_s, row["span"], label)):
                 (others if window.label else unlabelled).append(window.make_example())
-                del others[max(0, MAX_EXAMPLES - len(unlabelled)) :]
+                del others[max(0, self._max_examples - len(unlabelled)) :]
                 window = None
-            if len(unlabelled) >= MAX_EXAMPLES:
+            if len(unlabelled) >= self._max_examples:
                 return unlabelled
             if not is_left_out:
                 window = window or _Window(time_s, row, self._state.columns, self._window_s)
                 window.add(time_s, row)
         if window is not None and not _is_collected(self.folder):
             (others if window.label else unlabelled).append(window.make_example())
-        return [*unlabelled, *others][:MAX_EXAMPLES]
+        return [*unlabelled, *others][: self._max_examples]
 
     def list_labels(self) -> list[str]:
         return sorted(self._labels)
@@ -247,7 +254,7 @@ class _Window:
         self._since_s = self._until_s = since_s
         self._end_s, self._num_rows, self._step = since_s + window_s, 0, 1
         names = [name for name in columns if _parse_number(row[name]) is not None][:MAX_CURVES]
-        self._curves = {name: array("d") for name in names}
+        self._curves, self._times = {name: array("d") for name in names}, array("d")
 
     def has_room(self, time_s: float, span: str, label: str) -> bool:
         return time_s < self._end_s and (span, label) == (self.span, self.label)
@@ -255,6 +262,7 @@ class _Window:
     def add(self, time_s: float, row: Mapping[str, str]) -> None:
         self._until_s = time_s
         if self._num_rows % self._step == 0:
+            self._times.append(time_s)
             for name in list(self._curves):
                 number = _parse_number(row[name])
                 if number is None:
@@ -264,19 +272,27 @@ class _Window:
         self._num_rows += 1
         if self._num_rows == 2 * MAX_POINTS * self._step:
             self._step *= 2
-            for points in self._curves.values():
+            for points in (self._times, *self._curves.values()):
                 del points[1::2]
 
     def make_example(self) -> Example:
         return Example(
-            since_s=self._since_s, until_s=self._until_s, label=self.label, curves=tuple(self._curves.items())
+            since_s=self._since_s,
+            until_s=self._until_s,
+            label=self.label,
+            curves=tuple(self._curves.items()),
+            times=self._times,
         )
 
 
 def open_target(
-    folder: Path, window_s: float, times: Sequence[UncertainTime] | None = None
+    folder: Path,
+    window_s: float,
+    times: Sequence[UncertainTime] | None = None,
+    *,
+    max_examples: int = MAX_EXAMPLES,
 ) -> FileTarget | RowTarget:
-    """Returns what is labelled in a collector's folder: all, or only rows of some times.
+    """Returns what is labelled in a collector's folder: all, or only rows of some times, in so many windows at most.
 
     Raises:
         NotFoundError: no collector has written into it.
@@ -294,7 +310,9 @@ def open_target(
             f"{folder} has no times of which a model was uncertain: [answer] of the collect file notes them, with "
             "uncertain_below above 0, ten minutes later"
         )
-    return RowTarget(folder, state, window_s, times) if state.columns else FileTarget(folder)
+    if not state.columns:
+        return FileTarget(folder)
+    return RowTarget(folder, state, window_s, times, max_examples=max_examples)
 
 
 @dataclass(frozen=True, slots=True)
