@@ -5,14 +5,12 @@ Where a text lies and how it puts things is free; a page, a run file or a module
 
 import ast
 import importlib
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
 from dataclasses import fields, replace
-from pathlib import Path
 
 import click
 import numpy as np
@@ -356,30 +354,6 @@ def test_a_run_of_the_pages_ends_well(modules, tmp_path, monkeypatch, capsys, bo
     readings(tmp_path / "readings" / "a")
     exec(compile(body, "page", "exec"), {})
     assert " finished: " in capsys.readouterr().out
-
-
-def papers():
-    """Run files of the pages of papers: one round, two exchanges, and a small network in place of a residual one."""
-    for path, text in PAGES.items():
-        for body in fences(text, "toml") if path.parent == ROOT / "docs" / "papers" else []:
-            tables = parse_run(tomllib.loads(body)).to_json()
-            tables["run"] |= {**dict.fromkeys(("epochs", "updates", "seconds", "bytes", "accuracy")), "rounds": 1}
-            if "exchanges_per_round" in tables["strategy"]:
-                tables["strategy"]["exchanges_per_round"] = 2
-            if str(tables["task"].get("model")).startswith("resnet"):
-                tables["task"] = {"model": "lenet"}
-            yield pytest.param(tables, id=f"{path.stem}-{tables['strategy']['name']}")
-
-
-@pytest.mark.extended  # networks need torch
-@pytest.mark.parametrize("tables", [*papers()])
-def test_a_run_of_the_pages_of_papers_trains_and_is_measured(tables, tmp_path):
-    data = Path(os.environ.get("EDGEFL_DATA", "nowhere")) / tables["run"]["task"]
-    if not data.is_dir():
-        pytest.skip(f"needs {tables['run']['task']}: set EDGEFL_DATA to the folder that holds it")
-    done = edgefl.simulate(tables, root=tmp_path, data=data)
-    assert done.status == "finished"
-    assert 0.0 < done.metrics["accuracy"] < 1.0
 
 
 @pytest.mark.parametrize("name", [name for name in python_modules() if not name.startswith("test_")])
