@@ -17,9 +17,9 @@ the worst. Intervals are of 95 %, margins are paired by seed.
 
 Parts: `logistic` as above; `codecs` along the edges of ADMM-ISVR; `loss` of messages, each method tuned for it;
 `cnn`, the small one of the image tasks, over `--cnn-rounds` and with `--cnn-batch`; `pairs`, in which both ends of an
-edge exchange at once, DSGD's too, of `--models` and `--cuts`, over as many rounds; `paper`, the published logistic
-rows (8 of 10 classes, learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so that they say
-nothing for ISVR.
+edge exchange at once, DSGD's too, of `--models`, `--cuts` and `--pair-graphs`, over as many rounds; `paper`, the
+published logistic rows (8 of 10 classes, learning rate 0.002, L2 0.01), where **plain local DSGD shows no drift**, so
+that they say nothing for ISVR.
 
 Cells in the `--out` folder are not run again, so a run that was stopped goes on where it was; `--known` runs nothing
 and prints what is there, of what `--rates`, `--decays`, `--graphs`, `--parts` and `--variants` leave.
@@ -42,12 +42,12 @@ from harness.isvr_cell import ONE_NODE, SCORES, Cell, Outcome, interval, of_aver
 from harness.isvr_search import Results, tune
 
 ROUNDS, PERIOD = 600, 8
-GRAPHS = {"ring": "ring", "N2": "paper-random"}
+GRAPHS = {"ring": "ring", "N1": "multiplex:2", "N2": "paper-random"}
 DECAYS = ("constant", "linear", "inverse-sqrt")
 CODECS = ("", "fp16", "int8", "qsgd:4:64", "qsgd:2:8", "lss:2")
 LOSSES = (0.1, 0.3)
-PAPER = {"N1": ("multiplex:2", 8800), "N2": ("paper-random", 5600)}
-"""Graph and rounds of K local iterations: with so many the one node is where the published one is."""
+PAPER = {"N1": 8800, "N2": 5600}
+"""Rounds of K local iterations by graph: with so many the one node is where the published one is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +183,11 @@ def losses(results: Results, args: argparse.Namespace) -> None:
 
 
 def run_tuned(
-    names: Sequence[str], results: Results, args: argparse.Namespace, **changes: Any
+    names: Sequence[str], results: Results, args: argparse.Namespace, *, graph: str = "ring", **changes: Any
 ) -> tuple[dict[str, list[Cell]], dict[str, Cell]]:
-    """Runs variants on the ring for `--cnn-rounds`; returns the best cells by seed, and those that were searched."""
+    """Runs variants for `--cnn-rounds`; returns the best cells by seed, and those that were searched."""
     cells = {
-        name: replace(cell_of(name, "ring", rounds=args.cnn_rounds), batch_size=args.cnn_batch, points=10, **changes)
+        name: replace(cell_of(name, graph, rounds=args.cnn_rounds), batch_size=args.cnn_batch, points=10, **changes)
         for name in names
         if name in args.variants
     }
@@ -208,16 +208,17 @@ def cnn(results: Results, args: argparse.Namespace) -> None:
 def pairs(results: Results, args: argparse.Namespace) -> None:
     for model in args.models:
         for cut in args.cuts:
-            columns, _ = run_tuned(PAIRS, results, args, model=model, cut=cut)
-            print_table(f"{model} on ring, {cut} classes, {args.cnn_rounds} rounds", columns, results)
+            for title in args.pair_graphs:
+                columns, _ = run_tuned(PAIRS, results, args, graph=GRAPHS[title], model=model, cut=cut)
+                print_table(f"{model} on {title}, {cut} classes, {args.cnn_rounds} rounds", columns, results)
 
 
 def paper(results: Results, args: argparse.Namespace) -> None:
-    for title, (graph, rounds) in PAPER.items():
+    for title, rounds in PAPER.items():
         columns = {}
         for name in PUBLISHED:
             if name in args.variants:
-                cell = cell_of(name, graph, rounds=rounds)
+                cell = cell_of(name, GRAPHS[title], rounds=rounds)
                 cell = replace(cell, cut="8 of 10", rate=0.002, weight_decay=0.01, points=10)
                 columns[name] = of_seeds(cell, args.long_seeds)
         results.run(by_seed(columns.values()))
@@ -332,13 +333,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=os.environ.get("EDGEFL_DATA"), help="holds fashion-mnist/")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--long-seeds", type=int, default=1, help="likewise, of cnn and paper")
+    parser.add_argument("--long-seeds", type=int, default=1, help="likewise, of cnn, pairs and paper")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of the logistic regression [%(default)s]")
     parser.add_argument("--cnn-rounds", type=int, default=200)
     parser.add_argument("--cnn-batch", type=int, default=32)
     parser.add_argument("--by", choices=list(SCORES), default="nodes", help="whose accuracy rates are tuned for")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=list(GRAPHS))
+    parser.add_argument("--graphs", nargs="+", choices=list(GRAPHS), default=["ring", "N2"], help="of logistic")
+    parser.add_argument("--pair-graphs", nargs="+", choices=list(GRAPHS), default=["ring"], help="of pairs")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--rates", type=float, nargs="+", help="try these learning rates alone")
     parser.add_argument("--decays", choices=DECAYS, nargs="+", help="try these decays alone")

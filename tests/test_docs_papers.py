@@ -142,15 +142,12 @@ def test_every_row_says_what_to_type_or_leads_to_a_block_that_does():
 
 
 def test_a_setting_with_several_values_is_as_many_runs():
-    cell = '`name = "a"`, `"b"` with `[guard] enabled = false` and `max = 1`, `2`, `--scheme redundant:R`, `word`'
-    assert [*typed_runs("strategy", cell.replace("`2`", '`"x:S"`'))] == [
+    cell = '`name = "a"`, `"b"` with `[guard] enabled = false` and `max = 1`, `"c:S"`, `--scheme redundant:R`, `word`'
+    last = {"name": "b"}
+    assert [*typed_runs("strategy", cell)] == [
         {"strategy": {"name": "a"}},
-        {"strategy": {"name": "b"}, "guard": {"enabled": False, "max": 1}},
-        {
-            "strategy": {"name": "b"},
-            "guard": {"enabled": False, "max": "x:2"},
-            "simulation": {"scheme": "redundant:2"},
-        },
+        {"strategy": last, "guard": {"enabled": False, "max": 1}},
+        {"strategy": last, "guard": {"enabled": False, "max": "c:2"}, "simulation": {"scheme": "redundant:2"}},
     ]
     assert len([*rows()]) > 60
 

@@ -23,6 +23,7 @@ NEED_DATA = {
     "isvr_claim",
     "lss_merge",
     "lss_sizes",
+    "presets",
     "simulator_peer",
     "split_learning",
 }
