@@ -7,6 +7,7 @@ commas between them, or is empty.
 import ctypes
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -80,6 +81,8 @@ def main():
     report["key"] = attempt((state / "key").read_text)
     report["shard"] = attempt((state / "shard").read_text)
     report["own"] = attempt((state / "own" / "x").write_text, "x")
+    report["copy"] = attempt(shutil.copy, state / "shard", state / "own" / "copy")
+    report["mode"] = attempt(os.chmod, state / "key", 0o777)
     report["socket"] = attempt(socket.socket)
     report["fork"] = attempt(os.fork)
     report["agent"] = attempt(Path(f"/proc/{os.getppid()}/mem").read_bytes)

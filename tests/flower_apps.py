@@ -12,7 +12,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.serverapp import Grid
 
 from edgefl.flower.app_folder import AppFolder
-from edgefl.flower.app_job import load_component
+from edgefl.flower.app_job import PATH_KEYS, load_component
 from edgefl.flower.strategy import ensure_identity
 
 PROJECT = """[project]
@@ -92,7 +92,8 @@ def count_call(context):
 
 
 def pass_gate(message, context):
-    folder, number = Path(context.node_config["data-path"]), message.content["config"]["server-round"]
+    folder, number = Path(context.node_config["dataset-path"]), message.content["config"]["server-round"]
+    assert context.node_config["data-path"] == str(folder)
     Path(f"arrived-{number}").touch()
     while (folder / f"closed-{number}").exists():
         time.sleep(0.05)
@@ -151,7 +152,11 @@ class HereGrid(Grid):
             Context(
                 run_id=1,
                 node_id=number,
-                node_config={"partition-id": number, "num-partitions": len(paths), "data-path": str(path)},
+                node_config={
+                    "partition-id": number,
+                    "num-partitions": len(paths),
+                    **dict.fromkeys(PATH_KEYS, str(path)),
+                },
                 state=RecordDict(),
                 run_config=dict(app.config),
             )

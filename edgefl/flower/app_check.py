@@ -31,7 +31,6 @@ DOWNLOADERS = frozenset({
     "torchvision.datasets", "transformers", "urllib.request", "wandb",
 })  # fmt: skip
 """Modules that mostly need the network."""
-SECURE_NAMES = frozenset({"SecAggPlusWorkflow", "SecAggWorkflow", "secagg_mod", "secaggplus_mod"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,7 @@ def _check_component(app: AppFolder, kind: str, reference: str) -> Iterator[Find
     if made is None:
         yield Finding("check", str(file), f"{attribute} is not assigned here by {kind}(…), and was not looked into")
     elif made.args or any(word.arg in OLDER_OPTIONS for word in made.keywords):
-        yield Finding("check", str(file), f"{kind}(…) is given functions or objects, Flower's older interface")
+        yield Finding("works", str(file), f"{kind} of functions or objects, Flower's older interface")
     elif kind == "ClientApp":
         yield from _check_handlers(file, trees[file], attribute)
     else:
@@ -117,8 +116,6 @@ def _check_names(path: PurePosixPath, tree: ast.Module, kind: str) -> Iterator[F
     used |= {node.id for node in nodes if isinstance(node, ast.Name)}
     for name in sorted(used & STARTERS):
         yield Finding("fails", str(path), f"{name}: it makes a connection, or a simulation, of its own")
-    for name in sorted(used & SECURE_NAMES):
-        yield Finding("check", str(path), f"{name}: secure aggregation was not tried")
 
 
 def _check_dependency(line: str) -> Iterator[Finding]:

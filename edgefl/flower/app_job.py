@@ -36,6 +36,8 @@ CRASHED_ERROR, UNAVAILABLE_ERROR = 8, 5
 SERVER_NODE_ID = 1
 ROUND_KEY = "server-round"
 """With which Flower's strategies number their messages."""
+PATH_KEYS = ("data-path", "dataset-path")
+"""Of a node's configuration, for the board's files: Flower's examples have the second."""
 MAX_REASON_CHARS = 500
 LIFETIME_S = 10.0**11
 """Of messages on a board, whose clock may be wrong, from 1970 on."""
@@ -109,7 +111,11 @@ class FlowerApp(Job):
         return Context(
             run_id=int(header["run_id"]),
             node_id=int(header["node_id"]),
-            node_config={**header["node_config"], "data-path": str(context.path), "name": context.device_id},
+            node_config={
+                **header["node_config"],
+                **dict.fromkeys(PATH_KEYS, str(context.path)),
+                "name": context.device_id,
+            },
             state=state,
             run_config=dict(self.run_config),
         )

@@ -75,6 +75,8 @@ uname sysinfo getrusage getrlimit getrandom exit exit_group
 CONNECTION_CALLS = """
 accept accept4 recvfrom recvmsg sendto sendmsg getsockname getpeername getsockopt setsockopt shutdown
 """
+IGNORED_CALLS = "chmod fchmod fchmodat fchmodat2"
+"""What succeeds and does nothing: Landlock does not keep it from other files, and `shutil.copy` needs it."""
 KEPT_VARIABLES = frozenset({"LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", ALLOW_VARIABLE})
 KEPT_PREFIXES = ("OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NVIDIA_", "PYTORCH_")
 _ALLOWED_FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)
@@ -84,6 +86,7 @@ _CLONE_NEWNS, _CLONE_NEWUSER = 0x20000, 0x10000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _EPERM, _ENOSYS = 1, 38
 _ALLOW, _FAIL, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+"""`_FAIL` with the number of an error, or with none: nothing is done, and the call succeeds."""
 _NOT_EQUAL, _EQUAL, _MASKED_EQUAL = 1, 4, 7
 _FILTER_BAD_ARCHITECTURE = 2
 
@@ -352,6 +355,8 @@ def _filter_calls(library: ctypes.CDLL, names: str) -> None:
 
     for name in names.split():
         add(name)
+    for name in IGNORED_CALLS.split():
+        add(name, action=_FAIL)
     add("clone", (0, _MASKED_EQUAL, _CLONE_THREAD, _CLONE_THREAD))
     add("clone3", action=_FAIL | _ENOSYS)  # its flags lie in memory, which a filter cannot read; glibc takes clone
     for name in ("kill", "tgkill"):

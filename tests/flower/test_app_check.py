@@ -27,6 +27,8 @@ def test_an_app_of_the_present_interface_that_reads_its_own_files_works(found, t
     app = read_app(tmp_path / "app")
     assert (app.name, app.version, app.server) == ("mean-app", "1.2.0", "mean_app.server_app:app")
     assert app.config == {"num-server-rounds": 3, "model.size": 4}
+    assert found(client_app=CLIENT.replace("ClientApp()", "ClientApp(client_fn=None)")) == []
+    app = read_app(write_app(tmp_path / "app"))
     works = [(one.where, one.what) for one in check_app(app)]
     assert ("mean_app/client_app.py", "ClientApp that answers train, evaluate") in works
 
@@ -49,13 +51,10 @@ def test_what_makes_its_own_connection_fails_where_the_app_reaches_it(found):
 @pytest.mark.parametrize(
     ("change", "verdict", "words"),
     [
-        ({"client_app": CLIENT.replace("ClientApp()", "ClientApp(client_fn=None)")}, "check", "older interface"),
         ({"client_app": CLIENT.replace("@app.", "@other.")}, "fails", "no function is marked @app.train()"),
         ({"client_app": "from somewhere import app\n"}, "check", "app is not assigned here"),
         ({"client_app": "def broken(:\n"}, "fails", "it is no Python"),
         ({"data": "import torchvision.datasets\n" + DATA}, "check", "imports torchvision.datasets: a board"),
-        ({"server_app": "from flwr.server.workflow import SecAggPlusWorkflow\nSecAggPlusWorkflow\n" + SERVER},
-         "check", "SecAggPlusWorkflow: secure aggregation"),
         ({"project": PROJECT.replace("flwr[simulation]>=1.30", "flwr==1.2.0")}, "fails", "edgefl has flwr 1."),
         ({"project": PROJECT.replace("numpy>=1.26", "fastai>=2")}, "check", "fastai>=2: boards need it already"),
         ({"project": PROJECT.replace("numpy>=1.26", "x @ https://x.example/x.whl")}, "fails", "boards fetch nothing"),

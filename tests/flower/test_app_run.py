@@ -539,3 +539,77 @@ def test_instructions_name_the_coordinators_own_files_also_where_the_run_file_do
     run = parse_run({"job": {"name": "flower-mean-app", "run_config": "model.size=3"}})
     expected = {"run_config": "model.size=3", "fingerprint": compute_fingerprint(read_app(job.root))}
     assert assembly.build_job(run, "run-1").header["options"] == expected
+
+
+OLDER_CLIENT = """import numpy as np
+from flwr.client import NumPyClient
+from flwr.client.mod import LocalDpMod, fixedclipping_mod, secaggplus_mod
+from flwr.clientapp import ClientApp
+
+
+class Mean(NumPyClient):
+    def __init__(self, number):
+        self.number = number
+
+    def fit(self, parameters, config):
+        return [np.full(4, float(self.number + 1))], 1, {}
+
+    def evaluate(self, parameters, config):
+        return float(np.abs(parameters[0]).sum()), 1, {}
+
+
+app = ClientApp(client_fn=lambda context: Mean(context.node_config["partition-id"]).to_client(), mods=[MODS])
+"""
+OLDER_SERVER = """import numpy as np
+from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.server import LegacyContext, ServerApp, ServerConfig
+from flwr.server.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    strategy = FedAvg(min_available_clients=3, initial_parameters=ndarrays_to_parameters([np.zeros(4)]))
+    context = LegacyContext(context=context, config=ServerConfig(num_rounds=2), strategy=STRATEGY)
+    DefaultWorkflow(fit_workflow=WORKFLOW)(grid, context)
+    np.savez("final_model", *context.state.array_records["parameters"].to_numpy_ndarrays())
+"""
+PRIVATE = "DifferentialPrivacyClientSideFixedClipping(strategy, 1e-9, 1.0, 3)"
+
+
+@pytest.mark.parametrize(
+    ("mods", "strategy", "workflow", "expected"),
+    [
+        ("", "strategy", "None", 2.0),
+        ("secaggplus_mod", "strategy", "SecAggPlusWorkflow(3, 2)", 2.0),
+        ("fixedclipping_mod", PRIVATE, "None", 1.0),
+        ("secaggplus_mod, fixedclipping_mod", PRIVATE, "SecAggPlusWorkflow(3, 2)", 1.0),
+        ("LocalDpMod(1.0, 1e-6, 1e6, 0.5)", "strategy", "None", 1.0),
+    ],
+)
+def test_an_app_of_the_older_interface_runs_with_secure_aggregation_and_privacy(
+    make_fleet, mods, strategy, workflow, expected
+):
+    server = OLDER_SERVER.replace("STRATEGY", strategy).replace("WORKFLOW", workflow)
+    fleet = make_fleet(
+        {"mean_app/client_app.py": OLDER_CLIENT.replace("MODS", mods), "mean_app/server_app.py": server}
+    )
+    files = fleet.run()
+    model = load_model(io.BytesIO(files["final_model.npz"]))
+    assert not any("Error" in line for line in fleet.lines), fleet.lines
+    np.testing.assert_allclose(model, expected, atol=0.02)
+
+
+def test_an_app_of_functions_that_make_server_and_clients_runs(make_fleet):
+    server = """from flwr.server import ServerApp, ServerAppComponents, ServerConfig
+from flwr.server.strategy import FedAvg
+
+strategy = FedAvg(min_available_clients=3)
+app = ServerApp(server_fn=lambda _: ServerAppComponents(strategy=strategy, config=ServerConfig(num_rounds=2)))
+"""
+    fleet = make_fleet({"mean_app/client_app.py": OLDER_CLIENT.replace("MODS", ""), "mean_app/server_app.py": server})
+    log = fleet.run()["server-app.log"].decode()
+    assert "round 1: 8.0" in log, log
+    assert "Error" not in "".join(fleet.lines)

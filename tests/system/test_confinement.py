@@ -23,6 +23,7 @@ KINDS = ("landlock", "namespaces")
 def state(tmp_path):
     for name in ("key", "shard"):
         (tmp_path / name).write_text(name)
+        (tmp_path / name).chmod(0o600)
     (tmp_path / "own").mkdir()
     return tmp_path
 
@@ -61,8 +62,14 @@ def list_unit_calls():
 def check_closed(report):
     assert report["gaps"] == []
     assert report["key"].startswith(("PermissionError", "FileNotFoundError"))
-    assert (report["shard"], report["own"]) == ("done", "done")
+    assert (report["shard"], report["own"], report["copy"]) == ("done", "done", "done")
     assert all("PermissionError" in report[name] for name in ("socket", "fork", "agent")), report
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_of_the_mode_of_the_key_does_nothing(kind, state):
+    report = run(kind, state)
+    assert (state / "key").stat().st_mode & 0o777 == 0o600, report["mode"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,6 +78,7 @@ def test_the_key_the_network_and_other_processes_are_closed_and_numpy_and_onnxru
     report = run(kind, state, "numpy", f"onnx={state / 'own' / 'model.onnx'}")
     check_closed(report)
     assert (report["numpy"], report["onnx"]) == ("done", "done")
+    assert (state / "own" / "copy").read_text() == "shard"
     assert (state / "own" / "x").read_text() == "x"
 
 
