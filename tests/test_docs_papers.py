@@ -16,6 +16,7 @@ from edgefl.cli.main import main
 from edgefl.core.config import parse_run
 from edgefl.core.safe_parsing import format_toml
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
+from edgefl.engine.assembly.build import build_run
 from edgefl.tasks.local_algorithms.local_training import train
 from edgefl.tasks.registry import make_task
 
@@ -173,6 +174,8 @@ def test_a_network_of_a_row_takes_a_step(page, tables):
     options = tables["task"]
     if options["model"].startswith("torchvision:"):
         pytest.importorskip("torchvision", reason="needs torchvision: pip install '.[torchvision]'")
+    run = {"run": {"task": "fashion-mnist"}, **tables, "strategy": {"name": strategy_of(page)}}
+    assert build_run(parse_run(run), "row").strategy is not None
     task, rng = make_task("fashion-mnist", options), np.random.default_rng(1)
     learner, model = task.learner(threads=1), task.init(7)
     learner.load(model)
