@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgefl.client.fleet import connect
     from edgefl.compression.codec import Codec
     from edgefl.core.metrics import Metric
     from edgefl.core.types import Strategy, Task
     from edgefl.simulation.local_fleet import run
     from edgefl.simulation.simulated_run import simulate
-    from edgefl.system.api_client import connect
     from edgefl.tasks.job import Job, JobContext
 
 __version__ = "0.2.0"
@@ -26,7 +26,7 @@ _MODULES = {
     "Metric": "edgefl.core.metrics",
     "Strategy": "edgefl.core.types",
     "Task": "edgefl.core.types",
-    "connect": "edgefl.system.api_client",
+    "connect": "edgefl.client.fleet",
     "run": "edgefl.simulation.local_fleet",
     "simulate": "edgefl.simulation.simulated_run",
 }

@@ -52,6 +52,7 @@ FORBIDDEN = {
     "history": ("device/agent.py", "import edgefl.history.figures"),
     "coordinator": ("device/agent.py", "import edgefl.coordinator.auth"),
     "device": ("coordinator/service.py", "import edgefl.device.agent"),
+    "client": ("simulation/fleet.py", "import edgefl.client.fleet"),
     "programs": ("coordinator/service.py", "import edgefl.simulation.fleet"),
     "no-pickle": ("storage/store.py", "import pickle"),
     "time": ("strategies/registry.py", "from time import monotonic"),

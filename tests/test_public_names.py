@@ -9,23 +9,22 @@ from pathlib import Path
 import pytest
 
 import edgefl
+from edgefl.client.fleet import connect
 from edgefl.compression.codec import Codec
 from edgefl.core.metrics import Metric
 from edgefl.core.types import Strategy, Task
 from edgefl.simulation.local_fleet import run
 from edgefl.simulation.simulated_run import simulate
-from edgefl.system.api_client import CoordinatorClient
 from edgefl.tasks.job import Job, JobContext
 
 
 def test_every_public_name_is_the_one_of_its_module():
     offered = {
         "Codec": Codec, "Job": Job, "JobContext": JobContext, "Metric": Metric, "Strategy": Strategy, "Task": Task,
-        "run": run, "simulate": simulate,
+        "connect": connect, "run": run, "simulate": simulate,
     }  # fmt: skip
     assert {name: getattr(edgefl, name) for name in offered} == offered
-    assert edgefl.connect == CoordinatorClient.from_options
-    assert {*offered, "connect", "__version__"} == set(edgefl.__all__) <= set(dir(edgefl))
+    assert {*offered, "__version__"} == set(edgefl.__all__) <= set(dir(edgefl))
 
 
 def list_public_objects():

@@ -12,6 +12,13 @@ from markup import code, named, names_joined, prose, sections, table
 ROOT = Path(__file__).resolve().parents[2]
 # What users import, by the question that brings them here.
 API = {
+    "A fleet": (
+        "edgefl.client.fleet.connect",
+        "edgefl.client.fleet.Fleet",
+        "edgefl.client.fleet.Run",
+        "edgefl.client.fleet.SavedModel",
+        "edgefl.history.tables.Table",
+    ),
     "Run and simulate": (
         "edgefl.simulation.local_fleet.run",
         "edgefl.simulation.simulated_run.simulate",

@@ -23,7 +23,8 @@ WIDTH, MARGIN, GAP = 1000, 24, 14
 BOX_TOP, LINE_HEIGHT, CHIP_HEIGHT, CHIP_GAP, ROW_GAP = 62, 18, 20, 6, 24
 LETTER_WIDTH = 6.7
 COLOURS = {
-    "cli": "#6b7280", "provision": "#8d6e3f", "simulation": "#7c5cbf", "coordinator": "#0072b2", "device": "#d55e00",
+    "cli": "#6b7280", "client": "#b08900",
+    "provision": "#8d6e3f", "simulation": "#7c5cbf", "coordinator": "#0072b2", "device": "#d55e00",
     "engine": "#3b5bdb", "history": "#2b8a9e", "flower": "#b5478a", "tasks": "#a8620b", "strategies": "#00795a",
     "compression": "#4d7c0f", "storage": "#9b2c2c", "system": "#52606d", "core": "#1f2933",
 }  # fmt: skip

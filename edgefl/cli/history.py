@@ -22,7 +22,8 @@ from edgefl.cli.output import (
     print_rows,
     select_known_columns,
 )
-from edgefl.cli.sources import Source, source_options
+from edgefl.cli.sources import source_options
+from edgefl.client.sources import Source
 from edgefl.core.errors import NetworkError, StoreError, UsageError
 from edgefl.core.types import Json
 from edgefl.engine.run_summary import select_device_metrics
@@ -124,12 +125,20 @@ def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None
 @click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 @run_option
 @click.option("--force", is_flag=True, help="Replace an earlier export.")
+@click.option(
+    "--format",
+    "fmt",
+    type=click.Choice(("csv", "parquet")),
+    default="csv",
+    show_default=True,
+    help="Of the files; Parquet has the updates of a run in one.",
+)
 @source_options
-def export(*, folder: Path, run: str | None, force: bool, source: Source) -> None:
-    """Write the history into DIR: per run a JSON summary and CSV files of its rounds and of each device."""
+def export(*, folder: Path, run: str | None, force: bool, fmt: str, source: Source) -> None:
+    """Write the history into DIR: per run a JSON summary, and files of its rounds and of what each device did."""
     from edgefl.history.export import export_history  # noqa: PLC0415 fast start
 
-    run_ids = export_history(source.read_pages, folder, run=run, replace=force)
+    run_ids = export_history(source.read_pages, folder, run=run, replace=force, suffix=f".{fmt}")
     click.echo(f"wrote {len(run_ids)} run{'' if len(run_ids) == 1 else 's'} to {folder}")
 
 

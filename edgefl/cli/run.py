@@ -22,7 +22,9 @@ from edgefl.cli.output import (
     select_known_columns,
 )
 from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
-from edgefl.core.errors import ConfigError, EdgeflError, NetworkError, RunFailedError, UsageError
+from edgefl.client.fleet import RUN_COLUMNS as COLUMNS
+from edgefl.client.fleet import TERMINAL_STATUSES, check_finished, follow_run
+from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError, UsageError
 from edgefl.core.safe_text import escape_text
 from edgefl.engine.run_summary import DEVICE_METRIC_KEYS, format_accuracy, format_quality
 
@@ -30,14 +32,10 @@ if TYPE_CHECKING:
     from edgefl.core.types import Json
 
 QUEUE_COLUMNS = ("priority", "queue_position")
-COLUMNS = ("run_id", "name", "task", "strategy", "status", "rounds", "accuracy", "submitted_at", "reason")
-TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 WAITING_STATUSES = frozenset({"waiting", "queued", "paused", "compiling"})
-POLL_S = 0.5
 RESULT_FILE_MODE = 0o644
 NUM_COMPLETED = 50
 LINE_INTERVAL_S = 60.0
-MAX_UNREACHABLE_S = 60.0
 PLAN_COLUMNS = (
     "device_id", "takes_part", "backend", "examples", "iterations", "seconds", "codec", "bytes_up", "bytes_down",
     "measured_in", "reason",
@@ -260,36 +258,22 @@ def wait_for_run(run_id: str, url: str | None) -> None:
     Raises:
         RunFailedError: it ended otherwise.
     """
-    operator, path, last_reply_s = make_client(url), make_path("runs", run_id), time.monotonic()
-    run_row: Json = {"status": ""}
-    printed = ""
-    while run_row["status"] not in TERMINAL_STATUSES:
-        try:
-            run_row, last_reply_s = operator.get(path), time.monotonic()
-            if printed != (printed := _format_wait(run_row)) and printed:
-                echo(printed, err=True)
-        except NetworkError:
-            if time.monotonic() - last_reply_s > MAX_UNREACHABLE_S:
-                raise
-        time.sleep(POLL_S)
-    if run_row["status"] != "finished":
-        raise RunFailedError(f"run {run_row['run_id']} {run_row['status']}: {run_row['reason']}")
+    printed, row = "", {}
+    for row in follow_run(make_client(url), run_id):
+        if printed != (printed := _format_wait(row)) and printed:
+            echo(printed, err=True)
+    check_finished(row)
 
 
 def _watch_run(run: str, url: str | None) -> None:
-    operator = make_client(url)
-    run_row = operator.get(make_path("runs", run))
+    run_row: Json = {}
     with RunProgressBar() as progress:
-        while True:
+        for run_row in follow_run(make_client(url), run):
             progress.update(run_row)
-            if run_row["status"] in TERMINAL_STATUSES:
-                break
-            time.sleep(POLL_S)
-            run_row = operator.get(make_path("runs", run_row["run_id"]))
     if words := format_accuracy(run_row):
         echo(words, err=True)
-    if run_row["status"] in {"failed", "interrupted"}:
-        raise RunFailedError(f"run {run_row['run_id']} {run_row['status']}: {run_row['reason']}")
+    if run_row["status"] != "stopped":
+        check_finished(run_row)
 
 
 class RunProgressBar:

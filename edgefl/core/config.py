@@ -666,6 +666,13 @@ def check_run_name(name: str | None) -> None:
         )
 
 
+def make_run_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
+    """Returns a run's settings: themselves, or those of its tables or its file; raises as `load_run`."""
+    if isinstance(config, RunConfig):
+        return config
+    return parse_run(config) if isinstance(config, Mapping) else load_run(config)
+
+
 def load_run(path: str | Path) -> RunConfig:
     """Returns the run file at `path`; relative paths in it are meant from its own folder.
 

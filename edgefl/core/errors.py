@@ -206,7 +206,7 @@ EXTRAS = {
     "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
     "PIL": "pictures", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track", "torch": "train",
-    "torchvision": "torchvision",
+    "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

@@ -1,4 +1,4 @@
-"""Export of the history: a folder per run with a JSON summary, its rounds, and one CSV file per device."""
+"""Export of the history: a folder per run with a JSON summary and its rows, as CSV or Parquet."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import csv
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from edgefl.core.errors import DataError, StoreError, UsageError
 from edgefl.core.safe_text import dump_readable_json, format_csv_cell
 from edgefl.core.types import Json
+from edgefl.history.tables import write_parquet
 from edgefl.storage.queries.columns import COLUMNS, get_columns
 
 FORMAT_VERSION = 1
@@ -28,7 +29,7 @@ PageReader = Callable[[str, Mapping[str, Any]], Iterator[list[Json]]]
 
 
 def export_history(
-    read_pages: PageReader, directory: Path, *, run: str | None = None, replace: bool = False
+    read_pages: PageReader, directory: Path, *, run: str | None = None, replace: bool = False, suffix: str = ".csv"
 ) -> list[str]:
     """Exports runs and returns their ids; a failed export leaves nothing behind.
 
@@ -37,8 +38,10 @@ def export_history(
         directory: the new folder.
         run: one run, as in `find_run_id`; all when None.
         replace: whether an earlier export in `directory` is replaced.
+        suffix: of the files, `.csv` or `.parquet`. As CSV each device has a file of its updates, as Parquet each run.
 
     Raises:
+        MissingPackageError: pyarrow is not installed, for Parquet.
         UsageError: `directory` is not empty.
         StoreError: it cannot be written.
     """
@@ -47,7 +50,7 @@ def export_history(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        run_ids = _write_export(read_pages, partial, run)
+        run_ids = _write_export(read_pages, partial, run, suffix)
         if directory.exists():
             shutil.rmtree(directory)
         partial.rename(directory)
@@ -67,21 +70,21 @@ def _check_directory_free(directory: Path, *, replace: bool) -> None:
         raise UsageError(f"{directory} holds an export already; --force replaces it")
 
 
-def _write_export(read_pages: PageReader, directory: Path, run: str | None) -> list[str]:
+def _write_export(read_pages: PageReader, directory: Path, run: str | None, suffix: str) -> list[str]:
     filters = {"run": run}
     runs = [row for page in read_pages("runs", filters) for row in page]
     for row in runs:
-        _write_run(read_pages, directory / check_file_name(row["run_id"]), row)
+        _write_run(read_pages, directory / check_file_name(row["run_id"]), row, suffix)
     if run is None:
         for kind in ("heartbeats", "events"):
-            _write_csv(directory / f"{kind}.csv", COLUMNS[kind], read_pages(kind, {}))
+            _write_rows(directory, kind, read_pages(kind, {}), suffix)
     run_ids = [str(row["run_id"]) for row in runs]
     _write_json(directory / MARKER_FILE, {"v": FORMAT_VERSION, "runs": run_ids})
     return run_ids
 
 
-def _write_run(read_pages: PageReader, directory: Path, run: Json) -> None:
-    (directory / "devices").mkdir(parents=True)
+def _write_run(read_pages: PageReader, directory: Path, run: Json, suffix: str) -> None:
+    directory.mkdir()
     filters = {"run": run["run_id"]}
     devices: dict[str, Json] = defaultdict(dict)
     for kind in _AGGREGATE_KINDS:
@@ -92,8 +95,12 @@ def _write_run(read_pages: PageReader, directory: Path, run: Json) -> None:
         {"v": FORMAT_VERSION, **run, "devices": list(devices.values())},
     )
     for kind in ("rounds", "accuracy", "evaluations", "heartbeats", "events"):
-        _write_csv(directory / f"{kind}.csv", COLUMNS[kind], read_pages(kind, filters))
-    _write_devices(directory / "devices", read_pages("updates", filters))
+        _write_rows(directory, kind, read_pages(kind, filters), suffix)
+    if suffix == ".csv":
+        (directory / "devices").mkdir()
+        _write_devices(directory / "devices", read_pages("updates", filters))
+    else:
+        _write_rows(directory, "updates", read_pages("updates", filters), suffix)
 
 
 def _write_devices(directory: Path, pages: Iterator[list[Json]]) -> None:
@@ -119,7 +126,11 @@ def _append_device_rows(directory: Path, buffered: dict[str, list[Json]]) -> Non
     buffered.clear()
 
 
-def _write_csv(path: Path, columns: Sequence[str], pages: Iterator[list[Json]]) -> None:
+def _write_rows(directory: Path, kind: str, pages: Iterator[list[Json]], suffix: str) -> None:
+    path, columns = directory / f"{kind}{suffix}", COLUMNS[kind]
+    if suffix == ".parquet":
+        write_parquet(path, columns, kind, pages)
+        return
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from edgefl.core import extensions
 from edgefl.core.analyses import has_result
-from edgefl.core.config import RunConfig, load_run, parse_run
+from edgefl.core.config import RunConfig, make_run_config
 from edgefl.core.errors import ConfigError, NetworkError, RunFailedError
 from edgefl.core.protocol import JOIN_TOKEN_VARIABLE
 from edgefl.core.types import Json, Scalar
@@ -363,7 +363,7 @@ def run(
         EdgeflError: the run file is invalid, data is missing, or the run failed.
     """
     with extensions.allow_modules(allow_modules):
-        run_config = _load_config(config)
+        run_config = make_run_config(config)
         _check_devices(run_config, count_devices(devices))
         check_run(run_config)
         folder = Path(tempfile.mkdtemp(prefix="edgefl-") if root is None else root).resolve()
@@ -414,12 +414,6 @@ def count_devices(devices: int | Sequence[str | Path]) -> int:
     if isinstance(devices, Sequence) and not isinstance(devices, str | bytes):
         return len(devices)
     raise ConfigError(f"devices must be how many there are, or a list with the shard of each, got {devices!r}")
-
-
-def _load_config(config: RunConfig | Mapping[str, Any] | str | Path) -> RunConfig:
-    if isinstance(config, RunConfig):
-        return config
-    return parse_run(config) if isinstance(config, Mapping) else load_run(config)
 
 
 def _check_devices(config: RunConfig, num_devices: int) -> None:

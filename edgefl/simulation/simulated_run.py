@@ -30,8 +30,7 @@ from edgefl.core.config import (
     ServerSection,
     SplitSection,
     StrategySection,
-    load_run,
-    parse_run,
+    make_run_config,
 )
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
@@ -221,9 +220,7 @@ def _load_config(
     scheme: str | None,
 ) -> RunConfig:
     """Returns the run file with the caller's arguments applied, so that the store records the actual run."""
-    run_config = config if isinstance(config, RunConfig) else None
-    if run_config is None:
-        run_config = parse_run(config) if isinstance(config, Mapping) else load_run(config)  # type: ignore[arg-type]  # the rest is a path
+    run_config = make_run_config(config)
     if run_config.job.name:
         raise ConfigError(
             "job: a simulation trains models, and how long a job takes on a board is not known to it; try a job with "

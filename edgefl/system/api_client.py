@@ -162,9 +162,6 @@ class CoordinatorClient:
         return f"{text}; {'this address has' if is_url_right else 'other fleets:'} {names}: edgefl fleet use NAME"
 
 
-connect = CoordinatorClient.from_options
-
-
 def format_resource_path(kind: str, name: str) -> str:
     """Returns the API's path of one run, device, model or user; `kind` is `runs`, `devices`, `models` or `users`.
 

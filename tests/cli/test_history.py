@@ -16,7 +16,7 @@ import pytest
 
 from edgefl.cli.history import parse_time
 from edgefl.cli.output import format_bytes, format_value, print_pages, print_rows
-from edgefl.cli.sources import ApiSource, find_batch_size
+from edgefl.client.sources import ApiSource, find_batch_size
 from edgefl.core.errors import NetworkError, UsageError
 from edgefl.core.types import UpdateStatus
 from edgefl.history import PLOT_KINDS

@@ -10,6 +10,7 @@ from edgefl.core.protocol import Heartbeat
 from edgefl.core.types import UpdateStatus
 from edgefl.history import export as export_module
 from edgefl.history.export import DEVICE_FILE_COLUMNS, export_history
+from edgefl.storage.queries.columns import COLUMNS
 from edgefl.storage.queries.history import read_history, read_history_pages
 from edgefl.storage.repositories.records import HeartbeatRow, UpdateRow
 from edgefl.storage.store import Store
@@ -88,6 +89,23 @@ def test_a_run_has_its_sums_rounds_events_and_heartbeats_and_the_fleet_those_of_
     assert [row["message"] for row in read(out / "run-1/events.csv")] == ['said "done"']
     sizes = {name: len(read(out / name)) for name in ("run-2/heartbeats.csv", "heartbeats.csv", "events.csv")}
     assert sizes == {"run-2/heartbeats.csv": 1, "heartbeats.csv": 2, "events.csv": 2}
+
+
+def test_parquet_has_the_same_rows_and_the_updates_of_a_run_in_one_file(store, pages, out):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs pyarrow: pip install '.[tables]'")
+    export_history(pages, out, suffix=".parquet")
+    assert sorted(path.name for path in (out / "run-1").iterdir()) == [
+        "accuracy.parquet", "evaluations.parquet", "events.parquet", "heartbeats.parquet", "rounds.parquet",
+        "summary.json", "updates.parquet",
+    ]  # fmt: skip
+    for kind in ("rounds", "updates", "events"):
+        kept = read_history(store, kind, run="run-2")
+        written = parquet.read_table(out / f"run-2/{kind}.parquet").to_pylist()
+        assert tuple(written[0]) == COLUMNS[kind]
+        objects = {"facts", "metrics", "data"}
+        for row in written:
+            row.update({name: json.loads(row[name]) for name in objects & row.keys() if row[name] is not None})
+        assert written == [{name: row[name] for name in COLUMNS[kind]} for row in kept]
 
 
 def test_an_earlier_export_is_replaced_only_when_told_to_and_by_a_whole_one(pages, out):

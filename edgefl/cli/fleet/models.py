@@ -22,7 +22,6 @@ from edgefl.cli.output import (
 )
 from edgefl.cli.sources import (
     FILE_TYPE,
-    Source,
     allow_module_option,
     find_coordinator_shard,
     load_model,
@@ -32,6 +31,7 @@ from edgefl.core.errors import DataError, NotFoundError, UsageError
 from edgefl.core.protocol import finite_or_none
 
 if TYPE_CHECKING:
+    from edgefl.client.sources import Source
     from edgefl.core.metrics import MetricSet
     from edgefl.core.types import Array, Dataset, Json, Scalar, Task
 

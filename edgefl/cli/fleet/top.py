@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from edgefl.cli.output import format_value
-from edgefl.cli.run import TERMINAL_STATUSES
 from edgefl.cli.sources import make_path
+from edgefl.client.fleet import TERMINAL_STATUSES
 from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import EVALUATOR_NAME
 

@@ -32,8 +32,8 @@ from edgefl.cli.fleet.top import (
     matches,
 )
 from edgefl.cli.output import format_value
-from edgefl.cli.run import TERMINAL_STATUSES
 from edgefl.cli.sources import make_path
+from edgefl.client.fleet import TERMINAL_STATUSES
 from edgefl.core.errors import EdgeflError
 from edgefl.core.safe_text import escape_text
 
