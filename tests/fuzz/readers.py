@@ -207,7 +207,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/array_files.py:_read_decompressed",
         ),
         "shard-cifar": _entry(shard_readers.cifar_batches, "tasks/datasets/cifar.py:_read_binary_batch"),
-        "shard-picture": _entry(shard_readers.pictures, "tasks/datasets/class_folders.py:read_picture"),
+        "shard-picture": _entry(shard_readers.pictures, "tasks/datasets/class_folders.py:_decode_picture"),
         "shard-text": _entry(
             shard_readers.texts,
             "tasks/datasets/table_files.py:iterate_table",

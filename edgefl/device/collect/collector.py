@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
@@ -22,7 +22,7 @@ from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
 from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
 from edgefl.device.collect.answers import Answerer, InferenceClient
 from edgefl.device.collect.event_labels import MAX_FILE_BYTES, EventLabeller
-from edgefl.device.collect.file_store import open_file_store
+from edgefl.device.collect.file_store import FileStore, open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.forgetting import (
     forget_rows,
@@ -61,6 +61,9 @@ from edgefl.device.collect.store_state import lock_folder
 from edgefl.system.atomic_files import make_store_error
 from edgefl.system.processes import LivenessMonitor, SystemdNotifier, on_stop_signal, run_watchdog
 from edgefl.system.retries import RateLimitedLog
+
+if TYPE_CHECKING:
+    from edgefl.device.collect.similar_pictures import SimilarPictures
 
 log = logging.getLogger(__name__)
 
@@ -353,11 +356,26 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
         counts.update(store.state.counts)
         labeller = _make_labeller(settings, sources, counts)
         collector = FolderCollector(
-            settings.folders, store, counts, flush_s=section.flush_s, events=sources, labeller=labeller
+            settings.folders,
+            store,
+            counts,
+            flush_s=section.flush_s,
+            events=sources,
+            labeller=labeller,
+            similar=_make_similar(store, section.similar_levels),
         )
         log.info("collecting files into %s", section.folder)
         with _started(sources):
             _run(collector)
+
+
+def _make_similar(store: FileStore, max_levels: float) -> SimilarPictures | None:
+    """Returns what finds near-duplicates; None where the file asks for none."""
+    if not max_levels:
+        return None
+    from edgefl.device.collect.similar_pictures import SimilarPictures  # noqa: PLC0415 NumPy, which few need
+
+    return SimilarPictures(store, max_levels)
 
 
 def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:

@@ -94,7 +94,7 @@ class FileStore:
             ValueError: there would be too many classes.
             StoreError: it cannot be written.
         """
-        digest = hashlib.sha256(content).hexdigest()[:16]
+        digest = compute_digest(content)
         if digest in self._digests:
             return False
         if label not in self._files and len(self._files) >= MAX_CLASSES:
@@ -141,6 +141,10 @@ class FileStore:
         self.num_files = self.num_bytes = 0
         for file in sorted(list_files(self.folder)):
             self._insert(file)
+
+    def has_digest(self, digest: str) -> bool:
+        """Returns whether a file whose name has this digest is in the store."""
+        return digest in self._digests
 
     def list_class(self, label: str) -> list[KeptFile]:
         """Returns the files of a class, oldest first."""
@@ -250,6 +254,11 @@ def open_file_store(folder: Path, limits: StoreLimits, evicted: Literal["oldest"
             )
         remove_temporary_files(folder)
         yield FileStore(folder, state, limits, evicted)
+
+
+def compute_digest(content: bytes) -> str:
+    """Returns what a file's name says of its content."""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def move_example(folder: Path, file: KeptFile, label: str) -> bool:

@@ -16,11 +16,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from edgefl.core.errors import StoreError
+from edgefl.core.errors import DataError, StoreError
 from edgefl.device.collect.alignment import JumpDetector
 from edgefl.device.collect.event_labels import EventLabeller
-from edgefl.device.collect.file_store import SUFFIXES, UNLABELLED, FileStore, check_example, read_file_time
+from edgefl.device.collect.file_store import (
+    SUFFIXES,
+    UNLABELLED,
+    FileStore,
+    check_example,
+    compute_digest,
+    read_file_time,
+)
 from edgefl.device.collect.forgetting import (
     forget_files,
     has_forget_request,
@@ -32,6 +40,9 @@ from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
 from edgefl.system.row_labels import get_labels_version, read_row_labels
+
+if TYPE_CHECKING:
+    from edgefl.device.collect.similar_pictures import SimilarPictures  # NumPy, which few collectors need
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +151,7 @@ class FolderCollector:
         flush_s: how often positions and counts are written.
         events: sources of events, by name.
         labeller: makes labels of events; None where there are none.
+        similar: finds near-duplicates of pictures; None where all are kept.
         clock: seconds since 1970; it may jump.
         monotonic: seconds; it does not.
     """
@@ -153,6 +165,7 @@ class FolderCollector:
         flush_s: float,
         events: Mapping[str, ReadingSource] | None = None,
         labeller: EventLabeller | None = None,
+        similar: SimilarPictures | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -162,7 +175,7 @@ class FolderCollector:
         self._watchers = {
             name: FolderWatcher(section, store.state.positions.get(name, "")) for name, section in sections.items()
         }
-        self._events, self._labeller = dict(events or {}), labeller
+        self._events, self._labeller, self._similar = dict(events or {}), labeller, similar
         for name, source in self._events.items():
             if isinstance(source, ResumableSource):
                 source.resume(store.state.positions.get(name, ""))
@@ -303,16 +316,31 @@ class FolderCollector:
             with path.open("rb") as opened:
                 content = opened.read(int(section.max_file_mb * 1e6))
             check_example(content, path.suffix.lower())
-            is_new = self._store.add(content, _get_label(file.label), path.suffix.lower(), file.time_s)
-        except (OSError, ValueError) as error:
+            outcome = self._add(content, file, path.suffix.lower())
+        except (OSError, ValueError, DataError) as error:
             self._counts[f"{name}.refused"] += 1
             reason = error.strerror if isinstance(error, OSError) else error
             self._log.warning(f"file {name}", "source %s: %s is left out: %s", name, path, reason)
             return
-        self._num_written += len(content) if is_new else 0
-        self._counts[f"{name}.duplicates"] += not is_new
+        if outcome:
+            self._counts[f"{name}.{outcome}"] += 1
+        else:
+            self._num_written += len(content)
         if section.remove:
             self._remove(name, path)
+
+    def _add(self, content: bytes, file: FoundFile, suffix: str) -> str:
+        """Stores a file; returns as what it is left out, empty for a new one."""
+        label, digest, signature = _get_label(file.label), compute_digest(content), None
+        if self._similar is not None and not self._store.has_digest(digest):
+            signature = self._similar.compute_signature(content, suffix)
+            if signature is not None and self._similar.find(signature, label):
+                return "similar"
+        if not self._store.add(content, label, suffix, file.time_s):
+            return "duplicates"
+        if self._similar is not None and signature is not None:
+            self._similar.add(signature, digest, label)
+        return ""
 
     def _remove(self, name: str, path: Path) -> None:
         """Removes a file that is in the store, or counts that it stays, as in a folder that may not be written."""

@@ -42,6 +42,8 @@ class CollectSection:
         texts: columns of texts, such as of labels; the others hold numbers.
         max_mb: megabytes of rows or files; the oldest go first.
         evict: of files, the oldest go first, or with `balanced` the oldest of the class that has most.
+        similar_levels: of 255; a picture of whose 16 x 16 cells none differs by more from one that is kept already is
+            left out. 0 keeps all but copies.
         max_days: older rows and files go; 0 for no limit.
         flush_s: rows are written so often; a crash loses no more of those of MQTT.
     """
@@ -53,6 +55,7 @@ class CollectSection:
     texts: tuple[str, ...] = ()
     max_mb: float = field(default=100.0, metadata={"at_least": 0.1, "at_most": 2000})
     evict: Literal["oldest", "balanced"] = "oldest"
+    similar_levels: float = field(default=0.0, metadata={"at_least": 0, "at_most": 64})
     max_days: float = field(default=0.0, metadata={"at_least": 0, "at_most": 36_600})
     flush_s: float = field(default=30.0, metadata={"at_least": 0, "at_most": 3600})
 
@@ -347,6 +350,8 @@ def load_collect_file(path: Path) -> CollectFile:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
     if found.folders and len(found.folders) < num_sources:
         raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
+    if collect.similar_levels and not found.folders:
+        raise ConfigError("collect.similar_levels is for pictures of sources of kind folder, and none is here")
     if found.folders and answer is not None:
         raise ConfigError("[answer] is for sources of rows, and none of kind folder")
     return found

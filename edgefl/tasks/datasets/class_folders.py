@@ -6,6 +6,7 @@ Pictures are PNG and JPEG files, sounds WAV files of whole numbers (PCM).
 from __future__ import annotations
 
 import contextlib
+import io
 import warnings
 import wave
 from collections.abc import Callable, Collection, Iterator
@@ -145,21 +146,37 @@ def read_picture(path: Path, *, size: int, channels: int) -> Array:
         DataError: it is no such picture, too large, damaged, or has more than 8 bits a channel.
         TaskError: Pillow is not installed.
     """
-    pillow = import_extra("PIL.Image", "pictures are read with Pillow", format_install_command("PIL"))
+    pillow = import_pillow()
     _check_bytes(path)
+    mode = "L" if channels == 1 else "RGB"
+    pixels = _decode_picture(path, str(path), mode=mode, size=size, resampling=pillow.Resampling.BILINEAR)
+    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+
+
+def read_grey_picture(content: bytes, *, size: int) -> Array:
+    """Returns [size, size] uint8: mean grey values in a PNG or JPEG picture; raises as `read_picture`."""
+    resampling = import_pillow().Resampling.BOX
+    return _decode_picture(io.BytesIO(content), "", mode="L", size=size, resampling=resampling)
+
+
+def import_pillow() -> Any:
+    """Returns `PIL.Image`; raises a `TaskError` where Pillow is not installed."""
+    return import_extra("PIL.Image", "pictures are read with Pillow", format_install_command("PIL"))
+
+
+def _decode_picture(source: Path | io.BytesIO, name: str, *, mode: str, size: int, resampling: Any) -> Array:
+    pillow = import_pillow()
     try:
-        with _forbid_bombs(pillow), pillow.open(path, formats=("PNG", "JPEG")) as picture:
-            _check_picture(picture, path)
-            mode = "L" if channels == 1 else "RGB"
+        with _forbid_bombs(pillow), pillow.open(source, formats=("PNG", "JPEG")) as picture:
+            _check_picture(picture, name)
             picture.draft(mode, (size, size))  # a JPEG is decoded at an eighth of its size where that is enough
-            resized = picture.convert(mode).resize((size, size), pillow.Resampling.BILINEAR)
+            resized = picture.convert(mode).resize((size, size), resampling)
     except (EdgeflError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 decoders of damaged files raise what they like
         reason = escape_text(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS]
-        raise DataError(f"picture {path} cannot be read: {reason}") from None
-    pixels = np.asarray(resized, np.uint8)
-    return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        raise DataError(f"picture {name} cannot be read: {reason}") from None
+    return np.asarray(resized, np.uint8)
 
 
 def read_sound(path: Path, *, sample_rate: int, num_samples: int) -> Array:
@@ -255,12 +272,12 @@ def _check_bytes(path: Path) -> None:
         raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
 
 
-def _check_picture(picture: Any, path: Path) -> None:
+def _check_picture(picture: Any, name: str) -> None:
     width, height = picture.size
     if width * height > MAX_PIXELS:
-        raise DataError(f"picture {path} has {width} x {height} pixels, at most {MAX_PIXELS:,} are read")
+        raise DataError(f"picture {name} has {width} x {height} pixels, at most {MAX_PIXELS:,} are read")
     if picture.mode not in _PICTURE_MODES:
-        raise DataError(f"picture {path} has more than 8 bits a channel ({picture.mode}); save it with 8")
+        raise DataError(f"picture {name} has more than 8 bits a channel ({picture.mode}); save it with 8")
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def test_what_is_damaged_too_large_or_without_a_usable_class_is_counted_and_stay
         site.put("yes/d.wav", _wav(2))
         site.collector.step()
         assert site.store.count_classes() == {"yes": 1}
-        assert site.counts == {"camera.refused": 2, "camera.too_large": 1, "camera.duplicates": 0}
+        assert site.counts == {"camera.refused": 2, "camera.too_large": 1}
 
 
 def test_taken_files_are_removed_where_the_owner_says_so_and_bad_ones_stay(tmp_path):
