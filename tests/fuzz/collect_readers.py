@@ -20,7 +20,8 @@ from edgefl.device.collect.label_files import CLASSES_NAME, read_label_file
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
-from edgefl.device.collect.settings import LinesSection, MqttSection, load_collect_file
+from edgefl.device.collect.serial_source import SerialSource
+from edgefl.device.collect.settings import LinesSection, MqttSection, SerialSection, load_collect_file
 from edgefl.device.collect.store_state import STATE_NAME, read_store_state
 from edgefl.device.collect.uncertain_times import (
     UNCERTAIN_NAME,
@@ -104,6 +105,18 @@ def _lines(section: LinesSection, seed: Seed) -> Reader:
         source.close()
 
     return Reader(feed=feed, seeds=(seed,))
+
+
+def serial_lines(_folder: Path) -> Reader:
+    columns = {"a": "#/0", "door": "#/1"}
+    source = SerialSource("board", SerialSection(path="/dev/none", columns=columns), ("door",), Counter())
+
+    def feed(data: bytes) -> None:
+        for line in data.split(b"\n"):
+            source._take_line(line)
+        source.read()
+
+    return Reader(feed=feed, seeds=(Seed(content=b'1.5,open\n[2, "shut"]\n{"0": 3}\n', form=Form.TEXT),))
 
 
 def places(folder: Path) -> Reader:

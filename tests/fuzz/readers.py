@@ -352,6 +352,11 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "device/collect/forgetting.py:_SegmentCut._should_go",
         ),
         "disk-labels": _entry(collect_readers.row_labels, "system/row_labels.py:_parse_line"),
+        "collect-serial": _entry(
+            collect_readers.serial_lines,
+            "device/collect/serial_source.py:SerialSource._take_line",
+            "device/collect/serial_source.py:parse_line",
+        ),
         "collect-label-files": _entry(
             collect_readers.label_files,
             "device/collect/label_files.py:_read_tasks",

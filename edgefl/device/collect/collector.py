@@ -44,6 +44,7 @@ from edgefl.device.collect.readings import (
     read_source,
 )
 from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
+from edgefl.device.collect.serial_source import SerialSource
 from edgefl.device.collect.settings import (
     CollectFile,
     FilesSection,
@@ -52,6 +53,7 @@ from edgefl.device.collect.settings import (
     LinesSection,
     MqttSection,
     OwnSection,
+    SerialSection,
     SourceSettings,
     check_columns,
     check_label_columns,
@@ -317,10 +319,12 @@ def make_source(settings: SourceSettings, texts: tuple[str, ...], counts: Counts
         case FilesSection(columns=columns, poll_s=poll_s):
             fetch = make_files_fetch(settings.name, settings.section, texts, counts)
             return PolledSource(settings.name, tuple(columns), fetch, poll_s=poll_s, counts=counts)
+        case SerialSection():
+            return SerialSource(settings.name, settings.section, texts, counts)
         case FolderSection():
             raise ConfigError(f"sources.{settings.name} is a folder of files, and no source of rows")
         case OwnSection(options=options):
-            kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines", "http", "files"))
+            kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines", "http", "files", "serial"))
             try:
                 return OwnSource(settings.name, kind(**options), texts, counts)
             except Exception as error:  # noqa: BLE001 another author's constructor may raise anything
@@ -404,7 +408,7 @@ def _started(sources: Mapping[str, ReadingSource]) -> Iterator[None]:
     """Starts sources that connect, and closes all of them."""
     try:
         for source in sources.values():
-            if isinstance(source, MqttSource | PolledSource):
+            if isinstance(source, MqttSource | PolledSource | SerialSource):
                 source.start()
         yield
     finally:

@@ -216,7 +216,7 @@ def make_http_fetch(name: str, section: HttpSection, texts: Sequence[str], count
         ConfigError: the URL, a pointer, the login or the authority is none.
     """
     request, known_texts = _make_request(name, section), set(texts)
-    paths = _parse_pointers(name, section.columns)
+    paths = parse_pointers(name, section.columns)
 
     def fetch() -> Mapping[str, Value]:
         values, num_refused = parse_message_values(paths, request.send(), known_texts)
@@ -283,7 +283,8 @@ def make_files_fetch(name: str, section: FilesSection, texts: Sequence[str], cou
     return fetch
 
 
-def _parse_pointers(name: str, columns: Mapping[str, object]) -> list[tuple[str, tuple[str, ...]]]:
+def parse_pointers(name: str, columns: Mapping[str, object]) -> list[tuple[str, tuple[str, ...]]]:
+    """Returns column and keys of each column's JSON pointer; raises a `ConfigError` where one is none."""
     pointers = []
     for column, pointer in columns.items():
         try:

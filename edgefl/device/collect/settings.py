@@ -17,7 +17,7 @@ from edgefl.system.row_labels import LABEL_COLUMN
 
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
 MAX_POLLED = 32
-"""Sources that are asked, each by a thread."""
+"""Sources that are asked or read by a thread each."""
 MAX_HOLD_S = 366 * 86_400
 MAX_LABEL_CHARS = 80
 MAX_LABEL_BYTES = 255
@@ -179,6 +179,25 @@ class FilesSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SerialSection:
+    """Source `serial`: lines that a microcontroller sends over a serial port.
+
+    Attributes:
+        path: of the port, which need not be there yet.
+        columns: by name, `#/KEY` for a value of a JSON object, `#/0` for the first cell of a line.
+        baud: bits a second.
+    """
+
+    path: str
+    columns: Mapping[str, Scalar]
+    baud: int = field(default=115_200, metadata={"at_least": 50, "at_most": 4_000_000})
+
+    def __post_init__(self) -> None:
+        if not Path(self.path).is_absolute():
+            raise ConfigError(f"a serial port's path must be absolute, got {self.path!r:.80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSection:
     """A source of another author: `kind` is `module:Class`.
 
@@ -265,13 +284,14 @@ def is_label(text: str) -> bool:
     return is_name and is_safe_text(text) and len(text.encode()) <= MAX_LABEL_BYTES
 
 
-SourceSection = MqttSection | LinesSection | HttpSection | FilesSection | FolderSection | OwnSection
+SourceSection = MqttSection | LinesSection | HttpSection | FilesSection | SerialSection | FolderSection | OwnSection
 _TABLES = ("collect", "sources", "labels", "answer")
 _SECTIONS: Mapping[str, type[Any]] = {
     "mqtt": MqttSection,
     "lines": LinesSection,
     "http": HttpSection,
     "files": FilesSection,
+    "serial": SerialSection,
     "folder": FolderSection,
 }
 
@@ -359,8 +379,9 @@ def load_collect_file(path: Path) -> CollectFile:
 
 def _check_polled(collect: CollectSection, sources: Sequence[SourceSettings]) -> None:
     polled = {one.name: one.section.poll_s for one in sources if isinstance(one.section, HttpSection | FilesSection)}
-    if len(polled) > MAX_POLLED:
-        raise ConfigError(f"at most {MAX_POLLED} sources may be of kind http and files, got {len(polled)}")
+    num_threads = len(polled) + sum(isinstance(one.section, SerialSection) for one in sources)
+    if num_threads > MAX_POLLED:
+        raise ConfigError(f"at most {MAX_POLLED} sources may be of kind http, files and serial, got {num_threads}")
     for name, poll_s in polled.items():
         if poll_s >= collect.hold_s:
             raise ConfigError(
