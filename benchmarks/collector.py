@@ -1,11 +1,12 @@
 """What `edgefl device collect` takes of its board at 100 MQTT messages a second: a core's share, memory, writes.
 
-    python benchmarks/collector.py [--rate 100] [--seconds 60] [--columns 10] [--json]
+    python benchmarks/collector.py [--rate 100] [--seconds 60] [--columns 10] [--window 30] [--json]
 
 A Mosquitto and a publisher run beside it. The messages are JSON objects of 300 bytes, as of Zigbee2MQTT, on as many
 topics as columns; a row is made every second. In the same run a bare subscriber gets the same messages: paho, and
-`json.loads` of each. `PSS` shares out pages that several processes use; `RSS` is the peak. `cores` is CPU time by
-time.
+`json.loads` of each. A second collector has `[answer]`: each second it asks about the newest rows, `--window` of
+them, and publishes the answer. The server is a stub: the model's own time is that of `edgefl device serve`. `PSS`
+shares out pages that several processes use; `RSS` is the peak. `cores` is CPU time by time.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ from edgefl.simulation.local_fleet import find_free_port
 WAIT_S = 30.0
 HOST = "127.0.0.1"
 PAD = "x" * 230
+PREDICTION = {"class": "open", "index": 1, "probability": 0.75, "margin": 0.5}
 BARE = """
 import json, sys
 import paho.mqtt.client as mqtt
@@ -59,57 +64,115 @@ def main() -> int:
     parser.add_argument("--rate", type=int, default=100, help="messages a second [%(default)s]")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring [%(default)s]")
     parser.add_argument("--columns", type=int, default=10)
+    parser.add_argument("--window", type=int, default=30, help="rows of an answer [%(default)s]")
     parser.add_argument("--json", action="store_true")
-    args = options.parse(parser, seconds=2.0)
+    args = options.parse(parser, seconds=2.0, window=1)
     program = find_mosquitto()
     if program is None:
         sys.stdout.write("no Mosquitto here: sudo apt-get install mosquitto\n")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        rows, state = measured(Path(folder), program, args.rate, args.seconds, args.columns)
+        rows, state, num_answers = measured(Path(folder), program, args.rate, args.seconds, args.columns, args.window)
     written = sum(state.written.values())
     if args.json:
-        facts = {"rows": state.num_rows, "row_bytes": state.num_bytes, "written_bytes": written}
+        facts = {
+            "rows": state.num_rows,
+            "row_bytes": state.num_bytes,
+            "written_bytes": written,
+            "answers": num_answers,
+        }
         sys.stdout.write(json.dumps({"v": 1, "costs": [asdict(row) for row in rows], **facts}) + "\n")
         return 0
-    sys.stdout.write(f"{'':12}{'cores':>8}{'PSS MB':>9}{'RSS MB':>9}\n")
+    sys.stdout.write(f"{'':14}{'cores':>8}{'PSS MB':>9}{'RSS MB':>9}\n")
     for row in rows:
-        sys.stdout.write(f"{row.who:12}{row.cores:8.3f}{row.pss_mb:9.1f}{row.rss_mb:9.1f}\n")
+        sys.stdout.write(f"{row.who:14}{row.cores:8.3f}{row.pss_mb:9.1f}{row.rss_mb:9.1f}\n")
     bytes_per_row = written / max(1, state.num_rows)
     sys.stdout.write(
-        f"{state.num_rows} rows in {state.num_bytes} bytes; {written} bytes written, {bytes_per_row:.0f} a row\n"
+        f"{state.num_rows} rows in {state.num_bytes} bytes; {written} bytes written, {bytes_per_row:.0f} a row; "
+        f"{num_answers} answers\n"
     )
     return 0
 
 
-def measured(folder: Path, program: str, rate: int, seconds: float, num_columns: int) -> tuple[list[Row], StoreState]:
-    """Returns what each process took, and what the collector has kept."""
-    port, shard = find_free_port(), folder / "shard"
+def measured(
+    folder: Path, program: str, rate: int, seconds: float, num_columns: int, window: int
+) -> tuple[list[Row], StoreState, int]:
+    """Returns what each process took, what the collector has kept, and how often it was answered."""
+    port, answers = find_free_port(), Answers(window)
     (folder / "mosquitto.conf").write_text(f"listener {port} {HOST}\nallow_anonymous true\n")
-    lines = ["[collect]", f'folder = "{shard}"', "every_s = 1", "[sources.house]", 'kind = "mqtt"']
-    lines += [f'host = "{HOST}"', f"port = {port}", "[sources.house.columns]"]
-    lines += [f'c{number} = "sensor/{number}#/temperature"' for number in range(num_columns)]
-    (folder / "collect.toml").write_text("\n".join(lines) + "\n")
-    collect = [sys.executable, "-m", "edgefl", "-q", "device", "collect", str(folder / "collect.toml")]
+    collect = partial(_collector, folder, port, num_columns)
     with (
         _process([program, "-c", str(folder / "mosquitto.conf")]),
+        answers.served() as server_port,
         _publisher(port) as client,
-        _process(collect) as collector,
+        _process(collect("shard")) as collector,
+        _process(collect("answered", server_port)) as answered,
         _process([sys.executable, "-c", BARE, str(port)]) as bare,
     ):
-        _publish(client, rate, 3.0, num_columns)  # until all have started
-        processes = {"collector": collector.pid, "bare paho": bare.pid}
+        _publish(client, rate, 3.0 + window, num_columns)  # until all have started, and there is a whole window
+        processes = {"collector": collector.pid, "with [answer]": answered.pid, "bare paho": bare.pid}
         with Meter(processes) as meter:
-            begin_s = time.time()
+            begin_s, num_before = time.time(), answers.num_sent
             _publish(client, rate, seconds, num_columns)
             end_s = time.time()
+            num_answers = answers.num_sent - num_before
         rows = [_row(who, pid, meter, begin_s, end_s) for who, pid in processes.items()]
         collector.terminate()
         collector.wait(WAIT_S)
-    state = read_store_state(shard)
+    state = read_store_state(folder / "shard")
     if state is None or not state.num_rows:
         raise SystemExit("the collector has kept no row")
-    return rows, state
+    return rows, state, num_answers
+
+
+class Answers:
+    """Stub of `edgefl device serve`, which answers the same to any rows; `num_sent` counts."""
+
+    def __init__(self, window: int) -> None:
+        identity = {"v": 1, "model": "ab", "deployment": "d1"}
+        self._model = json.dumps({**identity, "classes": ["shut", "open"], "rows": window}).encode()
+        self._prediction = json.dumps({**identity, "rows": [PREDICTION]}).encode()
+        self.num_sent = 0
+
+    @contextlib.contextmanager
+    def served(self) -> Iterator[int]:
+        answers = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send(answers._model)
+
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                answers.num_sent += 1
+                self._send(answers._prediction)
+
+            def _send(self, content: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        with ThreadingHTTPServer((HOST, 0), Handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield server.server_port
+            server.shutdown()
+
+
+def _collector(folder: Path, port: int, num_columns: int, name: str, server_port: int = 0) -> list[str]:
+    """Returns the command line of a collector, with `[answer]` where there is a port of answers."""
+    lines = ["[collect]", f'folder = "{folder / name}"', "every_s = 1", "[sources.house]", 'kind = "mqtt"']
+    lines += [f'host = "{HOST}"', f"port = {port}", "[sources.house.columns]"]
+    lines += [f'c{number} = "sensor/{number}#/temperature"' for number in range(num_columns)]
+    if server_port:
+        lines += ["[answer]", f'host = "{HOST}"', f"port = {port}", 'topic = "answers"', "every_s = 1"]
+        lines.append(f"server_port = {server_port}")
+    path = folder / f"{name}.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return [sys.executable, "-m", "edgefl", "-q", "device", "collect", str(path)]
 
 
 def _row(who: str, pid: int, meter: Meter, begin_s: float, end_s: float) -> Row:
