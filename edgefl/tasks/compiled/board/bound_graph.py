@@ -10,8 +10,10 @@ from edgefl.core.types import Array
 
 MAX_ARENA_BYTES = 2 * 1024**3
 """Most memory of a graph's own tensors, unless the caller knows better."""
-_SAME_AS_REQUESTED = 1
-"""The arena grows by what is asked for; by powers of two it takes up to twice as much."""
+_POWERS_OF_TWO = 0
+"""How the arena grows beyond its first block."""
+MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, TIMES_ESTIMATE = 1 << 20, 256 << 20, 2
+"""Of the arena's first block, which has so many times the estimate, since freed tensors leave gaps."""
 
 
 class BoundGraph:
@@ -44,13 +46,14 @@ def _bind(bind: Callable[..., None], name: str, array: Array) -> None:
     bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def make_session(graph: bytes, threads: int | None, max_arena_bytes: int) -> Any:
+def make_session(graph: bytes, threads: int | None, max_arena_bytes: int, estimate_bytes: int = 0) -> Any:
     """Returns a session of a checked graph.
 
     Args:
         graph: an ONNX file.
         threads: of the runtime; None for as many as there are cores.
         max_arena_bytes: of the tensors that it computes.
+        estimate_bytes: what they take by the file's own word.
 
     Raises:
         TaskError: onnxruntime is missing.
@@ -70,7 +73,14 @@ def make_session(graph: bytes, threads: int | None, max_arena_bytes: int) -> Any
     # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
     options.add_session_config_entry("session.use_env_allocators", "1")
     kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    arena = onnxruntime.OrtArenaCfg({"max_mem": max_arena_bytes, "arena_extend_strategy": _SAME_AS_REQUESTED})
+    # Tensors share one block as they come and go; one for each that finds no gap took an eighth more. Of what is too
+    # large only a 32nd is written, a list of its parts.
+    block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
+    arena = onnxruntime.OrtArenaCfg({
+        "max_mem": max_arena_bytes,
+        "arena_extend_strategy": _POWERS_OF_TWO,
+        "initial_chunk_size_bytes": min(block_bytes, MAX_BLOCK_BYTES, max_arena_bytes),
+    })  # fmt: skip
     try:
         onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
         # Constants are folded while the graph is loaded, in memory that no arena bounds.

@@ -197,7 +197,7 @@ class OnnxLearner(ArrayLearner):
         return {**tensors, **self._batch.arrays}
 
     def _make_session(self, graph: bytes) -> Any:
-        return make_session(graph, self._threads, self._max_arena_bytes)
+        return make_session(graph, self._threads, self._max_arena_bytes, self._compiled.manifest.peak_bytes)
 
     def _compute_features(self, inputs: Array) -> Array:
         features = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)

@@ -1,6 +1,9 @@
 """Training from a compiled task: the same numbers as NumPy's learner of the same network, whatever the batch."""
 
 import itertools
+import subprocess
+import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,6 +104,39 @@ def test_examples_and_targets_of_another_task_are_refused_in_a_line():
         learner.gradient(Dataset(inputs=batch.inputs[:, :3], targets=batch.targets))
     with pytest.raises(TaskError, match="a label is 3"):
         learner.gradient(Dataset(inputs=batch.inputs, targets=np.array([0, 3])))
+
+
+@pytest.mark.parametrize("estimate_bytes", [1, 2**62])
+def test_a_wrong_estimate_of_its_memory_changes_no_number(estimate_bytes):
+    compiled, batch = make_compiled(), make_examples(5)
+    other = replace(compiled, manifest=replace(compiled.manifest, peak_bytes=estimate_bytes))
+    assert make_learner(other).gradient(batch) == make_learner(compiled).gradient(batch)
+
+
+def test_tensors_of_a_graph_share_memory_as_they_come_and_go():
+    """Each of 40 tensors is larger than the one before, so that none fits where one before was."""
+    chain = """
+import numpy, psutil
+from onnx import TensorProto, helper
+from edgefl.system.processes import reduce_memory
+reduce_memory()
+from edgefl.tasks.compiled.board.bound_graph import BoundGraph, make_session
+sizes = [helper.make_tensor(f"size_{n}", TensorProto.INT64, [1], [250_000 + 12_500 * n]) for n in range(40)]
+nodes = []
+for n in range(40):
+    nodes += [helper.make_node("Expand", [f"sum_{n}", f"size_{n}"], [f"large_{n}"])]
+    nodes += [helper.make_node("ReduceMean", [f"large_{n}"], [f"sum_{n + 1}"], keepdims=1)]
+one = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1])
+graph = helper.make_graph(nodes, "chain", [one("sum_0")], [one("sum_40")], sizes)
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+session = make_session(model.SerializeToString(), 1, 2**30, 3_000_000)
+inputs, outputs = ({name: numpy.ones(1, numpy.float32)} for name in ("sum_0", "sum_40"))
+before = psutil.Process().memory_info().rss
+BoundGraph(session, inputs, outputs).run()
+print(psutil.Process().memory_info().rss - before)
+"""
+    num_bytes = int(subprocess.run([sys.executable, "-c", chain], check=True, capture_output=True).stdout)
+    assert num_bytes < 12_000_000  # one for each of them would be 80 MB
 
 
 def test_a_tensor_of_a_computed_constant_shape_is_not_made_while_the_graph_is_loaded():
