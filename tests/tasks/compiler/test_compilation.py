@@ -51,6 +51,15 @@ def test_each_kind_of_layer_has_the_gradient_that_torch_has_in_double_precision(
     assert 0 < compiled.manifest.peak_bytes < 10**7
 
 
+@pytest.mark.parametrize(("name", "bounds"), [("threshold_backward", (0.0,)), ("hardtanh_backward", (0.0, 6.0))])
+def test_gradients_pass_where_torch_lets_them_and_not_on_a_bound(name, bounds):
+    x = np.array([-1.0, 0.0, 1e-9, 3.0, 6.0, 7.0], np.float32)
+    grad = np.arange(1, 7, dtype=np.float32)
+    found = getattr(registry, name)(grad, x, *bounds)
+    right = getattr(torch.ops.aten, name)(torch.from_numpy(grad), torch.from_numpy(x), *bounds)
+    assert found.value.tolist() == right.tolist()
+
+
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 def test_recurrent_layers_are_computed_as_torch_does_in_both_directions_with_first_states(kind):
     torch.manual_seed(0)

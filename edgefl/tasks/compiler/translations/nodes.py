@@ -13,6 +13,8 @@ from onnxscript import opset18 as op
 
 Value = Any
 """A value of a graph, which onnxscript has no public class for."""
+FLOAT32 = 1
+"""ONNX's number of the type."""
 
 
 def ints(*values: int) -> Value:

@@ -10,6 +10,7 @@ from onnxscript import opset18 as op
 
 from edgefl.core.types import Array
 from edgefl.tasks.compiler.translations.nodes import (
+    FLOAT32,
     Value,
     cut,
     get_shape,
@@ -20,8 +21,6 @@ from edgefl.tasks.compiler.translations.nodes import (
     reshape,
     to_list,
 )
-
-_FLOAT32 = 1
 
 
 def max_pool2d_with_indices(
@@ -48,11 +47,11 @@ def _find_maxima(grad: Value, x: Value, settings: dict[str, Any]) -> Value:
     """
     height, width = settings["kernel_shape"]
     maxima, _ = op.MaxPool(x, **settings)
-    is_maximum = op.Cast(op.Equal(x, _enlarge(maxima, height, width)), to=_FLOAT32)
+    is_maximum = op.Cast(op.Equal(x, _enlarge(maxima, height, width)), to=FLOAT32)
     countdown = numbers(range(height * width, 0, -1), height, width)
     counts = op.Mul(is_maximum, op.Tile(countdown, ints(*get_shape(grad)[2:])))
     largest, _ = op.MaxPool(counts, **settings)
-    is_first = op.Cast(op.Equal(counts, _enlarge(largest, height, width)), to=_FLOAT32)
+    is_first = op.Cast(op.Equal(counts, _enlarge(largest, height, width)), to=FLOAT32)
     return op.Mul(is_first, _enlarge(grad, height, width))
 
 

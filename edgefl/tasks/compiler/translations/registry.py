@@ -10,7 +10,7 @@ from onnxscript import opset18 as op
 
 from edgefl.tasks.compiler.recurrent import run_gru  # noqa: F401 registers the operators
 from edgefl.tasks.compiler.translations import convolution, normalisation, pooling, recurrent
-from edgefl.tasks.compiler.translations.nodes import Value, ints, number
+from edgefl.tasks.compiler.translations.nodes import FLOAT32, Value, ints, number
 
 aten = torch.ops.aten
 
@@ -20,8 +20,17 @@ def hardtanh(x: Value, minimum: float = -1.0, maximum: float = 1.0) -> Value:
 
 
 def hardtanh_backward(grad: Value, x: Value, minimum: float, maximum: float) -> Value:
-    is_inside = op.And(op.Greater(x, number(minimum)), op.Less(x, number(maximum)))
-    return op.Where(is_inside, grad, number(0.0))
+    return _keep(grad, op.And(op.Greater(x, number(minimum)), op.Less(x, number(maximum))))
+
+
+def threshold_backward(grad: Value, x: Value, threshold: float) -> Value:
+    """Of ReLU, whose output is x."""
+    return _keep(grad, op.Greater(x, number(threshold)))
+
+
+def _keep(grad: Value, is_kept: Value) -> Value:
+    """Returns 0 elsewhere; onnxruntime multiplies in two thirds of the time of a Where."""
+    return op.Mul(op.Cast(is_kept, to=FLOAT32), grad)
 
 
 def empty_permuted(size: Any, physical_layout: Any, **_: Any) -> Value:
@@ -38,6 +47,7 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.hardtanh_backward.default: hardtanh_backward,
     aten.max_pool2d_with_indices.default: pooling.max_pool2d_with_indices,
     aten.max_pool2d_with_indices_backward.default: pooling.max_pool2d_with_indices_backward,
+    aten.threshold_backward.default: threshold_backward,
     aten._native_batch_norm_legit.no_stats: normalisation.batch_norm_without_statistics,  # noqa: SLF001 torch's name
     aten.native_batch_norm_backward.default: normalisation.native_batch_norm_backward,
     torch.ops.edgefl.gru.default: recurrent.gru,
