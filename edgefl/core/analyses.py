@@ -35,6 +35,8 @@ class _AnalysisSettings:
     min_group: int = field(default=DEFAULT_MIN_GROUP, metadata={"at_least": 1, "at_most": 1_000_000})
 
     kind: ClassVar[str] = "analysis"
+    is_model: ClassVar[bool] = True
+    """Whether the answer says something of a new example: it is exported and deployed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class StatisticsSettings(_AnalysisSettings):
 
     num_rounds: ClassVar[int] = 2
     has_result: ClassVar[bool] = True
+    is_model: ClassVar[bool] = False
     summary: ClassVar[str] = "figures of each column and class, on each board and in all; trains nothing"
 
 
@@ -65,6 +68,7 @@ class ColumnScalesSettings(_AnalysisSettings):
 
     num_rounds: ClassVar[int] = 1
     has_result: ClassVar[bool] = True
+    is_model: ClassVar[bool] = False
     summary: ClassVar[str] = "mean and scale of each input column, for `normalise` of a task; trains nothing"
 
 
@@ -192,8 +196,14 @@ ANALYSES: Mapping[str, type[Any]] = MappingProxyType(
 """Settings of each analysis, by name."""
 
 
+def is_model(config: Mapping[str, Any]) -> bool:
+    """Returns whether what a run answers says something of a new example, by the tables of its run file."""
+    settings = ANALYSES.get(config.get("strategy", {}).get("name", ""))
+    return "job" not in config and (settings is None or settings.is_model)
+
+
 def has_result(config: Mapping[str, Any]) -> bool:
-    """Returns whether a run's answer is a text in JSON, and no model, by the tables of its run file."""
+    """Returns whether a run's answer is a text in JSON, and no tensors of its task, by the tables of its run file."""
     options = dict(config.get("strategy", {}))
     settings = ANALYSES.get(options.pop("name", ""))
     return settings is not None and bool(settings(**options).has_result)

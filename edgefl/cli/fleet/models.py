@@ -295,6 +295,7 @@ def _evaluate_models(  # noqa: PLR0913 the last two by name
 ) -> list[Json]:
     """Returns one row per model; a task and its examples are loaded once."""
     from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
+    from edgefl.tasks.export.result_model import find_result_model  # noqa: PLC0415 likewise
 
     loaded: dict[str, tuple[Task, Any, Dataset, MetricSet]] = {}
     scored = []
@@ -312,11 +313,13 @@ def _evaluate_models(  # noqa: PLR0913 the last two by name
             loaded[key] = task, task.learner(), _load_examples(path, part, task, row), metrics
         task, learner, examples, metrics = loaded[key]
         tensors = load_model(source, row, local, cluster)
-        check_whole(task, tensors)
-        learner.load(tensors)
-        loss, accuracy = learner.evaluate(examples)
+        model = find_result_model(task, tensors)
+        if model is None:
+            check_whole(task, tensors)
+            learner.load(tensors)
+        loss, accuracy = (model or learner).evaluate(examples)
         figures = {"loss": loss, "accuracy": finite_or_none(accuracy), "num_examples": len(examples)}
-        values = _compute_metrics(learner, examples, metrics)
+        values = _compute_metrics(model or learner, examples, metrics)
         scored.append({**row, "recorded_accuracy": row["accuracy"], **values, **figures})
     return scored
 

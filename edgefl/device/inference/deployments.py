@@ -357,9 +357,7 @@ def rejection_reason(result: ModelCheckResult, offer: ModelOffer) -> str | None:
     result_text = f"{format_score(result)} of its own"
     if result.accuracy is None:
         if offer.min_accuracy > 0:
-            return (
-                f"{result_text}, an accuracy of {offer.min_accuracy:g} is asked for, and its targets are no classes"
-            )
+            return f"{result_text}, an accuracy of {offer.min_accuracy:g} is asked for, and this model has none"
         loss, former = result.loss, result.former_loss
         is_worse = loss is not None and former is not None and loss > former * (1 + offer.tolerance)
     else:

@@ -62,6 +62,7 @@ class OnnxModel:
         task, options: of its training; empty when unknown.
         classes: names in order; empty when unknown.
         has_classes: whether the largest output is the answer; else all outputs are, as values.
+        has_targets: whether the task's targets say how good an answer is; of clusters and components they do not.
         preprocess: preparation of inputs by the task's own code; empty where the graph contains all of it.
         input_shape: of one row; None for a variable dimension.
     """
@@ -82,6 +83,7 @@ class OnnxModel:
         self.preprocess: Json = _parse_metadata(path, metadata, "edgefl.preprocess", dict)
         self.classes: tuple[str, ...] = tuple(map(str, _parse_metadata(path, metadata, "edgefl.classes", list)))
         self.has_classes = metadata.get("edgefl.outputs") != "values"
+        self.has_targets = metadata.get("edgefl.targets") != "none"
         inputs, outputs = self._session.get_inputs(), [output.name for output in self._session.get_outputs()]
         if len(inputs) != 1 or inputs[0].type != "tensor(float)":
             found = ", ".join(f"{one.name} of {one.type}" for one in inputs[:MAX_SHOWN_INPUTS])
@@ -489,7 +491,8 @@ def predict_file(
 def _predict(path: str, source: str, threads: int) -> Json:
     model = OnnxModel(Path(path), threads=threads)
     inputs, labels = read_inputs(Path(source), model)
-    return {"rows": model.predict(inputs), "labels": None if labels is None else np.asarray(labels).tolist()}
+    has_labels = labels is not None and model.has_targets
+    return {"rows": model.predict(inputs), "labels": np.asarray(labels).tolist() if has_labels else None}
 
 
 def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
@@ -510,8 +513,11 @@ def _compute_former_score(request: ModelCheckRequest, data: Dataset, loss: Loss 
 
 
 def _compute_score(model: OnnxModel, data: Dataset, loss: Loss | None) -> float | None:
-    """Returns the accuracy, or with a `loss` that one; None of one that only torch computes."""
+    """Returns the accuracy, or with a `loss` that one; None of one that only torch computes, and without targets."""
     features = prepare_features(model, data.inputs)
+    if not model.has_targets:
+        model.logits(features)
+        return None
     if loss is None:
         return model.accuracy(Dataset(inputs=features, targets=data.targets))
     if isinstance(loss, TorchOnlyLoss):

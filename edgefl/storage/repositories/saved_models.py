@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
-from edgefl.core.analyses import has_result
+from edgefl.core.analyses import is_model
 from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
@@ -47,7 +47,7 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     )
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
-    rows = [row for row in store.database.read_dicts(query) if _is_model(row)]
+    rows = [row for row in store.database.read_dicts(query) if is_model(row["config"])]
     latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
     best = {row["run_id"]: row["last_record"] for row in _sort_by_score(rows)}
     return [
@@ -137,11 +137,6 @@ def _find_values(connection: Connection, column: Column[Any], hashes: Collection
 def _is_in_run_config(connection: Connection, sha256: str) -> bool:
     names = cast(RunTable.config, String).contains(sha256, autoescape=True)
     return bool(connection.execute(select(func.count()).select_from(RunTable).where(names)).scalar())
-
-
-def _is_model(row: Json) -> bool:
-    """Returns whether what a run saved is a model, no result of a job or an analysis."""
-    return "job" not in row["config"] and not has_result(row["config"])
 
 
 def _add_settings(row: Json) -> Json:

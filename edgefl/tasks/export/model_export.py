@@ -36,6 +36,7 @@ from edgefl.tasks.export.onnx_graph import (
     import_onnx,
     suppress_export_logs,
 )
+from edgefl.tasks.export.result_model import ResultModel, find_result_model
 from edgefl.tasks.losses.registry import has_classes
 from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 from edgefl.tasks.registry import import_extra, import_torch
@@ -188,7 +189,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
 
     Args:
         task: of the model.
-        model: tensors by name, local ones (`shared=False`) included.
+        model: tensors by name, local ones (`shared=False`) included; or the result of an analysis.
         path: of the new file; it appears only after the checks.
         quantise: weights become int8, and activations while it runs.
         samples: inputs of the task's `read`, to check the file with; with labels they also give the accuracy.
@@ -203,8 +204,12 @@ def export_onnx(  # noqa: PLR0913 all but three by name
     """
     inputs, labels = _select_inputs(task, samples)
     learner = _load_learner(task, model)
+    if isinstance(learner, ResultModel):
+        labels = labels if learner.has_targets else None
+        if quantise:
+            raise TaskError("the result of an analysis has no weights that 8 bits could hold; leave out --quantise")
     preprocess, built = _build_graph(learner, inputs)
-    facts = _make_metadata(task, options, model_sha256, preprocess)
+    facts = _make_metadata(task, options, model_sha256, preprocess) | _describe_result(learner)
     content = _encode_with_metadata(built, facts, "float32")
     features = _compute_features(learner, inputs, preprocess)
     session = open_session(content)
@@ -259,6 +264,8 @@ def _make_random_inputs(task: Task) -> Array:
 
 
 def _load_learner(task: Task, model: Tensors) -> OnnxExportable:
+    if (result := find_result_model(task, model)) is not None:
+        return result
     learner = task.learner()
     if not all(hasattr(learner, name) for name in ("prepare", "logits", "draw")):
         raise TaskError(
@@ -349,6 +356,17 @@ def _make_metadata(task: Task, options: Mapping[str, Scalar] | None, sha256: str
         "edgefl.preprocess": json.dumps(preprocess) if preprocess else "",
         "edgefl.classes": json.dumps(labels) if labels else "",
         **({} if has_classes(task) else {"edgefl.outputs": "values"}),
+    }
+
+
+def _describe_result(learner: OnnxExportable) -> dict[str, str]:
+    """Returns what the metadata say otherwise of the result of an analysis than of a model of the task."""
+    if not isinstance(learner, ResultModel):
+        return {}
+    return {
+        "edgefl.classes": json.dumps(learner.classes) if learner.classes else "",
+        "edgefl.outputs": "classes" if learner.classes else "values",
+        "edgefl.targets": "task" if learner.has_targets else "none",
     }
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OPSET = 18
 """The default of torch's exporter, so nothing has to be translated; every onnxruntime since 1.14 reads it."""
+ML_DOMAIN, ML_OPSET = "ai.onnx.ml", 3
+"""Of trees; every onnxruntime that reads the other."""
 IR_VERSION = 8
 """Of ONNX 1.12, the first that supports this opset."""
 
@@ -90,8 +92,12 @@ class OnnxGraph:
             [helper.make_tensor_value_info(LOGITS, kind, ["n", num_classes])],
             initializer=list(self.constants.values()),
         )
+        versions = {"": OPSET, **({ML_DOMAIN: ML_OPSET} if any(node.domain for node in self.nodes) else {})}
         onnx_model = helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="edgefl", ir_version=IR_VERSION
+            graph,
+            opset_imports=[helper.make_opsetid(domain, version) for domain, version in versions.items()],
+            producer_name="edgefl",
+            ir_version=IR_VERSION,
         )
         try:
             self.onnx.checker.check_model(onnx_model, full_check=True)

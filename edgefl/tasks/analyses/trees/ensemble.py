@@ -92,11 +92,16 @@ def predict(result: Mapping[str, Any], inputs: Array) -> Array:
         result: of the analysis `boosted-trees`, read from its JSON.
         inputs: [n, ...] examples of the task.
     """
-    columns: Sequence[int] = result["places"]
-    values = inputs.reshape(len(inputs), -1)[:, columns].astype(np.float64)
-    sums = to_trees(result).add_up(find_bins(values, np.array(result["edges"])), result["num_trees"], result["base"])
+    sums = add_up_trees(result, inputs)
     shares: Array = 0.5 * (1.0 + np.tanh(0.5 * sums))
     return shares if result["objective"] == LOGISTIC else sums
+
+
+def add_up_trees(result: Mapping[str, Any], inputs: Array) -> Array:
+    """Returns the sums of base and leaves of a result, [n], for inputs [n, ...]."""
+    columns: Sequence[int] = result["places"]
+    values = inputs.reshape(len(inputs), -1)[:, columns].astype(np.float64)
+    return to_trees(result).add_up(find_bins(values, np.array(result["edges"])), result["num_trees"], result["base"])
 
 
 def to_trees(result: Mapping[str, Any]) -> Trees:
