@@ -292,6 +292,11 @@ INSTALLATIONS = RolloutTable(
 @click.option("--bundle", type=EXISTING_FILE_TYPE, help="Its signed bundle, for boards that run only signed models.")
 @canary_option
 @click.option("--to", "devices", multiple=True, metavar="DEVICE", help="Only this device; may be repeated.")
+@click.option(
+    "--cluster",
+    type=click.IntRange(min=0),
+    help="Of a run with ifca: which of its models, from 0; to the devices that took it last.",
+)
 @click.option("--within", "canary_s", type=float, metavar="SECONDS", help="Time of the canaries [default: 600].")
 @click.option("--tolerance", type=float, help="How much lower the accuracy may be than before [default: 0.02].")
 @click.option("--min-accuracy", type=float, help="What it must reach on a device's own data [default: 0].")

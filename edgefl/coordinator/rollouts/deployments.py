@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.rollouts.installations import SIGNED_SUFFIX, BundleStore, read_signed
 from edgefl.coordinator.rollouts.service import RolloutService, list_present, make_rollout_id
 from edgefl.coordinator.rollouts.state_machine import MIN_JUDGES, check_canaries, check_judges
+from edgefl.core.clusters import select_cluster
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError, EdgeflError, NotFoundError, StoreError, UsageError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_MODEL_BYTES, CommandKind, finite_or_none
 from edgefl.core.types import DeviceInfo, Json, Scalar
+from edgefl.storage.checkpoints import load_model_file, save_model
 from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutDeviceRecord, RolloutStage, RolloutStatus
-from edgefl.storage.repositories.saved_models import find_model
+from edgefl.storage.repositories.saved_models import find_clusters, find_model
 from edgefl.storage.store import Store
 from edgefl.system.atomic_files import compute_sha256, make_private_directory, sync_directory
 from edgefl.system.bundles.archive import WheelEntry
@@ -47,7 +49,8 @@ class DeploymentRequest:
     Attributes:
         model: a saved model, as `saved_models.find_model` takes it.
         bundle: SHA-256 of the signed bundle with its file, which the coordinator has; None to export it, unsigned.
-        devices: by name; None for every device with a shard for the model's task.
+        devices: by name; None for every device with a shard for the model's task, or those of the cluster.
+        cluster: of a run with `ifca`, whose model goes to the devices that took it last; None for one model of all.
         canary: number of devices that get it first, at least three unless the run file trusts a single evaluation; 0
             for all at once, each of which decides for itself.
         canary_s: how long these have to report that they run it.
@@ -58,12 +61,15 @@ class DeploymentRequest:
     model: str
     bundle: str | None = None
     devices: tuple[str, ...] | None = None
+    cluster: int | None = None
     canary: int = 0
     canary_s: float = DEFAULT_CANARY_S
     tolerance: float = DEFAULT_TOLERANCE
     min_accuracy: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.cluster is not None and self.bundle is not None:
+            raise ConfigError("a signed bundle has one cluster's model; leave out cluster, and name its devices")
         check_canaries(self.canary, self.canary_s)
         for name, value in (("tolerance", self.tolerance), ("min_accuracy", self.min_accuracy)):
             if not 0 <= value <= 1:
@@ -117,6 +123,8 @@ class Deployments:
     def plan(self, request: DeploymentRequest) -> tuple[DeploymentRecord, list[str], None]:
         saved_model = find_model(self._store, request.model)
         config = RunConfig.from_json(self._store.get_run(saved_model["run_id"]).config)
+        if request.cluster is not None and request.devices is None:
+            request = replace(request, devices=self._find_members(request.cluster, saved_model, config.run.task))
         names = select_devices(self._registry, config.run.task, request.devices)
         entry = self._find_signed_file(request, saved_model["sha256"], names)
         canary = request.canary
@@ -125,7 +133,7 @@ class Deployments:
         record = DeploymentRecord(
             deployment_id=make_rollout_id(),
             run_id=saved_model["run_id"],
-            model=saved_model["sha256"],
+            model=self._find_model_for(saved_model["sha256"], request.cluster),
             task=config.run.task,
             options=dict(config.task),
             devices=request.devices,
@@ -140,6 +148,24 @@ class Deployments:
             created_at=time.time(),
         )
         return record, names, None
+
+    def _find_members(self, cluster: int, saved_model: Json, task: str) -> tuple[str, ...]:
+        """Returns the devices of a cluster that are still here with their data."""
+        clusters = find_clusters(self._store, saved_model["run_id"], saved_model["version"])
+        members = {name for name, number in clusters.items() if number == cluster}
+        if found := members.intersection(select_devices(self._registry, task, None)):
+            return tuple(sorted(found))
+        raise UsageError(
+            f"no device of the fleet took the model of cluster {cluster} last in run {saved_model['run_id']}; taken "
+            f"were {', '.join(map(str, sorted(set(clusters.values())))) or 'none'}; name devices to bring it to"
+        )
+
+    def _find_model_for(self, sha256: str, cluster: int | None) -> str:
+        """Returns the SHA-256 of what goes to devices; a cluster's model becomes a file of its own."""
+        if cluster is None:
+            return sha256
+        whole = load_model_file(self._models / f"{sha256}.safetensors")
+        return save_model(self._models, select_cluster(whole, cluster))[0]
 
     def _find_signed_file(self, request: DeploymentRequest, model: str, names: Sequence[str]) -> WheelEntry | None:
         """Returns the file of a signed model, None for an unsigned one, which no device may be known to refuse."""
@@ -234,11 +260,18 @@ class Deployments:
 
 
 def deploy_finished_run(deployments: DeploymentService, store: Store, run_id: str, config: RunConfig) -> None:
-    """Deploys the model of a finished run, if its run file says so; a failure becomes an event."""
+    """Deploys the model of a finished run, if its run file says so, each cluster's to its devices.
+
+    A failure becomes an event.
+    """
     if not config.models.auto_deploy:
         return
     try:
-        deployments.submit(DeploymentRequest(model=f"{run_id}:latest", canary=config.models.canary))
+        model = find_model(store, f"{run_id}:latest")
+        clusters = sorted(set(find_clusters(store, run_id, model["version"]).values()))
+        for cluster in clusters or (None,):
+            canary = config.models.canary
+            deployments.submit(DeploymentRequest(model=f"{run_id}:latest", cluster=cluster, canary=canary))
     except StoreError:
         raise
     except EdgeflError as error:

@@ -9,12 +9,13 @@ from typing import Any
 from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
 from edgefl.core.analyses import is_model
+from edgefl.core.clusters import CLUSTER_FIGURE, MAX_CLUSTERS
 from edgefl.core.errors import NotFoundError
 from edgefl.core.types import Json
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.store import Store
-from edgefl.storage.tables import Base, RunTable, SavedModelTable
+from edgefl.storage.tables import Base, RunTable, SavedModelTable, UpdateTable
 
 LATEST, BEST = "latest", "best"
 MIN_HASH_PREFIX_CHARS = 4
@@ -90,6 +91,17 @@ def find_model(store: Store, text: str, run: str | None = None) -> Json:
     if model is None:
         raise NotFoundError(_format_not_found(name, run))
     return model
+
+
+def find_clusters(store: Store, run_id: str, version: int) -> dict[str, int]:
+    """Returns which cluster's model each device took last, of those that went into a version of a run with `ifca`."""
+    query = (
+        select(UpdateTable.device_id, UpdateTable.metrics)
+        .where(UpdateTable.run_id == run_id, UpdateTable.base_version < version)
+        .order_by(UpdateTable.id)
+    )
+    told = ((row["device_id"], row["metrics"].get(CLUSTER_FIGURE)) for row in store.database.read_dicts(query))
+    return {name: int(number) for name, number in told if number is not None and 0 <= number < MAX_CLUSTERS}
 
 
 def save_model_rows(

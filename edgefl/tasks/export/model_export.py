@@ -287,7 +287,7 @@ def check_whole(task: Task, model: Tensors) -> None:
     if missing and is_stack(model):
         raise TaskError(
             f"the model is {len(split_stack(model))} models of task {task.name}, one for each cluster of devices; "
-            "export one by edgefl model export --cluster NUMBER"
+            "take one by --cluster NUMBER of edgefl model export, or deploy"
         )
     if any(spec.shared for spec in missing):
         name = next(spec.name for spec in missing if spec.shared)

@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 from small_fleet import SmallFleet, eventually, settled
 from wheel_files import Signer
@@ -24,11 +25,20 @@ from edgefl.coordinator.rollouts.deployments import (
     prune_deployment_files,
 )
 from edgefl.coordinator.rollouts.installations import BundleStore
-from edgefl.core.config import ConfigError, parse_run
-from edgefl.core.errors import EdgeflError, NotFoundError, StoreBusyError, StoreFullError, TaskError, UsageError
+from edgefl.core.config import ConfigError, RunConfig, parse_run
+from edgefl.core.errors import (
+    DataError,
+    EdgeflError,
+    NotFoundError,
+    StoreBusyError,
+    StoreFullError,
+    TaskError,
+    UsageError,
+)
 from edgefl.core.protocol import EVALUATOR_NAME, Capabilities, Command, Heartbeat, StatusMessage
+from edgefl.storage.checkpoints import load_model_file, save_model
 from edgefl.storage.queries.dashboard import list_events_after
-from edgefl.storage.repositories.records import SavedModelRow
+from edgefl.storage.repositories.records import SavedModelRow, UpdateRow
 from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutStatus
 from edgefl.storage.store import Store
 from edgefl.system.bundles.archive import SignedManifest
@@ -465,3 +475,64 @@ def test_files_that_nobody_needs_go_and_those_being_made_stay(tmp_path: Path) ->
         (tmp_path / f"{name}.onnx").write_text("x")
     prune_deployment_files(tmp_path, {"aa"})
     assert {path.name for path in tmp_path.iterdir()} == {"aa.onnx", ".d2.onnx"}
+
+
+def add_clusters(fleet: Fleet) -> None:
+    """A run of two models: before version 2, `a` and `b` took the first, `c` the second, and afterwards `b` too."""
+    config = parse_run({"run": {"task": "digits"}, "strategy": {"name": "ifca"}, "models": {"auto_deploy": True}})
+    fleet.store.add_run(
+        run_id="r2", name="kinds", task="digits", strategy="ifca", config=config.to_json(), seed=7, submitted_at=2.0
+    )
+    stack = {f"cluster-{number}/weight": np.full(3, number, np.float32) for number in range(2)}
+    sha256, _ = save_model(fleet.directory.models, stack)
+    row = SavedModelRow(version=2, round=2, last_record=1, sha256=sha256, bytes_file=1, at=2.0)
+    fleet.store.record_saved_model("r2", row)
+    takes = [("a", 0, 1), ("b", 0, 1), ("c", 0, 0), ("a", 1, 0), ("b", 1, 0), ("c", 1, 1), ("b", 2, 1), ("d", 1, 9e9)]
+    fleet.store.record_updates(
+        "r2",
+        [
+            UpdateRow(
+                round=version + 1, assignment_id=f"{name}{version}", device_id=name, base_version=version,
+                outcome="used", metrics={"cluster": float(cluster)},
+            )
+            for name, version, cluster in takes
+        ],
+    )  # fmt: skip
+
+
+def test_a_cluster_s_model_goes_to_the_devices_that_took_it_last_before_its_version(fleet: Fleet) -> None:
+    for name in "abcd":
+        fleet.add(name)
+    add_clusters(fleet)
+    deployments = fleet.start()
+    first, second = (deployments.submit(wish(model="r2", cluster=number))[0] for number in (0, 1))
+    assert (set(fleet.stages(first.id)), set(fleet.stages(second.id))) == ({"a", "b"}, {"c"})
+    eventually(lambda: len(fleet.exported) == 2)
+    for record, number in ((first, 0), (second, 1)):
+        (model,) = (path for _, _, path in fleet.exported if path.stem == record.model)
+        assert {name: set(tensor) for name, tensor in load_model_file(model).items()} == {"weight": {number}}
+    third = deployments.submit(wish(model="r2", cluster=1, devices=("d",)))[0]
+    assert (set(fleet.stages(third.id)), third.model) == ({"d"}, second.model)
+
+
+def test_a_finished_run_with_clusters_deploys_each_one_s_model(fleet: Fleet) -> None:
+    for name in "abc":
+        fleet.add(name)
+    add_clusters(fleet)
+    config = RunConfig.from_json(fleet.store.get_run("r2").config)
+    deploy_finished_run(fleet.start(), fleet.store, "r2", config)
+    found = fleet.store.deployments.list_newest()
+    assert sorted(sorted(fleet.stages(record.deployment_id)) for record in found) == [["a", "b"], ["c"]]
+
+
+def test_a_cluster_that_nobody_took_and_one_of_a_bundle_are_one_line(fleet: Fleet) -> None:
+    fleet.add("a")
+    add_clusters(fleet)
+    deployments = fleet.start()
+    with pytest.raises(UsageError, match=r"no device .* took the model of cluster 1 last .* taken were 0, 1"):
+        deployments.submit(wish(model="r2", cluster=1))
+    with pytest.raises(DataError, match="0 to 1, got 5"):
+        deployments.submit(wish(model="r2", cluster=5, devices=("a",)))
+    with pytest.raises(ConfigError, match="a signed bundle has one cluster's model"):
+        wish(cluster=0, bundle="ab" * 32)
+    assert fleet.store.deployments.list_newest() == []
