@@ -104,7 +104,7 @@ class StoredArray(NDArrayOperatorsMixin):
 
     def select(self, rows: Array | slice) -> Array:
         """Returns these rows of it, still in their files."""
-        return StoredArray(self._parts, self._find_rows(rows)).to_array()
+        return StoredArray(self._parts, self._find_rows(rows).astype(_find_number_type(self._ends[-1]))).to_array()
 
     @classmethod
     def concatenate(cls, arrays: Sequence[Array]) -> Array:
@@ -142,7 +142,8 @@ class StoredArray(NDArrayOperatorsMixin):
             chosen = np.flatnonzero(rows) if rows.dtype == bool else rows
             if len(chosen) and not (-len(self) <= chosen.min() and chosen.max() < len(self)):
                 raise IndexError(f"rows {chosen.min()} to {chosen.max()} of {len(self)}")
-            chosen = np.where(chosen < 0, chosen + len(self), chosen)
+            if len(chosen) and chosen.min() < 0:
+                chosen = np.where(chosen < 0, chosen + len(self), chosen)
         found: Array = chosen if self._rows is None else self._rows[chosen]
         return found
 
@@ -161,6 +162,11 @@ class StoredArray(NDArrayOperatorsMixin):
             numbers = ordered[run] - (self._ends[whose[run[0]]] - len(part))
             found[order[run]] = part[int(numbers[0]) : int(numbers[-1]) + 1][numbers - numbers[0]]
         return found
+
+
+def _find_number_type(count: int) -> type[np.integer[Any]]:
+    """Returns a type for so many rows' numbers: of a shard of small rows they take much of the memory."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
 
 
 class RowBuffer:
@@ -253,7 +259,11 @@ def iterate_stored_batches(data: Dataset, batch_size: int, rng: Generator) -> It
     block_rows = max(1, BLOCK_BYTES // row_bytes)
     buffer_rows = max(1, BUFFER_BYTES // row_bytes // batch_size) * batch_size
     starts = rng.permutation(-(-len(data) // block_rows)) * block_rows
-    order = np.concatenate([np.arange(start, min(start + block_rows, len(data))) for start in starts])
+    order, filled = np.empty(len(data), _find_number_type(len(data))), 0
+    for start in starts:
+        stop = min(start + block_rows, len(data))
+        order[filled : filled + stop - start] = np.arange(start, stop)
+        filled += stop - start
     for first in range(0, len(data), buffer_rows):
         plain = Dataset.take(data, order[first : first + buffer_rows])
         # As of the data's own class: if it augments, batches are augmented and not the buffer.

@@ -275,12 +275,12 @@ def make_standardisation(means: Array, scales: Array) -> Prepare:
 
 
 def read_labels(cells: tuple[str, ...], labels: tuple[str, ...], whose: str, *, first_row: int = 1) -> Array:
-    """Returns [n] int64 numbers of the labels in cells, of which the first is in row `first_row`.
+    """Returns [n] int32 numbers of the labels in cells, of which the first is in row `first_row`.
 
     Raises:
         DataError: a cell is none of them.
     """
-    find, classes = make_label_finder(labels), np.empty(len(cells), np.int64)
+    find, classes = make_label_finder(labels), np.empty(len(cells), np.int32)
     for place, cell in enumerate(cells):
         if (found := find(cell)) is None:
             # Errors reach the coordinator, cells must not.

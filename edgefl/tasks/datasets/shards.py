@@ -442,7 +442,9 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     """
     if not 0.0 <= test_fraction < 1.0:
         raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
-    in_test = compute_sample_hashes(data.inputs, salt) < np.uint64(test_fraction * 2.0**64)
+    limit = np.uint64(test_fraction * 2.0**64)
+    parts = [hashes < limit for hashes in _iterate_sample_hashes(data.inputs, salt)]
+    in_test = np.concatenate([np.zeros(0, bool), *parts])
     return select_rows(data, np.flatnonzero(~in_test)), select_rows(data, np.flatnonzero(in_test))
 
 
@@ -453,16 +455,21 @@ def compute_root_fraction(data: Dataset, num_examples: int) -> float:
 
 def compute_sample_hashes(inputs: Inputs, salt: str = "") -> Array:
     """Returns [n] uint64, uniform, the same for equal samples on every machine; of all arrays by name together."""
+    return np.concatenate([np.zeros(0, "<u8"), *_iterate_sample_hashes(inputs, salt)])
+
+
+def _iterate_sample_hashes(inputs: Inputs, salt: str) -> Iterator[Array]:
+    """Yields the hashes of samples, a block of them at a time where they are in files."""
     start = hashlib.blake2b(digest_size=HASH_BYTES, key=hashlib.sha256(salt.encode()).digest())
-    digests = bytearray()
     for block in iterate_blocks(inputs) if inputs.size else ():
+        digests = bytearray()
         parts = [_to_bytes(array) for array in list_arrays(block) if array.size]
         for row in zip(*parts, strict=True):
             digest = start.copy()
             for part in row:
                 digest.update(part.data)
             digests += digest.digest()
-    return np.frombuffer(bytes(digests), dtype="<u8")
+        yield np.frombuffer(digests, dtype="<u8")
 
 
 def _to_bytes(array: Array) -> Array:
