@@ -58,7 +58,7 @@ FORBIDDEN = {
     "time": ("strategies/registry.py", "from time import monotonic"),
     "sql": ("device/agent.py", "import sqlalchemy.orm"),
     "torch": ("coordinator/service.py", "import torch.nn as nn"),
-    "make-fx": ("tasks/export/onnx_graph.py", "from edgefl.tasks.compiler.tracing import trace"),
+    "make-fx": ("tasks/onnx_graph.py", "from edgefl.tasks.compiler.tracing import trace"),
     "onnx": ("coordinator/service.py", "import onnx"),
     "compiler": ("device/agent.py", "from edgefl.tasks.compiler import compilation"),
     "onnxruntime": ("coordinator/service.py", "import onnxruntime"),

@@ -11,14 +11,6 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Scalar
 from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
-from edgefl.tasks.export.onnx_graph import (
-    OnnxGraph,
-    add_reduction,
-    add_reshape,
-    add_standard_deviation,
-    make_scaling,
-    register_node_builder,
-)
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.image_layers import NORMS, NUM_CLASSES, ImageFormat
 from edgefl.tasks.learners.image_networks import NORMALISED_NETWORKS, PLAIN_NETWORKS, make_chain
@@ -31,6 +23,14 @@ from edgefl.tasks.learners.torch_learner import (
     make_resizing_prepare,
 )
 from edgefl.tasks.losses.registry import CLASS_LOSSES
+from edgefl.tasks.onnx_graph import (
+    OnnxGraph,
+    add_reduction,
+    add_reshape,
+    add_standard_deviation,
+    make_scaling,
+    register_node_builder,
+)
 
 DIGITS_LAYER_SIZES = {"mlp": (64, 64, 10), "logistic": (64, 10)}
 DIGITS_MAX_PIXEL = 16.0

@@ -17,16 +17,16 @@ from edgefl.core.extensions import check_allowed
 from edgefl.core.types import Array, Dataset, Scalar
 from edgefl.tasks.classification import ClassificationTask, TrainableModel, validate_choice
 from edgefl.tasks.datasets.array_files import read_npz
-from edgefl.tasks.export.onnx_graph import (
+from edgefl.tasks.learners import networks
+from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.learners.torch_learner import TorchFactoryModel, is_factory_name, make_chain_model
+from edgefl.tasks.onnx_graph import (
     OnnxGraph,
     add_reduction,
     add_reshape,
     add_standard_deviation,
     register_node_builder,
 )
-from edgefl.tasks.learners import networks
-from edgefl.tasks.learners.numpy_learner import DenseModel
-from edgefl.tasks.learners.torch_learner import TorchFactoryModel, is_factory_name, make_chain_model
 
 WINDOW_SAMPLES = 128
 STRIDE_SAMPLES = 64

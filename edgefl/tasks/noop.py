@@ -8,8 +8,8 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, Scalar, Task, TensorSpec, derive_rng
-from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners.numpy_learner import NumpyLearner
+from edgefl.tasks.onnx_graph import OnnxGraph
 from edgefl.tasks.registry import validate_accelerator
 
 DEFAULT_MODEL_BYTES = 1_000_000

@@ -14,11 +14,11 @@ from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.tasks.compiled.artefact import INPUTS, NOISE, TARGETS, WEIGHTS
 from edgefl.tasks.compiled.board.graph_task import get_prepare
-from edgefl.tasks.export.onnx_graph import get_first_line
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import FunctionLoss, select_targets
 from edgefl.tasks.losses.value_losses import BinaryCrossEntropy, Poisson, Reconstruction
+from edgefl.tasks.onnx_graph import get_first_line
 
 Batch = Mapping[str, Array]
 """`batch:inputs`, `batch:targets` and `batch:weights`."""

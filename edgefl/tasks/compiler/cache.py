@@ -30,7 +30,7 @@ from edgefl.core.types import Json, Scalar, Task
 from edgefl.system.atomic_files import compute_sha256 as hash_file
 from edgefl.system.atomic_files import make_private_directory, make_store_error, open_atomic, remove_temporary_files
 from edgefl.tasks.compiled.artefact import MAX_ARTEFACT_BYTES, compute_sha256, encode_artefact
-from edgefl.tasks.export.onnx_graph import import_onnx
+from edgefl.tasks.onnx_graph import import_onnx
 from edgefl.tasks.registry import import_extra, import_torch
 
 log = logging.getLogger(__name__)

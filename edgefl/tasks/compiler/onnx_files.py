@@ -17,7 +17,7 @@ from edgefl.tasks.compiled.artefact import OPSET, PERMITTED_OPERATORS
 from edgefl.tasks.compiler.tracing import TracedGraph
 from edgefl.tasks.compiler.translations.recurrent import expand_scans
 from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
-from edgefl.tasks.export.onnx_graph import get_first_line, suppress_export_logs
+from edgefl.tasks.onnx_graph import get_first_line, suppress_export_logs
 
 _PRODUCTS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 _OPERATOR_NAME = re.compile(r"aten[.:]+(\w+(?:\.\w+)?)")

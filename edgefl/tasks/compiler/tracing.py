@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
-from edgefl.tasks.export.onnx_graph import get_first_line
+from edgefl.tasks.onnx_graph import get_first_line
 
 aten = torch.ops.aten
 

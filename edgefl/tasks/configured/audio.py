@@ -15,14 +15,14 @@ from edgefl.tasks.configured.image_models import make_image_model
 from edgefl.tasks.configured.options import ConfiguredTask, Names, Numbers, check_range, format_options, make_goal
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN
 from edgefl.tasks.datasets.class_folders import SOUND_SUFFIXES, FolderRules, read_class_folders, read_sound
-from edgefl.tasks.export.onnx_graph import (
+from edgefl.tasks.learners.image_layers import ImageFormat
+from edgefl.tasks.onnx_graph import (
     OnnxGraph,
     add_reduction,
     add_reshape,
     add_standard_deviation,
     register_node_builder,
 )
-from edgefl.tasks.learners.image_layers import ImageFormat
 from edgefl.tasks.preparation import Prepare
 
 NAME = "audio"

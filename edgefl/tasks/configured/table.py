@@ -28,8 +28,8 @@ from edgefl.tasks.configured.options import (
     split_sizes,
 )
 from edgefl.tasks.datasets.table_files import TablePart, iterate_shard
-from edgefl.tasks.export.onnx_graph import OnnxGraph, register_node_builder
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
+from edgefl.tasks.onnx_graph import OnnxGraph, register_node_builder
 from edgefl.tasks.preparation import Prepare
 from edgefl.tasks.stored_arrays import RowBuffer
 

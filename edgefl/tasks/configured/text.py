@@ -26,7 +26,7 @@ from edgefl.tasks.configured.options import (
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, TargetColumns, make_dense_model, make_target_columns
 from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_shard
-from edgefl.tasks.export.onnx_graph import OnnxGraph, add_reduction, register_node_builder
+from edgefl.tasks.onnx_graph import OnnxGraph, add_reduction, register_node_builder
 from edgefl.tasks.stored_arrays import RowBuffer
 
 NAME = "text"

@@ -24,7 +24,9 @@ from edgefl.core.errors import TaskError
 from edgefl.core.named_arrays import NamedArrays, unwrap_inputs, wrap_inputs
 from edgefl.core.types import Array, Dataset, Inputs, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import make_store_error, open_atomic
-from edgefl.tasks.export.onnx_graph import (
+from edgefl.tasks.export.result_model import ResultModel, find_result_model
+from edgefl.tasks.losses.registry import has_classes
+from edgefl.tasks.onnx_graph import (
     INPUTS,
     LOGITS,
     MODEL,
@@ -36,8 +38,6 @@ from edgefl.tasks.export.onnx_graph import (
     import_onnx,
     suppress_export_logs,
 )
-from edgefl.tasks.export.result_model import ResultModel, find_result_model
-from edgefl.tasks.losses.registry import has_classes
 from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 from edgefl.tasks.registry import import_extra, import_torch
 

@@ -18,8 +18,8 @@ from edgefl.tasks.analyses.analysis import RESULT, read_result
 from edgefl.tasks.analyses.columns import list_classes, list_input_columns
 from edgefl.tasks.analyses.linear_regression import find_layer
 from edgefl.tasks.analyses.trees.ensemble import LOGISTIC, NO_SPLIT, add_up_trees, to_trees
-from edgefl.tasks.export.onnx_graph import ML_DOMAIN, OnnxGraph
 from edgefl.tasks.losses.registry import find_loss
+from edgefl.tasks.onnx_graph import ML_DOMAIN, OnnxGraph
 from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 
 _FLOAT, _DOUBLE = 1, 11

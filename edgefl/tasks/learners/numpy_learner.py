@@ -13,12 +13,12 @@ import numpy as np
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.named_arrays import NamedArrays
 from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, Tensor, TensorKind, Tensors
-from edgefl.tasks.export.onnx_graph import OnnxGraph
 from edgefl.tasks.learners import networks
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
 from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.onnx_graph import OnnxGraph
 from edgefl.tasks.preparation import Prepare, call_prepare, to_features
 from edgefl.tasks.registry import validate_accelerator
 

@@ -24,19 +24,19 @@ from edgefl.core.errors import ConfigError, TaskError, format_install_command
 from edgefl.core.named_arrays import unwrap_inputs
 from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, TensorKind, Tensors, TensorSpec, derive_seed
-from edgefl.tasks.export.onnx_graph import (
-    OnnxGraph,
-    add_torch_module,
-    get_first_line,
-    get_node_builder,
-    register_node_builder,
-)
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
 from edgefl.tasks.losses.value_losses import Reconstruction
+from edgefl.tasks.onnx_graph import (
+    OnnxGraph,
+    add_torch_module,
+    get_first_line,
+    get_node_builder,
+    register_node_builder,
+)
 from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
 from edgefl.tasks.registry import import_extra, import_torch, load_object, validate_accelerator
 

@@ -17,10 +17,10 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
 from edgefl.core.types import Array, Dataset, Learner
-from edgefl.tasks.export.onnx_graph import get_first_line
 from edgefl.tasks.learners.torch_learner import TorchLearner, list_saved_buffers
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.loss import to_classes
+from edgefl.tasks.onnx_graph import get_first_line
 from edgefl.tasks.registry import import_torch
 
 if TYPE_CHECKING:

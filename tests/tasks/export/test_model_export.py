@@ -15,10 +15,10 @@ from edgefl.core.errors import DataError, StoreError, TaskError
 from edgefl.core.types import Dataset, SparseTensor, Task, derive_rng
 from edgefl.device.inference.onnx_model import OnnxModel
 from edgefl.tasks.export.model_export import NUM_RANDOM_INPUTS, export_onnx, export_torch
-from edgefl.tasks.export.onnx_graph import register_node_builder
 from edgefl.tasks.images import MODELS as IMAGE_MODELS
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel, NumpyLearner
 from edgefl.tasks.learners.torch_learner import TorchModel
+from edgefl.tasks.onnx_graph import register_node_builder
 from edgefl.tasks.registry import BUILT_IN, make_task
 
 onnx = pytest.importorskip("onnx", reason="needs onnx: pip install '.[export]'")
