@@ -21,6 +21,7 @@ from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 BOARDS = ("board-1", "board-2", "board-3")
+NUM_KILLS = 20
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +77,13 @@ def read_model(fleet: LocalFleet, tools: Any, run_id: str, path: Path) -> Any:
         return arrays["arr_0"]
 
 
-def compute_model(app: AppFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, is_away: Any = None) -> Any:
+def compute_model(
+    app: AppFolder, folder: Path, monkeypatch: pytest.MonkeyPatch, is_away: Any = None, **config: Any
+) -> Any:
     """Returns the model of Flower's own strategy over the same ClientApp in this process."""
     monkeypatch.chdir(folder)
-    setup = {"root": str(app.root), "server": app.server, "run_config": dict(app.config), "run_id": 1, "seed": 7}
+    run_config = {**app.config, **config}
+    setup = {"root": str(app.root), "server": app.server, "run_config": run_config, "run_id": 1, "seed": 7}
     with imported_app(app):
         run_app(setup, HereGrid(app, [folder] * len(BOARDS), is_away or (lambda *_: False)))
     with np.load(folder / "final_model.npz") as arrays:
@@ -144,6 +148,32 @@ def test_a_killed_coordinator_goes_on_in_the_same_round_and_asks_no_board_twice(
     )
     calls = list_calls(fleet, run_id)
     assert [calls[name, "evaluate in round 3"] for name in BOARDS] == [6, 6, 6]
+
+
+@pytest.mark.timeout(900)
+def test_a_coordinator_that_is_killed_twenty_times_loses_no_round(
+    fleet: LocalFleet, app: AppFolder, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = [fleet.root.parent / "board-2" / f"closed-{number}" for number in range(1, NUM_KILLS + 1)]
+    for gate in gates:
+        gate.touch()
+    run_id = submit(fleet, app, tools, "--run-config", f"num-server-rounds={NUM_KILLS}")
+    for number, gate in enumerate(gates, 1):
+        num_before = 6 * (number - 1) + 2
+        tools.eventually(
+            lambda: len(fleet.list_history("updates", run=run_id)) >= num_before,  # noqa: B023 waited for here
+            120,
+            f"two replies of round {number}",
+        )
+        fleet.kill("coordinator")
+        fleet.start_coordinator()
+        gate.unlink()
+    ended = fleet.wait_for_run(run_id)
+    assert ended["status"] == "finished", ended
+    expected = compute_model(app, tmp_path, monkeypatch, **{"num-server-rounds": NUM_KILLS})
+    np.testing.assert_array_equal(read_model(fleet, tools, run_id, tmp_path / "result"), expected)
+    calls = list_calls(fleet, run_id)
+    assert [calls[name, f"evaluate in round {NUM_KILLS}"] for name in BOARDS] == [2 * NUM_KILLS] * 3
 
 
 def test_a_stop_ends_an_app_and_a_changed_app_is_refused(

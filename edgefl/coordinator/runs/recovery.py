@@ -21,10 +21,10 @@ from edgefl.coordinator.runs.checkpointing import (
     load_guard_state,
 )
 from edgefl.coordinator.runs.history_recorder import DERIVED_EVENT_KINDS
-from edgefl.core.config import BASE_SUFFIX, RunConfig
+from edgefl.core.config import BASE_SUFFIX, JOB_STRATEGY, RunConfig
 from edgefl.core.errors import JournalError, UsageError
 from edgefl.core.safe_parsing import SHA256, parse_json
-from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy
+from edgefl.core.types import Decision, DeviceInfo, FinishEarlyInstruction, Role, Strategy, Update
 from edgefl.engine.progress import DeviceWork, PriorProgress, RoundCounter
 from edgefl.storage.checkpoints import (
     Checkpoint,
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 BASE_FILE = "base.sha256"
 """In a run's folder: the SHA-256 of the base that it began with."""
 MAX_CRASHES = 5
-"""A run with more coordinator crashes since its newest checkpoint waits for the operator to resume it."""
+"""A run with more coordinator crashes since it last got on waits for the operator to resume it."""
 RESUMABLE_STATUSES = frozenset({RunStatus.INTERRUPTED, RunStatus.STOPPED})
 
 
@@ -441,18 +441,32 @@ def remove_crash_count(run_id: str, directory: CoordinatorDirectory) -> None:
 
 
 def _has_crashed_too_often(record: RunRecord, directory: CoordinatorDirectory) -> bool:
-    """Counts a crash since a run's newest checkpoint; returns whether there are too many."""
-    path, checkpoint = _crash_count_path(record.run_id, directory), find_newest_checkpoint(directory, record.run_id)
-    last_record = 0 if checkpoint is None else checkpoint.last_record
+    """Counts a crash since a run last got on; returns whether there are too many."""
+    path, last_record = _crash_count_path(record.run_id, directory), _find_progress(record, directory)
     try:
         recorded = parse_json(path.read_bytes())
-        count = int(recorded["count"]) + 1 if recorded["checkpoint"] == last_record else 1
+        count = int(recorded["count"]) + 1 if recorded["record"] == last_record else 1
     except (OSError, ValueError, KeyError, TypeError):
         count = 1
-    write_atomic(path, json.dumps({"checkpoint": last_record, "count": count}).encode())
+    write_atomic(path, json.dumps({"record": last_record, "count": count}).encode())
     if count > MAX_CRASHES:
-        log.error("run %s: the coordinator died %d times since its newest checkpoint", record.run_id, count)
+        log.error("run %s: the coordinator died %d times since it last got on", record.run_id, count)
     return count > MAX_CRASHES
+
+
+def _find_progress(record: RunRecord, directory: CoordinatorDirectory) -> int:
+    """Returns the journal's record with which a run last got on: that of its newest checkpoint.
+
+    A job has one version, so its checkpoints do not tell: every update of one counts, too.
+    """
+    checkpoint = find_newest_checkpoint(directory, record.run_id)
+    last_record = 0 if checkpoint is None else checkpoint.last_record
+    if record.strategy != JOB_STRATEGY:
+        return last_record
+    entries = load_journal_entries(directory.runs / record.run_id / "journal", after=last_record)
+    with contextlib.suppress(JournalError):  # what takes the run up says so
+        last_record = max((number for number, entry in entries if isinstance(entry, Update)), default=last_record)
+    return last_record
 
 
 def _crash_count_path(run_id: str, directory: CoordinatorDirectory) -> Path:

@@ -393,6 +393,30 @@ def test_a_count_of_deaths_begins_anew_with_every_checkpoint_and_not_with_a_vers
     assert told == [RunStatus.QUEUED] * (MAX_CRASHES - 1) + [RunStatus.INTERRUPTED]
 
 
+def test_a_count_of_deaths_of_a_job_begins_anew_with_every_update(store: Store, worker: RunScheduler) -> None:
+    directory = worker._context.directory
+    config = parse_run({"job": {"name": "none.there:Nothing"}}).to_json()
+    add_run(store, "job", config=config, strategy="job")
+
+    def status_after_death(*names: str) -> RunStatus:
+        store.set_run_status("job", RunStatus.RUNNING, at=3.0)
+        metrics = UpdateMetrics(iterations=1, num_examples=1)
+        updates = [
+            Update(assignment_id=name, device_id="a", base_version=0, tensors={}, metrics=metrics, body=b"x")
+            for name in names
+        ]
+        with WalJournal(directory.runs / "job" / "journal", lambda _: {}) as wal:
+            wal.record_turn(TURN)
+            wal.record_events(updates)
+        worker.recover()
+        return store.get_run("job").status
+
+    for number in range(2 * MAX_CRASHES):
+        assert status_after_death(f"part-{number}") is RunStatus.QUEUED
+    told = [status_after_death() for _ in range(MAX_CRASHES)]
+    assert told == [RunStatus.QUEUED] * (MAX_CRASHES - 1) + [RunStatus.INTERRUPTED]
+
+
 def test_a_stop_is_brought_to_its_end_unless_coordinators_die_of_it_again_and_again(
     store: Store, worker: RunScheduler
 ) -> None:
