@@ -80,7 +80,7 @@ def test_of_several_models_one_is_exported_and_evaluated_that_is_said(tmp_path):
         load_model(source, row)
     loaded = load_model(source, row, None, 1)
     assert all(np.array_equal(loaded[name], models[1][name]) for name in models[1])
-    with pytest.raises(TaskError, match=r"2 models of task digits.*export one by edgefl model export --cluster"):
+    with pytest.raises(TaskError, match=r"2 models of task digits.*take one by --cluster NUMBER"):
         export_for_devices("digits", {}, path, tmp_path / "out.onnx")
 
 

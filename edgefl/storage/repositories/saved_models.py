@@ -100,8 +100,8 @@ def find_clusters(store: Store, run_id: str, version: int) -> dict[str, int]:
         .where(UpdateTable.run_id == run_id, UpdateTable.base_version < version)
         .order_by(UpdateTable.id)
     )
-    told = ((row["device_id"], row["metrics"].get(CLUSTER_FIGURE)) for row in store.database.read_dicts(query))
-    return {name: int(number) for name, number in told if number is not None and 0 <= number < MAX_CLUSTERS}
+    found = ((row["device_id"], row["metrics"].get(CLUSTER_FIGURE)) for row in store.database.read_dicts(query))
+    return {name: int(number) for name, number in found if number is not None and 0 <= number < MAX_CLUSTERS}
 
 
 def save_model_rows(
