@@ -12,12 +12,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from edgefl.core.errors import ConfigError, NetworkError, NotAllowedError, NotFoundError, UsageError, WrongCaError
 from edgefl.core.safe_parsing import format_toml, parse_json, parse_toml
-from edgefl.core.types import Json
+
+if TYPE_CHECKING:
+    from edgefl.core.types import Json
 
 TIMEOUT_S = 30.0
 MAX_REPLY_BYTES = 256 * 1024 * 1024

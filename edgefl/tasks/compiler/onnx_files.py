@@ -37,7 +37,6 @@ def export_graph(graph: TracedGraph) -> onnx.ModelProto:
                 dynamo=True,
                 opset_version=OPSET,
                 input_names=[*graph.inputs],
-                output_names=[*graph.outputs],
                 custom_translation_table=dict(TRANSLATIONS),
                 external_data=False,
                 optimize=False,
@@ -49,6 +48,9 @@ def export_graph(graph: TracedGraph) -> onnx.ModelProto:
             raise _make_export_error(error) from error
         assert program is not None
         _simplify(program.model)
+        # After that: of two outputs with one value only one would keep its name.
+        for output, name in zip(program.model.graph.outputs, graph.outputs, strict=True):
+            output.name = name
     model = program.model_proto
     expand_scans(model)
     _strip(model)
