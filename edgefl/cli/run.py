@@ -259,7 +259,7 @@ def wait_for_run(run_id: str, url: str | None) -> None:
         RunFailedError: it ended otherwise.
     """
     printed, row = "", {}
-    for row in follow_run(make_client(url), run_id):
+    for row in follow_run(make_client(url), run_id, is_known=True):
         if printed != (printed := _format_wait(row)) and printed:
             echo(printed, err=True)
     check_finished(row)

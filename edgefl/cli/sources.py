@@ -194,8 +194,7 @@ def load_model(source: Source, row: Json, local: Path | None = None, cluster: in
         DataError: it is of several clusters and nothing says which; or the board's file cannot be read, has a tensor
             that the model has too, or a copy of another model.
     """
-    from edgefl.core.clusters import select_cluster  # noqa: PLC0415 fast start
-    from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 likewise
+    from edgefl.client.fleet import Fleet, SavedModel  # noqa: PLC0415 fast start
     from edgefl.tasks.datasets.array_files import read_npz  # noqa: PLC0415 likewise
     from edgefl.tasks.local_algorithms.personal_training import (  # noqa: PLC0415 likewise
         MIXTURE,
@@ -203,8 +202,7 @@ def load_model(source: Source, row: Json, local: Path | None = None, cluster: in
         remove_prefix,
     )
 
-    with source.open_model_file(row["sha256"]) as path:
-        model = dict(select_cluster(load_model_file(path), cluster))
+    model = SavedModel(Fleet(source), row).load(cluster=cluster)
     if local is None:
         return model
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,16 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from edgefl.client.sources import ApiSource, DirectorySource, Source, resolve_source
-from edgefl.core.errors import DataError, NetworkError, RunFailedError, UsageError
+from edgefl.core.errors import NetworkError, RunFailedError, TaskError, UsageError
 from edgefl.system.api_client import CoordinatorClient, format_resource_path
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from edgefl.core.config import RunConfig
-    from edgefl.core.types import Array, Inputs, Json, Learner, Task
+    from edgefl.core.types import Array, Inputs, Json, Task
     from edgefl.history.tables import Table
     from edgefl.storage.queries.columns import HistoryFilters
+    from edgefl.tasks.export.model_export import OnnxExportable
 
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
 POLL_S = 0.5
@@ -52,25 +54,50 @@ def connect(url: str | None = None, *, directory: str | Path | None = None) -> F
     return Fleet(source)
 
 
-def follow_run(client: CoordinatorClient, run: str, *, poll_s: float = POLL_S) -> Iterator[Json]:
+def follow_run(
+    client: CoordinatorClient,
+    run: str,
+    *,
+    is_known: bool = False,
+    timeout_s: float | None = None,
+    stopping: threading.Event | None = None,
+    poll_s: float = POLL_S,
+) -> Iterator[Json]:
     """Yields the row of a run until it is over, that one included; tolerates short absences of the coordinator.
 
+    Args:
+        client: of the coordinator.
+        run: as in `edgefl run show RUN`.
+        is_known: whether the coordinator has answered about it; else its first answer must come at once.
+        timeout_s: seconds after which nothing is yielded any more; no limit when None.
+        stopping: ends it from another thread.
+        poll_s: seconds between questions.
+
     Raises:
-        NetworkError: the coordinator did not answer for `MAX_UNREACHABLE_S`.
+        NetworkError: the coordinator did not answer for `MAX_UNREACHABLE_S`, or for all of `timeout_s`.
         NotFoundError: there is no such run.
     """
-    row = client.get(format_resource_path("runs", run))
-    path, last_reply_s = format_resource_path("runs", row["run_id"]), time.monotonic()
-    yield row
-    while row["status"] not in TERMINAL_STATUSES:
-        time.sleep(poll_s)
+    stopping = stopping or threading.Event()
+    started_s = last_reply_s = time.monotonic()
+    path, has_answered = format_resource_path("runs", run), is_known
+    while True:
+        error: NetworkError | None = None
         try:
             row, last_reply_s = client.get(path), time.monotonic()
-        except NetworkError:
-            if time.monotonic() - last_reply_s > MAX_UNREACHABLE_S:
+        except NetworkError as caught:
+            error = caught
+            if not has_answered or time.monotonic() - last_reply_s > MAX_UNREACHABLE_S:
                 raise
-            continue
-        yield row
+        else:
+            has_answered, path = True, format_resource_path("runs", row["run_id"])
+            yield row
+            if row["status"] in TERMINAL_STATUSES:
+                return
+        left_s = poll_s if timeout_s is None else min(poll_s, started_s + timeout_s - time.monotonic())
+        if left_s < 0 or stopping.wait(left_s):
+            if error is not None:
+                raise error
+            return
 
 
 def check_finished(row: Json) -> None:
@@ -142,10 +169,17 @@ class Fleet:
         """
         from edgefl.core.settings import suggest_name  # noqa: PLC0415 fast start
         from edgefl.history.tables import Table  # noqa: PLC0415 likewise
-        from edgefl.storage.queries.columns import COLUMNS, GROUPINGS, get_columns  # noqa: PLC0415 likewise
+        from edgefl.storage.queries.columns import (  # noqa: PLC0415 likewise
+            COLUMNS,
+            GROUPINGS,
+            HistoryFilters,
+            get_columns,
+        )
 
         if kind not in COLUMNS:
             raise UsageError(f"there is no history of {kind!r}: {suggest_name(kind, COLUMNS)}")
+        if unknown := filters.keys() - (known := HistoryFilters.__annotations__.keys()):
+            raise UsageError(f"there is no filter {(name := min(unknown))!r}: {suggest_name(name, known)}")
         rows = self.source.read_rows(kind, **filters)
         return Table(rows, get_columns(kind, filters.get("by") or GROUPINGS[0]), kind)
 
@@ -239,7 +273,7 @@ class Run:
 
         rounds = {row["round"]: row for row in self.rounds}
         rows = [
-            {**row, "seconds": row["at_s"], **(rounds.get(row["round"], {}).get("metrics") or {})}
+            {**(rounds.get(row["round"], {}).get("metrics") or {}), **row, "seconds": row["at_s"]}
             for row in self.fleet.history("accuracy", run=self.run_id)
         ]
         declared = [name for row in rows for name in (rounds.get(row["round"], {}).get("metrics") or {})]
@@ -254,33 +288,41 @@ class Run:
 
         Raises:
             RunFailedError: it failed, was stopped or interrupted, or is not over in time.
-            NetworkError: its coordinator is away for a minute.
+            NetworkError: its coordinator is away for a minute, or until the time is over.
         """
+        return self._wait(timeout_s, on_change, threading.Event())
+
+    async def wait_async(
+        self, *, timeout_s: float | None = None, on_change: Callable[[Json], None] | None = None
+    ) -> Run:
+        """Waits as `wait`, in a thread that ends with this call: `on_change` is called there."""
+        import asyncio  # noqa: PLC0415 fast start
+
+        stopping = threading.Event()
+        try:
+            return await asyncio.to_thread(self._wait, timeout_s, on_change, stopping)
+        finally:
+            stopping.set()
+
+    def _wait(
+        self, timeout_s: float | None, on_change: Callable[[Json], None] | None, stopping: threading.Event
+    ) -> Run:
         if isinstance(self.fleet.source, DirectorySource):
             check_finished(self.row)
             return self
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        previous: Json = {}
+        row: Json = {}
         with _NotebookProgress() as progress:
-            for row in follow_run(self.fleet.client, self.run_id):
+            client, previous = self.fleet.client, row
+            for row in follow_run(client, self.run_id, is_known=True, timeout_s=timeout_s, stopping=stopping):
                 if row != previous:
                     progress.update(row)
                     if on_change is not None:
                         on_change(row)
                 previous = row
-                is_late = deadline_s is not None and time.monotonic() > deadline_s
-                if is_late and row["status"] not in TERMINAL_STATUSES:
-                    raise RunFailedError(f"run {self.run_id} is {row['status']} after {timeout_s:g} s")
-        check_finished(previous)
+        if row["status"] not in TERMINAL_STATUSES:
+            raise RunFailedError(f"run {self.run_id} is {row['status']} after {timeout_s} s")
+        check_finished(row)
         return self
-
-    async def wait_async(
-        self, *, timeout_s: float | None = None, on_change: Callable[[Json], None] | None = None
-    ) -> Run:
-        """Waits as `wait`, in a thread: an event loop goes on, and `on_change` is called in that thread."""
-        import asyncio  # noqa: PLC0415 fast start
-
-        return await asyncio.to_thread(self.wait, timeout_s=timeout_s, on_change=on_change)
 
     def stop(self) -> None:
         """Ends it after what is in flight; model and history stay."""
@@ -375,50 +417,45 @@ class SavedModel:
         with self.fleet.source.open_model_file(self.sha256) as path:
             return dict(select_cluster(load_model_file(path), cluster))
 
-    def predict(self, inputs: Inputs) -> Array:
+    def predict(self, inputs: Inputs, *, cluster: int | None = None) -> Array:
         """Returns the outputs for inputs as a shard of its task has them, any numbers: [n, outputs] logits or values.
 
         Raises:
-            DataError: its task computes none, or tensors of the model stay on the boards.
+            TaskError: its task computes none, or tensors of the model stay on the boards.
+            DataError, NotFoundError: as `load`.
         """
-        learner: Any = self._make_learner()
-        if not hasattr(learner, "logits"):
-            raise DataError(f"task {self.row['task']} computes no outputs")
-        outputs: Array = learner.logits(inputs)
-        return outputs
+        return self._load_learner(cluster).logits(inputs)
 
-    def to_torch(self) -> Any:
+    def to_torch(self, *, cluster: int | None = None) -> Any:
         """Returns its `torch.nn.Module`, in evaluation mode.
 
         Raises:
-            DataError: its task has none.
+            TaskError: its task has none, or tensors of the model stay on the boards.
+            DataError, NotFoundError: as `load`.
         """
-        module = getattr(self._make_learner(), "module", None)
+        module = getattr(self._load_learner(cluster), "module", None)
         if module is None:
-            raise DataError(f"task {self.row['task']} has no torch module; use predict, load or to_onnx")
+            raise TaskError(f"a model of task {self.row['task']} is no torch module; use predict, load or to_onnx")
         return module.eval()
 
-    def to_onnx(self, path: str | Path) -> Path:
+    def to_onnx(self, path: str | Path, *, cluster: int | None = None) -> Path:
         """Writes an ONNX file that takes what a shard of its task holds, as float32, and returns its path.
 
         Raises:
-            DataError: the task cannot be exported.
+            TaskError: it cannot be exported, or tensors of the model stay on the boards.
             MissingPackageError: an extra is not installed.
+            DataError, NotFoundError: as `load`.
         """
         from edgefl.tasks.export.model_export import export_onnx  # noqa: PLC0415 onnx is slow to load
 
-        out, task = Path(path), self.task
-        export_onnx(task, self.load(), out, options=self.row["task_options"], model_sha256=self.sha256)
+        out, tensors = Path(path), self.load(cluster=cluster)
+        export_onnx(self.task, tensors, out, options=self.row["task_options"], model_sha256=self.sha256)
         return out
 
-    def _make_learner(self) -> Learner:
-        from edgefl.tasks.export.model_export import check_whole  # noqa: PLC0415 onnx is slow to load
+    def _load_learner(self, cluster: int | None) -> OnnxExportable:
+        from edgefl.tasks.export.model_export import load_learner  # noqa: PLC0415 onnx is slow to load
 
-        task, tensors = self.task, self.load()
-        check_whole(task, tensors)
-        learner = task.learner()
-        learner.load(tensors)
-        return learner
+        return load_learner(self.task, self.load(cluster=cluster))
 
 
 def _enable_inline_figures() -> None:

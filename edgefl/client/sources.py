@@ -28,7 +28,7 @@ def resolve_source(directory: Path | None, url: str | None) -> Source:
         UsageError: both are named.
     """
     if directory is not None and url is not None:
-        raise UsageError("--dir reads a coordinator's directory and --url asks a coordinator; give one of them")
+        raise UsageError("a directory (--dir) is read and a URL (--url) is asked; give one of them")
     if directory is None and (url or is_coordinator_configured()):
         return ApiSource(url)
     from edgefl.coordinator.directory import default_directory  # noqa: PLC0415 fast start
@@ -109,7 +109,7 @@ class ApiSource:
             return CoordinatorClient.from_options(self.url).get(path, params)
         except NetworkError as error:
             raise NetworkError(
-                f"{error}; --dir DIR reads the {directory_content} of a coordinator that does not run"
+                f"{error}; its directory (--dir DIR) has the {directory_content} of a coordinator that does not run"
             ) from error
 
 

@@ -1,8 +1,8 @@
 """A fleet as an object: simulated in a folder, and a live one with its coordinator."""
 
 import asyncio
-import inspect
 import sys
+import time
 import types
 
 import numpy as np
@@ -13,11 +13,11 @@ import edgefl
 from edgefl.client import fleet as fleet_module
 from edgefl.client.fleet import Run, check_finished, follow_run
 from edgefl.core.errors import (
-    DataError,
     NetworkError,
     NotAllowedError,
     NotFoundError,
     RunFailedError,
+    TaskError,
     UsageError,
 )
 from edgefl.simulation.local_fleet import LocalFleet, partition_devices
@@ -71,7 +71,7 @@ def test_a_model_is_loaded_predicts_and_is_exported(simulated, tmp_path):
     learner = make_task("digits", {}).learner()
     learner.load(expected)
     np.testing.assert_array_equal(model.predict(inputs), learner.logits(inputs))
-    with pytest.raises(DataError, match="task digits has no torch module; use predict, load or to_onnx"):
+    with pytest.raises(TaskError, match="a model of task digits is no torch module; use predict, load or to_onnx"):
         model.to_torch()
     pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install onnxruntime")
     out = model.to_onnx(tmp_path / "model.onnx")
@@ -92,6 +92,11 @@ def test_a_directory_is_only_read(simulated):
     ("ask", "error", "words"),
     [
         (lambda fleet: fleet.history("round"), UsageError, "did you mean rounds"),
+        (
+            lambda fleet: fleet.history("updates", device_id="x"),
+            UsageError,
+            "did you mean device",
+        ),
         (lambda fleet: fleet.run("second"), NotFoundError, "second"),
         (lambda fleet: fleet.run().model(17), NotFoundError, "17"),
         (lambda fleet: fleet.run().plot("ages"), UsageError, "ages"),
@@ -124,8 +129,8 @@ class Replies:
         return {"run_id": "r", "reason": None, "rounds": 1, **reply}
 
 
-def follow(*replies):
-    return [row["status"] for row in follow_run(Replies(*replies), "r", poll_s=0)]
+def follow(*replies, **options):
+    return [row["status"] for row in follow_run(Replies(*replies), "r", poll_s=0, **options)]
 
 
 def test_a_run_is_followed_to_its_end_over_short_absences_of_its_coordinator(monkeypatch):
@@ -133,9 +138,24 @@ def test_a_run_is_followed_to_its_end_over_short_absences_of_its_coordinator(mon
     assert follow({"status": "running"}, away, away, {"status": "stopping"}, {"status": "stopped"}) == [
         "running", "stopping", "stopped",
     ]  # fmt: skip
+    assert follow(away, {"status": "stopped"}, is_known=True) == ["stopped"]
+    with pytest.raises(NetworkError, match="away"):
+        follow(away, {"status": "stopped"})
+    assert follow({"status": "running"}, timeout_s=0.05)[-1] == "running"
+    with pytest.raises(NetworkError, match="away"):
+        follow(away, is_known=True, timeout_s=0.05)
     monkeypatch.setattr(fleet_module, "MAX_UNREACHABLE_S", -1.0)
     with pytest.raises(NetworkError, match="away"):
         follow({"status": "running"}, away)
+
+
+def test_a_wait_that_is_cancelled_ends_its_thread(monkeypatch):
+    monkeypatch.setattr(fleet_module, "POLL_S", 60.0)
+    run = Run(types.SimpleNamespace(source=None, client=Replies({"status": "running"})), "r")
+    started_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(run.wait_async(), 0.1))
+    assert time.monotonic() - started_s < 30
 
 
 @pytest.mark.parametrize("status", ["failed", "stopped", "interrupted"])
@@ -175,11 +195,11 @@ def test_a_live_run_is_submitted_waited_for_and_read_and_one_is_stopped(tmp_path
         assert isinstance(run, Run)
         assert len(run.rounds) == 4
         assert run.model().predict(np.zeros((1, 64), np.float32)).shape == (1, 10)
-        assert run.run_id in fleet.run()._repr_html_() or "finished" in run._repr_html_()
+        assert run._repr_html_() == fleet.run()._repr_html_()
+        assert "finished: round 4 of 4" in run._repr_html_()
         long = fleet.submit({**live, "run": {**live["run"], "rounds": 100_000}})
         with pytest.raises(RunFailedError, match=r"is \w+ after 0 s"):
             long.wait(timeout_s=0)
         long.stop()
         with pytest.raises(RunFailedError, match="stopped by the operator"):
             asyncio.run(long.wait_async(timeout_s=100))
-        assert inspect.iscoroutinefunction(long.wait_async)

@@ -203,7 +203,7 @@ def export_onnx(  # noqa: PLR0913 all but three by name
         StoreError: the file cannot be written.
     """
     inputs, labels = _select_inputs(task, samples)
-    learner = _load_learner(task, model)
+    learner = load_learner(task, model)
     if isinstance(learner, ResultModel):
         labels = labels if learner.has_targets else None
         if quantise:
@@ -263,14 +263,19 @@ def _make_random_inputs(task: Task) -> Array:
     return np.floor(rng.random((NUM_RANDOM_INPUTS, *shape)) * scales).astype(np.uint8)
 
 
-def _load_learner(task: Task, model: Tensors) -> OnnxExportable:
+def load_learner(task: Task, model: Tensors) -> OnnxExportable:
+    """Returns what computes the outputs of a model: the task's learner with its tensors, or an analysis' result.
+
+    Raises:
+        TaskError: the model is not whole, of another task or of several clusters, or its learner computes none.
+    """
     if (result := find_result_model(task, model)) is not None:
         return result
     learner = task.learner()
     if not all(hasattr(learner, name) for name in ("prepare", "logits", "draw")):
         raise TaskError(
-            f"the learner of task {task.name} cannot be exported: a {type(learner).__name__} has no prepare, logits "
-            "and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
+            f"the learner of task {task.name} cannot be exported or asked: a {type(learner).__name__} has no prepare, "
+            "logits and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
         )
     check_whole(task, model)
     learner.load(model)
