@@ -319,8 +319,8 @@ class Run:
                     if on_change is not None:
                         on_change(row)
                 previous = row
-        if row["status"] not in TERMINAL_STATUSES:
-            raise RunFailedError(f"run {self.run_id} is {row['status']} after {timeout_s} s")
+        if (status := row.get("status")) not in TERMINAL_STATUSES:
+            raise RunFailedError(f"run {self.run_id} is {status} after {timeout_s} s")
         check_finished(row)
         return self
 
