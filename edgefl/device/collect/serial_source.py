@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES, BLOCK_BYTES = 4096, 4096
 RETRY_S, WAIT_S, JOIN_TIMEOUT_S = 2.0, 0.5, 2.0
-_SEPARATORS, _DECIMAL_COMMA = re.compile(r"\s*[,\t]\s*|\s+"), re.compile(r"([+-]?\d+),(\d+)")
+_SEPARATORS, _DECIMAL_COMMA = ";\t,", re.compile(r"([+-]?\d+),(\d+)")
 
 
 class SerialSource:
@@ -153,20 +153,20 @@ class SerialSource:
 
 
 def parse_line(line: bytes) -> object:
-    """Returns the JSON value of a line, or its cells.
+    """Returns the JSON value of a line, or its cells between the first of `_SEPARATORS` that it has, else blanks.
 
     Raises:
         ValueError: it is no text.
     """
     try:
-        text = line.decode("ascii" if line.isascii() else "utf-8").strip()
+        text = line.decode("ascii" if line.isascii() else "utf-8")
     except UnicodeDecodeError:
         raise ValueError("it is no text") from None
-    if text.startswith(("{", "[")):
-        return parse_message(text.encode())
-    if ";" in text:  # then a comma is that of a number
-        return [_DECIMAL_COMMA.sub(r"\1.\2", cell.strip()) for cell in text.split(";")]
-    return _SEPARATORS.split(text)
+    if text.lstrip().startswith(("{", "[")):
+        return parse_message(text.strip().encode())
+    separator = next((one for one in _SEPARATORS if one in text), None)
+    cells = [cell.strip() for cell in text.split(separator)]
+    return [_DECIMAL_COMMA.sub(r"\1.\2", cell) for cell in cells] if separator == ";" else cells
 
 
 class _Port:

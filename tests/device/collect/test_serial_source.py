@@ -88,15 +88,24 @@ def _is_open(source):
 def test_lines_of_cells_and_of_json_are_readings_and_the_rest_of_a_line_before_them_is_none(board, tmp_path):
     with _source(tmp_path, {"a": "#/0", "b": "#/1"}) as (source, counts):
         eventually(lambda: _is_open(source))
-        board.send(b"9,9\r\n1,2.5\r\n3,5; 4\n\n5\t6\n7 8\n[9, 10]\n")
-        expected = [(1, 2.5), (3.5, 4), (5, 6), (7, 8), (9, 10)]
-        assert _wait_for(source, 5) == [{"a": a, "b": b} for a, b in expected]
+        board.send(b"9,9\r\n1,2.5\r\n3,5; 4\n\n5\t 6\r\n 7  8 \n[9, 10]\n11 , 12,\n")
+        expected = [(1, 2.5), (3.5, 4), (5, 6), (7, 8), (9, 10), (11, 12)]
+        assert _wait_for(source, 6) == [{"a": a, "b": b} for a, b in expected]
         assert not counts
         assert fcntl.ioctl(board.port, TIOCGEXCL, bytes(4)) != bytes(4), "another program could read along"
     with _source(tmp_path, {"t": "#/t", "door": "#/door"}, ("door",)) as (source, counts):
         eventually(lambda: _is_open(source))
         board.send(b'\n{"t": 21.5, "door": "open"}\n{"t": 22}\n')
         assert _wait_for(source, 2) == [{"t": 21.5, "door": "open"}, {"t": 22.0}]
+
+
+def test_an_empty_cell_keeps_its_place(board, tmp_path):
+    with _source(tmp_path, {"a": "#/0", "c": "#/2"}, ("a",)) as (source, counts):
+        eventually(lambda: _is_open(source))
+        board.send(b"\n1\t\t2\r\n1,,2\n1; ;2\n\t5\t6\n5\t6\t\r\n5,6,\n1,2\t3\t4,5\n")
+        rows = [("1", 2.0)] * 3 + [(None, 6.0)] + [("5", None)] * 2
+        assert _wait_for(source, 6) == [{"a": a, "c": c} for a, c in rows]
+        eventually(lambda: counts == {"board.refused": 1})
 
 
 def test_a_line_comes_whole_in_whatever_pieces_it_is_sent(board, tmp_path):
