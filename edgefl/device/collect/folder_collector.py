@@ -317,9 +317,9 @@ class FolderCollector:
                 content = opened.read(int(section.max_file_mb * 1e6))
             check_example(content, path.suffix.lower())
             outcome = self._add(content, file, path.suffix.lower())
-        except (OSError, ValueError, DataError) as error:
+        except (OSError, ValueError, DataError, MemoryError) as error:
             self._counts[f"{name}.refused"] += 1
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = error.strerror if isinstance(error, OSError) else str(error) or "too little memory"
             self._log.warning(f"file {name}", "source %s: %s is left out: %s", name, path, reason)
             return
         if outcome:

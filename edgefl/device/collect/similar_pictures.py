@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 NUM_CELLS = 16
 MAX_PICTURES = 1000
 """With which a new one is compared: the newest of the store."""
+MAX_PIXELS = 16_000_000
+"""Of a picture that is decoded, in a process that is small otherwise."""
 LOAD_S = 10.0
 """For which signatures of what is in the store are computed at a start."""
 _USUAL_SPREAD, _LEAST_SPREAD = 40.0, 20.0
@@ -79,8 +81,8 @@ class SimilarPictures:
                 break
             try:
                 found.append((compute_signature((self._store.folder / file.label / file.name).read_bytes()), file))
-            except (OSError, EdgeflError) as error:
-                log.debug("%s is compared with nothing: %s", file.name, error)
+            except (OSError, EdgeflError, MemoryError) as error:
+                log.debug("%s is compared with nothing: %r", file.name, error)
         for signature, file in reversed(found):
             self.add(signature, file.digest, file.label)
 
@@ -89,9 +91,10 @@ def compute_signature(content: bytes) -> Array:
     """Returns [256] float32 of a PNG or JPEG file.
 
     Raises:
-        DataError: it cannot be decoded, or is too large.
+        DataError: it cannot be decoded, or has more than `MAX_PIXELS`.
+        MemoryError: there is too little for it.
         TaskError: Pillow is not installed.
     """
-    cells = read_grey_picture(content, size=NUM_CELLS).astype(np.float32).ravel()
+    cells = read_grey_picture(content, size=NUM_CELLS, max_pixels=MAX_PIXELS).astype(np.float32).ravel()
     signature: Array = (cells - cells.mean()) * (_USUAL_SPREAD / max(float(cells.std()), _LEAST_SPREAD))
     return signature

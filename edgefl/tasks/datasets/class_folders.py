@@ -149,14 +149,15 @@ def read_picture(path: Path, *, size: int, channels: int) -> Array:
     pillow = import_pillow()
     _check_bytes(path)
     mode = "L" if channels == 1 else "RGB"
-    pixels = _decode_picture(path, str(path), mode=mode, size=size, resampling=pillow.Resampling.BILINEAR)
+    resampling = pillow.Resampling.BILINEAR
+    pixels = _decode_picture(path, str(path), mode=mode, size=size, resampling=resampling, max_pixels=MAX_PIXELS)
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def read_grey_picture(content: bytes, *, size: int) -> Array:
+def read_grey_picture(content: bytes, *, size: int, max_pixels: int) -> Array:
     """Returns [size, size] uint8: mean grey values in a PNG or JPEG picture; raises as `read_picture`."""
-    resampling = import_pillow().Resampling.BOX
-    return _decode_picture(io.BytesIO(content), "", mode="L", size=size, resampling=resampling)
+    resampling, source = import_pillow().Resampling.BOX, io.BytesIO(content)
+    return _decode_picture(source, "", mode="L", size=size, resampling=resampling, max_pixels=max_pixels)
 
 
 def import_pillow() -> Any:
@@ -164,11 +165,13 @@ def import_pillow() -> Any:
     return import_extra("PIL.Image", "pictures are read with Pillow", format_install_command("PIL"))
 
 
-def _decode_picture(source: Path | io.BytesIO, name: str, *, mode: str, size: int, resampling: Any) -> Array:
+def _decode_picture(
+    source: Path | io.BytesIO, name: str, *, mode: str, size: int, resampling: Any, max_pixels: int
+) -> Array:
     pillow = import_pillow()
     try:
         with _forbid_bombs(pillow), pillow.open(source, formats=("PNG", "JPEG")) as picture:
-            _check_picture(picture, name)
+            _check_picture(picture, name, max_pixels)
             picture.draft(mode, (size, size))  # a JPEG is decoded at an eighth of its size where that is enough
             resized = picture.convert(mode).resize((size, size), resampling)
     except (EdgeflError, MemoryError):
@@ -272,10 +275,10 @@ def _check_bytes(path: Path) -> None:
         raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
 
 
-def _check_picture(picture: Any, name: str) -> None:
+def _check_picture(picture: Any, name: str, max_pixels: int) -> None:
     width, height = picture.size
-    if width * height > MAX_PIXELS:
-        raise DataError(f"picture {name} has {width} x {height} pixels, at most {MAX_PIXELS:,} are read")
+    if width * height > max_pixels:
+        raise DataError(f"picture {name} has {width} x {height} pixels, at most {max_pixels:,} are read")
     if picture.mode not in _PICTURE_MODES:
         raise DataError(f"picture {name} has more than 8 bits a channel ({picture.mode}); save it with 8")
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import DataError, TaskError
 from edgefl.device.collect import similar_pictures
 from edgefl.device.collect.file_store import UNLABELLED, list_files, open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
@@ -150,6 +150,27 @@ def test_a_picture_that_cannot_be_decoded_is_refused_and_sounds_are_all_kept(tmp
         assert site.take(_damaged_png(), suffix=".png") == 0
         assert site.counts["camera.refused"] == 1
         assert site.take(_sound(1), _sound(2), suffix=".wav") == 2
+
+
+def test_a_picture_that_takes_too_much_memory_is_refused_and_the_next_one_kept(tmp_path, monkeypatch, caplog):
+    large = io.BytesIO()
+    image.new("L", (4001, 4000)).save(large, "PNG")
+    with _site(tmp_path) as site:
+        with monkeypatch.context() as patch:
+            patch.setattr(image.Image, "convert", _lack_memory)
+            with pytest.raises(DataError, match="4001 x 4000 pixels, at most 16,000,000"):
+                similar_pictures.compute_signature(large.getvalue())
+            assert site.take(_encode(_scene(2)), _encode(_scene(2))) == 0
+            assert "is left out: too little memory" in caplog.text
+        assert site.counts["camera.refused"] == 2
+        assert site.take(_encode(_scene(3))) == 1
+    monkeypatch.setattr(image.Image, "convert", _lack_memory)
+    with _site(tmp_path):
+        pass
+
+
+def _lack_memory(*_):
+    raise MemoryError
 
 
 def test_without_pillow_the_start_says_what_to_install(tmp_path, monkeypatch):
