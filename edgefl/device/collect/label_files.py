@@ -15,7 +15,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,23 +119,43 @@ def _read_cells(content: bytes, column: str) -> Iterator[LabelRegion]:
 
 
 def _read_yolo(folder: Path) -> Iterator[LabelRegion]:
-    classes = _read_bounded(folder / CLASSES_NAME, MAX_TXT_BYTES).decode("utf-8-sig").split("\n")
-    classes = [name.strip() for name in classes if name.strip()]
-    if len(classes) > MAX_CLASSES:
-        raise ValueError(f"{CLASSES_NAME} has {len(classes)} classes, at most are {MAX_CLASSES}")
+    classes = _read_classes(folder / CLASSES_NAME)
     texts = folder / TXT_FOLDER if (folder / TXT_FOLDER).is_dir() else folder
-    for path, _ in zip(texts.iterdir(), range(MAX_FILES), strict=False):
+    num_files = 0
+    for path in texts.iterdir():
         example = _find_example([path.name])
         if path.suffix != ".txt" or not example:
             continue
-        for line in filter(str.strip, _read_bounded(path, MAX_TXT_BYTES).decode().split("\n")):
-            try:
-                yield LabelRegion(example=example, label=classes[_parse_box(line)])
-            except (ValueError, IndexError):
-                raise ValueError(
-                    f"{path.name} must have lines of a class from 0 to {len(classes) - 1} and numbers from 0 to 1, "
-                    f"got {line!r:.80}"
-                ) from None
+        num_files += 1
+        if num_files > MAX_FILES:
+            raise ValueError(f"it has more than {MAX_FILES:,} .txt files of examples; give it in parts")
+        for label in _read_boxes(path, classes):
+            yield LabelRegion(example=example, label=label)
+
+
+def _read_classes(path: Path) -> list[str]:
+    """Returns the names of classes, whose numbers are those of their lines."""
+    names = [name.strip() for name in _read_bounded(path, MAX_TXT_BYTES).decode("utf-8-sig").rstrip().split("\n")]
+    if "" in names:
+        line = names.index("") + 1
+        raise ValueError(f"{path.name} has a blank line {line}; it must have one for each class, whose number it is")
+    if len(names) > MAX_CLASSES:
+        raise ValueError(f"{path.name} has {len(names)} classes, at most are {MAX_CLASSES}")
+    return names
+
+
+def _read_boxes(path: Path, classes: Sequence[str]) -> list[str]:
+    """Returns the classes of a file's boxes, each once."""
+    found = set[str]()
+    for line in filter(str.strip, _read_bounded(path, MAX_TXT_BYTES).decode().split("\n")):
+        try:
+            found.add(classes[_parse_box(line)])
+        except (ValueError, IndexError):
+            raise ValueError(
+                f"{path.name} must have lines of a class from 0 to {len(classes) - 1} and at least "
+                f"{NUM_BOX_CELLS - 1} numbers, got {line!r:.80}"
+            ) from None
+    return sorted(found)
 
 
 def _parse_box(line: str) -> int:
@@ -145,7 +165,7 @@ def _parse_box(line: str) -> int:
         ValueError: the line has other cells than YOLO's.
     """
     number, *cells = line.split()
-    if len(cells) < NUM_BOX_CELLS - 1 or not all(0 <= float(cell) <= 1 for cell in cells):
+    if len(cells) < NUM_BOX_CELLS - 1 or not all(math.isfinite(float(cell)) for cell in cells):
         raise ValueError("it is no box")
     if not number.isascii() or not number.isdecimal() or len(number) > len(str(MAX_CLASSES)):
         raise ValueError("it is no class")

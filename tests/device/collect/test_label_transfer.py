@@ -127,13 +127,40 @@ def test_all_boxes_of_a_picture_must_be_of_one_class(tmp_path):
     birds = _files(tmp_path / "birds", [UNLABELLED] * 2)
     out = _export(birds, tmp_path / "out", "yolo")
     one, two = (file.name.removesuffix(".png") for file in sorted(list_files(birds)))
-    (out / "labels" / f"9f8e7d6c-{one}.txt").write_text("1 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.2 0.2 0.9\n")
+    (out / "labels" / f"9f8e7d6c-{one}.txt").write_text("1 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.2 1.0000000000000002 -0.1\n")
     (out / "labels" / f"{two}.txt").write_text("1 0.5 0.5 0.2 0.2\n0 0.1 0.1 0.2 0.2\n")
     assert _import(birds, out) == (1, 1, 0)
     assert _read_by_name(birds) == {f"{one}.png": "wren", f"{two}.png": UNLABELLED}
-    (out / "labels" / f"{two}.txt").write_text("2 0.5 0.5 0.2 0.2\n")
-    with pytest.raises(DataError, match=r"a class from 0 to 1 and numbers from 0 to 1, got '2 0"):
-        _import(birds, out)
+    for line in ("2 0.5 0.5 0.2 0.2", "1 0.5 0.5 0.2", "1 0.5 0.5 0.2 nan"):
+        (out / "labels" / f"{two}.txt").write_text(f"{line}\n")
+        with pytest.raises(DataError, match=f"a class from 0 to 1 and at least 4 numbers, got '{line}"):
+            _import(birds, out)
+
+
+def test_the_number_of_a_class_is_that_of_its_line(tmp_path):
+    birds = _files(tmp_path / "birds", [UNLABELLED])
+    out = _export(birds, tmp_path / "out", "yolo")
+    (file,) = list_files(birds)
+    (out / "labels" / f"{file.name.removesuffix('.png')}.txt").write_text("1 0.5 0.5 1 1\n")
+    for classes in ("robin\n\nwren\n", "\nrobin\nwren\n", ""):
+        (out / "classes.txt").write_text(classes)
+        with pytest.raises(DataError, match=f"classes.txt has a blank line {1 if classes[:1] != 'r' else 2}; "):
+            _import(birds, out)
+    (out / "classes.txt").write_text("robin\r\nwren\r\n\r\n\n")
+    assert _import(birds, out) == (1, 0, 0)
+    assert _read_classes(birds) == ["wren"]
+
+
+def test_a_yolo_folder_is_read_whole_or_refused_and_each_class_once_a_file(tmp_path, monkeypatch):
+    out = _export(_files(tmp_path / "birds", ["robin", "wren"]), tmp_path / "out", "yolo")
+    for path in (out / "labels").iterdir():
+        path.write_text("1 0.5 0.5 1 1\n0 0.5 0.5 1 1\n" * 50)
+    assert [region.label for region in label_files.read_label_file(out, "")] == ["robin", "wren"] * 2
+    monkeypatch.setattr(label_files, "MAX_FILES", 2)
+    assert len(label_files.read_label_file(out, "")) == 4
+    monkeypatch.setattr(label_files, "MAX_FILES", 1)
+    with pytest.raises(DataError, match=r"more than 1 .txt files of examples; give it in parts"):
+        label_files.read_label_file(out, "")
 
 
 def test_windows_of_rows_go_out_as_curves_and_a_region_labels_the_rows_within(tmp_path):
