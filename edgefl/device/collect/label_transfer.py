@@ -10,6 +10,7 @@ import html
 import io
 import json
 import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from edgefl.device.collect.label_queue import Example, FileTarget, RowTarget
 from edgefl.device.collect.settings import is_label
 from edgefl.device.collect.shard_contents import require_state
 from edgefl.device.collect.store_state import StoreState
-from edgefl.system.atomic_files import make_private_directory, make_store_error, write_atomic
+from edgefl.system.atomic_files import TEMPORARY_SUFFIX, make_store_error
 from edgefl.system.row_labels import LABEL_COLUMN, LabelKind, LabelLine, append_row_labels, read_row_labels
 
 MAX_WINDOWS = 2000
@@ -61,7 +62,7 @@ class ExampleTask:
 def export_examples(
     target: FileTarget | RowTarget, folder: Path, style: Style, *, labels: Sequence[str], url: str, is_all: bool
 ) -> int:
-    """Writes examples into a new folder, with the labels that they have, and returns how many; the list comes last.
+    """Writes examples into a new folder, with the labels that they have, whole or not at all, and returns how many.
 
     Args:
         target: of the shard.
@@ -84,20 +85,28 @@ def export_examples(
         raise DataError(f"{folder} is there already; take another folder")
     known = list(dict.fromkeys([*labels, *target.list_labels()]))
     list_name, files_name = NAMES[style]
-    make_private_directory(folder / files_name)
+    columns = list(dict.fromkeys(name for task in tasks for name, _ in task.example.curves))
     try:
-        tasks = [task for task in tasks if _write_file(target.folder, task, folder / files_name)]
-        if style == "yolo":
-            make_private_directory(folder / TXT_FOLDER)
-            for task in tasks:
-                line = f"{known.index(task.label)} {_WHOLE_PICTURE}\n" if task.label else ""
-                if line:
-                    (folder / TXT_FOLDER / f"{task.name}.txt").write_text(line)
-        elif style == "label-studio":
-            (folder / "config.xml").write_text(_format_config(target, tasks, known), encoding="utf-8")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{folder.name[:40]}.", suffix=TEMPORARY_SUFFIX, dir=folder.parent
+        ) as temporary:
+            partial = Path(temporary) / folder.name
+            partial.mkdir(mode=0o700)
+            (partial / files_name).mkdir()
+            tasks = [task for task in tasks if _write_file(target.folder, task, partial / files_name, columns)]
+            if style == "yolo":
+                (partial / TXT_FOLDER).mkdir()
+                for task in tasks:
+                    line = f"{known.index(task.label)} {_WHOLE_PICTURE}\n" if task.label else ""
+                    if line:
+                        (partial / TXT_FOLDER / f"{task.name}.txt").write_text(line)
+            elif style == "label-studio":
+                (partial / "config.xml").write_text(_format_config(tasks, columns, known), encoding="utf-8")
+            (partial / list_name).write_text(_format_list(style, tasks, known, url), encoding="utf-8")
+            partial.rename(folder)
     except OSError as error:
         raise make_store_error(folder, error) from None
-    write_atomic(folder / list_name, _format_list(style, tasks, known, url).encode())
     return len(tasks)
 
 
@@ -160,8 +169,8 @@ def _list_tasks(target: FileTarget | RowTarget, *, is_all: bool) -> list[Example
     ]
 
 
-def _write_file(shard: Path, task: ExampleTask, folder: Path) -> bool:
-    """Writes an example's file; returns whether it was still there."""
+def _write_file(shard: Path, task: ExampleTask, folder: Path, columns: Sequence[str]) -> bool:
+    """Writes an example's file, of rows one with all columns; returns whether it was still there."""
     file = task.example.file
     if file is not None:
         try:
@@ -169,11 +178,12 @@ def _write_file(shard: Path, task: ExampleTask, folder: Path) -> bool:
         except FileNotFoundError:
             return False
         return True
-    names = [name for name, _ in task.example.curves]
+    times, curves = task.example.times, dict(task.example.curves)
+    empty = [""] * len(times)
     with (folder / task.file_name).open("w", encoding="utf-8", newline="") as opened:
         writer = csv.writer(opened, lineterminator="\n")
-        writer.writerow(["time", *names])
-        writer.writerows(zip(task.example.times, *(points for _, points in task.example.curves), strict=True))
+        writer.writerow(["time", *columns])
+        writer.writerows(zip(times, *(curves.get(name, empty) for name in columns), strict=True))
     return True
 
 
@@ -198,7 +208,7 @@ def _format_task(task: ExampleTask, url: str) -> str:
     return json.dumps({"data": data, **labelled}, ensure_ascii=False)
 
 
-def _format_config(target: FileTarget | RowTarget, tasks: Sequence[ExampleTask], labels: Sequence[str]) -> str:
+def _format_config(tasks: Sequence[ExampleTask], columns: Sequence[str], labels: Sequence[str]) -> str:
     """Returns the labelling interface of a project of Label Studio."""
     kind = tasks[0].kind if tasks else _PICTURE
     tag = {
@@ -206,9 +216,8 @@ def _format_config(target: FileTarget | RowTarget, tasks: Sequence[ExampleTask],
         _SOUND: f'<Audio name="{kind}" value="${kind}"/>',
         _ROWS: f'<TimeSeries name="{kind}" value="${kind}" valueType="url" timeColumn="time">',
     }[kind]
-    if isinstance(target, RowTarget):
-        names = dict.fromkeys(name for task in tasks for name, _ in task.example.curves)
-        tag += "".join(f'<Channel column="{html.escape(name)}"/>' for name in names) + "</TimeSeries>"
+    if kind == _ROWS:
+        tag += "".join(f'<Channel column="{html.escape(name)}"/>' for name in columns) + "</TimeSeries>"
     choices = "".join(f'<Choice value="{html.escape(label)}"/>' for label in labels)
     return f'<View>{tag}<Choices name="{LABEL_COLUMN}" toName="{kind}">{choices}</Choices></View>\n'
 

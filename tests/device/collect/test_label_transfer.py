@@ -1,14 +1,15 @@
 """Labels made elsewhere: tasks that are written out, and labels that come back to their examples."""
 
 import csv
+import errno
 import json
 from xml.etree import ElementTree as ET
 
 import pytest
 from table_parts import read_table
 
-from edgefl.core.errors import DataError, NotFoundError
-from edgefl.device.collect import label_files
+from edgefl.core.errors import DataError, NotFoundError, StoreFullError
+from edgefl.device.collect import label_files, label_transfer
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, list_files, open_file_store
 from edgefl.device.collect.label_queue import open_target
@@ -180,6 +181,36 @@ def test_windows_of_rows_go_out_as_curves_and_a_region_labels_the_rows_within(tm
     assert _import(room, _save(tmp_path / "export.json", done), ("open",)) == (2, 0, 0)
     assert _read_labels(room) == {1000.0 + at: "open" for at in range(51, 120)}
     append_row_labels(room, [LabelLine(since_s=1060, until_s=1119, label="shut", kind=LabelKind.EVENT)])
+def test_files_of_rows_all_have_the_columns_of_the_labelling_interface(tmp_path):
+    with open_row_store(tmp_path / "room", ("power", "light"), LIMITS) as store:
+        lights = [math.nan if at == 70 else float(at) for at in range(180)]
+        store.commit([Row(1000.0 + at, (1.0, light), 1) for at, light in enumerate(lights)], {}, {}, 0.0)
+    out = _export(tmp_path / "room", tmp_path / "tasks")
+    config = ET.fromstring((out / "config.xml").read_text())
+    assert [channel.get("column") for channel in config.iter("Channel")] == ["power", "light"]
+    lines = [path.read_text().splitlines() for path in sorted((out / "files").iterdir())]
+    assert [found[0] for found in lines] == ["time,power,light"] * 3
+    assert [found[1] for found in lines] == ["1000.0,1.0,0.0", "1060.0,1.0,", "1120.0,1.0,120.0"]
+
+
+def test_what_cannot_be_written_whole_leaves_nothing_in_the_way_of_the_next_try(tmp_path, monkeypatch):
+    birds = _files(tmp_path / "birds", [UNLABELLED] * 3)
+
+    def copy(source, target):
+        target.write_bytes(b"half")
+        if len(list(target.parent.iterdir())) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(label_transfer.shutil, "copyfile", copy)
+        with pytest.raises(StoreFullError, match=r"out/tasks cannot be written: No space left .* free some space"):
+            _export(birds, tmp_path / "out" / "tasks")
+    assert list((tmp_path / "out").iterdir()) == []
+    out = _export(birds, tmp_path / "out" / "tasks")
+    assert list((tmp_path / "out").iterdir()) == [out]
+    assert (len(list((out / "files").iterdir())), out.stat().st_mode & 0o777) == (3, 0o700)
+
+
     assert _read_labels(room)[1060.0] == "open"  # a person counts more than a later event
 
 
