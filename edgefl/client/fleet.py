@@ -480,11 +480,11 @@ class _NotebookProgress(contextlib.AbstractContextManager["_NotebookProgress"]):
         if "ipykernel" not in sys.modules:
             return
         ipython: Any = sys.modules["IPython.display"]
-        shown = ipython.HTML(_format_progress(row))
+        content = ipython.HTML(_format_progress(row))
         if self._handle is None:
-            self._handle = ipython.display(shown, display_id=True)
+            self._handle = ipython.display(content, display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(content)
 
 
 def _format_progress(row: Json) -> str:

@@ -13,7 +13,7 @@ from edgefl.core.safe_text import dump_readable_json, escape_text
 from edgefl.core.types import Json
 from edgefl.storage.queries.columns import JSON_COLUMNS, is_text_column
 
-MAX_SHOWN_ROWS = 60
+MAX_DISPLAYED_ROWS = 60
 """Rows of a table that a notebook shows."""
 
 
@@ -22,7 +22,7 @@ class Table(Sequence[Json]):
 
     Args:
         rows: the rows.
-        columns: their names, in the order shown.
+        columns: their names, in the order of the cells.
         kind: of the history, or `""`; it says which columns are text.
     """
 
@@ -45,12 +45,12 @@ class Table(Sequence[Json]):
         return f"Table({len(self)} rows: {', '.join(self.columns)})"
 
     def _repr_html_(self) -> str:
-        shown = self.rows[-MAX_SHOWN_ROWS:]
+        newest = self.rows[-MAX_DISPLAYED_ROWS:]
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
-        lines = ("".join(f"<td>{_format_cell(row.get(name))}</td>" for name in self.columns) for row in shown)
+        lines = ("".join(f"<td>{_format_cell(row.get(name))}</td>" for name in self.columns) for row in newest)
         body = "".join(f"<tr>{line}</tr>" for line in lines)
-        left_out = len(self) - len(shown)
-        note = f"<p>the newest {len(shown)} of {len(self)} rows</p>" if left_out else ""
+        left_out = len(self) - len(newest)
+        note = f"<p>the newest {len(newest)} of {len(self)} rows</p>" if left_out else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}"
 
     def to_pandas(self) -> Any:
