@@ -49,13 +49,14 @@ def list_models(store: Store, run: str | None = None) -> list[Json]:
     if run is not None:
         query = query.where(SavedModelTable.run_id == find_run_id(store, run))
     rows = [row for row in store.database.read_dicts(query) if is_model(row["config"])]
-    latest = {row["run_id"]: row["last_record"] for row in sorted(rows, key=lambda row: row["last_record"])}
-    best = {row["run_id"]: row["last_record"] for row in _sort_by_score(rows)}
+    # By version, the key: after a replay of the journal several versions may contain the same records.
+    latest = {row["run_id"]: row["version"] for row in rows}
+    best = {row["run_id"]: row["version"] for row in _sort_by_score(rows)}
     return [
         {
             **_add_settings(row),
-            LATEST: latest[row["run_id"]] == row["last_record"],
-            BEST: best.get(row["run_id"]) == row["last_record"],
+            LATEST: latest[row["run_id"]] == row["version"],
+            BEST: best.get(row["run_id"]) == row["version"],
         }
         for row in rows
     ]

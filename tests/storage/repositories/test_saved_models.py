@@ -1,5 +1,7 @@
 """Kept models: their order, which one a person means, and whose file nobody names."""
 
+from dataclasses import replace
+
 import pytest
 
 from edgefl.core.errors import NotFoundError
@@ -114,3 +116,11 @@ def test_the_best_of_a_run_goes_by_quality_where_one_of_its_models_has_it(two_ru
     save_model_rows(two_runs, "run-3", [row(4, quality=-3.0)], [])
     best = {r["run_id"]: r["version"] for r in list_models(two_runs) if r["best"]}
     assert best == {"run-1": 2, "run-3": 3}
+
+
+def test_of_versions_that_end_with_one_record_each_is_judged_by_itself(two_runs):
+    rows = [replace(row(version, accuracy=accuracy), last_record=7) for version, accuracy in ((1, 0.9), (2, 0.5))]
+    save_model_rows(two_runs, "run-3", [*rows, replace(row(3, accuracy=0.1), last_record=6)], [])
+    found = [(r["version"], r["latest"], r["best"]) for r in list_models(two_runs, "run-3")]
+    assert found == [(1, False, True), (2, False, False), (3, True, False)]
+    assert find_model(two_runs, "run-3:best")["version"] == 1
