@@ -10,7 +10,7 @@ from typing import Self
 
 from edgefl.coordinator.execution.messaging import DeviceNotifier, DeviceRpc
 from edgefl.coordinator.flower.messages import Reply
-from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService, ExportModel, deploy_finished_run
+from edgefl.coordinator.rollouts.deployments import Deployments, DeploymentService, ExportModel, plan_deployments
 from edgefl.coordinator.rollouts.installations import BundleStore, Installations, InstallationService
 from edgefl.coordinator.runs.scheduler import RunContext, RunScheduler
 from edgefl.core.conditions import parse_blocker
@@ -63,14 +63,15 @@ class DeviceClients:
             send_command=context.notifier.send_command,
             on_fatal=on_fatal,
         )
-        on_finished = partial(deploy_finished_run, deployments, store)
         return cls(
             notifier=context.notifier,
             device_rpc=DeviceRpc(context.notifier, context.registry),
             deployments=deployments,
             installations=installations,
             bundle_store=bundle_store,
-            run_scheduler=RunScheduler(replace(context, on_finished=on_finished), on_fatal=on_fatal),
+            run_scheduler=RunScheduler(
+                replace(context, plan_deployments=partial(plan_deployments, deployments, store)), on_fatal=on_fatal
+            ),
         )
 
 

@@ -17,13 +17,14 @@ from edgefl.coordinator.rollouts.service import RolloutService, list_present, ma
 from edgefl.coordinator.rollouts.state_machine import MIN_JUDGES, check_canaries, check_judges
 from edgefl.core.clusters import select_cluster
 from edgefl.core.config import RunConfig
-from edgefl.core.errors import ConfigError, EdgeflError, NotFoundError, StoreError, UsageError
+from edgefl.core.errors import ConfigError, EdgeflError, NotFoundError, StoreBusyError, UsageError
 from edgefl.core.protocol import EVALUATOR_NAME, MAX_MODEL_BYTES, CommandKind, finite_or_none
 from edgefl.core.types import DeviceInfo, Json, Scalar
 from edgefl.storage.checkpoints import load_model_file, save_model
 from edgefl.storage.repositories.rollouts import DeploymentRecord, RolloutDeviceRecord, RolloutStage, RolloutStatus
-from edgefl.storage.repositories.saved_models import find_clusters, find_model
+from edgefl.storage.repositories.saved_models import LATEST, find_clusters, find_model, list_models
 from edgefl.storage.store import Store
+from edgefl.strategies.registry import get_settings
 from edgefl.system.atomic_files import compute_sha256, make_private_directory, sync_directory
 from edgefl.system.bundles.archive import WheelEntry
 
@@ -124,7 +125,7 @@ class Deployments:
         saved_model = find_model(self._store, request.model)
         config = RunConfig.from_json(self._store.get_run(saved_model["run_id"]).config)
         if request.cluster is not None and request.devices is None:
-            request = replace(request, devices=self._find_members(request.cluster, saved_model, config.run.task))
+            request = replace(request, devices=self._find_members(request.cluster, saved_model, config))
         names = select_devices(self._registry, config.run.task, request.devices)
         entry = self._find_signed_file(request, saved_model["sha256"], names)
         canary = request.canary
@@ -149,11 +150,11 @@ class Deployments:
         )
         return record, names, None
 
-    def _find_members(self, cluster: int, saved_model: Json, task: str) -> tuple[str, ...]:
+    def _find_members(self, cluster: int, saved_model: Json, config: RunConfig) -> tuple[str, ...]:
         """Returns the devices of a cluster that are still here with their data."""
-        clusters = find_clusters(self._store, saved_model["run_id"], saved_model["version"])
+        clusters = find_clusters(self._store, saved_model["run_id"], saved_model["version"], _count_clusters(config))
         members = {name for name, number in clusters.items() if number == cluster}
-        if found := members.intersection(select_devices(self._registry, task, None)):
+        if found := members.intersection(select_devices(self._registry, config.run.task, None)):
             return tuple(sorted(found))
         raise UsageError(
             f"no device of the fleet took the model of cluster {cluster} last in run {saved_model['run_id']}; taken "
@@ -259,24 +260,52 @@ class Deployments:
         return all(self.repository.get(row.rollout_id).sequence <= record.sequence for row in rows[:1])
 
 
-def deploy_finished_run(deployments: DeploymentService, store: Store, run_id: str, config: RunConfig) -> None:
-    """Deploys the model of a finished run, if its run file says so, each cluster's to its devices.
+def plan_deployments(
+    deployments: DeploymentService, store: Store, run_id: str, config: RunConfig
+) -> Callable[[], None]:
+    """Plans to deploy the model of a run at its end, if its run file says so, each cluster's to its devices.
 
-    A failure becomes an event.
+    This reads and writes files. What it returns writes to the store alone, in the transaction that records the end:
+    the deployments, and an event for each that failed, so that a full disk does not undo the end.
+
+    Raises:
+        StoreBusyError: the store is in use, and the run has not ended.
     """
-    if not config.models.auto_deploy:
-        return
-    try:
-        model = find_model(store, f"{run_id}:latest")
-        clusters = sorted(set(find_clusters(store, run_id, model["version"]).values()))
-        for cluster in clusters or (None,):
-            canary = config.models.canary
-            deployments.submit(DeploymentRequest(model=f"{run_id}:latest", cluster=cluster, canary=canary))
-    except StoreError:
-        raise
-    except EdgeflError as error:
-        log.warning("the model of run %s is not deployed: %s", run_id, error)
-        store.record_event("deployment-failed", str(error), at=time.time(), run_id=run_id)
+    plans: list[tuple[DeploymentRecord, list[str], dict[str, str] | None]] = []
+    failures: list[str] = []
+    if config.models.auto_deploy:
+        for cluster in _list_clusters(store, run_id, config):
+            try:
+                request = DeploymentRequest(model=f"{run_id}:latest", cluster=cluster, canary=config.models.canary)
+                plans.append(deployments.kind.plan(request))
+            except StoreBusyError:
+                raise
+            except (EdgeflError, OSError) as error:
+                failures.append(str(error) if cluster is None else f"cluster {cluster}: {error}")
+                log.warning("the model of run %s is not deployed: %s", run_id, failures[-1])
+
+    def record_deployments() -> None:
+        for plan in plans:
+            deployments.add(*plan)
+        for failure in failures:
+            store.record_event("deployment-failed", failure, at=time.time(), run_id=run_id)
+
+    return record_deployments
+
+
+def _list_clusters(store: Store, run_id: str, config: RunConfig) -> Sequence[int | None]:
+    """Returns the clusters of a run's latest model that a device took; None alone where there is none."""
+    num_clusters = _count_clusters(config)
+    latest = next((row for row in list_models(store, run_id) if row[LATEST]), None) if num_clusters else None
+    if latest is None:  # the plan says so where a model is missing
+        return [None]
+    return sorted(set(find_clusters(store, run_id, latest["version"], num_clusters).values())) or [None]
+
+
+def _count_clusters(config: RunConfig) -> int:
+    """Returns the number of cluster models of a run; 0 of one with one model."""
+    section = config.strategy
+    return int({**get_settings("ifca"), **section.options}["clusters"]) if section.name == "ifca" else 0
 
 
 def demands_signature(info: DeviceInfo | None) -> bool:

@@ -154,8 +154,13 @@ class RolloutService(Generic[RequestT, RecordT]):
             self._thread.join()
 
     def submit(self, request: RequestT) -> tuple[RecordT, dict[str, str] | None]:
-        """Stores a new rollout; returns it and the excluded devices, and raises, as `RolloutKind.plan`."""
-        record, names, excluded = self.kind.plan(request)
+        """Plans and stores a new rollout; returns it and the excluded devices, and raises, as `RolloutKind.plan`."""
+        return self.add(*self.kind.plan(request))
+
+    def add(
+        self, record: RecordT, names: Sequence[str], excluded: dict[str, str] | None = None
+    ) -> tuple[RecordT, dict[str, str] | None]:
+        """Stores a rollout that was planned; returns it and the excluded devices."""
         with self._store.batch(durable=True):
             self._rollouts.add(record, names)
             self.kind.on_submitted(record, names)

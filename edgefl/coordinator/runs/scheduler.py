@@ -101,7 +101,8 @@ DEFAULT_STOP_REASON = "stopped"
 class RunContext:
     """Shared services that runs work with.
 
-    `on_finished` is called with a finished run, in the transaction that records its end.
+    `plan_deployments` is called with a run that has finished, before the transaction that records its end; what it
+    returns is called in that.
     """
 
     directory: CoordinatorDirectory
@@ -114,7 +115,7 @@ class RunContext:
     idle_runs: IdleRuns = field(default_factory=IdleRuns)
     split_runs: SplitRuns = field(default_factory=SplitRuns)
     lineage: Lineage | None = None
-    on_finished: Callable[[str, RunConfig], None] = lambda _run_id, _config: None
+    plan_deployments: Callable[[str, RunConfig], Callable[[], None]] = lambda _run_id, _config: lambda: None
 
 
 @contextlib.contextmanager
@@ -659,13 +660,15 @@ class RunScheduler:
             self._context.notifier.send_command(info.device_id, command)
 
     def _complete_run(self, run_id: str, config: RunConfig, reason: str) -> None:
+        was_stopped = self._current is not None and self._current.stop_reason == reason
+        # Before the lock and the transaction: others wait for these, and it reads and writes models.
+        record_deployments = None if was_stopped else self._context.plan_deployments(run_id, config)
         with self._lock:
-            was_stopped = self._current is not None and self._current.stop_reason == reason
             # One transaction: a coordinator that dies here has both, the end and what follows it, or neither.
             with self._context.store.batch(durable=True):
                 self._set_status(run_id, RunStatus.STOPPED if was_stopped else RunStatus.FINISHED, reason)
-                if not was_stopped:
-                    self._context.on_finished(run_id, config)
+                if record_deployments is not None:
+                    record_deployments()
             self._current = None
 
     def _open_fleet(

@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy import Column, Connection, String, cast, delete, func, or_, select
 
 from edgefl.core.analyses import is_model
-from edgefl.core.clusters import CLUSTER_FIGURE, MAX_CLUSTERS
+from edgefl.core.clusters import CLUSTER_FIGURE
 from edgefl.core.errors import NotFoundError
-from edgefl.core.types import Json
+from edgefl.core.types import Json, UpdateStatus
 from edgefl.storage.queries.history import find_run_id
 from edgefl.storage.repositories.records import SavedModelRow
 from edgefl.storage.store import Store
@@ -94,15 +94,22 @@ def find_model(store: Store, text: str, run: str | None = None) -> Json:
     return model
 
 
-def find_clusters(store: Store, run_id: str, version: int) -> dict[str, int]:
-    """Returns which cluster's model each device took last, of those that went into a version of a run with `ifca`."""
+def find_clusters(store: Store, run_id: str, version: int, num_clusters: int) -> dict[str, int]:
+    """Returns which cluster's model each device took last, of those whose updates went into a version of a run.
+
+    A device says it itself, under a name that any device may use: only a number below `num_clusters` counts.
+    """
     query = (
         select(UpdateTable.device_id, UpdateTable.metrics)
-        .where(UpdateTable.run_id == run_id, UpdateTable.base_version < version)
+        .where(
+            UpdateTable.run_id == run_id,
+            UpdateTable.base_version < version,
+            UpdateTable.outcome == UpdateStatus.USED,
+        )
         .order_by(UpdateTable.id)
     )
     found = ((row["device_id"], row["metrics"].get(CLUSTER_FIGURE)) for row in store.database.read_dicts(query))
-    return {name: int(number) for name, number in found if number is not None and 0 <= number < MAX_CLUSTERS}
+    return {name: int(number) for name, number in found if number in range(num_clusters)}
 
 
 def save_model_rows(

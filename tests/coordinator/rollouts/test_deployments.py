@@ -20,8 +20,8 @@ from edgefl.coordinator.rollouts.deployments import (
     DeploymentRequest,
     Deployments,
     DeploymentService,
-    deploy_finished_run,
     make_deployment_file,
+    plan_deployments,
     prune_deployment_files,
 )
 from edgefl.coordinator.rollouts.installations import BundleStore
@@ -31,6 +31,7 @@ from edgefl.core.errors import (
     EdgeflError,
     NotFoundError,
     StoreBusyError,
+    StoreError,
     StoreFullError,
     TaskError,
     UsageError,
@@ -185,7 +186,7 @@ def test_boards_that_demand_signatures_are_named_unless_the_model_is_signed(flee
         deployments.submit(wish())
     assert deployments.submit(wish(devices=("a",)))[0]
     config = parse_run({"run": {"task": "digits"}, "models": {"auto_deploy": True}})
-    deploy_finished_run(deployments, fleet.store, "r1", config)
+    plan_deployments(deployments, fleet.store, "r1", config)()
     assert any(
         "strict run only signed models" in row["message"] for row in list_events_after(fleet.store, 0, limit=9)
     )
@@ -394,15 +395,18 @@ def test_a_finished_run_deploys_its_model_only_if_it_asks_for_it(fleet: Fleet) -
     for name in "abc":
         fleet.add(name)
     deployments = fleet.start()
-    deploy_finished_run(deployments, fleet.store, "r1", parse_run({"run": {"task": "digits"}}))
+    plan_deployments(deployments, fleet.store, "r1", parse_run({"run": {"task": "digits"}}))()
     assert fleet.store.deployments.list_newest() == []
     asking = {"run": {"task": "digits"}, "models": {"auto_deploy": True, "canary": 1}}
-    deploy_finished_run(deployments, fleet.store, "r1", parse_run(asking))
+    plan_deployments(deployments, fleet.store, "r1", parse_run(asking))()
     (record,) = fleet.store.deployments.list_newest()
     assert (record.run_id, record.canary) == ("r1", 3)
-    deploy_finished_run(
-        deployments, fleet.store, "gone", parse_run(asking)
-    )  # what hinders it is an event, and the run has finished all the same
+    fleet.store.add_run(
+        run_id="r2", name="none", task="digits", strategy="ifca", config=parse_run(asking).to_json(), seed=7,
+        submitted_at=2.0,
+    )  # fmt: skip
+    plan_deployments(deployments, fleet.store, "r2", parse_run({**asking, "strategy": {"name": "ifca"}}))()
+    assert failures(fleet) == ["run 'r2' has no kept model yet; `edgefl model list` shows what is kept"]
 
 
 def test_nobody_waits_for_a_canary_that_was_taken_out_of_the_fleet(fleet: Fleet) -> None:
@@ -477,8 +481,22 @@ def test_files_that_nobody_needs_go_and_those_being_made_stay(tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {"aa.onnx", ".d2.onnx"}
 
 
-def add_clusters(fleet: Fleet) -> None:
-    """A run of two models: before version 2, `a` and `b` took the first, `c` the second, and afterwards `b` too."""
+def deployed(fleet: Fleet) -> list[list[str]]:
+    """The devices of each deployment."""
+    return [sorted(fleet.stages(record.deployment_id)) for record in fleet.store.deployments.list_newest()]
+
+
+def failures(fleet: Fleet) -> list[str]:
+    """What the events say of deployments that failed."""
+    rows = list_events_after(fleet.store, 0, limit=99)
+    return [row["message"] for row in rows if row["kind"] == "deployment-failed"]
+
+
+def add_clusters(fleet: Fleet) -> RunConfig:
+    """A run of two models: before version 2, `a` and `b` took the first, `c` the second, and afterwards `b` too.
+
+    What `a` sent last was refused, and `d` says a number of no cluster.
+    """
     config = parse_run({"run": {"task": "digits"}, "strategy": {"name": "ifca"}, "models": {"auto_deploy": True}})
     fleet.store.add_run(
         run_id="r2", name="kinds", task="digits", strategy="ifca", config=config.to_json(), seed=7, submitted_at=2.0
@@ -487,17 +505,19 @@ def add_clusters(fleet: Fleet) -> None:
     sha256, _ = save_model(fleet.directory.models, stack)
     row = SavedModelRow(version=2, round=2, last_record=1, sha256=sha256, bytes_file=1, at=2.0)
     fleet.store.record_saved_model("r2", row)
-    takes = [("a", 0, 1), ("b", 0, 1), ("c", 0, 0), ("a", 1, 0), ("b", 1, 0), ("c", 1, 1), ("b", 2, 1), ("d", 1, 9e9)]
+    takes = [("a", 0, 1), ("b", 0, 1), ("c", 0, 0), ("a", 1, 0), ("b", 1, 0), ("c", 1, 1), ("b", 2, 1), ("d", 1, 2),
+             ("a", -1, 1)]  # fmt: skip
     fleet.store.record_updates(
         "r2",
         [
             UpdateRow(
                 round=version + 1, assignment_id=f"{name}{version}", device_id=name, base_version=version,
-                outcome="used", metrics={"cluster": float(cluster)},
+                outcome="used" if version >= 0 else "rejected", metrics={"cluster": float(cluster)},
             )
             for name, version, cluster in takes
         ],
     )  # fmt: skip
+    return config
 
 
 def test_a_cluster_s_model_goes_to_the_devices_that_took_it_last_before_its_version(fleet: Fleet) -> None:
@@ -518,11 +538,44 @@ def test_a_cluster_s_model_goes_to_the_devices_that_took_it_last_before_its_vers
 def test_a_finished_run_with_clusters_deploys_each_one_s_model(fleet: Fleet) -> None:
     for name in "abc":
         fleet.add(name)
-    add_clusters(fleet)
-    config = RunConfig.from_json(fleet.store.get_run("r2").config)
-    deploy_finished_run(fleet.start(), fleet.store, "r2", config)
-    found = fleet.store.deployments.list_newest()
-    assert sorted(sorted(fleet.stages(record.deployment_id)) for record in found) == [["a", "b"], ["c"]]
+    plan_deployments(fleet.start(), fleet.store, "r2", add_clusters(fleet))()
+    assert sorted(deployed(fleet)) == [["a", "b"], ["c"]]
+
+
+def test_a_cluster_whose_model_cannot_be_deployed_is_an_event_and_the_others_are(fleet: Fleet) -> None:
+    fleet.add("b")
+    fleet.add("c")
+    fleet.registry.record_capabilities("b", Capabilities(facts={"signed_models": True}, shards={"digits": 5}))
+    plan_deployments(fleet.start(), fleet.store, "r2", add_clusters(fleet))()
+    assert deployed(fleet) == [["c"]]
+    assert [text.split(" run only")[0] for text in failures(fleet)] == ["cluster 0: b"]
+
+
+@pytest.mark.parametrize("error", [StoreFullError("no room"), StoreError("read only"), PermissionError("not ours")])
+def test_a_model_that_cannot_be_saved_at_the_end_of_a_run_is_an_event_of_its_cluster(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    for name in "abc":
+        fleet.add(name)
+    errors, started, config = [error], fleet.start(), add_clusters(fleet)
+    monkeypatch.setattr(
+        "edgefl.coordinator.rollouts.deployments.save_model",
+        lambda *model: _raise(errors.pop()) if errors else save_model(*model),
+    )
+    with fleet.store.batch():
+        plan_deployments(started, fleet.store, "r2", config)()
+    assert (deployed(fleet), failures(fleet)) == ([["c"]], [f"cluster 0: {error}"])
+
+
+def test_a_figure_of_a_cluster_in_a_run_with_one_model_counts_for_nothing(fleet: Fleet) -> None:
+    fleet.add("a")
+    row = UpdateRow(
+        round=1, assignment_id="a0", device_id="a", base_version=0, outcome="used", metrics={"cluster": 0.0}
+    )
+    fleet.store.record_updates("r1", [row])
+    config = parse_run({"run": {"task": "digits"}, "models": {"auto_deploy": True}})
+    plan_deployments(fleet.start(), fleet.store, "r1", config)()
+    assert (deployed(fleet), failures(fleet)) == ([["a"]], [])
 
 
 def test_a_cluster_that_nobody_took_and_one_of_a_bundle_are_one_line(fleet: Fleet) -> None:

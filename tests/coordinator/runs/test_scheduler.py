@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -281,6 +281,33 @@ def test_a_run_that_goes_on_from_its_checkpoint_is_never_found_between_two_lives
     stop.join()
     assert seen == [RunStatus.RUNNING]
     assert (store.get_run(run_id).status, store.get_run(run_id).resumes) == (RunStatus.STOPPED, 1)
+
+
+def test_the_deployments_of_a_run_that_finishes_are_planned_before_others_wait_and_recorded_with_its_end(
+    store: Store, worker: RunScheduler
+) -> None:
+    run_id, seen = left_behind(worker, RunStatus.RUNNING, TURN), []
+
+    def see() -> None:
+        with Store.open(worker._context.directory.database) as another:
+            seen.append((worker._lock.locked(), store.get_run(run_id).status, another.get_run(run_id).status))
+
+    def plan(planned: str, config: RunConfig) -> Callable[[], None]:
+        assert (planned, config) == (run_id, parse_run(CONFIG))
+        with Store.open(worker._context.directory.database) as another:
+            another.record_event("written", "by another meanwhile", at=1.0)
+        see()
+        return see
+
+    worker._context = replace(worker._context, plan_deployments=plan)
+    worker._current = _CurrentRun(run_id=run_id)
+    worker._complete_run(run_id, parse_run(CONFIG), "all rounds")
+    running, finished = RunStatus.RUNNING, RunStatus.FINISHED
+    assert seen == [(False, running, running), (True, finished, running)]
+    assert store.get_run(run_id).status is finished
+    worker._current = _CurrentRun(run_id=run_id, stop_reason="somebody asked")
+    worker._complete_run(run_id, parse_run(CONFIG), "somebody asked")
+    assert (len(seen), store.get_run(run_id).status) == (2, RunStatus.STOPPED)
 
 
 @pytest.mark.parametrize(
