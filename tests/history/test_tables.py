@@ -31,7 +31,7 @@ def test_a_notebook_shows_the_newest_rows_and_takes_no_text_of_theirs_for_html(t
     assert "&lt;b&gt;" in shown
     assert "<b>" not in shown
     monkeypatch.setattr(tables, "MAX_DISPLAYED_ROWS", 2)
-    assert "<td>1</td>" not in table._repr_html_()
+    assert "2.5" not in table._repr_html_()
     assert "the newest 2 of 3 rows" in table._repr_html_()
 
 
