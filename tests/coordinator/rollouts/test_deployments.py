@@ -584,6 +584,10 @@ def test_a_cluster_that_nobody_took_and_one_of_a_bundle_are_one_line(fleet: Flee
     deployments = fleet.start()
     with pytest.raises(UsageError, match=r"no device .* took the model of cluster 1 last .* taken were 0, 1"):
         deployments.submit(wish(model="r2", cluster=1))
+    with pytest.raises(UsageError, match="run r2 has no cluster 5, it has cluster 0 to"):
+        deployments.submit(wish(model="r2", cluster=5))
+    with pytest.raises(UsageError, match="run r1 has no cluster 0, it has one model; leave --cluster out"):
+        deployments.submit(wish(model="r1", cluster=0))
     with pytest.raises(DataError, match="0 to 1, got 5"):
         deployments.submit(wish(model="r2", cluster=5, devices=("a",)))
     with pytest.raises(ConfigError, match="a signed bundle has one cluster's model"):
