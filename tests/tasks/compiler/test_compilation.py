@@ -53,11 +53,11 @@ def test_each_kind_of_layer_has_the_gradient_that_torch_has_in_double_precision(
 
 @pytest.mark.parametrize(("name", "bounds"), [("threshold_backward", (0.0,)), ("hardtanh_backward", (0.0, 6.0))])
 def test_gradients_pass_where_torch_lets_them_and_not_on_a_bound(name, bounds):
-    x = np.array([-1.0, 0.0, 1e-9, 3.0, 6.0, 7.0], np.float32)
-    grad = np.arange(1, 7, dtype=np.float32)
+    x = np.array([-1.0, 0.0, 1e-9, 3.0, 6.0, 7.0, -1.0, np.nan], np.float32)
+    grad = np.array([1.0, np.inf, 3.0, np.inf, 5.0, np.inf, np.nan, 8.0], np.float32)
     found = getattr(registry, name)(grad, x, *bounds)
     right = getattr(torch.ops.aten, name)(torch.from_numpy(grad), torch.from_numpy(x), *bounds)
-    assert found.value.tolist() == right.tolist()
+    np.testing.assert_array_equal(found.value, right.numpy())
 
 
 @pytest.mark.parametrize("kind", ["GRU", "LSTM"])
