@@ -25,6 +25,7 @@ from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
 from edgefl.tasks.datasets.shards import load_task_data, split_train_test
+from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import find_loss, has_classes
 from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
@@ -225,13 +226,6 @@ def convert_texts(model: OnnxModel, texts: Sequence[object]) -> Array:
     if (num_chars := sum(map(len, map(str, texts)))) > MAX_REQUEST_CHARS:
         raise DataError(f"texts must have at most {MAX_REQUEST_CHARS:,} characters in all, got {num_chars:,}")
     return task.text_converter(list(map(str, texts)))
-
-
-def softmax(logits: Array) -> Array:
-    """Returns the probabilities of [n, classes] logits."""
-    probabilities: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
-    probabilities /= probabilities.sum(axis=1, keepdims=True)
-    return probabilities
 
 
 def compute_margin(probabilities: Array) -> float:

@@ -25,6 +25,7 @@ from edgefl.core.named_arrays import NamedArrays, unwrap_inputs, wrap_inputs
 from edgefl.core.types import Array, Dataset, Inputs, Json, Scalar, Task, Tensors, derive_rng
 from edgefl.system.atomic_files import make_store_error, open_atomic
 from edgefl.tasks.export.result_model import ResultModel, find_result_model
+from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.losses.registry import has_classes
 from edgefl.tasks.onnx_graph import (
     INPUTS,
@@ -43,6 +44,8 @@ from edgefl.tasks.registry import import_extra, import_torch
 
 TOLERANCE = 2e-5
 """Relative to the largest logit, at least 1: float32 sums are added in another order."""
+MAX_ROUNDED = 0.01
+"""Part of the samples whose answers float32 may change: a value may lie on the very edge of a bin."""
 BATCH_SIZE = 256
 
 NUM_RANDOM_INPUTS = 64
@@ -66,8 +69,15 @@ def open_session(content: bytes) -> Any:
         raise TaskError(f"onnxruntime cannot load the exported model: {error}") from error
 
 
-def verify_logits(session: Any, features: Inputs, expected: Array) -> tuple[float, float]:
+def verify_logits(
+    session: Any, features: Inputs, expected: Array, *, as_probabilities: bool = False
+) -> tuple[float, float]:
     """Returns the largest difference of the file's logits from the expected ones, and its tolerance.
+
+    Args:
+        session, features: of the file.
+        expected: [n, outputs].
+        as_probabilities: compares those of the classes; a logarithm far below the others would allow anything.
 
     Raises:
         TaskError: it is larger, or a value is NaN.
@@ -76,14 +86,39 @@ def verify_logits(session: Any, features: Inputs, expected: Array) -> tuple[floa
     logits = np.concatenate([run(features[:1]), *run_in_batches(run, features[1:])])
     if logits.shape != expected.shape:
         raise TaskError(f"the ONNX file gives logits {list(logits.shape)}, the task {list(expected.shape)}")
+    if as_probabilities:
+        logits, expected = softmax(logits), softmax(expected)
     tolerance = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     difference = float(np.abs(logits - expected).max())
     if not difference <= tolerance:
+        what = "probabilities" if as_probabilities else "logits"
         raise TaskError(
-            f"the ONNX file does not compute what the task computes: logits differ by up to {difference:.2e} on "
+            f"the ONNX file does not compute what the task computes: {what} differ by up to {difference:.2e} on "
             f"{len(features)} inputs, {tolerance:.2e} would be allowed; nothing was written"
         )
     return difference, tolerance
+
+
+def _check_float32(model: ResultModel, inputs: Inputs) -> None:
+    """Raises a `TaskError` where a result answers otherwise once the raw inputs are float32, as files take them."""
+    if model.prepare is not to_features or not isinstance(inputs, np.ndarray):
+        return
+    count = int(np.concatenate([*run_in_batches(partial(_find_rounded, model), inputs)]).sum())
+    if count > MAX_ROUNDED * len(inputs):
+        raise TaskError(
+            f"{count} of {len(inputs)} inputs have another answer as float32, which the file takes: it keeps 7 digits of "
+            f"values up to {float(np.abs(inputs).max()):.7g}; give the task smaller ones, such as times since a start"
+        )
+
+
+def _find_rounded(model: ResultModel, inputs: Inputs) -> Array:
+    """Returns [n], whether an input has another answer as float32."""
+    rows = np.asarray(inputs).reshape(len(inputs), -1)
+    found, exact = (model.compute(array) for array in (rows.astype(np.float32), rows))
+    if model.classes:
+        found, exact = softmax(found), softmax(exact)
+    is_other: Array = np.abs(found - exact) > TOLERANCE * max(1.0, float(np.abs(exact).max()))
+    return is_other.any(axis=1)
 
 
 def compute_accuracy(session: Any, features: Inputs, labels: Array | None) -> float | None:
@@ -140,8 +175,8 @@ class OnnxExportReport:
         opset: the version of ONNX's operators.
         inputs: its inputs, as `float32 inputs [n, 8, 8]`.
         output_name, num_classes: its output, float32 [n, num_classes].
-        max_difference: between its logits and the task's own, the largest over `num_checked` inputs. For a quantised
-            file it is that of the float32 file.
+        max_difference: between its logits and the task's own, the largest over `num_checked` inputs; of a result with
+            classes between their probabilities. For a quantised file it is that of the float32 file.
         tolerance: upper limit of the difference.
         num_checked: number of inputs; they are random where none were given.
         preprocess: preparation of inputs outside the file; empty when it takes the task's raw inputs.
@@ -198,8 +233,8 @@ def export_onnx(  # noqa: PLR0913 all but three by name
         model_sha256: of the model's safetensors file, likewise.
 
     Raises:
-        TaskError: onnx or torch is missing, the model cannot be exported, or the file's results differ from the
-            task's.
+        TaskError: onnx or torch is missing, the model cannot be exported, the file's results differ from the
+            task's, or the samples are too large for float32.
         StoreError: the file cannot be written.
     """
     inputs, labels = _select_inputs(task, samples)
@@ -208,13 +243,18 @@ def export_onnx(  # noqa: PLR0913 all but three by name
         labels = labels if learner.has_targets else None
         if quantise:
             raise TaskError("the result of an analysis has no weights that 8 bits could hold; leave out --quantise")
+        if samples is not None:
+            _check_float32(learner, inputs)
     preprocess, built = _build_graph(learner, inputs)
     facts = _make_metadata(task, options, model_sha256, preprocess) | _describe_result(learner)
     content = _encode_with_metadata(built, facts, "float32")
     features = _compute_features(learner, inputs, preprocess)
     session = open_session(content)
     difference, tolerance = verify_logits(
-        session, features, np.concatenate([*run_in_batches(learner.logits, inputs)])
+        session,
+        features,
+        np.concatenate([*run_in_batches(learner.logits, inputs)]),
+        as_probabilities=isinstance(learner, ResultModel) and bool(learner.classes),
     )
     accuracy, quantised_accuracy, bytes_float32 = compute_accuracy(session, features, labels), None, len(content)
     if quantise:

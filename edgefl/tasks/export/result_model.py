@@ -18,6 +18,7 @@ from edgefl.tasks.analyses.analysis import RESULT, read_result
 from edgefl.tasks.analyses.columns import list_classes, list_input_columns
 from edgefl.tasks.analyses.linear_regression import find_layer
 from edgefl.tasks.analyses.trees.ensemble import LOGISTIC, NO_SPLIT, add_up_trees, to_trees
+from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.onnx_graph import ML_DOMAIN, OnnxGraph
 from edgefl.tasks.preparation import Prepare, prepare_inputs, to_features
@@ -50,12 +51,12 @@ class ResultModel(ABC):
         return self.compute(features.reshape(len(features), -1)).astype(np.float32)
 
     def evaluate(self, data: Dataset) -> tuple[float, float]:
-        """Returns mean loss and accuracy, NaN where there are no classes, by the targets of the task.
+        """Returns mean loss, of classes the cross-entropy, and accuracy, NaN without classes, by the task's targets.
 
         Raises:
             TaskError: these say nothing of its answers.
         """
-        loss = find_loss(self.task)
+        loss = CrossEntropy() if self.classes else find_loss(self.task)
         if not self.has_targets or loss is None:
             raise TaskError(
                 f"no target of task {self.task.name} says how good its clusters or components are; export them, and "

@@ -14,6 +14,13 @@ IGNORED_CLASS = -100
 """Target of a position (a pixel, a token) that does not count."""
 
 
+def softmax(logits: Array) -> Array:
+    """Returns the probabilities of [n, classes] logits."""
+    probabilities: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    return probabilities
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy(Loss):
     """Softmax cross-entropy of logits [n, classes, ...] and whole numbers [n, ...], such as one a pixel.

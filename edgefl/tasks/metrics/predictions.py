@@ -8,7 +8,7 @@ import numpy as np
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
-from edgefl.tasks.losses.class_losses import IGNORED_CLASS
+from edgefl.tasks.losses.class_losses import IGNORED_CLASS, softmax
 
 MIN_CLASSES = 2
 _MAX_CLASS = 2**53
@@ -61,9 +61,7 @@ class ClassScores:
     def probabilities(self) -> Array:
         """[n, classes] by softmax."""
         with np.errstate(invalid="ignore"):
-            scores = np.exp(self.logits - self.logits.max(axis=1, keepdims=True))
-            shares: Array = scores / scores.sum(axis=1, keepdims=True)
-        return shares
+            return softmax(self.logits)
 
 
 def read_class_scores(outputs: Array, targets: Array, weights: Array | None) -> ClassScores:

@@ -19,7 +19,7 @@ from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.analyses.trees.ensemble import predict
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.export.model_export import export_onnx
-from edgefl.tasks.export.result_model import find_result_model
+from edgefl.tasks.export.result_model import QuadraticModel, find_result_model
 from edgefl.tasks.registry import make_task
 
 SIZE = 300
@@ -101,6 +101,40 @@ def test_normal_distributions_of_each_class_answer_as_those_of_scikit_learn(tmp_
     assert file.logits(test.inputs) == pytest.approx(known.predict_log_proba(features[1]), rel=1e-5, abs=1e-5)
     assert file.classes == DIGITS.labels
     assert report.accuracy == known.score(features[1], test.targets) > 0.85
+    chances = known.predict_log_proba(features[1])[np.arange(len(test)), test.targets]
+    for task in (DIGITS, task_of(loss="mse", labels=DIGITS.labels), task_of(loss=None)):
+        loss, accuracy = replace(find_result_model(DIGITS, model), task=task).evaluate(test)
+        assert (loss, accuracy) == (pytest.approx(-chances.mean(), rel=1e-5), report.accuracy)
+
+
+@pytest.mark.parametrize("name", ["naive-bayes", "k-means"])
+def test_a_file_whose_classes_are_swapped_is_refused_however_unlikely_they_are(name, tmp_path, monkeypatch):
+    data, draw = load_central_data("digits").train, QuadraticModel.draw
+    columns = ",".join(map(str, range(20, 30)))
+    options = {"naive-bayes": {"variances": "class", "smoothing": 1e-9}, "k-means": {"clusters": 3, "columns": columns}}
+    model = ask(DIGITS, name, data, 1 if name == "naive-bayes" else 5, **options[name])
+
+    def draw_swapped(model, *arguments):
+        squares = None if model.squares is None else model.squares[:, ::-1]
+        return draw(replace(model, linear=model.linear[:, ::-1], bias=model.bias[::-1], squares=squares), *arguments)
+
+    monkeypatch.setattr(QuadraticModel, "draw", draw_swapped)
+    with pytest.raises(TaskError, match="probabilities differ by up to"):
+        export_onnx(DIGITS, model, tmp_path / "swapped.onnx", samples=data)
+
+
+@pytest.mark.parametrize(("name", "rounds", "options"), [
+    ("boosted-trees", 2 + 3 * 3, {"trees": 3, "depth": 3}), ("k-means", 6, {"clusters": 3, "columns": "0-3"}),
+])  # fmt: skip
+def test_samples_that_float32_changes_are_refused_and_smaller_ones_taken(name, rounds, options, tmp_path):
+    small = examples(VALUES)
+    small = replace(small, inputs=small.inputs.astype(np.int64))
+    large = replace(small, inputs=small.inputs + 1_764_000_000)
+    export(VALUES, ask(VALUES, name, small, rounds, **options), tmp_path / "small.onnx", small)
+    model = ask(VALUES, name, large, rounds, **options)
+    with pytest.raises(TaskError, match=r"of 300 inputs have another answer as float32.* up to 1\.764e\+09; give"):
+        export(VALUES, model, tmp_path / "large.onnx", large)
+    export_onnx(VALUES, model, tmp_path / "unchecked.onnx", samples=None)
 
 
 def test_clusters_answer_with_the_nearest_centre_however_far_from_zero_and_no_target_judges_them(
