@@ -13,10 +13,11 @@ from edgefl.core.types import Array, Json
 from edgefl.device.collect.forgetting import iterate_rows
 from edgefl.device.collect.label_guesses import Source
 from edgefl.device.collect.shard_contents import require_state
-from edgefl.device.inference.onnx_model import OnnxModel, compute_margin, prepare_features, softmax
+from edgefl.device.inference.onnx_model import OnnxModel, compute_margin, prepare_features
 from edgefl.device.inference.table_rows import read_unlabelled, write_rows
 from edgefl.system.processes import serve_call
 from edgefl.tasks.configured.options import ConfiguredTask
+from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.registry import CONFIGURED
 
 MAX_ROWS = 2000
@@ -32,8 +33,8 @@ def guess_labels(model: str, folder: str, sources: Sequence[Source], seconds: fl
         EdgeflError: the model cannot be used, or guesses no classes.
     """
     network = OnnxModel(Path(model))
-    if not network.has_classes:
-        raise DataError(f"{model} gives values, not classes, and cannot guess labels")
+    if not network.has_classes or not network.has_targets:
+        raise DataError(f"{model} gives clusters or values, not the task's classes, and cannot guess labels")
     task = network.configured_task
     if task is None:
         names = ", ".join(sorted(CONFIGURED))

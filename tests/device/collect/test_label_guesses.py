@@ -204,5 +204,7 @@ def test_what_cannot_guess_labels_is_refused_before_the_page_is_there(tmp_path):
     with pytest.raises(TaskError, match="of task 'digits'; labels are guessed by models of audio, pictures, series"):
         LabelQueue(target, [], _guesser(model, tmp_path))
     constant_model(model, 1, task="table", outputs="values")
-    with pytest.raises(DataError, match="gives values, not classes"):
-        LabelQueue(target, [], _guesser(model, tmp_path))
+    for facts in ({"outputs": "values"}, {"outputs": "classes", "targets": "none"}):
+        constant_model(model, 1, task="table", **facts)
+        with pytest.raises(DataError, match="gives clusters or values, not the task's classes"):
+            LabelQueue(target, [], _guesser(model, tmp_path))
