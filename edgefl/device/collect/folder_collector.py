@@ -333,7 +333,7 @@ class FolderCollector:
         """Stores a file; returns as what it is left out, empty for a new one."""
         label, digest, signature = _get_label(file.label), compute_digest(content), None
         if self._similar is not None and not self._store.has_digest(digest):
-            signature = self._similar.compute_signature(content, suffix)
+            signature = self._similar.compute_signature(content, suffix, file.path)
             if signature is not None and self._similar.find(signature, label):
                 return "similar"
         if not self._store.add(content, label, suffix, file.time_s):

@@ -52,9 +52,9 @@ class SimilarPictures:
         import_pillow()
         self._load(monotonic)
 
-    def compute_signature(self, content: bytes, suffix: str) -> Array | None:
+    def compute_signature(self, content: bytes, suffix: str, name: str) -> Array | None:
         """Returns that of a file with this suffix, as `compute_signature`; None of one that is no picture."""
-        return compute_signature(content) if suffix in PICTURE_SUFFIXES else None
+        return compute_signature(content, name) if suffix in PICTURE_SUFFIXES else None
 
     def find(self, signature: Array, label: str) -> bool:
         """Returns whether a similar picture is in the store; of one that has a class, one of the same class."""
@@ -80,21 +80,22 @@ class SimilarPictures:
                 log.info("new pictures are compared with the newest %d of %d", len(found), len(files))
                 break
             try:
-                found.append((compute_signature((self._store.folder / file.label / file.name).read_bytes()), file))
+                content = (self._store.folder / file.label / file.name).read_bytes()
+                found.append((compute_signature(content, file.name), file))
             except (OSError, EdgeflError, MemoryError) as error:
                 log.debug("%s is compared with nothing: %r", file.name, error)
         for signature, file in reversed(found):
             self.add(signature, file.digest, file.label)
 
 
-def compute_signature(content: bytes) -> Array:
-    """Returns [256] float32 of a PNG or JPEG file.
+def compute_signature(content: bytes, name: str) -> Array:
+    """Returns [256] float32 of a PNG or JPEG file of a name.
 
     Raises:
         DataError: it cannot be decoded, or has more than `MAX_PIXELS`.
         MemoryError: there is too little for it.
         TaskError: Pillow is not installed.
     """
-    cells = read_grey_picture(content, size=NUM_CELLS, max_pixels=MAX_PIXELS).astype(np.float32).ravel()
+    cells = read_grey_picture(content, name, size=NUM_CELLS, max_pixels=MAX_PIXELS).astype(np.float32).ravel()
     signature: Array = (cells - cells.mean()) * (_USUAL_SPREAD / max(float(cells.std()), _LEAST_SPREAD))
     return signature

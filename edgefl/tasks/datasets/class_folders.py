@@ -154,10 +154,11 @@ def read_picture(path: Path, *, size: int, channels: int) -> Array:
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def read_grey_picture(content: bytes, *, size: int, max_pixels: int) -> Array:
-    """Returns [size, size] uint8: mean grey values in a PNG or JPEG picture; raises as `read_picture`."""
+def read_grey_picture(content: bytes, name: str, *, size: int, max_pixels: int) -> Array:
+    """Returns [size, size] uint8: mean grey values in a PNG or JPEG picture of a name; raises as `read_picture`."""
     resampling, source = import_pillow().Resampling.BOX, io.BytesIO(content)
-    return _decode_picture(source, "", mode="L", size=size, resampling=resampling, max_pixels=max_pixels)
+    _check_size(len(content), name)
+    return _decode_picture(source, name, mode="L", size=size, resampling=resampling, max_pixels=max_pixels)
 
 
 def import_pillow() -> Any:
@@ -176,6 +177,8 @@ def _decode_picture(
             resized = picture.convert(mode).resize((size, size), resampling)
     except (EdgeflError, MemoryError):
         raise
+    except pillow.UnidentifiedImageError:  # whose message has the address of bytes in memory
+        raise DataError(f"picture {name} cannot be read: it is no PNG or JPEG file") from None
     except Exception as error:  # noqa: BLE001 decoders of damaged files raise what they like
         reason = escape_text(f"{type(error).__name__}: {error}")[:MAX_REASON_CHARS]
         raise DataError(f"picture {name} cannot be read: {reason}") from None
@@ -271,8 +274,12 @@ def _check_bytes(path: Path) -> None:
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    _check_size(size, str(path))
+
+
+def _check_size(size: int, name: str) -> None:
     if size > MAX_FILE_BYTES:
-        raise DataError(f"{path} has {size} bytes, at most {MAX_FILE_BYTES} are read")
+        raise DataError(f"{name} has {size} bytes, at most {MAX_FILE_BYTES} are read")
 
 
 def _check_picture(picture: Any, name: str, max_pixels: int) -> None:

@@ -11,6 +11,7 @@ from edgefl.tasks.datasets.class_folders import (
     PICTURE_SUFFIXES,
     FolderRules,
     read_class_folders,
+    read_grey_picture,
     read_picture,
     read_sound,
     survey_class_folders,
@@ -151,6 +152,15 @@ def test_a_picture_that_cannot_be_read_is_one_clear_line(tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 600)
     with pytest.raises(DataError, match="DecompressionBomb"):
         read_picture(whole, size=8, channels=3)
+
+
+def test_bytes_that_are_no_picture_or_too_many_are_named_without_an_address_of_memory(monkeypatch):
+    with pytest.raises(DataError) as error:
+        read_grey_picture(b"GIF89a", "cam/a.png", size=8)
+    assert str(error.value) == "picture cam/a.png cannot be read: it is no PNG or JPEG file"
+    monkeypatch.setattr(class_folders, "MAX_FILE_BYTES", 5)
+    with pytest.raises(DataError, match=r"cam/a\.png has 6 bytes, at most 5 are read"):
+        read_grey_picture(b"GIF89a", "cam/a.png", size=8)
 
 
 def test_without_pillow_the_line_says_how_to_install_it(tmp_path, monkeypatch):
