@@ -132,7 +132,7 @@ def _list_nodes(graph: Any) -> Iterator[Any]:
 def _simplify(model: Any) -> None:
     """Folds constants, joins equal nodes and removes those that nothing reads.
 
-    The exporter's own way also tries its rules for patterns at every node, a seventh of all that compiling takes.
+    The exporter's own way also tries its rules for patterns at every node, which takes time.
     onnxruntime knows those patterns when it loads a graph.
     """
     passes = ir.passes.common

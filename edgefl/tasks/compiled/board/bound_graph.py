@@ -73,8 +73,7 @@ def make_session(graph: bytes, threads: int | None, max_arena_bytes: int, estima
     # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
     options.add_session_config_entry("session.use_env_allocators", "1")
     kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    # Tensors share one block as they come and go; one for each that finds no gap took an eighth more. Of what is too
-    # large only a 32nd is written, a list of its parts.
+    # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
     block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
     arena = onnxruntime.OrtArenaCfg({
         "max_mem": max_arena_bytes,
