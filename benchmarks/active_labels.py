@@ -24,9 +24,9 @@ from harness import options
 from edgefl.core.types import Array, Dataset, TrainConfig
 from edgefl.device.collect.label_guesses import RANDOM_SHARE, order_examples
 from edgefl.device.collect.label_queue import MAX_GUESSED
-from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.datasets.central import load_central_data
 from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.registry import make_task
 
 TASK, MODEL = "fashion-mnist", {"model": "mlp"}

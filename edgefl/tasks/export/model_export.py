@@ -75,7 +75,8 @@ def verify_logits(
     """Returns the largest difference of the file's logits from the expected ones, and its tolerance.
 
     Args:
-        session, features: of the file.
+        session: of the file.
+        features: [n, ...], its inputs.
         expected: [n, outputs].
         as_probabilities: compares those of the classes; a logarithm far below the others would allow anything.
 
@@ -106,8 +107,9 @@ def _check_float32(model: ResultModel, inputs: Inputs) -> None:
     count = int(np.concatenate([*run_in_batches(partial(_find_rounded, model), inputs)]).sum())
     if count > MAX_ROUNDED * len(inputs):
         raise TaskError(
-            f"{count} of {len(inputs)} inputs have another answer as float32, which the file takes: it keeps 7 digits of "
-            f"values up to {float(np.abs(inputs).max()):.7g}; give the task smaller ones, such as times since a start"
+            f"{count} of {len(inputs)} inputs have another answer as float32, which the file takes: it keeps 7 "
+            f"digits of values up to {float(np.abs(inputs).max()):.7g}; give the task smaller ones, such as times "
+            "since a start"
         )
 
 
@@ -117,8 +119,8 @@ def _find_rounded(model: ResultModel, inputs: Inputs) -> Array:
     found, exact = (model.compute(array) for array in (rows.astype(np.float32), rows))
     if model.classes:
         found, exact = softmax(found), softmax(exact)
-    is_other: Array = np.abs(found - exact) > TOLERANCE * max(1.0, float(np.abs(exact).max()))
-    return is_other.any(axis=1)
+    differences: Array = np.abs(found - exact).max(axis=1)
+    return differences > TOLERANCE * max(1.0, float(np.abs(exact).max()))
 
 
 def compute_accuracy(session: Any, features: Inputs, labels: Array | None) -> float | None:
@@ -314,8 +316,8 @@ def load_learner(task: Task, model: Tensors) -> OnnxExportable:
     learner = task.learner()
     if not all(hasattr(learner, name) for name in ("prepare", "logits", "draw")):
         raise TaskError(
-            f"the learner of task {task.name} cannot be exported or asked: a {type(learner).__name__} has no prepare, "
-            "logits and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
+            f"the learner of task {task.name} cannot be exported or asked: a {type(learner).__name__} has no "
+            "prepare, logits and draw; export as safetensors, or train with NumpyLearner or TorchLearner"
         )
     check_whole(task, model)
     learner.load(model)

@@ -20,12 +20,12 @@ from wheel_files import Signer
 from edgefl.core.errors import DataError, PortInUseError
 from edgefl.device.inference import server
 from edgefl.device.inference.deployments import DeployedModel, DeploymentState, ModelStore
-from edgefl.tasks.losses.class_losses import softmax
 from edgefl.device.inference.server import MAX_BODY_BYTES, InferenceServer, ServedModel, open_listener
 from edgefl.device.inference.table_rows import parse_lines
 from edgefl.device.rollouts.client import RolloutReport
 from edgefl.device.updates.slots import SoftwareUpdateConfig
 from edgefl.tasks.export.model_export import export_onnx
+from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.registry import make_task
 
 ROW = np.zeros((8, 8)).tolist()

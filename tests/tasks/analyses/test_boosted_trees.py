@@ -244,7 +244,7 @@ def test_targets_beside_sums_of_a_later_round_are_a_fault(name):
             "trees = 1000 and strategy.depth = 8 send each board all trees in 8002",
         ),
         *(
-            (SimpleNamespace(name="own", input_shape=(2,), loss=loss), {}, f"loss {loss} of task own has other outputs")
+            (SimpleNamespace(name="own", input_shape=(2,), loss=loss), {}, f"loss {loss} of task own has other")
             for loss in ("poisson", "binary-cross-entropy", "reconstruction")
         ),
         (VALUES, {"trees": 0}, "trees must be a whole number at least 1"),

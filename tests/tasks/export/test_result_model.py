@@ -110,8 +110,10 @@ def test_normal_distributions_of_each_class_answer_as_those_of_scikit_learn(tmp_
 @pytest.mark.parametrize("name", ["naive-bayes", "k-means"])
 def test_a_file_whose_classes_are_swapped_is_refused_however_unlikely_they_are(name, tmp_path, monkeypatch):
     data, draw = load_central_data("digits").train, QuadraticModel.draw
-    columns = ",".join(map(str, range(20, 30)))
-    options = {"naive-bayes": {"variances": "class", "smoothing": 1e-9}, "k-means": {"clusters": 3, "columns": columns}}
+    options = {
+        "naive-bayes": {"variances": "class", "smoothing": 1e-9},
+        "k-means": {"clusters": 3, "columns": ",".join(map(str, range(20, 30)))},
+    }
     model = ask(DIGITS, name, data, 1 if name == "naive-bayes" else 5, **options[name])
 
     def draw_swapped(model, *arguments):

@@ -272,8 +272,8 @@ def _find_objective(task: Task) -> str:
         return LOGISTIC
     if isinstance(loss, Poisson | BinaryCrossEntropy | Reconstruction):
         raise ConfigError(
-            f"boosted-trees answers with a value of the target; loss {loss.name} of task {task.name} has other outputs; "
-            "take mse, mae or huber, or cross-entropy with two labels"
+            f"boosted-trees answers with a value of the target; loss {loss.name} of task {task.name} has other "
+            "outputs; take mse, mae or huber, or cross-entropy with two labels"
         )
     if not classes and count_targets(task) == 1:
         return SQUARED
