@@ -154,8 +154,8 @@ class Deployments:
         """Returns the devices of a cluster that are still here with their data."""
         num_clusters = _count_clusters(config)
         if not 0 <= cluster < num_clusters:
-            found = f"cluster 0 to {num_clusters - 1}" if num_clusters else "one model; leave --cluster out"
-            raise UsageError(f"run {saved_model['run_id']} has no cluster {cluster}, it has {found}")
+            known = f"cluster 0 to {num_clusters - 1}" if num_clusters else "one model; leave --cluster out"
+            raise UsageError(f"run {saved_model['run_id']} has no cluster {cluster}, it has {known}")
         clusters = find_clusters(self._store, saved_model["run_id"], saved_model["version"], num_clusters)
         members = {name for name, number in clusters.items() if number == cluster}
         if found := members.intersection(select_devices(self._registry, config.run.task, None)):
