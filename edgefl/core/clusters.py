@@ -68,13 +68,13 @@ def select_cluster(model: Mapping[str, Array], cluster: int | None) -> Mapping[s
     """
     if not is_stack(model):
         if cluster is not None:
-            raise DataError(f"cluster {cluster}: it is one model, not one for each cluster; leave it out")
+            raise DataError(f"cluster {cluster} (--cluster): it is one model, not one for each cluster; leave it out")
         return model
     models = split_stack(model)
     if cluster is None or not 0 <= cluster < len(models):
         found = "" if cluster is None else f", got {cluster}"
         raise DataError(
-            f"it is {len(models)} models, one for each cluster of devices: say which, cluster 0 to "
+            f"it is {len(models)} models, one for each cluster of devices: say which by cluster (--cluster), 0 to "
             f"{len(models) - 1}{found}; the run's history has each device's own"
         )
     return models[cluster]

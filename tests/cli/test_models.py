@@ -76,7 +76,9 @@ def test_of_several_models_one_is_exported_and_evaluated_that_is_said(tmp_path):
     sha256, path = save_model(tmp_path / "models", stack)
     row = {"task": "digits", "task_options": {}, "test_fraction": 0.1, "sha256": sha256, "accuracy": None}
     source = SimpleNamespace(open_model_file=lambda _sha256: nullcontext(path), directory=tmp_path)
-    with pytest.raises(DataError, match=r"2 models, one for each cluster of devices: say which, cluster 0 to 1"):
+    with pytest.raises(
+        DataError, match=r"2 models, one for each cluster.*: say which by cluster \(--cluster\), 0 to 1"
+    ):
         load_model(source, row)
     loaded = load_model(source, row, None, 1)
     assert all(np.array_equal(loaded[name], models[1][name]) for name in models[1])

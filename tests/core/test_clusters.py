@@ -77,8 +77,8 @@ def test_one_model_of_a_stack_is_chosen_by_its_number_and_nothing_else():
     assert clusters.select_cluster(stack, 1) == {"w": 2}
     assert clusters.select_cluster({"w": 3}, None) == {"w": 3}
     for wrong in (None, 2):
-        with pytest.raises(DataError, match=r"2 models, one for each cluster.*--cluster, 0 to 1"):
+        with pytest.raises(DataError, match=r"2 models, one for each cluster.*\(--cluster\), 0 to 1"):
             clusters.select_cluster(stack, wrong)
-    with pytest.raises(DataError, match="--cluster 0: it is one model"):
+    with pytest.raises(DataError, match=r"cluster 0 \(--cluster\): it is one model"):
         clusters.select_cluster({"w": 3}, 0)
     assert not clusters.is_stack({**stack, "w": SimpleNamespace()})

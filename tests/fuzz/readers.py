@@ -418,7 +418,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "tasks/compiled/board/bound_graph.py:make_session": (
             "a graph that `compiled-graphs` has read; what a runtime does with more is not for a fuzzer of Python"
         ),
-        "tasks/datasets/shards.py:compute_sample_hashes": "of hashes that were computed a line before",
+        "tasks/datasets/shards.py:_iterate_sample_hashes": "of hashes that were computed a line before",
         "tasks/local_algorithms/scaffold.py:ClientControlVariate.to_arrays": "encodes",
         "tasks/local_algorithms/scaffold.py:_decode_server_variate": (
             "bytes of a length that is checked, any of which are numbers"

@@ -159,7 +159,7 @@ def test_a_picture_that_takes_too_much_memory_is_refused_and_the_next_one_kept(t
         with monkeypatch.context() as patch:
             patch.setattr(image.Image, "convert", _lack_memory)
             with pytest.raises(DataError, match="4001 x 4000 pixels, at most 16,000,000"):
-                similar_pictures.compute_signature(large.getvalue())
+                similar_pictures.compute_signature(large.getvalue(), "large.png")
             assert site.take(_encode(_scene(2)), _encode(_scene(2))) == 0
             assert "is left out: too little memory" in caplog.text
         assert site.counts["camera.refused"] == 2

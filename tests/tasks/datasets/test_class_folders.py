@@ -156,11 +156,11 @@ def test_a_picture_that_cannot_be_read_is_one_clear_line(tmp_path, monkeypatch):
 
 def test_bytes_that_are_no_picture_or_too_many_are_named_without_an_address_of_memory(monkeypatch):
     with pytest.raises(DataError) as error:
-        read_grey_picture(b"GIF89a", "cam/a.png", size=8)
+        read_grey_picture(b"GIF89a", "cam/a.png", size=8, max_pixels=64)
     assert str(error.value) == "picture cam/a.png cannot be read: it is no PNG or JPEG file"
     monkeypatch.setattr(class_folders, "MAX_FILE_BYTES", 5)
     with pytest.raises(DataError, match=r"cam/a\.png has 6 bytes, at most 5 are read"):
-        read_grey_picture(b"GIF89a", "cam/a.png", size=8)
+        read_grey_picture(b"GIF89a", "cam/a.png", size=8, max_pixels=64)
 
 
 def test_without_pillow_the_line_says_how_to_install_it(tmp_path, monkeypatch):
