@@ -288,7 +288,7 @@ def test_models_are_evaluated_by_metrics_that_are_named(edgefl, fleet, six):
         ("evaluate --on coordinator", 4, "no test shard of task digits"),
         ("list --run nobody", 40, "no run 'nobody'"),
         ("list --dir x --url https://localhost:1", 2, "give one of them"),
-        ("list --url https://localhost:1", 20, r"--dir DIR\) has the models"),
+        ("list --url https://localhost:1", 20, "--dir DIR) has the models"),
     ],
 )
 def test_a_mistake_with_models_is_one_line_and_its_exit_code(edgefl, six, words, code, said, tmp_path):
