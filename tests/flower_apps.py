@@ -25,6 +25,7 @@ publisher = "nobody"
 serverapp = "mean_app.server_app:app"
 clientapp = "mean_app.client_app:app"
 [tool.flwr.app.config]
+num-nodes = 2
 num-server-rounds = 3
 [tool.flwr.app.config.model]
 size = 4
@@ -39,7 +40,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    strategy = FedAvg(min_available_nodes=2)
+    strategy = FedAvg(min_available_nodes=context.run_config["num-nodes"])
     arrays = ArrayRecord([np.zeros(context.run_config["model.size"])])
     result = strategy.start(
         grid, arrays, num_rounds=context.run_config["num-server-rounds"], train_config=ConfigRecord({"lr": 0.5})

@@ -157,7 +157,7 @@ def test_a_coordinator_that_is_killed_twenty_times_loses_no_round(
     gates = [fleet.root.parent / "board-2" / f"closed-{number}" for number in range(1, NUM_KILLS + 1)]
     for gate in gates:
         gate.touch()
-    run_id = submit(fleet, app, tools, "--run-config", f"num-server-rounds={NUM_KILLS}")
+    run_id = submit(fleet, app, tools, "--run-config", f"num-server-rounds={NUM_KILLS} num-nodes=3")
     for number, gate in enumerate(gates, 1):
         num_before = 6 * (number - 1) + 2
         tools.eventually(
@@ -170,7 +170,7 @@ def test_a_coordinator_that_is_killed_twenty_times_loses_no_round(
         gate.unlink()
     ended = fleet.wait_for_run(run_id)
     assert ended["status"] == "finished", ended
-    expected = compute_model(app, tmp_path, monkeypatch, **{"num-server-rounds": NUM_KILLS})
+    expected = compute_model(app, tmp_path, monkeypatch, **{"num-server-rounds": NUM_KILLS, "num-nodes": 3})
     np.testing.assert_array_equal(read_model(fleet, tools, run_id, tmp_path / "result"), expected)
     calls = list_calls(fleet, run_id)
     assert [calls[name, f"evaluate in round {NUM_KILLS}"] for name in BOARDS] == [2 * NUM_KILLS] * 3

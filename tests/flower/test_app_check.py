@@ -26,7 +26,7 @@ def test_an_app_of_the_present_interface_that_reads_its_own_files_works(found, t
     assert found() == []
     app = read_app(tmp_path / "app")
     assert (app.name, app.version, app.server) == ("mean-app", "1.2.0", "mean_app.server_app:app")
-    assert app.config == {"num-server-rounds": 3, "model.size": 4}
+    assert app.config == {"num-nodes": 2, "num-server-rounds": 3, "model.size": 4}
     assert found(client_app=CLIENT.replace("ClientApp()", "ClientApp(client_fn=None)")) == []
     app = read_app(write_app(tmp_path / "app"))
     works = [(one.where, one.what) for one in check_app(app)]

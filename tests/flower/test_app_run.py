@@ -513,7 +513,7 @@ def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
     assert (config.job.name, config.run.name, config.devices.min) == ("flower-mean-app", "mean-app", 3)
     kind = type("App", (FlowerApp,), {"root": app.root})
     job = kind(**config.job.options)
-    assert job.run_config == {"num-server-rounds": 9, "model.size": 2}
+    assert job.run_config == {"num-nodes": 2, "num-server-rounds": 9, "model.size": 2}
     assert not job.needs_torch
     words = f"the run is of {compute_fingerprint(app)}; install"
     (app.root / "mean_app" / "data.py").write_text("changed")
