@@ -40,7 +40,8 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    strategy = FedAvg(min_available_nodes=context.run_config["num-nodes"])
+    limits = ("min_train_nodes", "min_evaluate_nodes", "min_available_nodes")
+    strategy = FedAvg(**dict.fromkeys(limits, context.run_config["num-nodes"]))
     arrays = ArrayRecord([np.zeros(context.run_config["model.size"])])
     result = strategy.start(
         grid, arrays, num_rounds=context.run_config["num-server-rounds"], train_config=ConfigRecord({"lr": 0.5})
