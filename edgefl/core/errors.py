@@ -205,8 +205,8 @@ EXTRAS = {
     "sqlalchemy": "coordinator", "starlette": "coordinator", "textual": "coordinator", "tomli_w": "coordinator",
     "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
-    "PIL": "pictures", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track", "torch": "train",
-    "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
+    "PIL": "pictures", "cv2": "camera", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track",
+    "torch": "train", "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import shutil
 import threading
 import time
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
+from edgefl.device.collect import microphone
 from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
 from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
 from edgefl.device.collect.answers import Answerer, InferenceClient
@@ -43,14 +45,17 @@ from edgefl.device.collect.readings import (
     parse_value,
     read_source,
 )
+from edgefl.device.collect.recorder import Recorder
 from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
 from edgefl.device.collect.serial_source import SerialSource
 from edgefl.device.collect.settings import (
+    CameraSection,
     CollectFile,
     FilesSection,
     FolderSection,
     HttpSection,
     LinesSection,
+    MicrophoneSection,
     MqttSection,
     OwnSection,
     SerialSection,
@@ -321,8 +326,8 @@ def make_source(settings: SourceSettings, texts: tuple[str, ...], counts: Counts
             return PolledSource(settings.name, tuple(columns), fetch, poll_s=poll_s, counts=counts)
         case SerialSection():
             return SerialSource(settings.name, settings.section, texts, counts)
-        case FolderSection():
-            raise ConfigError(f"sources.{settings.name} is a folder of files, and no source of rows")
+        case FolderSection() | CameraSection() | MicrophoneSection():
+            raise ConfigError(f"sources.{settings.name} makes files, and is no source of rows")
         case OwnSection(options=options):
             kind: Any = find_extension(KIND, settings.kind, ("mqtt", "lines", "http", "files", "serial"))
             try:
@@ -342,7 +347,7 @@ def run_collector(path: Path) -> None:
     """
     settings = load_collect_file(path)
     limits = StoreLimits(max_bytes=int(settings.collect.max_mb * 1e6), max_age_s=settings.collect.max_days * 86_400)
-    if settings.folders:
+    if settings.file_sources:
         _collect_files(settings, limits)
     else:
         _collect_rows(settings, limits)
@@ -353,24 +358,52 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
     counts: Counts = Counter()
     texts = (settings.labels.column,) if settings.labels is not None else ()
     sources = {
-        one.name: make_source(one, texts, counts) for one in settings.sources if one.name not in settings.folders
+        one.name: make_source(one, texts, counts) for one in settings.sources if one.name not in settings.file_sources
+    }
+    recorders = {
+        name: _make_recorder(name, section, counts)
+        for name, section in settings.file_sources.items()
+        if not isinstance(section, FolderSection)
     }
     check_label_columns(settings, {name: source.columns for name, source in sources.items()})
     with open_file_store(Path(section.folder), limits, section.evict) as store:
         counts.update(store.state.counts)
         labeller = _make_labeller(settings, sources, counts)
+        folders = settings.file_sources.items()
         collector = FolderCollector(
-            settings.folders,
+            {name: section for name, section in folders if isinstance(section, FolderSection)},
             store,
             counts,
             flush_s=section.flush_s,
+            recorders=recorders,
             events=sources,
             labeller=labeller,
             similar=_make_similar(store, section.similar_levels),
         )
         log.info("collecting files into %s", section.folder)
-        with _started(sources):
+        with _started([*sources.values(), *recorders.values()]):
             _run(collector)
+
+
+def _make_recorder(name: str, section: CameraSection | MicrophoneSection, counts: Counts) -> Recorder:
+    """Returns what records files from a device.
+
+    Raises:
+        ConfigError: the program that records is not installed.
+        TaskError: nor is OpenCV.
+    """
+    if isinstance(section, MicrophoneSection):
+        if shutil.which(microphone.PROGRAM) is None:
+            raise ConfigError(
+                f"sources.{name}: a microphone is recorded by {microphone.PROGRAM}, which is not installed: "
+                "sudo apt-get install alsa-utils"
+            )
+        length_s = max(section.seconds, section.step_s)
+        return Recorder(name, ".wav", lambda: microphone.Microphone(section), counts, length_s=length_s)
+    from edgefl.device.collect.camera import Camera, import_opencv  # noqa: PLC0415 NumPy, which few need
+
+    opencv = import_opencv()
+    return Recorder(name, section.suffix, lambda: Camera(section, opencv), counts)
 
 
 def _make_similar(store: FileStore, max_levels: float) -> SimilarPictures | None:
@@ -396,7 +429,7 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
         labeller, answerer = _make_labeller(settings, sources, counts), _make_answerer(settings, columns, counts)
         collector = Collector(settings, sources, store, counts, labeller=labeller, answerer=answerer)
         log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
-        with _started(sources), contextlib.ExitStack() as stack:
+        with _started(list(sources.values())), contextlib.ExitStack() as stack:
             if answerer is not None:
                 answerer.start()
                 stack.callback(answerer.close)
@@ -404,15 +437,15 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
 
 
 @contextlib.contextmanager
-def _started(sources: Mapping[str, ReadingSource]) -> Iterator[None]:
+def _started(sources: Sequence[ReadingSource | Recorder]) -> Iterator[None]:
     """Starts sources that connect, and closes all of them."""
     try:
-        for source in sources.values():
-            if isinstance(source, MqttSource | PolledSource | SerialSource):
+        for source in sources:
+            if isinstance(source, MqttSource | PolledSource | SerialSource | Recorder):
                 source.start()
         yield
     finally:
-        for source in sources.values():
+        for source in sources:
             source.close()
 
 

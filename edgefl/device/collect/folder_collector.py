@@ -1,4 +1,4 @@
-"""Collector of files: copies pictures and sounds that something else puts into a folder, until it is stopped.
+"""Collector of files: keeps what recorders make and what something else puts into a folder, until it is stopped.
 
 The folder is looked at once a second, and read where its own time has changed. inotify would need a package and a
 thread, and sees nothing that another machine writes on a network mount; a look at a folder without news is one call
@@ -36,6 +36,7 @@ from edgefl.device.collect.forgetting import (
     remove_forget_request,
 )
 from edgefl.device.collect.readings import Counts, ReadingSource, ResumableSource, read_source
+from edgefl.device.collect.recorder import Recorder
 from edgefl.device.collect.settings import FolderSection, is_label
 from edgefl.device.collect.store_state import count_written
 from edgefl.system.retries import RateLimitedLog
@@ -149,6 +150,7 @@ class FolderCollector:
         store: for the files.
         counts: of what was left out, so far.
         flush_s: how often positions and counts are written.
+        recorders: of cameras and microphones, by name.
         events: sources of events, by name.
         labeller: makes labels of events; None where there are none.
         similar: finds near-duplicates of pictures; None where all are kept.
@@ -163,6 +165,7 @@ class FolderCollector:
         counts: Counts,
         *,
         flush_s: float,
+        recorders: Mapping[str, Recorder] | None = None,
         events: Mapping[str, ReadingSource] | None = None,
         labeller: EventLabeller | None = None,
         similar: SimilarPictures | None = None,
@@ -175,6 +178,7 @@ class FolderCollector:
         self._watchers = {
             name: FolderWatcher(section, store.state.positions.get(name, "")) for name, section in sections.items()
         }
+        self._recorders = dict(recorders or {})
         self._events, self._labeller, self._similar = dict(events or {}), labeller, similar
         for name, source in self._events.items():
             if isinstance(source, ResumableSource):
@@ -198,6 +202,8 @@ class FolderCollector:
             self._forget()
             for name, watcher in self._watchers.items():
                 self._take(name, watcher)
+            for name, recorder in self._recorders.items():
+                self._take_recordings(name, recorder)
             self._take_events()
             if self._monotonic() - self._committed_s >= self._flush_s and not self.flush():
                 return RETRY_S
@@ -316,31 +322,42 @@ class FolderCollector:
             with path.open("rb") as opened:
                 content = opened.read(int(section.max_file_mb * 1e6))
             check_example(content, path.suffix.lower())
-            outcome = self._add(content, file, path.suffix.lower())
+            self._add(name, content, _get_label(file.label), path.suffix.lower(), file.time_s)
         except (OSError, ValueError, DataError, MemoryError) as error:
             self._counts[f"{name}.refused"] += 1
             reason = error.strerror if isinstance(error, OSError) else str(error) or "too little memory"
             self._log.warning(f"file {name}", "source %s: %s is left out: %s", name, path, reason)
             return
-        if outcome:
-            self._counts[f"{name}.{outcome}"] += 1
-        else:
-            self._num_written += len(content)
         if section.remove:
             self._remove(name, path)
 
-    def _add(self, content: bytes, file: FoundFile, suffix: str) -> str:
-        """Stores a file; returns as what it is left out, empty for a new one."""
-        label, digest, signature = _get_label(file.label), compute_digest(content), None
+    def _take_recordings(self, name: str, recorder: Recorder) -> None:
+        for _ in range(MAX_FILES_AT_ONCE):
+            if (recording := recorder.read()) is None:
+                return
+            try:
+                self._add(name, recording.content, UNLABELLED, recording.suffix, recording.time_s)
+            except (ValueError, DataError, MemoryError) as error:
+                self._counts[f"{name}.refused"] += 1
+                self._log.warning(f"recording {name}", "source %s: a recording is left out: %s", name, error)
+            except StoreError:
+                self._counts[f"{name}.unread"] += 1
+                raise
+
+    def _add(self, name: str, content: bytes, label: str, suffix: str, time_s: float) -> None:
+        """Stores a file of a source, or counts why not."""
+        digest, signature = compute_digest(content), None
         if self._similar is not None and not self._store.has_digest(digest):
-            signature = self._similar.compute_signature(content, suffix, file.path)
+            signature = self._similar.compute_signature(content, suffix, name)
             if signature is not None and self._similar.find(signature, label):
-                return "similar"
-        if not self._store.add(content, label, suffix, file.time_s):
-            return "duplicates"
+                self._counts[f"{name}.similar"] += 1
+                return
+        if not self._store.add(content, label, suffix, time_s):
+            self._counts[f"{name}.duplicates"] += 1
+            return
+        self._num_written += len(content)
         if self._similar is not None and signature is not None:
             self._similar.add(signature, digest, label)
-        return ""
 
     def _remove(self, name: str, path: Path) -> None:
         """Removes a file that is in the store, or counts that it stays, as in a folder that may not be written."""

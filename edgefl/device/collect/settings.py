@@ -18,6 +18,8 @@ from edgefl.system.row_labels import LABEL_COLUMN
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
 MAX_POLLED = 32
 """Sources that are asked or read by a thread each."""
+MAX_SIDE = 8192
+"""Pixels of a frame."""
 MAX_HOLD_S = 366 * 86_400
 MAX_LABEL_CHARS = 80
 MAX_LABEL_BYTES = 255
@@ -140,6 +142,91 @@ class FolderSection:
     def __post_init__(self) -> None:
         if not Path(self.path).is_absolute():
             raise ConfigError(f"a folder's path must be absolute, got {self.path!r:.80}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CameraSection:
+    """Source `camera`: frames of a camera as pictures.
+
+    Attributes:
+        path: of the camera below /dev, else of a video file or image sequence, which begins anew at its end.
+        every_s: seconds from one frame to the next.
+        motion_levels: of 255; a frame is kept where one of its 16 x 16 cells differs by more from the last that was
+            kept. 0 keeps all.
+        capture_size: width and height that the camera is asked for; its own at first.
+        crop: left, top, width and height of what is kept, as parts of the frame.
+        size: width and height to which that is scaled.
+        colour: whether pictures have colours.
+        format: of the files.
+        quality: of JPEG files.
+    """
+
+    path: str
+    every_s: float = field(default=1.0, metadata={"at_least": 0.03, "at_most": 86_400})
+    motion_levels: float = field(default=0.0, metadata={"at_least": 0, "at_most": 64})
+    capture_size: tuple[float, ...] = ()
+    crop: tuple[float, ...] = ()
+    size: tuple[float, ...] = ()
+    colour: bool = True
+    format: Literal["jpeg", "png"] = "jpeg"
+    quality: int = field(default=90, metadata={"at_least": 1, "at_most": 100})
+
+    def __post_init__(self) -> None:
+        """Checks path, sizes and crop.
+
+        Raises:
+            ConfigError: one is none.
+        """
+        if not Path(self.path).is_absolute():
+            raise ConfigError(f"a camera's path must be absolute, got {self.path!r:.80}")
+        for name, size in (("capture_size", self.capture_size), ("size", self.size)):
+            if size and not (len(size) == 2 and all(part in range(1, MAX_SIDE + 1) for part in size)):
+                raise ConfigError(f"a camera's {name} must be width and height of 1 to {MAX_SIDE}, got {size}")
+        if self.crop and not (
+            len(self.crop) == 4
+            and min(self.crop) >= 0
+            and min(self.crop[2:]) > 0
+            and max(self.crop[0] + self.crop[2], self.crop[1] + self.crop[3]) <= 1 + 1e-9
+        ):
+            raise ConfigError(
+                f"a camera's crop must be left, top, width and height as parts of the frame, got {self.crop}"
+            )
+
+    @property
+    def suffix(self) -> str:
+        return ".jpg" if self.format == "jpeg" else ".png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrophoneSection:
+    """Source `microphone`: sounds of a microphone.
+
+    Attributes:
+        device: ALSA's name of it, as `arecord -L` lists them.
+        rate: samples a second.
+        channels: 1 or 2.
+        seconds: length of a sound.
+        step_s: seconds from the start of one to that of the next; 0 for that length.
+        least_dbfs: quieter ones are left out; 0 is the loudest, -120 keeps silence.
+    """
+
+    device: str = "default"
+    rate: int = field(default=16_000, metadata={"at_least": 4000, "at_most": 48_000})
+    channels: int = field(default=1, metadata={"at_least": 1, "at_most": 2})
+    seconds: float = field(default=1.0, metadata={"at_least": 0.1, "at_most": 60})
+    step_s: float = field(default=0.0, metadata={"at_least": 0, "at_most": 60})
+    least_dbfs: float = field(default=-120.0, metadata={"at_least": -120, "at_most": 0})
+
+    def __post_init__(self) -> None:
+        """Checks name and step.
+
+        Raises:
+            ConfigError: one is none.
+        """
+        if not self.device or not is_safe_text(self.device):
+            raise ConfigError(f"a microphone's device must be a name of ALSA, got {self.device!r:.80}")
+        if 0 < self.step_s < 0.1:
+            raise ConfigError(f"a microphone's step_s must be 0 or at least 0.1, got {self.step_s:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +371,10 @@ def is_label(text: str) -> bool:
     return is_name and is_safe_text(text) and len(text.encode()) <= MAX_LABEL_BYTES
 
 
-SourceSection = MqttSection | LinesSection | HttpSection | FilesSection | SerialSection | FolderSection | OwnSection
+FileSection = FolderSection | CameraSection | MicrophoneSection
+"""Of sources whose examples are files."""
+RowSection = MqttSection | LinesSection | HttpSection | FilesSection | SerialSection
+SourceSection = RowSection | FileSection | OwnSection
 _TABLES = ("collect", "sources", "labels", "answer")
 _SECTIONS: Mapping[str, type[Any]] = {
     "mqtt": MqttSection,
@@ -293,6 +383,8 @@ _SECTIONS: Mapping[str, type[Any]] = {
     "files": FilesSection,
     "serial": SerialSection,
     "folder": FolderSection,
+    "camera": CameraSection,
+    "microphone": MicrophoneSection,
 }
 
 
@@ -307,7 +399,7 @@ class SourceSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectFile:
-    """A whole collect file; its sources of examples are folders, or none of them is."""
+    """A whole collect file; its sources of examples make files, or none of them does."""
 
     collect: CollectSection
     sources: tuple[SourceSettings, ...]
@@ -315,9 +407,9 @@ class CollectFile:
     answer: AnswerSection | None = None
 
     @property
-    def folders(self) -> dict[str, FolderSection]:
-        """Returns the sources that are folders, by name."""
-        return {source.name: source.section for source in self.sources if isinstance(source.section, FolderSection)}
+    def file_sources(self) -> dict[str, FileSection]:
+        """Returns the sources whose examples are files, by name."""
+        return {source.name: source.section for source in self.sources if isinstance(source.section, FileSection)}
 
     @property
     def event_sources(self) -> frozenset[str]:
@@ -326,7 +418,7 @@ class CollectFile:
         return frozenset(
             source.name
             for source in self.sources
-            if not isinstance(source.section, FolderSection | OwnSection) and set(source.section.columns) == {column}
+            if isinstance(source.section, RowSection) and set(source.section.columns) == {column}
         )
 
 
@@ -368,20 +460,36 @@ def load_collect_file(path: Path) -> CollectFile:
     num_sources = len(sources) - len(found.event_sources) - bool(own and not found.event_sources)
     if not collect.every_s and num_sources > 1:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
-    if found.folders and len(found.folders) < num_sources:
-        raise ConfigError("sources of kind folder make a shard of files, others one of rows: take two collect files")
-    if collect.similar_levels and not found.folders:
-        raise ConfigError("collect.similar_levels is for pictures of sources of kind folder, and none is here")
-    if found.folders and answer is not None:
-        raise ConfigError("[answer] is for sources of rows, and none of kind folder")
+    _check_files(found, num_sources)
     return found
+
+
+def _check_files(found: CollectFile, num_sources: int) -> None:
+    kinds = {type(section) for section in found.file_sources.values()}
+    if kinds and len(found.file_sources) < num_sources:
+        raise ConfigError(
+            "sources of kind folder, camera and microphone make a shard of files, others one of rows: "
+            "take two collect files"
+        )
+    if kinds >= {CameraSection, MicrophoneSection}:
+        raise ConfigError("a task reads pictures or sounds: take two collect files for a camera and a microphone")
+    if found.collect.similar_levels and not kinds & {FolderSection, CameraSection}:
+        raise ConfigError(
+            "collect.similar_levels is for pictures of sources of kind folder and camera, and none is here"
+        )
+    if kinds and found.answer is not None:
+        raise ConfigError("[answer] is for sources of rows, and none of files")
 
 
 def _check_polled(collect: CollectSection, sources: Sequence[SourceSettings]) -> None:
     polled = {one.name: one.section.poll_s for one in sources if isinstance(one.section, HttpSection | FilesSection)}
-    num_threads = len(polled) + sum(isinstance(one.section, SerialSection) for one in sources)
+    threads = SerialSection | CameraSection | MicrophoneSection
+    num_threads = len(polled) + sum(isinstance(one.section, threads) for one in sources)
     if num_threads > MAX_POLLED:
-        raise ConfigError(f"at most {MAX_POLLED} sources may be of kind http, files and serial, got {num_threads}")
+        raise ConfigError(
+            f"at most {MAX_POLLED} sources may be of kind http, files, serial, camera and microphone, "
+            f"got {num_threads}"
+        )
     for name, poll_s in polled.items():
         if poll_s >= collect.hold_s:
             raise ConfigError(
@@ -414,7 +522,7 @@ def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
 
 
 def check_label_columns(settings: CollectFile, by_source: Mapping[str, Sequence[str]]) -> None:
-    """Checks the columns of all sources that are no folders for labels from events.
+    """Checks the columns of all sources that make no files for labels from events.
 
     Raises:
         ConfigError: no source or several have the events, no column is left for rows, too many sources are, or a
@@ -426,13 +534,13 @@ def check_label_columns(settings: CollectFile, by_source: Mapping[str, Sequence[
     if (count := columns.count(event_column)) > 1:
         raise ConfigError(f"labels.column: {event_column!r:.80} must be of one source, it is of {count}")
     num_others = sum(set(names) != {event_column} for names in by_source.values())
-    if num_others and settings.folders:
-        raise ConfigError("the source of events must be the only one that is no folder, and have no other column")
+    if num_others and settings.file_sources:
+        raise ConfigError("the source of events must be the only one that makes no files, and have no other column")
     if num_others > 1 and not settings.collect.every_s:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_others}")
     if event_column not in columns:
         raise ConfigError(f"labels.column: {event_column!r:.80} is no column; {suggest_name(event_column, columns)}")
-    if columns == [event_column] and not settings.folders:
+    if columns == [event_column] and not settings.file_sources:
         raise ConfigError("labels.column is the only column of the sources; rows need another one")
     if LABEL_COLUMN in columns:
         raise ConfigError(f"a column must not be called {LABEL_COLUMN!r} beside [labels], which makes it")

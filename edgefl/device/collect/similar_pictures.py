@@ -96,6 +96,11 @@ def compute_signature(content: bytes, name: str) -> Array:
         MemoryError: there is too little for it.
         TaskError: Pillow is not installed.
     """
-    cells = read_grey_picture(content, name, size=NUM_CELLS, max_pixels=MAX_PIXELS).astype(np.float32).ravel()
+    return level_cells(read_grey_picture(content, name, size=NUM_CELLS, max_pixels=MAX_PIXELS)).ravel()
+
+
+def level_cells(grey: Array) -> Array:
+    """Returns float32 grey values of cells without the level and spread of their light."""
+    cells = grey.astype(np.float32)
     signature: Array = (cells - cells.mean()) * (_USUAL_SPREAD / max(float(cells.std()), _LEAST_SPREAD))
     return signature

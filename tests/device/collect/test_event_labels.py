@@ -414,7 +414,7 @@ def test_a_source_of_another_author_may_have_the_events_of_files_and_two_sources
     settings = load_collect_file(path)
     check_label_columns(settings, {"own": ["state"]})
     for columns, message in (
-        ({"own": ["state", "a"]}, "the only one that is no folder"),
+        ({"own": ["state", "a"]}, "the only one that makes no files"),
         ({"own": ["state"], "other": ["state"]}, "must be of one source, it is of 2"),
     ):
         with pytest.raises(ConfigError, match=message):
