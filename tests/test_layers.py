@@ -67,6 +67,7 @@ FORBIDDEN = {
     "web": ("device/agent.py", "import fastapi"),
     "openid": ("coordinator/service.py", "import authlib"),
     "metrics": ("device/agent.py", "import prometheus_client"),
+    "notifications": ("coordinator/service.py", "import apprise"),
     "mqtt": ("engine/round_loop.py", "import paho.mqtt.client"),
     "keys": ("storage/store.py", "import cryptography.x509"),
     "packaging": ("coordinator/service.py", "import packaging.version"),

@@ -15,6 +15,7 @@ from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_
 from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 
 COMMANDS = {
+    "alerts": ("edgefl.cli.fleet.alerts:command", "Try whether the coordinator's alerts arrive"),
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
     "coordinator": (
         "edgefl.cli.fleet.coordinator:command",
@@ -62,20 +63,29 @@ FIRST_DAY = (
 )
 THEMES = {
     "Begin": ("quickstart", "demo", "doctor"),
-    "Your fleet, from your machine": ("coordinator", "devices", "fleet", "provision", "signing", "top", "user"),
+    "Your fleet, from your machine": (
+        "alerts",
+        "coordinator",
+        "devices",
+        "fleet",
+        "provision",
+        "signing",
+        "top",
+        "user",
+    ),
     "On a board": ("device", "field-report"),
     "Train": ("run", "simulate", "task", "strategies", "codecs", "data", "base", "flower"),
     "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
 EXAMPLES = {
+    "alerts test": "alerts test",
     "base add": "base add mobilenet.safetensors --name mobilenet-v2",
     "base list": "base list",
     "base remove": "base remove mobilenet-v2",
     "codecs bench": "codecs bench --codec 'topk:0.01|int8'",
     "codecs list": "codecs list",
     "completion": "completion bash >> ~/.bashrc",
-    "coordinator alert-test": "coordinator alert-test --alert-webhook https://ntfy.example/fleet",
     "coordinator backup": "coordinator backup fleet.tar.gz",
     "coordinator broker": "coordinator broker --kind mosquitto",
     "coordinator grafana": "coordinator grafana > edgefl.json",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.presets import PresetName, expand_preset
 from edgefl.core.safe_parsing import parse_toml
 from edgefl.core.safe_text import is_safe_text
-from edgefl.core.settings import REST, Faults, from_mapping
+from edgefl.core.settings import REST, SECRET, Faults, from_mapping, suggest_name
 from edgefl.core.types import Json, Scalar
 
 EvaluateOn = Literal["auto", "coordinator", "devices", "evaluator", "none"]
@@ -520,36 +521,95 @@ def adapt_to_json(section: AdaptSection) -> Json:
     return {name: [*item] if isinstance(item, tuple) else item for name, item in asdict(section).items()}
 
 
+class AlertKind(StrEnum):
+    """What an alert is about."""
+
+    ACCURACY_FELL = "accuracy-fell"
+    BROKER_LOST = "broker-lost"
+    CERTIFICATE_ENDS = "certificate-ends"
+    DATA_DRIFTED = "data-drifted"
+    DEVICE_GONE = "device-gone"
+    DISK_LOW = "disk-low"
+    GOAL_REACHED = "goal-reached"
+    RUN_FAILED = "run-failed"
+    RUN_FINISHED = "run-finished"
+    RUN_STALLED = "run-stalled"
+    SIGNATURES_OLD = "signatures-old"
+    TEST = "test"
+    THROTTLED = "throttled"
+    UPDATES_REJECTED = "updates-rejected"
+
+
+MAX_NOTIFY = 16
+NOTIFY_FORM = "such as ntfys://ntfy.sh/TOPIC, env:NAME for a variable with it, or file:/PATH for a file with it"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
     """`[alerts]` in the coordinator's `settings.toml`: whom it tells that something is wrong, and when.
 
     Attributes:
-        webhook: URL that gets a POST when an alert starts and when it ends; None for no alerts.
+        webhook: URL that gets a POST when an alert starts and when it ends; None for none.
         secret: key of the HMAC-SHA256 in the header `X-Edgefl-Signature`; None for no such header.
+        notify: addresses of services for people as apprise has them; `env:NAME` and `file:/PATH` hold one or more.
+        group_s: what follows an alert within so long is in one message with it; for `notify` alone.
+        quiet_hours: spans of time such as 22:00-07:00 in which nothing goes to `notify`; one message follows.
+        zone: IANA name of the time zone of the quiet hours; the coordinator's own at first.
+        muted: kinds of alerts that are never sent.
         device_gone_s: a device that was there and is gone for so long.
         run_stalled_factor, run_stalled_s: a run in which no round closed for so many times its usual, but at least
             so long.
+        accuracy_drop: a run's newest accuracy is so far below its best.
+        rejected_updates: so many updates in a row of one device were rejected.
+        throttled_s: a board is throttled for so long.
         disk_free_bytes: less room than this, on the coordinator's disk or on a board's.
         broker_lost_s: the broker is not reached for so long.
         certificate_days: a certificate ends in fewer days.
         check_s: how often all that is looked at.
     """
 
-    webhook: str | None = field(default=None, repr=False)
-    secret: str | None = field(default=None, repr=False)
+    webhook: str | None = field(default=None, repr=False, metadata={SECRET: True})
+    secret: str | None = field(default=None, repr=False, metadata={SECRET: True})
+    notify: tuple[str, ...] = field(default=(), repr=False, metadata={SECRET: True})
+    group_s: float = field(default=10.0, metadata={"at_least": 0, "at_most": 3600})
+    quiet_hours: tuple[str, ...] = ()
+    zone: str = ""
+    muted: tuple[str, ...] = (AlertKind.GOAL_REACHED.value, AlertKind.RUN_FINISHED.value)
     device_gone_s: float = field(default=300.0, metadata={"at_least": 0})
     run_stalled_factor: float = field(default=5.0, metadata={"at_least": 1})
     run_stalled_s: float = field(default=600.0, metadata={"above": 0})
+    accuracy_drop: float = field(default=0.1, metadata={"above": 0})
+    rejected_updates: int = field(default=3, metadata={"at_least": 1})
+    throttled_s: float = field(default=60.0, metadata={"at_least": 0})
     disk_free_bytes: int = field(default=500_000_000, metadata={"at_least": 0})
     broker_lost_s: float = field(default=60.0, metadata={"at_least": 0})
     certificate_days: float = field(default=30.0, metadata={"at_least": 0})
     check_s: float = field(default=5.0, metadata={"above": 0})
 
     def __post_init__(self) -> None:
+        faults = Faults()
+        # No address is repeated: with many services it is the secret.
         if self.webhook is not None and not _is_web_url(self.webhook):
-            # The URL is not repeated: with many services it is the secret.
-            raise ConfigError("alerts.webhook must be a URL such as https://HOST/PATH")
+            faults.messages.append("alerts.webhook must be a URL such as https://HOST/PATH")
+        if len(self.notify) > MAX_NOTIFY:
+            faults.messages.append(f"alerts.notify must be at most {MAX_NOTIFY} addresses, got {len(self.notify)}")
+        faults.messages += [
+            f"alerts.notify: address {number} must be one {NOTIFY_FORM}"
+            for number, address in enumerate(self.notify, 1)
+            if "://" not in address and not address.startswith(("env:", "file:"))
+        ]
+        faults.messages += [
+            f"alerts.muted: {kind!r:.40} is no alert ({suggest_name(kind, AlertKind)})"
+            for kind in self.muted
+            if kind not in set(AlertKind)
+        ]
+        try:
+            RunConditions(hours=self.quiet_hours, zone=self.zone)
+        except ConfigError as error:
+            names = {"conditions.hours": "alerts.quiet_hours", "conditions.zone": "alerts.zone"}
+            for fault in error.faults:
+                faults.messages.append(re.sub("|".join(map(re.escape, names)), lambda found: names[found[0]], fault))
+        faults.check()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

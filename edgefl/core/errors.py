@@ -206,7 +206,7 @@ EXTRAS = {
     "uvicorn": "coordinator", "yaml": "coordinator",
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
     "PIL": "pictures", "cv2": "camera", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track",
-    "torch": "train", "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
+    "torch": "train", "apprise": "alerts", "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

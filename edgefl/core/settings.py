@@ -25,6 +25,8 @@ T = TypeVar("T")
 REQUIRED = inspect.Parameter.empty
 REST = "rest"
 """Metadata of the field that takes all keys that no other field has."""
+SECRET = "secret"  # noqa: S105 a name
+"""Metadata of a field whose value no message shows."""
 MAX_SHOWN_CHARS = 100
 MAX_FAULTS = 20
 """Wrong settings that one message names."""
@@ -188,7 +190,8 @@ def check_value(path: str, value: Any, option: OptionType) -> None:
             f"{path} cannot be given in a run file: it is annotated {option.annotation!s:.100}, and a run file has "
             "texts, numbers, true and false"
         )
-    raise ConfigError(f"{path} must be {' or '.join(descriptions)}, got {format_setting(value)}")
+    found = f"a {type(value).__name__}" if bounds.get(SECRET) else format_setting(value)
+    raise ConfigError(f"{path} must be {' or '.join(descriptions)}, got {found}")
 
 
 def format_setting(value: object) -> str:

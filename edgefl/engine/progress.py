@@ -24,6 +24,7 @@ from edgefl.engine.divergence import Divergence, DivergenceDetector, DivergenceR
 from edgefl.engine.evaluations import DeviceAccuracy, DeviceEvaluationTracker, EvaluationTracker, VersionAccuracy
 
 MAX_CONSECUTIVE_FAILURES = 3
+_WORK_LIMITS = frozenset({"rounds", "epochs", "updates", "seconds", "bytes"})
 """Failures per device since the last update after which the run fails."""
 
 
@@ -289,3 +290,9 @@ class ProgressTracker:
             self.divergence.add_evaluation(version_score.loss)
         scores = version_score, self.nodes.record_event(event)
         return [score for score in scores if score is not None]
+
+
+def is_goal_reason(reason: str) -> bool:
+    """Returns whether a reason of `find_stop_reason` is that the model is as good as asked, not an amount of work."""
+    name, separator, _ = reason.partition(" reached ")
+    return bool(separator) and name not in _WORK_LIMITS

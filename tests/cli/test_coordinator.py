@@ -153,19 +153,33 @@ def test_a_password_of_the_store_is_refused_where_all_users_see_it(refused, root
     assert "secret" not in (root / "settings.toml").read_text()
 
 
-def test_a_test_alert_arrives_where_the_settings_say(coordinator, refused, root):
-    test = ["coordinator", "alert-test", "--dir", root]
-    refused(test, 2, "webhook")
+def test_a_test_alert_arrives_where_the_settings_say(run, refused, root):
+    test = ["alerts", "test", "--dir", root]
+    refused(test, 2, "nobody is told of alerts")
     with Receiver() as receiver:
         with (root / "settings.toml").open("a") as settings:
             settings.write(f'[alerts]\nwebhook = "{receiver.url}"\n')
-        assert coordinator(*test[1:]).out == "127.0.0.1 took the test alert\n"
+        assert run(*test).out == "127.0.0.1 took the test alert\n"
         receiver.answers = [404]
-        ran = coordinator(*test[1:], "--alert-secret", "very-secret")
+        ran = run(*test, "--alert-secret", "very-secret")
         assert (ran.code, ran.out, "very-secret" in ran.err) == (20, "", False)
-    assert receiver.told() == [("test", "coordinator", "started")] * 2
+    assert receiver.told() == [("test", "coordinator", "notice")] * 2
     assert "X-Edgefl-Signature" in receiver.requests[1][0]
     refused([*test, "--alert-webhook", "no-url"], 3, "alerts.webhook must be a URL")
+
+
+@pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
+def test_a_test_alert_goes_to_each_service_whatever_another_says(run, root):
+    pytest.importorskip("apprise", reason="apprise is not installed: pip install 'edgefl-fleet[alerts]'")
+    with Receiver() as webhook, Receiver() as service:
+        address = service.url.replace("http:", "json:")
+        with (root / "settings.toml").open("a") as settings:
+            settings.write(f'[alerts]\nwebhook = "{webhook.url}"\nnotify = ["{address}"]\n')
+        webhook.answers = [404]
+        ran = run("alerts", "test", "--dir", root)
+    assert (ran.code, ran.out) == (20, "json:// of alerts.notify 1 took the test alert\n")
+    assert ran.err == "edgefl: 127.0.0.1 answered 404\n"
+    assert service.bodies[0]["title"] == "[lab] NOTICE test coordinator"
 
 
 def test_grafana_prints_a_dashboard(coordinator):

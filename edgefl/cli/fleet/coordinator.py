@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -350,30 +349,6 @@ def restore(root: Path, file: Path) -> None:
     click.echo("never run it beside the coordinator that the backup was made of: the boards would know two")
     click.echo(f"addresses for boards: {', '.join(directory.addresses)}; others: edgefl coordinator readdress")
     click.echo(f"next: edgefl coordinator init{format_dir_argument(root)}, for an operator file; then start")
-
-
-@command.command("alert-test")
-@dir_option
-@alert_options
-def alert_test(root: Path, webhook: str | None, secret: str | None) -> None:
-    """Send one alert to the webhook, to see that it arrives."""
-    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
-    from edgefl.coordinator.monitoring.alerts import TEST_ALERT, Alert, WebhookConfig, send_alert  # noqa: PLC0415 fast start  # noqa: PLC0415 likewise
-
-    directory = load_directory(root)
-    settings = resolve_alert_settings(directory, webhook, secret)
-    if settings.webhook is None:
-        raise UsageError(f"no webhook is set: give --alert-webhook URL, or [alerts] in {directory.settings}")
-    hook = WebhookConfig(url=settings.webhook, secret=settings.secret)
-    alert = Alert(
-        kind=TEST_ALERT,
-        subject="coordinator",
-        message="this is a test, nothing is wrong",
-        alert_id=uuid.uuid4().hex,
-        started_at=time.time(),
-    )
-    send_alert(hook, alert.to_json(directory.fleet))
-    click.echo(f"{hook.host} took the test alert")
 
 
 @command.command()

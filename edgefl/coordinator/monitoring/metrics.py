@@ -141,8 +141,12 @@ class Monitoring:
         )
 
     def make_alert_monitor(self, settings: AlertSettings) -> AlertMonitor | None:
-        """Returns the alert monitor, not yet started; None without a webhook."""
-        if settings.webhook is None:
+        """Returns the alert monitor, not yet started; None where nobody is told.
+
+        Raises:
+            ConfigError: an address of a service is none, or cannot be read.
+        """
+        if settings.webhook is None and not settings.notify:
             return None
         records = self._store.list_devices()
         return AlertMonitor(

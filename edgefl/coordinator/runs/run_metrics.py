@@ -9,29 +9,33 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf, isfinite
 from statistics import median
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from edgefl.coordinator.runs.history_writer import HistoryRows
+from edgefl.core.safe_text import escape_start
 from edgefl.core.types import UpdateStatus
 from edgefl.storage.repositories.records import RunRecord, RunStatus, UpdateRow
 
 ROUND_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 SYNC_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 STALENESS_BUCKETS = (0, 1, 2, 3, 5, 8, 13, 21, 50, 100)
-MAX_ROUND_DURATIONS, MAX_FAILED_RUNS = 20, 50
+MAX_ROUND_DURATIONS, MAX_ENDED_RUNS, MAX_REASON_CHARS = 20, 50, 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveRun:
     """The active run.
 
-    `typical_round_s` is the median duration of its last rounds, `since_last_round_s` the time since the last one.
+    `typical_round_s` is the median duration of its last rounds, `since_last_round_s` the time since the last one,
+    `best_accuracy` the highest that this coordinator has seen, `rejections` the devices whose last updates were
+    rejected, with their number in a row and the last reason.
     """
 
     run_id: str
@@ -44,14 +48,18 @@ class ActiveRun:
     accuracy: float | None
     typical_round_s: float | None
     since_last_round_s: float
+    best_accuracy: float | None = None
+    rejections: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailedRun:
-    """A failed run, with its serial `number` and the `num_rounds` closed by then, of all runs since the start."""
+class EndedRun:
+    """A failed or finished run, its serial `number` and the `num_rounds` closed by then, of all since the start."""
 
     run_id: str
+    status: RunStatus
     reason: str
+    accuracy: float | None = None
     number: int
     num_rounds: int
 
@@ -70,6 +78,8 @@ class _RunCounters:
     round: int = 0
     version: int = 0
     accuracy: float | None = None
+    best_accuracy: float | None = None
+    rejections: dict[str, tuple[int, str]] = field(default_factory=dict)
     round_starts: dict[int, float] = field(default_factory=dict)
     received_ids: set[str] = field(default_factory=set)
     counted_items: set[tuple[str, str | int]] = field(default_factory=set)
@@ -96,8 +106,8 @@ class RunMetrics:
     ) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._run: _RunCounters | None = None
-        self._failed_runs: deque[FailedRun] = deque(maxlen=MAX_FAILED_RUNS)
-        self._num_failed = self._num_rounds = 0
+        self._recent_ends: deque[EndedRun] = deque(maxlen=MAX_ENDED_RUNS)
+        self._num_ends = self._num_rounds = 0
         self._ended_runs = Counter("edgefl_runs_ended", "Runs that ended, by how.", ["status"], registry=registry)
         self._rounds = Counter("edgefl_rounds_closed", "Rounds that were closed.", registry=registry)
         self._assignments = Counter("edgefl_assignments", "Assignments that were given out.", registry=registry)
@@ -158,12 +168,20 @@ class RunMetrics:
     def on_run_ended(self, run_id: str, status: RunStatus, reason: str) -> None:
         """Records a final or interrupted status; `queued` is not counted as an end."""
         with self._lock:
+            accuracy = None
             if self._run is not None and self._run.record.run_id == run_id:
-                self._run = None
-            if status is RunStatus.FAILED:
-                self._num_failed += 1
-                self._failed_runs.append(
-                    FailedRun(run_id=run_id, reason=reason, number=self._num_failed, num_rounds=self._num_rounds)
+                accuracy, self._run = self._run.accuracy, None
+            if status in {RunStatus.FAILED, RunStatus.FINISHED}:
+                self._num_ends += 1
+                self._recent_ends.append(
+                    EndedRun(
+                        run_id=run_id,
+                        status=status,
+                        reason=reason,
+                        accuracy=accuracy,
+                        number=self._num_ends,
+                        num_rounds=self._num_rounds,
+                    )
                 )
         if status is not RunStatus.QUEUED:
             self._ended_runs.labels(str(status)).inc()
@@ -193,6 +211,8 @@ class RunMetrics:
                 self._record_round(run, number, version, at, seconds, should_count=should_count("closed", number))
             if rows.accuracy is not None:
                 run.accuracy = rows.accuracy
+                if isfinite(rows.accuracy):
+                    run.best_accuracy = max(rows.accuracy, -inf if run.best_accuracy is None else run.best_accuracy)
 
     def get_active_run(self) -> ActiveRun | None:
         """Returns the state of the active run, if there is one."""
@@ -211,12 +231,14 @@ class RunMetrics:
                 accuracy=run.accuracy,
                 typical_round_s=median(run.durations_s) if run.durations_s else None,
                 since_last_round_s=self._clock() - run.last_change_s,
+                best_accuracy=run.best_accuracy,
+                rejections=dict(run.rejections),
             )
 
-    def list_failed_runs(self, *, after: int = 0) -> list[FailedRun]:
-        """Returns the failed runs with a higher number, oldest first."""
+    def list_ended_runs(self, *, after: int = 0) -> list[EndedRun]:
+        """Returns the failed and finished runs with a higher number, oldest first."""
         with self._lock:
-            return [run for run in self._failed_runs if run.number > after]
+            return [run for run in self._recent_ends if run.number > after]
 
     @property
     def num_rounds(self) -> int:
@@ -234,6 +256,11 @@ class RunMetrics:
         if not should_count("ended", row.assignment_id):
             return
         self._updates.labels(str(row.outcome)).inc()
+        if row.outcome is UpdateStatus.USED:
+            run.rejections.pop(row.device_id, None)
+        elif row.outcome is UpdateStatus.REJECTED:
+            count, _ = run.rejections.get(row.device_id, (0, ""))
+            run.rejections[row.device_id] = count + 1, escape_start(row.reason or "", MAX_REASON_CHARS)
         if row.staleness is not None:
             self._staleness.observe(row.staleness)
 
