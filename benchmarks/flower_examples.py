@@ -89,9 +89,7 @@ EXAMPLES = (
         obstacle="its ServerApp logs to Weights & Biases over the network",
     ),
     Example(name="custom-mods", tells="custom mods"),
-    Example(
-        name="flower-secure-aggregation", tells="SecAgg+, older interface", run_config="timeout=60.0", num_boards=5
-    ),
+    Example(name="flower-secure-aggregation", tells="SecAgg+, older interface", num_boards=5),
     Example(
         name="fl-dp-sa",
         tells="SecAgg+, fixed clipping, central differential privacy, older interface",

@@ -96,11 +96,15 @@ def count_call(context):
 def pass_gate(message, context):
     folder, number = Path(context.node_config["dataset-path"]), message.content["config"]["server-round"]
     assert context.node_config["data-path"] == str(folder)
-    Path(f"arrived-{number}").touch()
-    while (folder / f"closed-{number}").exists():
-        time.sleep(0.05)
+    wait_at_gate(context, number)
     if (folder / f"broken-{number}").exists():
         raise ValueError("broken on purpose")
+
+
+def wait_at_gate(context, name):
+    Path(f"arrived-{name}").touch()
+    while (Path(context.node_config["data-path"]) / f"closed-{name}").exists():
+        time.sleep(0.05)
 """
 FILES = {
     "pyproject.toml": PROJECT,
@@ -112,6 +116,75 @@ FILES = {
 """Each node moves the model half of the way to its own target, and counts its messages in its state.
 
 `closed-ROUND` among a board's files holds its training up, and `broken-ROUND` makes it fail.
+"""
+
+
+PRIVATE_CLIENT = """from functools import partial
+
+import numpy as np
+from flwr.client import NumPyClient
+from flwr.client.mod import LocalDpMod, fixedclipping_mod, secaggplus_mod
+from flwr.clientapp import ClientApp
+
+from .data import wait_at_gate
+
+MODS = {"secagg": secaggplus_mod, "clipping": fixedclipping_mod, "local": LocalDpMod(1.0, 1e-6, 1e6, 0.5)}
+
+
+class Mean(NumPyClient):
+    def __init__(self, context):
+        self.context = context
+
+    def fit(self, parameters, config):
+        wait_at_gate(self.context, "fit")
+        return [np.full(4, float(self.context.node_config["partition-id"] + 1))], 1, {}
+
+    def evaluate(self, parameters, config):
+        return float(np.abs(parameters[0]).sum()), 1, {}
+
+
+def protect(message, context, call_next):
+    for name in reversed(context.run_config.get("privacy", "none").split()):
+        call_next = partial(MODS[name], call_next=call_next) if name in MODS else call_next
+    return call_next(message, context)
+
+
+app = ClientApp(client_fn=lambda context: Mean(context).to_client(), mods=[protect])
+"""
+PRIVATE_SERVER = """import numpy as np
+from flwr.common import ndarrays_to_parameters
+from flwr.server import LegacyContext, ServerApp, ServerConfig
+from flwr.server.strategy import DifferentialPrivacyClientSideFixedClipping, FedAvg
+from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid, context):
+    options, workflow = context.run_config, None
+    initial = ndarrays_to_parameters([np.zeros(4)])
+    strategy = FedAvg(min_available_clients=3, fraction_evaluate=0.0, initial_parameters=initial)
+    if "clipping" in options["privacy"]:
+        strategy = DifferentialPrivacyClientSideFixedClipping(strategy, 1e-9, 1.0, 3)
+    if "secagg" in options["privacy"]:
+        workflow = SecAggPlusWorkflow(3, 2, timeout=options["timeout"] or None)
+    context = LegacyContext(
+        context=context, config=ServerConfig(num_rounds=options["num-server-rounds"]), strategy=strategy
+    )
+    DefaultWorkflow(fit_workflow=workflow)(grid, context)
+    np.savez("final_model", *context.state.array_records["parameters"].to_numpy_ndarrays())
+"""
+PRIVATE_APP = {
+    "pyproject.toml": PROJECT.replace("mean-app", "private-app").replace(
+        "num-server-rounds = 3", 'num-server-rounds = 2\nprivacy = "none"\ntimeout = 0.0'
+    ),
+    "mean_app/client_app.py": PRIVATE_CLIENT,
+    "mean_app/server_app.py": PRIVATE_SERVER,
+}
+"""Changes to an app of Flower's older interface, each of whose boards says its number from 1 on.
+
+`privacy` of its configuration names the mods, in their order, among secagg, clipping and local.
 """
 
 

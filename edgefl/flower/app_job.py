@@ -42,6 +42,8 @@ MAX_REASON_CHARS = 500
 LIFETIME_S = 10.0**11
 """Of messages on a board, whose clock may be wrong, from 1970 on."""
 STATE_FILE = "context"
+LOAD_S = 300.0
+"""How long boards may import the ClientApp, and what it needs, before the run begins."""
 _PAIR = re.compile(r"""(\S+?)=('[^']*'|"[^"]*"|\S+)""")
 
 
@@ -67,6 +69,13 @@ class FlowerApp(Job):
         self.needs_torch = any(re.match(r"torch\b", line) for line in self.app.dependencies)
         self._client: Any = None
         self._state: bytes | None = None
+
+    def load(self) -> None:
+        """Imports the ClientApp, so that no message waits for that; what it raises is each message's error."""
+        try:
+            self._load_client()
+        except (Exception, SystemExit):  # another author's code may raise anything
+            log.warning("the ClientApp of %s cannot be imported", self.app.name, exc_info=True)
 
     def work(self, context: JobContext) -> bytes:
         """Returns the ClientApp's reply to a message, or its error."""
@@ -186,7 +195,7 @@ def make_app_run(
     table: Json = {
         "run": {"name": name or app.name},
         "job": {"name": get_job_name(app), **{key: value for key, value in options.items() if value}},
-        "devices": {"min": num_boards, **({"groups": list(groups)} if groups else {})},
+        "devices": {"min": num_boards, "ready_s": LOAD_S, **({"groups": list(groups)} if groups else {})},
     }
     return parse_run(table)
 

@@ -53,7 +53,7 @@ class JobContext:
 
 
 class Job(Task):
-    """Computation in parts; a subclass writes `work`, and where it needs them the other two.
+    """Computation in parts; a subclass writes `work`, and where it needs them the others.
 
     A part may be done more than once, after a failure, and counts once. Methods may raise anything: a part that
     raises is tried again, preferably by another board.
@@ -65,6 +65,9 @@ class Job(Task):
     def make_input(self, part: int, num_parts: int) -> bytes:  # noqa: ARG002 for subclasses
         """Returns the input of a part, at the coordinator; equal for equal arguments, also after a restart."""
         return b""
+
+    def load(self) -> None:
+        """Loads what parts need, on a board that gets ready for a run; may take `devices.ready_s`."""
 
     @abstractmethod
     def work(self, context: JobContext) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_apps import HereGrid, imported_app, write_app
+from flower_apps import PRIVATE_APP, HereGrid, imported_app, write_app
 
 from edgefl.flower.app_folder import AppFolder, read_app
 from edgefl.flower.app_job import get_job_name
@@ -30,15 +30,23 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> AppFolder:
 
 
 @pytest.fixture(scope="module")
-def running(app: AppFolder, tools: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFleet]:
-    """Boards and a coordinator on which the app's pack is installed."""
+def private_app(tmp_path_factory: pytest.TempPathFactory) -> AppFolder:
+    return read_app(write_app(tmp_path_factory.mktemp("private"), PRIVATE_APP))
+
+
+@pytest.fixture(scope="module")
+def running(
+    app: AppFolder, private_app: AppFolder, tools: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LocalFleet]:
+    """Boards and a coordinator on which the apps' packs are installed."""
     root = tmp_path_factory.mktemp("flower")
-    wheel = write_app_wheel(app, root / "dist")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(root / "site")
+    for one in (app, private_app):
+        with zipfile.ZipFile(write_app_wheel(one, root / "dist")) as archive:
+            archive.extractall(root / "site")
     for name in BOARDS:
         (root / name).mkdir()
-    devices = [LocalDeviceSpec(name=name, shards={get_job_name(app): str(root / name)}) for name in BOARDS]
+    jobs = [get_job_name(app), get_job_name(private_app)]
+    devices = [LocalDeviceSpec(name=name, shards=dict.fromkeys(jobs, str(root / name))) for name in BOARDS]
     environment = {"EDGEFL_CONFINE": "auto"}
     with tools.fleet(
         root / "fleet", devices, environment=environment, also_importable=[root / "site"], kind=LocalFleet
@@ -61,7 +69,7 @@ def fleet(running: LocalFleet) -> LocalFleet:
 
 
 def find_arrivals(fleet: LocalFleet, name: str, number: str = "*") -> list[Path]:
-    return [*(fleet.root / name).glob(f"confined/task-flower-mean-app/arrived-{number}")]
+    return [*(fleet.root / name).glob(f"confined/task-flower-*-app/**/arrived-{number}")]
 
 
 def submit(fleet: LocalFleet, app: AppFolder, tools: Any, *options: str) -> str:
@@ -188,3 +196,28 @@ def test_a_stop_ends_an_app_and_a_changed_app_is_refused(
     changed = write_app(tmp_path / "changed", {"mean_app/data.py": ""})
     refused = tools.as_operator(fleet, "run", "flower-app", changed)
     assert "is here with the fingerprint" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("privacy", "expected"), [("secagg", 2.0), ("secagg clipping", 1.0), ("clipping", 1.0), ("local", 1.0)]
+)
+def test_secure_aggregation_and_differential_privacy_of_flower_run_over_boards(
+    fleet: LocalFleet, private_app: AppFolder, tools: Any, tmp_path: Path, privacy: str, expected: float
+) -> None:
+    run_id = submit(fleet, private_app, tools, "--run-config", f'privacy="{privacy}"')
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    model = read_model(fleet, tools, run_id, tmp_path / "result")
+    np.testing.assert_allclose(model, expected, atol=0.02)
+
+
+def test_secure_aggregation_unmasks_the_sum_of_the_boards_that_are_left(
+    fleet: LocalFleet, private_app: AppFolder, tools: Any, tmp_path: Path
+) -> None:
+    gate = fleet.root.parent / "board-3" / "closed-fit"
+    gate.touch()
+    run_id = submit(fleet, private_app, tools, "--run-config", 'privacy="secagg" num-server-rounds=1')
+    tools.eventually(lambda: find_arrivals(fleet, "board-3", "fit"), 90, "the third board at work")
+    fleet.kill("board-3")
+    gate.unlink()
+    assert fleet.wait_for_run(run_id)["status"] == "finished"
+    np.testing.assert_allclose(read_model(fleet, tools, run_id, tmp_path / "result"), 1.5, atol=0.02)

@@ -191,6 +191,9 @@ class AdmissionController:
         ):
             return
         assignment = heartbeat.assignment if heartbeat is not None else None
+        if assignment == self._make_wire_id(candidate.phase):  # it is getting ready
+            candidate.is_busy, candidate.not_held_since_s = False, None
+            return
         candidate.is_busy, candidate.current_assignment = bool(assignment), assignment or ""
         if assignment:  # left over from another run, or from an earlier incarnation of this one
             command = Command(id=f"finish-early-{assignment}", kind=CommandKind.FINISH_EARLY, argument=assignment)

@@ -280,6 +280,7 @@ class ReadinessHandler:
             compiled=CompiledPlan.parse(header.get(COMPILED_KEY)),
         )
         if isinstance(cached_task.task, Job):  # it has no model, and its shard holds no examples
+            cached_task.task.load()
             return
         training, _ = self._task_cache.load_split(cached_task, float(header["test_fraction"]))
         if not len(training):

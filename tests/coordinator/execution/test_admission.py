@@ -436,6 +436,22 @@ def test_one_that_is_busy_with_something_older_is_recalled_and_not_waited_for() 
     assert site.left_out() == {"pi-2": "it is busy with other/v1-a1-pi-2"}
 
 
+def test_one_that_takes_long_to_get_ready_is_waited_for_and_not_recalled() -> None:
+    site = Site(ready_s=100.0)
+    site.pass_all("pi-1")
+    site.answer("pi-2", "can")
+    site.events()
+    query = site.asked("prepare")["pi-2"]
+    for number in range(1, 4):
+        site.jumped_s += RESEND_AFTER_S + 1.0
+        site.beat("pi-2", assignment=f"{RUN}/prepare", seq=number)
+        assert site.joined() == []
+    assert "finish-early" not in {kind for _, kind, _ in site.bell.commands}
+    assert site.asked("prepare")["pi-2"] == query
+    site.answer("pi-2", "prepare")
+    assert site.joined() == ["pi-1", "pi-2"]
+
+
 def test_a_question_that_got_lost_or_whose_agent_restarts_is_asked_again() -> None:
     site = Site(1, ready_s=100.0)
     site.events()

@@ -5,9 +5,11 @@ import threading
 import numpy as np
 import pytest
 from digit_shards import digit_shard
+from gated_jobs import Greeting
 
 from edgefl import __version__
 from edgefl.compression.codec import make_codec
+from edgefl.core.errors import TaskError
 from edgefl.core.protocol import model_fingerprint
 from edgefl.core.types import derive_rng
 from edgefl.device.training.instruction import LEASE_S, FullModelRequiredError, ReadinessHandler
@@ -109,18 +111,41 @@ def test_a_run_that_does_not_begin_is_forgotten(trainer):
     assert trainer.train(training(prefetched_version=0), b"")[0]["requires_full_model"] is True
 
 
-def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
-    class Tasks:
-        def get(self, name, options, *, after=None, analysis=None, adapt=None, compiled=None):
-            return type("Warm", (), {"name": "digits", "task": TASK, "model_spec": TASK.shapes()})
+class Tasks:
+    def __init__(self, task=TASK):
+        self.task = task
 
-        def load_split(self, cached_task, test_fraction):
-            return np.zeros(3), np.zeros(1)
+    def get(self, name, options, *, after=None, analysis=None, adapt=None, compiled=None):
+        return type("Warm", (), {"name": "digits", "task": self.task, "model_spec": TASK.shapes()})
 
-    now = [0.0]
-    readiness = ReadinessHandler(
-        tmp_path, Tasks(), training_lock=threading.Lock(), is_gossip_running=lambda _: False, clock=lambda: now[0]
+    def load_split(self, cached_task, test_fraction):
+        return np.zeros(3), np.zeros(1)
+
+
+def make_readiness(tmp_path, tasks, clock=lambda: 0.0):
+    return ReadinessHandler(
+        tmp_path, tasks, training_lock=threading.Lock(), is_gossip_running=lambda _: False, clock=clock
     )
+
+
+@pytest.mark.parametrize("reason", ["", "there is no such library"])
+def test_a_board_is_ready_for_a_job_once_that_has_loaded_what_its_parts_need(tmp_path, reason):
+    class Loading(Greeting):
+        is_loaded = False
+
+        def load(self):
+            self.is_loaded = True
+            if reason:
+                raise TaskError(reason)
+
+    job = Loading()
+    reply, _ = make_readiness(tmp_path, Tasks(job)).run_phase(prepare(), b"")
+    assert (reply["ready"], reply.get("reason", ""), job.is_loaded) == (not reason, reason, True)
+
+
+def test_a_model_that_nobody_asks_for_is_let_go_after_its_lease(tmp_path):
+    now = [0.0]
+    readiness = make_readiness(tmp_path, Tasks(), lambda: now[0])
     readiness.run_phase(prepare(), body())
     now[0] = LEASE_S - 1
     readiness.remove_expired()
