@@ -28,6 +28,7 @@ from edgefl.core.config import (
     AlertSettings,
     CertificateSettings,
     ConnectionSettings,
+    HomeAssistantSettings,
     OpenIdSettings,
     RunConfig,
     parse_run,
@@ -149,7 +150,7 @@ def test_every_make_target_and_extra_exists():
 SECTIONS = {section.name: section.type for section in fields(RunConfig)}
 SETTINGS = {
     "alerts": AlertSettings, "certificates": CertificateSettings, "connections": ConnectionSettings,
-    "openid": OpenIdSettings, "answer": AnswerSection,
+    "home_assistant": HomeAssistantSettings, "openid": OpenIdSettings, "answer": AnswerSection,
 }  # fmt: skip
 
 

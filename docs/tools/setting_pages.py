@@ -37,6 +37,7 @@ def coordinator_settings() -> str:
         "[alerts]": config.AlertSettings,
         "[certificates]": config.CertificateSettings,
         "[connections]": config.ConnectionSettings,
+        "[home_assistant]": config.HomeAssistantSettings,
     }
     return sections(part for title, kind in tables.items() for part in _section(kind, title))
 

@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from edgefl.coordinator import pki
-from edgefl.core.config import AlertSettings, CertificateSettings, ConnectionSettings, OpenIdSettings
+from edgefl.core.config import (
+    AlertSettings,
+    CertificateSettings,
+    ConnectionSettings,
+    HomeAssistantSettings,
+    OpenIdSettings,
+)
 from edgefl.core.errors import ConfigError, NotJoinedError, StoreBusyError, StoreError
 from edgefl.core.extensions import check_module_name
 from edgefl.core.protocol import COORDINATOR_NAME, certificate_fingerprint, validate_slug
@@ -40,7 +46,9 @@ DEFAULT_FLEET = "fleet"
 DEFAULT_PORT = 8000
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
-Settings = TypeVar("Settings", AlertSettings, CertificateSettings, ConnectionSettings, OpenIdSettings)
+Settings = TypeVar(
+    "Settings", AlertSettings, CertificateSettings, ConnectionSettings, HomeAssistantSettings, OpenIdSettings
+)
 SIOCGIFADDR = 0x8915
 # Documentation addresses: connecting a datagram socket only picks a route.
 PROBE_ADDRESSES = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
@@ -64,6 +72,7 @@ class CoordinatorDirectory:
     alerts: AlertSettings = field(default_factory=AlertSettings)
     certificates: CertificateSettings = field(default_factory=CertificateSettings)
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
+    home_assistant: HomeAssistantSettings = field(default_factory=HomeAssistantSettings)
     openid: OpenIdSettings = field(default_factory=OpenIdSettings)
     store: str | None = field(default=None, repr=False)
     allow_modules: tuple[str, ...] = ()
@@ -352,6 +361,7 @@ def _write_settings(directory: CoordinatorDirectory) -> None:
         "alerts": directory.alerts,
         "certificates": directory.certificates,
         "connections": directory.connections,
+        "home_assistant": directory.home_assistant,
         "openid": directory.openid,
     }
     for name, table in tables.items():
@@ -377,7 +387,7 @@ def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirector
     for key, kind in (types_by_key | {key: kind for key, kind in optional_types.items() if key in value}).items():
         if not isinstance(value.get(key), kind):
             raise ConfigError(f"{root / 'settings.toml'}: {key} must be a {kind.__name__}, got {value.get(key)!r}")
-    sections = {"alerts", "certificates", "connections", "openid"}
+    sections = {"alerts", "certificates", "connections", "home_assistant", "openid"}
     if unknown := sorted(set(value) - set(types_by_key) - set(optional_types) - sections):
         raise ConfigError(
             f"{root / 'settings.toml'}: unknown key {unknown[0]!r}, known are {', '.join(types_by_key)}"
@@ -392,6 +402,7 @@ def _parse_settings(root: Path, value: Mapping[str, Any]) -> CoordinatorDirector
         alerts=_parse_section(root, AlertSettings, value.get("alerts", {}), "alerts"),
         certificates=_parse_section(root, CertificateSettings, value.get("certificates", {}), "certificates"),
         connections=_parse_section(root, ConnectionSettings, value.get("connections", {}), "connections"),
+        home_assistant=_parse_section(root, HomeAssistantSettings, value.get("home_assistant", {}), "home_assistant"),
         openid=_parse_section(root, OpenIdSettings, value.get("openid", {}), "openid"),
         store=value.get("store"),
         allow_modules=tuple(map(str, value.get("allow_modules", ()))),

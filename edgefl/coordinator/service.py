@@ -340,7 +340,8 @@ class Coordinator:
     def _start(self, clients: DeviceClients) -> None:
         """Starts every service with a thread or a process of its own."""
         alerts = self._monitoring.make_alert_monitor(self._options.alerts or self._directory.alerts)
-        for service in (alerts, clients.deployments, clients.installations, clients.run_scheduler):
+        home_assistant = self._monitoring.make_home_assistant_bridge()
+        for service in (alerts, home_assistant, clients.deployments, clients.installations, clients.run_scheduler):
             if service is not None:
                 service.start()
                 self._closers.callback(service.stop)

@@ -540,6 +540,8 @@ class AlertKind(StrEnum):
     UPDATES_REJECTED = "updates-rejected"
 
 
+MAX_TOPIC_CHARS = 200
+_TOPIC = re.compile(rf"(?=.{{1,{MAX_TOPIC_CHARS}}}\Z)[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 MAX_NOTIFY = 16
 NOTIFY_FORM = "such as ntfys://ntfy.sh/TOPIC, env:NAME for a variable with it, or file:/PATH for a file with it"
 
@@ -623,6 +625,67 @@ class CertificateSettings:
 
     client_days: float = field(default=90.0, metadata={"at_least": 1, "at_most": 7300})
     server_days: float = field(default=730.0, metadata={"at_least": 1, "at_most": 7300})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSection:
+    """A broker, which need not be the fleet's.
+
+    Attributes:
+        host: of the broker, which speaks MQTT 5.
+        port: 1883 at first, with `tls` 8883.
+        login_file: a file whose first line is the user and whose second is the password.
+        tls: whether the connection is encrypted.
+        ca_file: authority of the broker's certificate; none for those of the system.
+    """
+
+    host: str
+    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
+    login_file: str = ""
+    tls: bool = False
+    ca_file: str = ""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port or (8883 if self.tls else 1883)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HomeAssistantSettings(BrokerSection):
+    """`[home_assistant]` in the coordinator's `settings.toml`: the broker on which Home Assistant finds the fleet.
+
+    Attributes:
+        host: of the broker, which speaks MQTT 5; empty for none.
+        port: 1883 at first, with `tls` 8883.
+        login_file: a file whose first line is the user and whose second is the password.
+        tls: whether the connection is encrypted.
+        ca_file: authority of the broker's certificate; none for those of the system.
+        discovery_prefix: as it is set in Home Assistant.
+        topic: below which states are published; each fleet on a broker needs one of its own.
+        every_s: seconds between two looks at the fleet; what has changed is published.
+    """
+
+    host: str = ""
+    discovery_prefix: str = "homeassistant"
+    topic: str = "edgefl"
+    every_s: float = field(default=10.0, metadata={"at_least": 0.1, "at_most": 3600})
+
+    def __post_init__(self) -> None:
+        check_topic("home_assistant.discovery_prefix", self.discovery_prefix)
+        check_topic("home_assistant.topic", self.topic)
+
+
+def check_topic(setting: str, topic: str) -> None:
+    """Checks a topic, or the beginning of topics, of a broker that is not the fleet's.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not _TOPIC.fullmatch(topic):
+        raise ConfigError(
+            f"{setting} must be a topic of up to {MAX_TOPIC_CHARS} letters, digits and ._-/ that neither begins nor "
+            f"ends with a slash, got {topic!r:.80}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

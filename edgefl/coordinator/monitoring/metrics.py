@@ -27,6 +27,7 @@ from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence
 from edgefl.coordinator.fleet.registry import NEVER_SEEN, DeviceRegistry
 from edgefl.coordinator.flower.fleet_api import FLEET_PREFIX
 from edgefl.coordinator.monitoring.alerts import AlertMonitor
+from edgefl.coordinator.monitoring.home_assistant import HomeAssistantBridge
 from edgefl.coordinator.runs.run_metrics import RunMetrics
 from edgefl.core.config import AlertSettings
 from edgefl.core.errors import StoreError
@@ -158,6 +159,21 @@ class Monitoring:
             is_broker_connected=self._is_broker_connected,
             expiries=list_own_expiries(self._directory),
             expected=[record.device_id for record in records if record.presence not in {None, "offline"}],
+        )
+
+    def make_home_assistant_bridge(self) -> HomeAssistantBridge | None:
+        """Returns the bridge to Home Assistant, not yet started; None where no broker is set.
+
+        Raises:
+            ConfigError: the login or the authority of the broker is none.
+        """
+        if not self._directory.home_assistant.host:
+            return None
+        return HomeAssistantBridge(
+            self._directory.home_assistant,
+            fleet=self._directory.fleet,
+            registry=self._registry,
+            run_metrics=self.run_metrics,
         )
 
 

@@ -10,7 +10,6 @@ retained, and none waits for a broker.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -21,12 +20,12 @@ from typing import Any
 import paho.mqtt.client as mqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
-from edgefl import __version__
 from edgefl.core.errors import NetworkError
 from edgefl.core.types import Json
-from edgefl.device.collect.server_access import KEEP_ALIVE_S, make_broker_client
 from edgefl.device.collect.settings import AnswerSection
+from edgefl.system.home_assistant import OFFLINE, ONLINE, describe_device, make_discovery_id
 from edgefl.system.retries import RateLimitedLog
+from edgefl.system.server_access import KEEP_ALIVE_S, make_broker_client
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ MAX_QUEUED = 100
 REPEAT_S = 60.0
 """After which the availability is published again, as somebody else may have overwritten it."""
 WITHDRAW_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 1.0
-ONLINE, OFFLINE = "online", "offline"
 
 
 class AnswerPublisher:
@@ -57,7 +55,7 @@ class AnswerPublisher:
         self._section, self._log, self._monotonic = section, RateLimitedLog(log), monotonic
         self._is_available, self._published_s = False, -math.inf
         self._announced: dict[str, str] | None = None
-        self._client = make_broker_client("answer", section, _make_id(section))
+        self._client = make_broker_client("answer", section, make_discovery_id(section.topic))
         self._client.will_set(f"{section.topic}/available", OFFLINE, qos=1, retain=True)
         self._client.on_connect, self._client.on_disconnect = self._on_connect, self._on_disconnect
         self._client.on_connect_fail, self._client.on_publish = self._on_connect_fail, self._on_publish
@@ -132,12 +130,10 @@ class AnswerPublisher:
 
 def make_entities(section: AnswerSection, classes: Sequence[str], num_values: int) -> dict[str, str]:
     """Returns the entities of answers as Home Assistant's discovery describes sensors, by the topic of each."""
-    device = {"identifiers": [_make_id(section)], "name": section.name or section.topic, "manufacturer": "edgefl"}
     shared: Json = {
         "state_topic": f"{section.topic}/answer",
         "availability_topic": f"{section.topic}/available",
-        "device": device,
-        "origin": {"name": "edgefl", "sw_version": __version__},
+        **describe_device(make_discovery_id(section.topic), section.name or section.topic),
     }
     found = dict(zip(list_entity_topics(section), _list_sensors(section, classes, num_values), strict=True))
     return {
@@ -150,7 +146,7 @@ def make_entities(section: AnswerSection, classes: Sequence[str], num_values: in
 def list_entity_topics(section: AnswerSection) -> list[str]:
     """Returns the topics in which entities are announced, or were by an earlier model."""
     names = ("class", "probability", *(f"value_{number}" for number in range(1, MAX_VALUES + 1)))
-    return [f"{section.discovery}/sensor/{_make_id(section)}_{name}/config" for name in names]
+    return [f"{section.discovery}/sensor/{make_discovery_id(section.topic)}_{name}/config" for name in names]
 
 
 def _list_sensors(section: AnswerSection, classes: Sequence[str], num_values: int) -> Iterator[Json]:
@@ -169,11 +165,6 @@ def _list_sensors(section: AnswerSection, classes: Sequence[str], num_values: in
         yield {"name": name, "value_template": template, "state_class": "measurement"} if place < num_values else {}
 
 
-def _make_id(section: AnswerSection) -> str:
-    """Returns a name of letters that another topic does not have."""
-    return f"edgefl_{hashlib.sha256(section.topic.encode()).hexdigest()[:12]}"
-
-
 def _format_rules(section: AnswerSection) -> str:
     prefix = f" and {section.discovery}" if section.discovery else ""
     return f"its rules must let the login write below {section.topic}{prefix}"
@@ -186,7 +177,7 @@ def withdraw_entities(section: AnswerSection) -> None:
         ConfigError: the login or the authority is none.
         NetworkError: the broker cannot be reached, or refuses the collector or a message.
     """
-    client, refusals = make_broker_client("answer", section, _make_id(section)), list[ReasonCode]()
+    client, refusals = make_broker_client("answer", section, make_discovery_id(section.topic)), list[ReasonCode]()
 
     def on_publish(_client: Any, _data: Any, _number: int, reason: ReasonCode, _properties: Any) -> None:
         if reason.is_failure:

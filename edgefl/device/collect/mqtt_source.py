@@ -20,9 +20,9 @@ from paho.mqtt.reasoncodes import ReasonCode
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Scalar
 from edgefl.device.collect.readings import Counts, Reading, UnreadReadings, parse_message_values, parse_pointer
-from edgefl.device.collect.server_access import KEEP_ALIVE_S, make_broker_client
 from edgefl.device.collect.settings import MqttSection
 from edgefl.system.retries import RateLimitedLog
+from edgefl.system.server_access import KEEP_ALIVE_S, make_broker_client
 
 log = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from edgefl.device.collect.readings import (
     parse_pointer,
     parse_value,
 )
-from edgefl.device.collect.server_access import make_tls_context, read_login
 from edgefl.device.collect.settings import FilesSection, HttpSection
 from edgefl.system.retries import RateLimitedLog
+from edgefl.system.server_access import make_tls_context, read_login
 
 log = logging.getLogger(__name__)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from edgefl.core.config import BrokerSection, check_topic
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import MAX_TOML_CHARS, parse_toml
 from edgefl.core.safe_text import is_safe_text
@@ -27,8 +28,7 @@ MAX_LABEL_BYTES = 255
 OWN_COLUMNS = ("time", "span", "check")
 """That the collector adds to each row."""
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-MAX_UNCERTAIN, MAX_TOPIC_CHARS = 1000, 200
-_TOPIC = re.compile(rf"(?=.{{1,{MAX_TOPIC_CHARS}}}\Z)[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
+MAX_UNCERTAIN = 1000
 _SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]{1,32}")
 
 
@@ -66,29 +66,6 @@ class CollectSection:
             raise ConfigError(f"collect.folder must be an absolute path, got {self.folder!r:.80}")
         if 0 < self.every_s < 0.01:
             raise ConfigError(f"collect.every_s must be 0 or at least 0.01, got {self.every_s:g}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerSection:
-    """A broker, which need not be the fleet's.
-
-    Attributes:
-        host: of the broker, which speaks MQTT 5.
-        port: 1883 at first, with `tls` 8883.
-        login_file: a file whose first line is the user and whose second is the password.
-        tls: whether the connection is encrypted.
-        ca_file: authority of the broker's certificate; none for those of the system.
-    """
-
-    host: str
-    port: int | None = field(default=None, metadata={"at_least": 1, "at_most": 65_535})
-    login_file: str = ""
-    tls: bool = False
-    ca_file: str = ""
-
-    @property
-    def address(self) -> tuple[str, int]:
-        return self.host, self.port or (8883 if self.tls else 1883)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,12 +330,8 @@ class AnswerSection(BrokerSection):
         Raises:
             ConfigError: one is none.
         """
-        for setting, topic in (("topic", self.topic), ("discovery", self.discovery or "none")):
-            if not _TOPIC.fullmatch(topic):
-                raise ConfigError(
-                    f"answer.{setting} must be a topic of up to {MAX_TOPIC_CHARS} letters, digits and ._-/ that "
-                    f"neither begins nor ends with a slash, got {topic!r:.80}"
-                )
+        check_topic("answer.topic", self.topic)
+        check_topic("answer.discovery", self.discovery or "none")
         if not is_safe_text(self.name) or len(self.name) > MAX_LABEL_CHARS:
             raise ConfigError(
                 f"answer.name must be up to {MAX_LABEL_CHARS} visible characters, got {self.name!r:.80}"

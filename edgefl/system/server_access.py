@@ -1,4 +1,4 @@
-"""Login and TLS of the servers that a collector asks or publishes to: brokers and web servers."""
+"""Login and TLS of servers that are not the fleet's: brokers and web servers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 
+from edgefl.core.config import BrokerSection
 from edgefl.core.errors import ConfigError
-from edgefl.device.collect.settings import BrokerSection
 
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 30
@@ -19,7 +19,7 @@ MAX_LOGIN_BYTES = 4096
 
 
 def make_broker_client(table: str, section: BrokerSection, client_id: str = "") -> mqtt.Client:
-    """Returns a client for the broker of a table of the collect file, which is not connected.
+    """Returns a client for the broker of a table of settings, which is not connected.
 
     With a `client_id` the broker ends an older connection of it, and sends the will of that, before this one counts;
     without one it makes a new id for each connection.
@@ -38,7 +38,7 @@ def make_broker_client(table: str, section: BrokerSection, client_id: str = "") 
 
 
 def make_tls_context(table: str, ca_file: str) -> ssl.SSLContext:
-    """Returns the client's side of TLS for a table of the collect file.
+    """Returns the client's side of TLS for a table of settings.
 
     Without `ca_file` the system's authorities are trusted.
 
@@ -53,7 +53,7 @@ def make_tls_context(table: str, ca_file: str) -> ssl.SSLContext:
 
 @functools.cache
 def _load_authority(ca_file: str) -> ssl.SSLContext:
-    """Returns a context of nearly a megabyte, which all sources with this authority share."""
+    """Returns a context of nearly a megabyte, which all with this authority share."""
     return ssl.create_default_context(cafile=ca_file or None)
 
 
