@@ -22,7 +22,7 @@ from edgefl.tasks.compiled.artefact import BUFFER, GRADIENT, LOSS, NEW, OUTPUTS,
 from edgefl.tasks.compiler.batches import Batch
 from edgefl.tasks.compiler.steps import Step, to_torch
 
-NUM_STEPS, TORCH_EVERY, NUM_CURVE_STEPS, NUM_LAST_STEPS = 20, 7, 40, 10
+NUM_STEPS, TORCH_EVERY, NUM_CURVE_STEPS, NUM_LAST_STEPS = 20, 7, 20, 5
 LEARNING_RATE = 0.02
 MEDIAN_BOUND, WORST_BOUND = 1e-4, 5e-2
 """Largest relative errors of an output over the steps. The worst one is larger than the median where a value lies on

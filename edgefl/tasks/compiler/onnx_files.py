@@ -14,7 +14,7 @@ from onnxscript.optimizer import fold_constants_ir
 
 from edgefl.core.errors import TaskError
 from edgefl.tasks.compiled.artefact import OPSET, PERMITTED_OPERATORS
-from edgefl.tasks.compiler.tracing import TracedGraph
+from edgefl.tasks.compiler.tracing import TracedGraph, make_program
 from edgefl.tasks.compiler.translations.recurrent import expand_scans
 from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
 from edgefl.tasks.onnx_graph import get_first_line, suppress_export_logs
@@ -32,8 +32,7 @@ def export_graph(graph: TracedGraph) -> onnx.ModelProto:
     with suppress_export_logs():
         try:
             program = torch.onnx.export(
-                graph.module,
-                tuple(graph.inputs.values()),
+                make_program(graph),
                 dynamo=True,
                 opset_version=OPSET,
                 input_names=[*graph.inputs],

@@ -1,7 +1,8 @@
 """A function of tensors as a graph of ATen operators, and the layers that run an operator.
 
-`make_fx` and `TorchDispatchMode` are the interfaces here that torch does not document; no other file of edgefl knows
-them. A contract test holds what is expected of them against the pinned torch.
+`make_fx`, `TorchDispatchMode`, the constructor of `ExportedProgram` and the table of decompositions are the
+interfaces here that torch does not document; no other file of edgefl knows them. A contract test holds what is
+expected of them against the pinned torch.
 """
 
 from __future__ import annotations
@@ -15,9 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    OutputSpec,
+    TensorArgument,
+)
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_structure
 
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
@@ -27,6 +39,9 @@ aten = torch.ops.aten
 
 _VALUE_OPERATOR = "_local_scalar_dense"
 """What torch calls where Python asks for the value of a tensor, such as in an `if`."""
+
+_MORE_DECOMPOSED = (aten.squeeze.dims,)
+"""Operators that an export decomposes besides those of `default_decompositions`: so it need not trace again."""
 
 _OPERATOR = re.compile(r"aten\.(\w+?)(?:_backward)?\b")
 _MAX_NAMES = 3
@@ -65,6 +80,7 @@ def trace(
         return tuple(found.values())
 
     decompositions: dict[Any, Any] = dict(torch.export.default_decompositions().items())  # type: ignore[no-untyped-call]
+    decompositions |= get_decompositions(_MORE_DECOMPOSED)
     for operator in kept:
         decompositions.pop(operator, None)
     with warnings.catch_warnings():
@@ -74,7 +90,9 @@ def trace(
             with torch.backends.mkldnn.flags(enabled=False):
                 # First the gradient, then without changes in place: `functionalize` knows no `autograd.Function`.
                 differentiated = make_fx(flat)(*inputs.values())
-                module = make_fx(functionalize(differentiated), decomposition_table=decompositions)(*inputs.values())
+                # On tensors without values, which an `ExportedProgram` has.
+                decompose = make_fx(functionalize(differentiated), decompositions, tracing_mode="fake")
+                module = decompose(*inputs.values())
         except RuntimeError as error:
             if _VALUE_OPERATOR in str(error):
                 raise TaskError(
@@ -83,6 +101,57 @@ def trace(
             raise TaskError(f"torch cannot trace the training step: {get_first_line(error)}") from error
     _check_randomness(module.graph)
     return TracedGraph(module=module, inputs=_clean(module, inputs), outputs=outputs)
+
+
+def make_program(graph: TracedGraph) -> ExportedProgram:
+    """Returns a traced graph as `torch.onnx.export` takes it with no more traces, which take most of its time."""
+    module: Any = graph.module
+    nodes = module.graph
+    first, *_ = arguments = nodes.find_nodes(op="placeholder")
+    constants: dict[str, Any] = {}
+    for node in nodes.find_nodes(op="get_attr"):
+        name = str(node.target)
+        if name not in constants:
+            with nodes.inserting_before(first):
+                constants[name] = nodes.placeholder(name)
+            constants[name].meta["val"] = first.meta["val"].fake_mode.from_tensor(getattr(module, name))
+        node.replace_all_uses_with(constants[name])
+        nodes.erase_node(node)
+    (results,) = nodes.output_node().args
+    example: tuple[Any, dict[str, Any]] = (tuple(graph.inputs.values()), {})
+    inputs: list[Any] = [TensorArgument(node.name) for node in arguments]
+    outputs: list[Any] = [TensorArgument(node.name) for node in results]
+    call = ModuleCallSignature(inputs, outputs, tree_structure(example), tree_structure(tuple(results)))
+    signature = ExportGraphSignature(
+        [
+            *(
+                InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(node.name), name)
+                for name, node in constants.items()
+            ),
+            *(InputSpec(InputKind.USER_INPUT, argument, None) for argument in inputs),
+        ],
+        [OutputSpec(OutputKind.USER_OUTPUT, argument, None) for argument in outputs],
+    )
+    return _PureProgram(
+        module,
+        nodes,
+        signature,
+        state_dict={},
+        range_constraints={},
+        module_call_graph=[ModuleCallEntry("", call)],
+        example_inputs=example,
+        constants={name: getattr(module, name) for name in constants},
+    )
+
+
+class _PureProgram(ExportedProgram):
+    """A program of operators that have a form in ONNX already, unless torch asks for another form of one."""
+
+    def run_decompositions(self, decomp_table: Any = None) -> ExportedProgram:
+        if decomp_table is not None and not any(node.target in decomp_table for node in self.graph.nodes):
+            return self
+        program: ExportedProgram = super().run_decompositions(decomp_table)
+        return program
 
 
 @contextmanager

@@ -14,15 +14,17 @@ from edgefl.core.errors import TaskError
 from edgefl.tasks.compiler.translations.nodes import Value, get_shape, ints, number, numbers, reshape, sum_axes
 
 
-def batch_norm_without_statistics(
+def native_batch_norm(
     x: Value,
     weight: Value | None,
     bias: Value | None,
+    running_mean: Any,
+    running_var: Any,
     training: bool,
     momentum: float,
     eps: float,
 ) -> tuple[Value, Value, Value]:
-    """Returns the output, the batch's means, and one divided by its deviations.
+    """Returns the output, the batch's means, and one divided by its deviations; without running statistics.
 
     Inside a graph onnxruntime writes new running statistics over the old ones, even over constants, and it merges
     equal constants: the gradient was wrong by a factor of 1e5, without an error. So the old ones are values that the

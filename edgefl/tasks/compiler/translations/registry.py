@@ -48,7 +48,7 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     aten.max_pool2d_with_indices.default: pooling.max_pool2d_with_indices,
     aten.max_pool2d_with_indices_backward.default: pooling.max_pool2d_with_indices_backward,
     aten.threshold_backward.default: threshold_backward,
-    aten._native_batch_norm_legit.no_stats: normalisation.batch_norm_without_statistics,  # noqa: SLF001 torch's name
+    aten.native_batch_norm.default: normalisation.native_batch_norm,
     aten.native_batch_norm_backward.default: normalisation.native_batch_norm_backward,
     torch.ops.edgefl.gru.default: recurrent.gru,
     torch.ops.edgefl.gru_gradient.default: recurrent.gru_gradient,
