@@ -46,23 +46,40 @@ def _bind(bind: Callable[..., None], name: str, array: Array) -> None:
     bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def make_session(graph: bytes, threads: int | None, max_arena_bytes: int, estimate_bytes: int = 0) -> Any:
-    """Returns a session of a checked graph.
+def make_arena(max_bytes: int, estimate_bytes: int = 0) -> None:
+    """Sets the memory of the tensors that later sessions compute, which share it: their graphs run in turn.
+
+    Args:
+        max_bytes: of all of them; a graph that needs more is refused when it is run.
+        estimate_bytes: what they take by the file's own word.
+
+    Raises:
+        TaskError: onnxruntime is missing.
+    """
+    onnxruntime = _import_runtime()
+    kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+    # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
+    block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
+    arena = onnxruntime.OrtArenaCfg({
+        "max_mem": max_bytes,
+        "arena_extend_strategy": _POWERS_OF_TWO,
+        "initial_chunk_size_bytes": min(block_bytes, MAX_BLOCK_BYTES, max_bytes),
+    })  # fmt: skip
+    onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
+
+
+def make_session(graph: bytes, threads: int | None) -> Any:
+    """Returns a session of a checked graph, in the last arena.
 
     Args:
         graph: an ONNX file.
         threads: of the runtime; None for as many as there are cores.
-        max_arena_bytes: of the tensors that it computes.
-        estimate_bytes: what they take by the file's own word.
 
     Raises:
         TaskError: onnxruntime is missing.
         DataError: it cannot load the graph.
     """
-    try:
-        import onnxruntime  # noqa: PLC0415 its memory is only needed to train with it
-    except ImportError:
-        raise TaskError("onnxruntime is not installed; pip install onnxruntime") from None
+    onnxruntime = _import_runtime()
     onnxruntime.disable_telemetry_events()  # what a board computes is nobody else's business
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads or 0, 1
@@ -72,19 +89,18 @@ def make_session(graph: bytes, threads: int | None, max_arena_bytes: int, estima
     options.enable_mem_pattern = False
     # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
     options.add_session_config_entry("session.use_env_allocators", "1")
-    kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
-    block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
-    arena = onnxruntime.OrtArenaCfg({
-        "max_mem": max_arena_bytes,
-        "arena_extend_strategy": _POWERS_OF_TWO,
-        "initial_chunk_size_bytes": min(block_bytes, MAX_BLOCK_BYTES, max_arena_bytes),
-    })  # fmt: skip
     try:
-        onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
         # Constants are folded while the graph is loaded, in memory that no arena bounds.
         return onnxruntime.InferenceSession(
             graph, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
         )
     except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
         raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None
+
+
+def _import_runtime() -> Any:
+    try:
+        import onnxruntime  # noqa: PLC0415 its memory is only needed to train with it
+    except ImportError:
+        raise TaskError("onnxruntime is not installed; pip install onnxruntime") from None
+    return onnxruntime

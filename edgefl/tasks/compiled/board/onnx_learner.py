@@ -27,7 +27,7 @@ from edgefl.tasks.compiled.artefact import (
     WEIGHTS,
     CompiledTask,
 )
-from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, BoundGraph, make_session
+from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, BoundGraph, make_arena, make_session
 from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
@@ -197,7 +197,9 @@ class OnnxLearner(ArrayLearner):
         return {**tensors, **self._batch.arrays}
 
     def _make_session(self, graph: bytes) -> Any:
-        return make_session(graph, self._threads, self._max_arena_bytes, self._compiled.manifest.peak_bytes)
+        if self._training is None and self._evaluation is None:
+            make_arena(self._max_arena_bytes, self._compiled.manifest.peak_bytes)
+        return make_session(graph, self._threads)
 
     def _compute_features(self, inputs: Array) -> Array:
         features = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)
