@@ -35,6 +35,7 @@ class SystemdInstallation:
     has_gpu: bool = False
     has_broker: bool = False
     has_collector: bool = False
+    has_server: bool = False
 
     @property
     def user(self) -> str:
@@ -49,7 +50,8 @@ class SystemdInstallation:
         """The units to enable."""
         if self.kind == "device":
             collector = ("edgefl-collect.service",) if self.has_collector else ()
-            return "edgefl-join.service", "edgefl-device.service", *collector
+            server = ("edgefl-serve.service",) if self.has_server else ()
+            return "edgefl-join.service", "edgefl-device.service", *collector, *server
         broker = ("edgefl-broker.service",) if self.has_broker else ()
         return (*broker, "edgefl-coordinator.service")
 

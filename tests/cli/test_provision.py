@@ -260,6 +260,15 @@ def test_a_collector_has_a_unit_beside_those_of_its_device(systemd, run, tmp_pat
     assert "are for devices" in run("provision", "systemd", "--coordinator", "--collect").err
 
 
+def test_a_server_of_the_deployed_model_has_a_unit_that_reaches_loopback_alone(systemd, run, tmp_path):
+    told = systemd("--serve", "--out", tmp_path, "--python", "/opt/mine/bin/python")
+    unit = (tmp_path / "edgefl-serve.service").read_text()
+    assert "ExecStart=/opt/mine/bin/python -m edgefl device serve --state %S/edgefl\n" in unit
+    assert "IPAddressDeny=any\nIPAddressAllow=localhost\n" in unit
+    assert "enable --now edgefl-join.service edgefl-device.service edgefl-serve.service" in told
+    assert "are for devices" in run("provision", "systemd", "--coordinator", "--serve").err
+
+
 def test_a_coordinator_with_its_broker_apart_is_written_once(systemd, tmp_path):
     words = ("--coordinator", "--broker", "--out", tmp_path)
     assert "wrote" in systemd(*words)

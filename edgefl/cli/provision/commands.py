@@ -82,6 +82,7 @@ def wheels(*, name: str, folder: Path, with_torch: bool, own_wheel: Path | None)
 @click.option(
     "--collect", "has_collector", is_flag=True, help="Run the device's collector, of /etc/edgefl/collect.toml."
 )
+@click.option("--serve", "has_server", is_flag=True, help="Run the inference server of the device's deployed model.")
 def systemd(  # noqa: PLR0913 one argument per option
     *,
     kind: units.MachineKind,
@@ -92,11 +93,13 @@ def systemd(  # noqa: PLR0913 one argument per option
     has_gpu: bool,
     has_broker: bool,
     has_collector: bool,
+    has_server: bool,
 ) -> None:
     """Print, write or install hardened units for this machine, with the paths of this installation."""
-    if kind == "coordinator" and (has_gpu or shards or has_collector):
+    if kind == "coordinator" and (has_gpu or shards or has_collector or has_server):
         raise UsageError(
-            "--gpu, --shard and --collect are for devices; a coordinator's test shard stands in its own options"
+            "--gpu, --shard, --collect and --serve are for devices; "
+            "a coordinator's test shard stands in its own options"
         )
     if kind == "device" and has_broker:
         raise UsageError("--broker is for a coordinator: edgefl provision systemd --coordinator --broker")
@@ -107,6 +110,7 @@ def systemd(  # noqa: PLR0913 one argument per option
         has_gpu=has_gpu,
         has_broker=has_broker,
         has_collector=has_collector,
+        has_server=has_server,
     )
     if installs:
         for path in units.install_units(installation):
