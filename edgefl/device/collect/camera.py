@@ -20,7 +20,7 @@ def import_opencv() -> Any:
     """Returns `cv2`, with one thread and a silent log; raises a `TaskError` where OpenCV is not installed."""
     opencv = import_extra("cv2", "a camera is read with OpenCV", format_install_command("cv2"))
     opencv.setNumThreads(1)
-    opencv.setLogLevel(0)
+    opencv.utils.logging.setLogLevel(opencv.utils.logging.LOG_LEVEL_SILENT)
     return opencv
 
 

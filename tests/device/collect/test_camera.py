@@ -6,6 +6,7 @@ import time
 from collections import Counter
 
 import pytest
+from collector_process import run_collector_process
 from peer_boards import eventually
 
 from edgefl.core.errors import ConfigError
@@ -120,6 +121,14 @@ def test_what_is_not_read_is_bounded_and_counted(tmp_path, monkeypatch):
         sizes.append(len(recording.content))
     assert sizes
     assert sum(sizes) <= 3000
+
+
+def test_a_collect_file_with_a_camera_fills_its_shard(tmp_path):
+    path = _video(tmp_path / "a.avi", [STILL, BIRD] * 40)
+    source = f'[sources.porch]\nkind = "camera"\npath = "{path}"\nevery_s = 0.05\n'
+    (tmp_path / "c.toml").write_text(f'[collect]\nfolder = "{tmp_path / "shard"}"\n{source}')
+    with run_collector_process(tmp_path / "c.toml"):
+        eventually(lambda: len([*tmp_path.glob("shard/.unlabelled/*.jpg")]) == 2, timeout_s=40)
 
 
 def test_settings_that_no_camera_has_are_refused():

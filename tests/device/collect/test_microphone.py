@@ -11,6 +11,7 @@ import wave
 from collections import Counter
 
 import pytest
+from collector_process import run_collector_process
 from peer_boards import eventually
 
 from edgefl.core.errors import ConfigError
@@ -145,6 +146,14 @@ def test_the_time_of_a_sound_is_that_of_its_start(play):
     source.close()
     assert found[0].time_s == pytest.approx(99.9)
     assert math.isclose(len(_samples(found[0].content)), 800)
+
+
+def test_a_collect_file_with_a_microphone_fills_its_shard(play, tmp_path):
+    play([1] * 800 + [2] * 800 + [3] * 100)
+    source = f'[sources.room]\nkind = "microphone"\nrate = {RATE}\nseconds = 0.1\n'
+    (tmp_path / "c.toml").write_text(f'[collect]\nfolder = "{tmp_path / "shard"}"\n{source}')
+    with run_collector_process(tmp_path / "c.toml"):
+        eventually(lambda: len([*tmp_path.glob("shard/.unlabelled/*.wav")]) == 2, timeout_s=40)
 
 
 def test_without_arecord_the_collector_says_how_it_is_installed(tmp_path, monkeypatch):
