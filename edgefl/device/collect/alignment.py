@@ -30,6 +30,36 @@ class Row:
     span: int
 
 
+class SimilarRows:
+    """Filter that leaves out rows in which nothing has moved since the last one that was kept (send-on-delta).
+
+    Args:
+        columns: names of a row's values.
+        tolerances: by column, what a number may move by; what is not named, or is a text, may not change.
+    """
+
+    def __init__(self, columns: Sequence[str], tolerances: Mapping[str, float]) -> None:
+        self._tolerances = [tolerances.get(name, 0.0) for name in columns]
+        self._kept: Row | None = None
+
+    def keep(self, rows: Sequence[Row]) -> list[Row]:
+        """Returns the rows that are kept, in their order."""
+        kept = list[Row]()
+        for row in rows:
+            if self._kept is None or row.span != self._kept.span or self._has_moved(self._kept.values, row.values):
+                self._kept = row
+                kept.append(row)
+        return kept
+
+    def _has_moved(self, old: Sequence[Value], new: Sequence[Value]) -> bool:
+        return any(
+            abs(after - before) > tolerance
+            if isinstance(before, float) and isinstance(after, float)
+            else before != after
+            for before, after, tolerance in zip(old, new, self._tolerances, strict=True)
+        )
+
+
 class JumpDetector:
     """Detector of jumps of a clock.
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
 from edgefl.device.collect import microphone
-from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker
+from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker, SimilarRows
 from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
 from edgefl.device.collect.answers import Answerer, InferenceClient
 from edgefl.device.collect.event_labels import MAX_FILE_BYTES, EventLabeller
@@ -128,6 +128,8 @@ class Collector:
             first_span=store.state.span + 1,
             last_row_s=store.state.last_row_s,
         )
+        tolerances = {name: float(tolerance) for name, tolerance in self._settings.similar.items()}
+        self._similar = SimilarRows(store.state.columns, tolerances) if tolerances else None
         self._pending: list[Row] = []
         self._jumps = JumpDetector(clock, monotonic)
         self._committed_s = self._reported_s = self._forget_s = monotonic()
@@ -160,7 +162,7 @@ class Collector:
                 readings = self._labeller.take_events(readings, now_s)
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
             rows = self._maker.update(readings, now_s, end_s)
-            self._pending += rows
+            self._add(rows)
             if self._answerer is not None:
                 self._answerer.add(rows)
             num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
@@ -179,6 +181,12 @@ class Collector:
         if num_readings >= NUM_BUSY:
             return BUSY_POLL_S
         return min(POLL_S, self._settings.every_s or POLL_S)
+
+    def _add(self, rows: Sequence[Row]) -> None:
+        """Adds rows to what is pending, without those in which nothing has moved."""
+        kept = rows if self._similar is None else self._similar.keep(rows)
+        self._counts["similar"] += len(rows) - len(kept)
+        self._pending += kept
 
     def flush(self) -> bool:
         """Writes what is pending; returns whether that was possible. Nothing is written where nothing is new or due.
@@ -422,7 +430,7 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     sources = {one.name: make_source(one, texts, counts) for one in settings.sources}
     columns = [str(name) for source in sources.values() for name in source.columns]
     check_label_columns(settings, {name: source.columns for name, source in sources.items()})
-    check_columns(columns, texts)
+    check_columns(columns, texts, settings.collect.similar)
     columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)

@@ -19,6 +19,7 @@ from edgefl.system.row_labels import LABEL_COLUMN
 MAX_SOURCES, MAX_COLUMNS = 100, 1000
 MAX_POLLED = 32
 """Sources that are asked or read by a thread each."""
+MAX_TOLERANCE = 1e30
 MAX_SIDE = 8192
 """Pixels of a frame."""
 MAX_HOLD_S = 366 * 86_400
@@ -46,6 +47,8 @@ class CollectSection:
         evict: of files, the oldest go first, or with `balanced` the oldest of the class that has most.
         similar_levels: of 255; a picture of whose 16 x 16 cells none differs by more from one that is kept already is
             left out. 0 keeps all but copies.
+        similar: tolerances by column; a row in which no column has moved by more since the last that was kept is left
+            out. Columns that are not named have none.
         max_days: older rows and files go; 0 for no limit.
         flush_s: rows are written so often; a crash loses no more of those of MQTT.
     """
@@ -58,6 +61,7 @@ class CollectSection:
     max_mb: float = field(default=100.0, metadata={"at_least": 0.1, "at_most": 2000})
     evict: Literal["oldest", "balanced"] = "oldest"
     similar_levels: float = field(default=0.0, metadata={"at_least": 0, "at_most": 64})
+    similar: Mapping[str, Scalar] = field(default_factory=dict)
     max_days: float = field(default=0.0, metadata={"at_least": 0, "at_most": 36_600})
     flush_s: float = field(default=30.0, metadata={"at_least": 0, "at_most": 3600})
 
@@ -66,6 +70,9 @@ class CollectSection:
             raise ConfigError(f"collect.folder must be an absolute path, got {self.folder!r:.80}")
         if 0 < self.every_s < 0.01:
             raise ConfigError(f"collect.every_s must be 0 or at least 0.01, got {self.every_s:g}")
+        for name, tolerance in self.similar.items():
+            if isinstance(tolerance, bool | str) or not 0 <= tolerance <= MAX_TOLERANCE:
+                raise ConfigError(f"collect.similar.{name:.40} must be a number from 0, got {tolerance!r:.80}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,6 +457,8 @@ def _check_files(found: CollectFile, num_sources: int) -> None:
         raise ConfigError(
             "collect.similar_levels is for pictures of sources of kind folder and camera, and none is here"
         )
+    if kinds and found.collect.similar:
+        raise ConfigError("collect.similar is for rows; pictures have collect.similar_levels")
     if kinds and found.answer is not None:
         raise ConfigError("[answer] is for sources of rows, and none of files")
 
@@ -471,11 +480,12 @@ def _check_polled(collect: CollectSection, sources: Sequence[SourceSettings]) ->
             )
 
 
-def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
+def check_columns(names: list[str], texts: tuple[str, ...], similar: Mapping[str, Scalar] | None = None) -> None:
     """Checks the columns of all sources together.
 
     Raises:
-        ConfigError: none or too many, a name that cannot be one or is there twice, or a text that is no column.
+        ConfigError: none or too many, a name that cannot be one or is there twice, a text that is no column, or a
+            tolerance of what is no column of numbers.
     """
     faults = Faults()
     if not 1 <= len(names) <= MAX_COLUMNS:
@@ -491,6 +501,12 @@ def check_columns(names: list[str], texts: tuple[str, ...]) -> None:
     for text in texts:
         if text not in names:
             faults.messages.append(f"collect.texts: {text!r:.80} is no column; {suggest_name(text, names)}")
+    numbers = [name for name in names if name not in texts]
+    for name in similar or ():
+        if name not in numbers:
+            faults.messages.append(
+                f"collect.similar: {name!r:.80} is no column of numbers; {suggest_name(name, numbers)}"
+            )
     faults.check()
 
 

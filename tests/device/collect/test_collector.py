@@ -105,6 +105,30 @@ def test_rows_are_written_together_and_what_is_pending_at_a_stop_too(tmp_path):
     assert _times(tmp_path) == list(range(1001, 1013))
 
 
+def test_rows_in_which_nothing_has_moved_since_the_last_that_was_kept_are_left_out(tmp_path):
+    sensor = Sensor()
+    sensor.columns = ("a", "b")
+    with _site(tmp_path, sensor, every_s=1, flush_s=0, similar={"a": 0.5}) as site:
+        site.wait(0)
+        for a, b in ((5.0, 1.0), (5.4, 1.0), (5.6, 1.0), (5.1, 1.0), (5.1, 2.0), (5.1, 2.0)):
+            sensor.pending = [Reading(values={"a": a, "b": b}, time_s=site.wall.now_s + 0.5)]
+            site.wait(1)
+        assert site.counts["similar"] == 3
+    assert _times(tmp_path, "a") == pytest.approx([5.0, 5.6, 5.1])
+    assert _times(tmp_path, "b") == [1.0, 1.0, 2.0]
+
+
+def test_each_span_begins_with_a_row_though_nothing_has_moved(tmp_path):
+    sensor = Sensor()
+    with _site(tmp_path, sensor, every_s=1, flush_s=0, hold_s=1.5, similar={"a": 1}) as site:
+        site.wait(0)
+        for pause_s in (1, 1, 5, 1):
+            site.wait(pause_s - 1)
+            sensor.pending = [Reading(values={"a": 1.0}, time_s=site.wall.now_s + 0.5)]
+            site.wait(1)
+        assert site.store.state.num_rows == 2
+
+
 def test_a_source_that_fails_is_counted_and_the_collector_goes_on(tmp_path):
     sensor, other = Sensor(), Sensor()
     other.columns = ("b",)

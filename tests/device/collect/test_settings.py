@@ -31,6 +31,7 @@ def test_a_file_of_few_lines_is_enough(tmp_path):
     [
         ("every_s", "evry_s", "did you mean collect.every_s"),
         ('"/srv/room"', '"room"', "absolute path"),
+        ("every_s", "similar = { temperature = -1 }\nevery_s", "collect.similar.temperature must be a number from 0"),
         ('"mqtt"', '"mqt"', "sources.zigbee.kind must be one of mqtt"),
         ("host =", "hots =", "sources.zigbee.host is missing"),
         ("[sources.zigbee]", "[source.zigbee]", "unknown table"),
@@ -52,3 +53,5 @@ def test_columns_of_all_sources_have_names_of_their_own_that_fit_in_a_table():
             check_columns(names, ())
     with pytest.raises(ConfigError, match="'d' is no column"):
         check_columns(["door"], ("d",))
+    with pytest.raises(ConfigError, match=r"collect.similar: 'door' is no column of numbers"):
+        check_columns(["door", "power"], ("door",), {"door": 1, "power": 2})
