@@ -1,12 +1,15 @@
-"""What `edgefl device collect` takes of its board at 100 MQTT messages a second: a core's share, memory, writes.
+"""What `edgefl device collect` takes of its board: 100 MQTT messages a second, or 5 frames: a core's share, memory.
 
-    python benchmarks/collector.py [--rate 100] [--seconds 60] [--columns 10] [--window 30] [--json]
+    python benchmarks/collector.py [--rate 100] [--frames 5] [--seconds 60] [--columns 10] [--window 30] [--json]
 
 A Mosquitto and a publisher run beside it. The messages are JSON objects of 300 bytes, as of Zigbee2MQTT, on as many
 topics as columns; a row is made every second. In the same run a bare subscriber gets the same messages: paho, and
 `json.loads` of each. A second collector has `[answer]`: each second it asks about the newest rows, `--window` of
 them, and publishes the answer. The server is a stub: the model's own time is that of `edgefl device serve`. `PSS`
 shares out pages that several processes use; `RSS` is the peak. `cores` is CPU time by time.
+
+Then come collectors of a camera: a video of JPEG frames of 320 x 240 with new noise in each, as cameras of USB send
+them. One keeps every frame, one has `motion_levels = 8`, and a bare process decodes the same with OpenCV and no more.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import paho.mqtt.client as mqtt
 from harness import options
 from harness.process_trees import PROC, Meter
@@ -35,7 +39,7 @@ from edgefl.coordinator.brokers.mosquitto import find_mosquitto
 from edgefl.device.collect.store_state import StoreState, read_store_state
 from edgefl.simulation.local_fleet import find_free_port
 
-WAIT_S = 30.0
+WAIT_S, START_S = 30.0, 3.0
 HOST = "127.0.0.1"
 PAD = "x" * 230
 PREDICTION = {"class": "open", "index": 1, "probability": 0.75, "margin": 0.5}
@@ -48,6 +52,15 @@ client.on_message = lambda _client, _data, message: json.loads(message.payload)
 client.connect("127.0.0.1", int(sys.argv[1]))
 client.subscribe("sensor/#")
 client.loop_forever()
+"""
+BARE_CAMERA = """
+import sys, time
+import cv2
+cv2.setNumThreads(1)
+capture, every_s, due_s = cv2.VideoCapture(sys.argv[1]), float(sys.argv[2]), time.monotonic()
+while capture.read()[0]:
+    due_s += every_s
+    time.sleep(max(0.0, due_s - time.monotonic()))
 """
 
 
@@ -62,6 +75,7 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=int, default=100, help="messages a second [%(default)s]")
+    parser.add_argument("--frames", type=float, default=5.0, help="of a camera a second [%(default)s]")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring [%(default)s]")
     parser.add_argument("--columns", type=int, default=10)
     parser.add_argument("--window", type=int, default=30, help="rows of an answer [%(default)s]")
@@ -73,6 +87,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         rows, state, num_answers = measured(Path(folder), program, args.rate, args.seconds, args.columns, args.window)
+        rows += measure_camera(Path(folder), args.frames, args.seconds)
     written = sum(state.written.values())
     if args.json:
         facts = {
@@ -123,6 +138,38 @@ def measured(
     if state is None or not state.num_rows:
         raise SystemExit("the collector has kept no row")
     return rows, state, num_answers
+
+
+def measure_camera(folder: Path, rate: float, seconds: float) -> list[Row]:
+    """Returns what collectors of a camera take, and a bare process; nothing without OpenCV."""
+    try:
+        import cv2  # noqa: PLC0415 an extra
+    except ImportError:
+        sys.stderr.write("no OpenCV here: pip install -e '.[camera]' -c constraints.txt\n")
+        return []
+    video, rng = folder / "video.avi", np.random.default_rng(1)
+    writer = cv2.VideoWriter(str(video), cv2.VideoWriter_fourcc(*"MJPG"), 30, (320, 240))
+    scene = np.kron(rng.uniform(40, 200, (6, 8, 3)), np.ones((40, 40, 1)))
+    for _ in range(int(2 * rate * (seconds + START_S))):
+        writer.write(np.clip(scene + rng.normal(0, 4, scene.shape), 0, 255).astype(np.uint8))
+    writer.release()
+    commands = {"bare OpenCV": [sys.executable, "-c", BARE_CAMERA, str(video), str(1 / rate)]}
+    for who, levels in (("camera", 0), ("camera, motion", 8)):
+        path = folder / f"{who}.toml"
+        path.write_text(
+            f'[collect]\nfolder = "{folder / who}"\n[sources.camera]\nkind = "camera"\npath = "{video}"\n'
+            f"every_s = {1 / rate}\nmotion_levels = {levels}\n"
+        )
+        commands[who] = [sys.executable, "-m", "edgefl", "-q", "device", "collect", str(path)]
+    rows = []
+    for who, command in commands.items():  # one after the other: each has the machine to itself
+        with _process(command) as process:
+            time.sleep(START_S)
+            begin_s = time.time()
+            with Meter({who: process.pid}) as meter:
+                time.sleep(seconds)
+            rows.append(_row(who, process.pid, meter, begin_s, time.time()))
+    return rows
 
 
 class Answers:
