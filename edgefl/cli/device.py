@@ -19,7 +19,7 @@ from edgefl.cli.device_join import (
     temperature_option,
     training_threads_option,
 )
-from edgefl.cli.device_shard import forget, label, show
+from edgefl.cli.device_shard import forget, guess, label, show
 from edgefl.cli.output import FullHelpGroup, echo, print_rows, text_format_option
 from edgefl.cli.shard_labels import export, import_
 from edgefl.cli.signing import apply_update, signers_option, trust
@@ -295,6 +295,7 @@ command.add_command(shard)
 command.add_command(label)
 shard.add_command(export)
 shard.add_command(forget)
+shard.add_command(guess)
 shard.add_command(import_)
 shard.add_command(show)
 command.add_command(set_)

@@ -438,13 +438,15 @@ def check(task: str | None, root: Path | None) -> None:
 @state_option
 @text_format_option
 def stats(place: str, root: Path | None, style: str) -> None:
-    """Print what a collector keeps in a shard: rows, days, bytes written a day, and what was left out."""
-    from edgefl.device.collect.store_state import read_store_state  # noqa: PLC0415 fast start
+    """Print what a collector keeps in a shard: rows, days, bytes written a day, what was left out, weak labels."""
+    from edgefl.device.collect.shard_contents import WEAK, read_contents  # noqa: PLC0415 fast start
+    from edgefl.device.collect.store_state import read_store_state  # noqa: PLC0415 likewise
 
     folder = find_shard_folder(place, root)
     state = read_store_state(folder)
     if state is None:
         raise NotFoundError(f"no collector has written into {folder}; edgefl device collect FILE")
+    weak = read_contents(folder).classes.get(WEAK, {})
     facts = {
         "folder": str(folder),
         "columns": list(state.columns),
@@ -455,6 +457,7 @@ def stats(place: str, root: Path | None, style: str) -> None:
         "last_s": state.segments[-1].last_s if state.segments else None,
         "written_bytes": dict(state.written),
         "left_out": dict(state.counts),
+        "weak_labels": weak,
     }
     if style == "json":
         click.echo(json.dumps({"v": 1, **facts}))
@@ -467,6 +470,8 @@ def stats(place: str, root: Path | None, style: str) -> None:
         echo(f"  written on {day}: {num_bytes / 1e6:.2f} MB")
     for name, count in sorted(state.counts.items()):
         echo(f"  left out, {name}: {count}")
+    for label, count in weak.items():
+        echo(f"  {WEAK} {label}: {count}")
 
 
 def find_shard_folder(place: str, root: Path | None) -> Path:

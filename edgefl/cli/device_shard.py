@@ -1,4 +1,4 @@
-"""`edgefl device shard show` and `forget`, and `edgefl device label`: looks at, removes and labels collected data."""
+"""`edgefl device shard show`, `forget`, `guess`, and `edgefl device label`: looks at, removes, labels data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from edgefl.cli.device_join import confine_option, find_shard_folder
 from edgefl.cli.output import echo, text_format_option
 from edgefl.cli.shard_labels import check_labels
 from edgefl.cli.signing import signers_option
-from edgefl.cli.sources import find_deployed_file, get_policy, load_device_state, state_option
+from edgefl.cli.sources import allow_module_option, find_deployed_file, get_policy, load_device_state, state_option
 from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
@@ -194,6 +194,70 @@ def label(  # noqa: PLR0913 the options of one command
         raise NetworkError(f"cannot listen on {host}:{port}: {reason}; try another --port") from None
     print_address(server, pin, fingerprint)
     server.run()
+
+
+@click.command()
+@click.argument("place", metavar="TASK|FOLDER")
+@click.option("--model", metavar="FILE|deployed", help="ONNX file, or the model that is deployed here: the teacher.")
+@click.option(
+    "--function",
+    "functions",
+    multiple=True,
+    metavar="MODULE:CLASS",
+    help="A label function of a module that --allow-module names; may be repeated, and the majority counts.",
+)
+@click.option(
+    "--threshold",
+    type=click.FloatRange(0, 1),
+    default=0.95,
+    show_default=True,
+    help="Least probability of a model's guess.",
+)
+@click.option(
+    "--share",
+    type=click.FloatRange(0, 1),
+    default=0.3,
+    show_default=True,
+    help="Most of all labels that may be weak; 1 for no limit.",
+)
+@click.option(
+    "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+)
+@allow_module_option
+@state_option
+@signers_option
+@confine_option
+def guess(  # noqa: PLR0913 the options of one command
+    *,
+    place: str,
+    model: str | None,
+    functions: tuple[str, ...],
+    threshold: float,
+    share: float,
+    window: float,
+    root: Path | None,
+    signers: Path,
+    confine: str | None,
+) -> None:
+    """Give examples that nobody has labelled weak labels, by a model or functions, in place of the last ones."""
+    from edgefl.device.collect.label_queue import MAX_GUESSED, open_target  # noqa: PLC0415 fast start
+    from edgefl.device.collect.weak_labels import (  # noqa: PLC0415 likewise
+        make_function_teacher,
+        make_model_teacher,
+        update_weak_labels,
+    )
+
+    if (model is None) == (not functions):
+        raise UsageError("who guesses? Give --model FILE, --model deployed, or --function MODULE:CLASS")
+    folder = find_shard_folder(place, root)
+    target = open_target(folder, window, max_examples=MAX_GUESSED)
+    teacher = make_function_teacher(functions)
+    if model is not None:
+        teacher = make_model_teacher(_make_guesser(model, 0.0, root, signers, confine), threshold)
+    counts, num_examples = update_weak_labels(target, teacher, share)
+    echo(f"{folder}: {sum(counts.values())} of {num_examples} examples without a label have a weak one")
+    for label_, count in counts.items():
+        echo(f"  {label_}: {count}")
 
 
 def _make_guesser(model: str, share: float, root: Path | None, signers: Path, confine: str | None) -> Guesser:

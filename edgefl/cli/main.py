@@ -116,6 +116,7 @@ EXAMPLES = {
     "device shard check": "device shard check",
     "device shard export": "device shard export pictures tasks --label robin --label wren",
     "device shard forget": "device shard forget series --since 2026-03-01T14:00 --until 2026-03-01T15:00",
+    "device shard guess": "device shard guess pictures --model deployed",
     "device shard import": "device shard import pictures project-1.json --label robin --label wren",
     "device shard show": "device shard show series",
     "device shard stats": "device shard stats series",

@@ -865,12 +865,14 @@ class Dataset:
         targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them.
         weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
         groups: [n] whom or what an example comes from, for natural shards; None where that is not known.
+        weak: [n] whether a target is a guess: such an example is trained on, and never tested on; None for none.
     """
 
     inputs: Inputs
     targets: Array
     weights: Array | None = None
     groups: Array | None = None
+    weak: Array | None = None
 
     def __post_init__(self) -> None:
         """Raises a `DataError` where inputs are a dict of what are no arrays of the same length."""
@@ -886,6 +888,7 @@ class Dataset:
             targets=self.targets[rows],
             weights=None if self.weights is None else self.weights[rows],
             groups=None if self.groups is None else self.groups[rows],
+            weak=None if self.weak is None else self.weak[rows],
         )
 
     @classmethod
@@ -898,7 +901,17 @@ class Dataset:
             targets=np.concatenate([part.targets for part in parts]),
             weights=np.concatenate(weights) if len(weights) == len(parts) else None,
             groups=np.concatenate(groups) if len(groups) == len(parts) else None,
+            weak=concatenate_masks([part.weak for part in parts], list(map(len, parts))),
         )
+
+
+def concatenate_masks(masks: Sequence[Array | None], lengths: Sequence[int]) -> Array | None:
+    """Returns [n] bool, none in a part without a mask; None where no part has one."""
+    if all(mask is None for mask in masks):
+        return None
+    return np.concatenate(
+        [np.zeros(length, bool) if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
+    )
 
 
 class Learner(Protocol):

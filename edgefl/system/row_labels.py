@@ -1,9 +1,9 @@
 """Labels of rows by time: a file beside a shard's segments, to which lines are only ever appended.
 
 A line has a beginning and an end in seconds since 1970, a label, its kind, and the CRC-32 of that text. What a person
-says counts more than an event, and that more than a default; of one kind the later line counts, so a correction is
-one more line. A line that a crash has cut off does not count. Tables that have a column `time` and none that is
-called `label` get that from here.
+says counts more than an event, that more than a default, and all of them more than a weak label. Of one kind the
+later line counts, so a correction is one more line. A line that a crash has cut off does not count. Tables that have
+a column `time` and none that is called `label` get that from here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
+from edgefl.core.errors import StoreError
 from edgefl.system.atomic_files import give_to_owner, write_atomic
 
 LABELS_NAME, LOCK_NAME = ".labels.csv", ".labels.lock"
@@ -29,19 +31,30 @@ TIME_COLUMN, LABEL_COLUMN = "time", "label"
 MAX_BYTES = 4 * 1024**2
 """That are read: about 70,000 lines."""
 MAX_LINE_BYTES = 4096
+UNLABELLED_FOLDER = ".unlabelled"
+"""Of a shard of files, beside its class folders."""
+WEAK_WEIGHT = 0.5
+"""Of an example with a weak label, in loss and gradient."""
 
 
 class LabelKind(StrEnum):
-    """Who says a label; `clear` takes back what a person has said."""
+    """Who says a label; `clear` takes back what a person has said, `weak` is a guess of a model or function."""
 
+    WEAK = "weak"
     DEFAULT = "default"
     EVENT = "event"
     PERSON = "person"
     CLEAR = "clear"
 
 
-_RANKS = {LabelKind.DEFAULT: 0, LabelKind.EVENT: 1, LabelKind.PERSON: 2, LabelKind.CLEAR: 2}
-NUM_RANKS = 3
+_RANKS = {
+    LabelKind.WEAK: 0,
+    LabelKind.DEFAULT: 1,
+    LabelKind.EVENT: 2,
+    LabelKind.PERSON: 3,
+    LabelKind.CLEAR: 3,
+}
+NUM_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +74,18 @@ class RowLabels:
         self.lines = tuple(lines)
 
     def find(self, times: Sequence[float]) -> list[str]:
-        """Returns the label of each time, empty where it has none."""
+        """Returns the label of each time, empty where it has none but a weak one."""
+        return [_choose(labels) for _, *labels in self._find_ranked(times)]
+
+    def find_weak(self, times: Sequence[float]) -> list[str]:
+        """Returns the weak label of each time, empty where it has none or anybody has said another."""
+        return [
+            (weak or "") if all(label is None for label in others) else ""
+            for weak, *others in self._find_ranked(times)
+        ]
+
+    def _find_ranked(self, times: Sequence[float]) -> list[tuple[str | None, ...]]:
+        """Returns for each time what is said by those of each rank, None for nothing."""
         order = sorted(range(len(times)), key=times.__getitem__)
         ordered = [times[place] for place in order]
         if not ordered:
@@ -73,10 +97,15 @@ class RowLabels:
             first, end = bisect.bisect_left(ordered, line.since_s), bisect.bisect_right(ordered, line.until_s)
             label = None if line.kind is LabelKind.CLEAR else line.label
             by_rank[_RANKS[line.kind]][first:end] = [label] * (end - first)
-        found = [""] * len(ordered)
+        found: list[tuple[str | None, ...]] = [()] * len(ordered)
         for place, labels in zip(order, zip(*by_rank, strict=True), strict=True):
-            found[place] = next((label for label in reversed(labels) if label is not None), "")
+            found[place] = labels
         return found
+
+
+def _choose(labels: Sequence[str | None]) -> str:
+    """Returns what counts of labels by rank, empty for nothing."""
+    return next((label for label in reversed(labels) if label is not None), "")
 
 
 def has_labels(folder: Path) -> bool:
@@ -143,6 +172,29 @@ def cut_row_labels(folder: Path, since_s: float, until_s: float) -> None:
         kept = _merge_defaults([part for line in lines for part in _cut_line(line, since_s, until_s)])
         if kept != list(lines):
             write_atomic(folder / LABELS_NAME, b"".join(map(_encode_line, kept)))
+
+
+def replace_weak_labels(folder: Path, lines: Sequence[LabelLine]) -> None:
+    """Replaces all weak labels by other ones, in one step.
+
+    Raises:
+        StoreError: the file cannot be written, or would be too large.
+    """
+    with _lock(folder):
+        kept = [line for line in read_row_labels(folder).lines if line.kind is not LabelKind.WEAK]
+        content = b"".join(map(_encode_line, [*kept, *lines]))
+        if len(content) >= MAX_BYTES:
+            raise StoreError(f"labels may have {MAX_BYTES:,} bytes in all, with {len(lines)} weak ones more")
+        write_atomic(folder / LABELS_NAME, content)
+
+
+def parse_example_time(name: str) -> float:
+    """Returns the time with which the name of a collected file begins, in seconds since 1970.
+
+    Raises:
+        ValueError: it begins with none.
+    """
+    return datetime.fromisoformat(name[:19]).replace(tzinfo=UTC).timestamp()
 
 
 @contextlib.contextmanager

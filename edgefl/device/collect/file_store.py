@@ -32,10 +32,11 @@ from edgefl.system.atomic_files import (
     remove_temporary_files,
     sync_directory,
 )
+from edgefl.system.row_labels import UNLABELLED_FOLDER, parse_example_time
 
 log = logging.getLogger(__name__)
 
-UNLABELLED = ".unlabelled"
+UNLABELLED = UNLABELLED_FOLDER
 SUFFIXES = (".png", ".jpg", ".jpeg", ".wav")
 MAX_SOUND_CHANNELS = 16
 _PNG_START, _PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND"
@@ -305,7 +306,7 @@ def list_class_files(folder: Path, label: str) -> Iterator[KeptFile]:
 
 def read_file_time(file: KeptFile) -> float:
     """Returns the time in a file's name, in seconds since 1970."""
-    return datetime.fromisoformat(file.name[:19]).replace(tzinfo=UTC).timestamp()
+    return parse_example_time(file.name)
 
 
 def check_example(content: bytes, suffix: str) -> None:

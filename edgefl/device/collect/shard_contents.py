@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgefl.core.errors import NotFoundError
-from edgefl.device.collect.file_store import list_files, read_file_time
+from edgefl.device.collect.file_store import UNLABELLED, list_files, read_file_time
 from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows
 from edgefl.device.collect.store_state import StoreState, read_store_state
+from edgefl.system.row_labels import read_row_labels
 
 MAX_VALUES = 50
 """Different texts of a column that counts as one of classes."""
+WEAK = "weak label"
 NUM_SPANS, NUM_EXAMPLES = 10, 3
 _HIDDEN = frozenset({"span", "check"})
 
@@ -39,7 +42,7 @@ class ShardContents:
     Attributes:
         kind: rows or files.
         total: of all examples.
-        classes: of rows, by column of texts and text; of files, by `label` and class.
+        classes: of rows, by column of texts and text; of files, by `label` and class; of both by `WEAK` and label.
         spans: of rows, by number, the newest `NUM_SPANS`.
         num_spans: of all rows.
         examples: the newest, each as a line.
@@ -88,9 +91,10 @@ def _list_times(folder: Path, state: StoreState, request: ForgetRequest) -> Iter
 
 def _read_rows(folder: Path, state: StoreState) -> ShardContents:
     found, values = ShardContents(kind="rows"), {name: Counter[str]() for name in (*state.columns, LABEL)}
-    former = ""
+    former, times = "", array("d")
     for time_s, row in iterate_rows(folder, state):
         found.total.add(time_s)
+        times.append(time_s)
         if row["span"] != former:
             former = row["span"]
             found.num_spans += 1
@@ -106,6 +110,7 @@ def _read_rows(folder: Path, state: StoreState) -> ShardContents:
         found.examples.append(", ".join(f"{name} {text}" for name, text in row.items() if name not in _HIDDEN))
         del found.examples[:-NUM_EXAMPLES]
     found.classes = {name: dict(sorted(counts.items())) for name, counts in values.items() if set(counts) - {""}}
+    found.classes |= _count_weak(folder, times)
     return found
 
 
@@ -115,9 +120,16 @@ def _read_files(folder: Path) -> ShardContents:
     for file in files:
         labels[file.label] += 1
         found.total.add(read_file_time(file))
-    found.classes = {"label": dict(sorted(labels.items()))}
+    unlabelled = [read_file_time(file) for file in files if file.label == UNLABELLED]
+    found.classes = {"label": dict(sorted(labels.items()))} | _count_weak(folder, unlabelled)
     found.examples = [f"{file.label}/{file.name}, {file.num_bytes} bytes" for file in files[-NUM_EXAMPLES:]]
     return found
+
+
+def _count_weak(folder: Path, times: Sequence[float]) -> dict[str, dict[str, int]]:
+    """Returns how many examples have which weak label, as of a column; nothing where none has one."""
+    counts = Counter(filter(None, read_row_labels(folder).find_weak(times)))
+    return {WEAK: dict(sorted(counts.items()))} if counts else {}
 
 
 def _is_number(text: str) -> bool:

@@ -24,7 +24,7 @@ from edgefl.core.types import Array, Dataset, Json, Role
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess, serve_call
 from edgefl.tasks.datasets.array_files import read_idx, read_npy, read_npz
-from edgefl.tasks.datasets.shards import load_task_data, split_train_test
+from edgefl.tasks.datasets.shards import drop_weak, load_task_data, split_train_test
 from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import find_loss, has_classes
@@ -320,7 +320,7 @@ def parse_npy(content: bytes, source: str) -> Array:
 def _read_shard(path: Path, model: OnnxModel) -> tuple[Array, Array | None]:
     if not model.task:
         raise UsageError(f"{path} is a shard, and {model.path} does not say of which task it is; give a .npy file")
-    data = load_task_data(make_task(model.task, model.options), path)
+    data = drop_weak(load_task_data(make_task(model.task, model.options), path))
     return prepare_features(model, data.inputs), data.targets
 
 
@@ -490,10 +490,11 @@ def _predict(path: str, source: str, threads: int) -> Json:
 
 
 def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
-    """Returns the check data: as in a run's evaluations, but all rows without a test split."""
+    """Returns the check data: as in a run's evaluations, but all rows without a test split; no weak labels."""
+    strong = drop_weak(data)
     if request.role == Role.EVALUATOR:
-        return data
-    return next(part for part in (split_train_test(data, request.test_fraction)[1], data) if len(part))
+        return strong
+    return next((part for part in (split_train_test(data, request.test_fraction)[1], strong) if len(part)), data)
 
 
 def _compute_former_score(request: ModelCheckRequest, data: Dataset, loss: Loss | None) -> float | None:

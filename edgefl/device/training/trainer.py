@@ -72,7 +72,7 @@ from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeL
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.augmentation import AUGMENT, augment_batches
-from edgefl.tasks.datasets.shards import compute_root_fraction
+from edgefl.tasks.datasets.shards import compute_root_fraction, drop_weak
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.personal_training import make_personal_model
@@ -534,7 +534,7 @@ class DeviceTrainer:
         """Returns the data to train and to evaluate on; an evaluator trains on few examples, or on none."""
         if self._role != Role.EVALUATOR:
             return self._task_cache.load_split(cached_task, instruction.test_fraction)
-        data = self._task_cache.load_data(cached_task)
+        data = drop_weak(self._task_cache.load_data(cached_task))
         if not instruction.root_examples:
             return data.take(np.arange(0)), data
         rest, root = self._task_cache.load_split(cached_task, compute_root_fraction(data, instruction.root_examples))

@@ -137,6 +137,8 @@ def _split_shards(
     if not 0.0 <= test_fraction < 1.0:
         raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
     in_test = compute_sample_hashes(pool.inputs) < np.uint64(test_fraction * 2.0**64)
+    if pool.weak is not None:
+        in_test &= ~pool.weak
     return tuple(
         ShardRows(
             rows=shard,

@@ -36,7 +36,7 @@ from edgefl.tasks.configured.table import (
     make_input_scaling,
     make_target_columns,
 )
-from edgefl.tasks.datasets.table_files import CSV, MAX_CELLS, PARQUET, TablePart, iterate_shard
+from edgefl.tasks.datasets.table_files import CSV, MAX_CELLS, PARQUET, TablePart, iterate_shard, weigh_weak
 from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.torch_learner import make_chain_model
 from edgefl.tasks.preparation import Prepare
@@ -243,9 +243,9 @@ def _without_targets(targets: TargetColumns, windows: Windows) -> tuple[TargetCo
 
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:
-    inputs, found, groups, num_windows = RowBuffer(), list[Array](), list[Array](), 0
+    inputs, found, weak, groups, num_windows = RowBuffer(), list[Array](), list[Array](), list[Array](), 0
     numbers, is_known = (*columns, *targets.numbers), targets.is_known
-    parts = iterate_shard(path, NAME, numbers, targets.texts, keeps_unlabelled=True, is_known=is_known)
+    parts = iterate_shard(path, NAME, numbers, targets.texts, keeps_unlabelled=True, has_weak=True, is_known=is_known)
     for _, of_file in itertools.groupby(parts, key=lambda part: part.path):
         cutter = _WindowCutter(len(columns), targets, windows)
         for part in of_file:
@@ -255,6 +255,8 @@ def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, 
             for block in _iterate_windows(rows.numbers, starts, windows.length):
                 inputs.add(block)
             found.append(windows.select_targets(rows.targets, starts))
+            if targets.labels:
+                weak.append(windows.select_targets(rows.weak, starts))
             if rows.groups is not None:
                 groups.append(rows.groups[starts])
     if not num_windows:
@@ -263,6 +265,7 @@ def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, 
         inputs=inputs.finish(),
         targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
+        **weigh_weak(np.concatenate(weak) if weak else None),
     )
 
 
@@ -282,11 +285,12 @@ def _iterate_windows(rows: Array, starts: Array, length: int) -> Iterator[Array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rows:
-    """Rows of a file: inputs [n, columns], targets [n] or [n, columns], whether it has one, and its group."""
+    """Rows of a file: inputs [n, columns], targets [n] or [n, columns], whether it has any, or a weak one; group."""
 
     numbers: Array
     targets: Array
     has_target: Array
+    weak: Array
     groups: Array | None
 
     def join(self, later: _Rows) -> _Rows:
@@ -297,6 +301,7 @@ class _Rows:
             numbers=np.concatenate([self.numbers, later.numbers]),
             targets=np.concatenate([self.targets, later.targets]),
             has_target=np.concatenate([self.has_target, later.has_target]),
+            weak=np.concatenate([self.weak, later.weak]),
             groups=groups,
         )
 
@@ -305,6 +310,7 @@ class _Rows:
             numbers=self.numbers[count:].copy(),
             targets=self.targets[count:].copy(),
             has_target=self.has_target[count:].copy(),
+            weak=self.weak[count:].copy(),
             groups=None if self.groups is None else self.groups[count:].copy(),
         )
 
@@ -336,5 +342,6 @@ class _WindowCutter:
             numbers=part.numbers[:, : self._num_columns],
             targets=self._targets.read_targets(part, part.numbers[:, self._num_columns :]),
             has_target=has_target,
+            weak=np.zeros(len(has_target), bool) if part.weak is None else part.weak,
             groups=groups,
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError, TaskError
-from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.core.types import Array, Dataset, Scalar, concatenate_masks
 from edgefl.tasks.classification import validate_choice
 from edgefl.tasks.configured.options import (
     MAX_COLUMNS,
@@ -27,7 +27,7 @@ from edgefl.tasks.configured.options import (
     split_numbers,
     split_sizes,
 )
-from edgefl.tasks.datasets.table_files import TablePart, iterate_shard
+from edgefl.tasks.datasets.table_files import TablePart, iterate_shard, weigh_weak
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
 from edgefl.tasks.onnx_graph import OnnxGraph, register_node_builder
 from edgefl.tasks.preparation import Prepare
@@ -308,16 +308,18 @@ def _to_whole_number(cell: str) -> str:
 
 
 def _read_rows(path: Path, columns: tuple[str, ...], targets: TargetColumns, *, drops_missing: bool) -> Dataset:
-    inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
+    inputs, found, groups, weak = RowBuffer(), list[Array](), list[Array](), list[Array | None]()
     numbers = (*columns, *targets.numbers)
-    options: dict[str, Any] = {"drops_missing": drops_missing, "is_known": targets.is_known}
+    options: dict[str, Any] = {"drops_missing": drops_missing, "has_weak": True, "is_known": targets.is_known}
     for part in iterate_shard(path, NAME, numbers, targets.texts, **options):
         inputs.add(part.numbers[:, : len(columns)])
         found.append(targets.read_targets(part, part.numbers[:, len(columns) :]))
+        weak.append(part.weak)
         if (group := targets.read_groups(part)) is not None:
             groups.append(group)
     return Dataset(
         inputs=inputs.finish(),
         targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
+        **weigh_weak(concatenate_masks(weak, list(map(len, found)))),
     )

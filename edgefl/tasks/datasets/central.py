@@ -23,7 +23,14 @@ from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
 from edgefl.tasks.datasets.partitioning import Partitioning, compute_strata, parse_scheme, partition_rows
-from edgefl.tasks.datasets.shards import ShardMetadata, is_of_classes, load_task_data, split_train_test, write_shard
+from edgefl.tasks.datasets.shards import (
+    ShardMetadata,
+    drop_weak,
+    is_of_classes,
+    load_task_data,
+    split_train_test,
+    write_shard,
+)
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
 from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
@@ -120,7 +127,7 @@ def read_test_data(task: Task, path: Path, train: Dataset) -> Dataset:
     Raises:
         DataError: it cannot be read, has no example, or others than those that are trained on.
     """
-    test = read_own_data(task, path)
+    test = drop_weak(read_own_data(task, path))
     if not len(test):
         raise DataError(f"test data {path} of task {task.name} holds no examples")
     for what, ours, theirs in (("inputs", train.inputs, test.inputs), ("targets", train.targets, test.targets)):

@@ -20,7 +20,8 @@ import numpy as np
 from edgefl.core.errors import ConfigError, DataError, EdgeflError, format_install_command
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
-from edgefl.tasks.datasets.table_files import Survey, is_gone
+from edgefl.system.row_labels import UNLABELLED_FOLDER, has_labels, parse_example_time, read_row_labels
+from edgefl.tasks.datasets.table_files import Survey, is_gone, weigh_weak
 from edgefl.tasks.registry import import_extra
 from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 
@@ -85,12 +86,17 @@ def read_class_folders(
 ) -> Dataset:
     """Returns the examples of all class folders; `read` returns that of one file, of the same shape for all.
 
+    Files without a class that have a weak label are examples, too.
+
     Files that go while others are read, as a collector removes its oldest, are left out.
 
     Raises:
         DataError: there are none, a folder is of no class, a file is damaged, or they are too many for memory.
     """
     files = list(_iterate_files(path, task, suffixes, rules))
+    num_strong = len(files)
+    files += _list_weak(path, suffixes, rules.labels)
+    weak_files = frozenset(file for file, _ in files[num_strong:])
     inputs, block, kept = RowBuffer(), list[Array](), list[tuple[Path, str]]()
     for file, label in files:
         example = _read_present(file, read)
@@ -117,6 +123,7 @@ def read_class_folders(
         inputs=inputs.finish(),
         targets=np.array([rules.labels.index(label) for _, label in kept], np.int64),
         groups=rules.read_groups([file.stem for file, _ in kept]),
+        **weigh_weak(np.array([file in weak_files for file, _ in kept], bool)),
     )
 
 
@@ -249,6 +256,22 @@ def _iterate_files(
             if count > MAX_EXAMPLES:
                 raise DataError(f"shard {path} of task {task} has more than {MAX_EXAMPLES:,} files")
             yield file, label
+
+
+def _list_weak(path: Path, suffixes: Collection[str], labels: Collection[str]) -> list[tuple[Path, str]]:
+    """Returns the files without a class that a weak label gives one, by name."""
+    if not has_labels(path):
+        return []
+    files, times = list[Path](), list[float]()
+    for file in sorted(_list_examples(path / UNLABELLED_FOLDER, suffixes)):
+        with contextlib.suppress(ValueError):  # no collector has named it
+            times.append(parse_example_time(file.name))
+            files.append(file)
+    try:
+        found = read_row_labels(path).find_weak(times)
+    except OSError as error:
+        raise DataError(f"the labels of {path} cannot be read: {error.strerror}") from None
+    return [(file, label) for file, label in zip(files, found, strict=True) if label in labels]
 
 
 def _list_examples(folder: Path, suffixes: Collection[str]) -> Iterator[Path]:

@@ -221,7 +221,8 @@ def list_shard_files(folder: Path) -> list[Path]:
 
 
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
-    """Writes `.npz` and card, each whole or not at all; returns the card with its counts and checksum."""
+    """Writes `.npz` and card, each whole or not at all, without weak examples; returns the card with its counts."""
+    data = drop_weak(data)
     weights = {} if data.weights is None else {"weights": data.weights}
     with write_atomically(path) as file:
         arrays: dict[str, Any] = {**pack_inputs(data.inputs), "labels": data.targets, **weights}
@@ -435,7 +436,7 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     """Returns (train, test); a sample's side depends on its own bytes only.
 
     Growing data never moves a sample, and copies of a sample stay on one side, so no trained sample is ever used
-    for a test. Either part of a very small shard may be empty.
+    for a test; weak ones never are. Either part of a very small shard may be empty.
 
     Raises:
         ConfigError: `test_fraction` is not in [0, 1).
@@ -445,7 +446,14 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     limit = np.uint64(test_fraction * 2.0**64)
     parts = [hashes < limit for hashes in _iterate_sample_hashes(data.inputs, salt)]
     in_test = np.concatenate([np.zeros(0, bool), *parts])
+    if data.weak is not None:
+        in_test &= ~data.weak
     return select_rows(data, np.flatnonzero(~in_test)), select_rows(data, np.flatnonzero(in_test))
+
+
+def drop_weak(data: Dataset) -> Dataset:
+    """Returns the examples whose targets are no guesses."""
+    return data if data.weak is None else select_rows(data, np.flatnonzero(~data.weak))
 
 
 def compute_root_fraction(data: Dataset, num_examples: int) -> float:

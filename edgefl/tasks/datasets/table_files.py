@@ -24,7 +24,7 @@ import numpy as np
 from edgefl.core.errors import DataError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
-from edgefl.system.row_labels import LABEL_COLUMN, TIME_COLUMN, RowLabels, has_labels, read_row_labels
+from edgefl.system.row_labels import LABEL_COLUMN, TIME_COLUMN, WEAK_WEIGHT, RowLabels, has_labels, read_row_labels
 from edgefl.tasks.datasets.arrow_files import ArrowTable, list_arrow_files
 from edgefl.tasks.datasets.parquet_files import ParquetTable
 
@@ -75,7 +75,7 @@ class TableFile(Protocol):
 class TablePart:
     """Rows of one file from `first_row` on: `numbers` [n, columns] float32, and each text column's texts by row.
 
-    `num_read` counts those that are left out as well.
+    `num_read` counts those that are left out as well; `weak` [n] says which labels are weak, None for none.
     """
 
     path: Path
@@ -83,6 +83,7 @@ class TablePart:
     texts: tuple[tuple[str, ...], ...]
     first_row: int = 1
     num_read: int = 0
+    weak: Array | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +107,8 @@ class ShardLabels:
         self._known: dict[str, bool] = {"": True}
         self._num_unknown = Counter[Path]()
 
-    def find(self, path: Path, cells: Sequence[str]) -> list[str]:
-        """Returns the labels of rows by the texts of their times, empty for none or an unknown one.
+    def find(self, path: Path, cells: Sequence[str], *, has_weak: bool) -> tuple[list[str], list[bool]]:
+        """Returns labels of rows by the texts of their times, empty for none or an unknown one, and which are weak.
 
         Raises:
             DataError: the labels cannot be read.
@@ -119,16 +120,17 @@ class ShardLabels:
             except OSError as error:
                 raise DataError(f"the labels of {path} cannot be read: {error.strerror}") from None
         times = [_parse_number(cell) for cell in cells]
-        found = self._by_folder[folder].find(
-            [NO_TIME if time_s is None or math.isnan(time_s) else time_s for time_s in times]
-        )
+        seconds = [NO_TIME if time_s is None or math.isnan(time_s) else time_s for time_s in times]
+        found = self._by_folder[folder].find(seconds)
+        weak = self._by_folder[folder].find_weak(seconds) if has_weak else [""] * len(found)
+        found = [label or guess for label, guess in zip(found, weak, strict=True)]
         for place, label in enumerate(found):
             if label not in self._known:
                 self._known[label] = self._is_known(label)
             if not self._known[label]:
                 found[place] = ""
                 self._num_unknown[folder] += 1
-        return found
+        return found, list(map(bool, weak))
 
     def log_unknown(self) -> None:
         """Logs how many rows have labels that the task does not know."""
@@ -144,6 +146,7 @@ def iterate_shard(  # noqa: PLR0913 one keyword for each option
     *,
     drops_missing: bool = False,
     keeps_unlabelled: bool = False,
+    has_weak: bool = False,
     is_known: Callable[[str], bool] = bool,
 ) -> Iterator[TablePart]:
     """Yields the rows of each file in turn, at most `CHUNK_ROWS` at once.
@@ -155,13 +158,14 @@ def iterate_shard(  # noqa: PLR0913 one keyword for each option
         texts: columns of any text.
         drops_missing: whether a row with an empty cell is left out; else it is an error.
         keeps_unlabelled: whether a row without a label of `row_labels` is there all the same, with an empty text.
+        has_weak: whether weak labels of `row_labels` count, too.
         is_known: whether the task has a label of `row_labels`; a row with another one counts as one without.
 
     Raises:
         DataError: no file, one that is no such table, or no rows.
     """
     num_rows, num_read, labels = 0, 0, ShardLabels(is_known)
-    options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled}
+    options = {"drops_missing": drops_missing, "keeps_unlabelled": keeps_unlabelled, "has_weak": has_weak}
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path):
             for part in iterate_table(file, numbers, texts, labels=labels, **options):
@@ -176,13 +180,14 @@ def iterate_shard(  # noqa: PLR0913 one keyword for each option
         raise DataError(f"shard {path} of task {task} holds no rows")
 
 
-def iterate_table(
+def iterate_table(  # noqa: PLR0913 one keyword for each option
     path: Path,
     numbers: Sequence[str],
     texts: Sequence[str],
     *,
     drops_missing: bool,
     keeps_unlabelled: bool = False,
+    has_weak: bool = False,
     labels: ShardLabels | None = None,
 ) -> Iterator[TablePart]:
     """Yields the rows of one file, at most `CHUNK_ROWS` at once; as `iterate_shard`."""
@@ -193,10 +198,10 @@ def iterate_table(
         read = [TIME_COLUMN if labels is not None and name == LABEL_COLUMN else name for name in texts]
         _check_columns(path, table, [*numbers, *read])
         for found, cells in table.read_chunks(numbers, read, CHUNK_ROWS):
-            words, has_label = list(cells), np.ones(len(found), bool)
+            words, has_label, weak = list(cells), np.ones(len(found), bool), np.zeros(len(found), bool)
             if labels is not None:
                 place = list(texts).index(LABEL_COLUMN)
-                words[place] = labels.find(path, cells[place])
+                words[place], weak[:] = labels.find(path, cells[place], has_weak=has_weak)
                 has_label = np.fromiter(map(bool, words[place]), bool, len(found))
             is_whole: Array = np.asarray(np.isfinite(found).all(axis=1))
             for name, column in zip(texts, words, strict=True):
@@ -214,7 +219,14 @@ def iterate_table(
                 )
             is_whole &= ~is_left_out
             kept = tuple(tuple(itertools.compress(column, is_whole.tolist())) for column in words)
-            yield TablePart(path=path, numbers=found[is_whole], texts=kept, first_row=first_row, num_read=len(found))
+            yield TablePart(
+                path=path,
+                numbers=found[is_whole],
+                texts=kept,
+                first_row=first_row,
+                num_read=len(found),
+                weak=weak[is_whole] if weak.any() else None,
+            )
             first_row += len(found)
 
 
@@ -256,6 +268,13 @@ def list_table_files(path: Path, task: str) -> list[Path]:
     if len(files) > MAX_FILES:
         raise DataError(f"shard {path} of task {task} has {len(files)} files, at most are {MAX_FILES}")
     return files
+
+
+def weigh_weak(weak: Array | None) -> dict[str, Array]:
+    """Returns the fields of a `Dataset` by which weak labels count less; none where no example has one."""
+    if weak is None or not weak.any():
+        return {}
+    return {"weak": weak, "weights": np.where(weak, np.float32(WEAK_WEIGHT), np.float32(1))}
 
 
 def is_gone(file: Path) -> bool:

@@ -13,6 +13,7 @@ from edgefl.device.collect.file_store import UNLABELLED, open_file_store
 from edgefl.device.collect.label_guesses import Guesser, order_examples, sample_places
 from edgefl.device.collect.label_queue import LabelQueue, RandomCheck, open_target
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.device.collect.weak_labels import make_model_teacher, update_weak_labels
 from edgefl.tasks.export.model_export import export_onnx
 from edgefl.tasks.registry import make_task
 
@@ -208,3 +209,10 @@ def test_what_cannot_guess_labels_is_refused_before_the_page_is_there(tmp_path):
         constant_model(model, 1, task="table", **facts)
         with pytest.raises(DataError, match="gives clusters or values, not the task's classes"):
             LabelQueue(target, [], _guesser(model, tmp_path))
+
+
+def test_a_model_gives_weak_labels_where_it_is_sure_enough(tmp_path):
+    target = _rows(tmp_path / "shard", [5.0] * 10 + [0.1] * 10 + [-5.0] * 10)
+    path = _export(tmp_path / "m.onnx", "table", TABLE, 1.0)
+    teacher = make_model_teacher(_guesser(path, tmp_path), 0.95)
+    assert update_weak_labels(target, teacher, 1.0) == ({"off": 1, "on": 1}, 3)
