@@ -195,6 +195,7 @@ def plot(  # noqa: PLR0913 the options of one command
 @click.option(
     "--mlflow", metavar="URL", help="A server, such as http://127.0.0.1:5000, or another address of MLflow."
 )
+@click.option("--otlp", metavar="URL", help="A collector of OpenTelemetry, such as http://127.0.0.1:4318.")
 @click.option("--experiment", default="edgefl", show_default=True, help="Of MLflow, made where it is missing.")
 @run_option
 @click.option("--follow", is_flag=True, help="Go on until all runs have ended; with no --run, until interrupted.")
@@ -206,18 +207,22 @@ def track(  # noqa: PLR0913 the options of one command
     *,
     tensorboard: Path | None,
     mlflow: str | None,
+    otlp: str | None,
     experiment: str,
     run: str | None,
     follow: bool,
     interval_s: float,
     source: Source,
 ) -> None:
-    """Copy runs into TensorBoard or MLflow: settings, metrics of each round, figures of the boards by group.
+    """Copy runs into TensorBoard or MLflow, or rounds as traces to OpenTelemetry.
+
+    TensorBoard and MLflow get settings, metrics of each round, and figures of the boards by group.
 
     Killed and started again, it goes on where it was: nothing is lost or there twice.
     """
-    if tensorboard is None and mlflow is None:
-        raise UsageError("name where to: --tensorboard DIR, --mlflow URL, or both")
+    if tensorboard is None and mlflow is None and otlp is None:
+        raise UsageError("name where to: --tensorboard DIR, --mlflow URL, --otlp URL, or several")
+    from edgefl.history.traces import OtlpTracker, default_memory_folder  # noqa: PLC0415 fast start
     from edgefl.history.tracking import (  # noqa: PLC0415 fast start
         HistoryTracking,
         MlflowTracker,
@@ -230,6 +235,8 @@ def track(  # noqa: PLR0913 the options of one command
         trackers.append(TensorBoardTracker(tensorboard))
     if mlflow is not None:
         trackers.append(MlflowTracker(mlflow, experiment))
+    if otlp is not None:
+        trackers.append(OtlpTracker(otlp, source, default_memory_folder()))
     # Which run is the latest, or the newest of a name, is decided once.
     tracking = HistoryTracking(source, trackers, None if run is None else source.find_run(run).run_id)
     num_rounds = tracking.update()

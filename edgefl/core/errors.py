@@ -207,6 +207,7 @@ EXTRAS = {
     "matplotlib": "plots", "onnx": "export", "onnxscript": "export", "psycopg": "postgres", "sklearn": "demo",
     "PIL": "pictures", "cv2": "camera", "mlflow": "track", "pyarrow": "parquet", "tensorboard": "track",
     "torch": "train", "apprise": "alerts", "pandas": "tables", "polars": "tables", "torchvision": "torchvision",
+    "opentelemetry": "track",
 }  # fmt: skip
 """Extra of the distribution by module; modules that every device needs are absent."""
 

@@ -236,7 +236,7 @@ def test_a_package_that_is_missing_and_a_command_that_names_no_tracker_are_told(
     with pytest.raises(SystemExit) as ended:
         main(["history", "track", "--dir", str(tmp_path)])
     assert ended.value.code == 2
-    assert "--tensorboard DIR, --mlflow URL" in capsys.readouterr().err
+    assert "--tensorboard DIR, --mlflow URL, --otlp URL" in capsys.readouterr().err
     for url, words in {"htp://x": "URL of a server", "mlruns": "URL of a server", "http://a:b@c": "no login"}.items():
         with pytest.raises(UsageError, match=words):
             MlflowTracker(url)
