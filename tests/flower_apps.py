@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -194,6 +196,16 @@ def write_app(root: Path, changes: Mapping[str, str] | None = None) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
+
+
+def build_bundle(root: Path, out: Path) -> Path:
+    """Returns the bundle that `flwr build` makes of an app, in a folder of its own."""
+    out.mkdir(exist_ok=True)
+    environment = {**os.environ, "FLWR_HOME": str(out / "home"), "FLWR_TELEMETRY_ENABLED": "0"}
+    command = [Path(sys.executable).parent / "flwr", "build", "--app", root]
+    subprocess.run(command, cwd=out, env=environment, check=True, capture_output=True, timeout=60)
+    (path,) = out.glob("*.fab")
+    return path
 
 
 @contextmanager

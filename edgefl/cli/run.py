@@ -21,7 +21,15 @@ from edgefl.cli.output import (
     print_rows,
     select_known_columns,
 )
-from edgefl.cli.sources import FILE_TYPE, FOLDER_TYPE, allow_module_option, make_client, make_path, url_option
+from edgefl.cli.sources import (
+    FILE_TYPE,
+    FOLDER_TYPE,
+    PATH_TYPE,
+    allow_module_option,
+    make_client,
+    make_path,
+    url_option,
+)
 from edgefl.client.fleet import RUN_COLUMNS as COLUMNS
 from edgefl.client.fleet import TERMINAL_STATUSES, check_finished, follow_run
 from edgefl.core.errors import ConfigError, EdgeflError, RunFailedError, UsageError
@@ -116,7 +124,7 @@ def submit(  # noqa: PLR0913 the options of one command
 
 
 @command.command("flower-app")
-@click.argument("folder", type=FOLDER_TYPE)
+@click.argument("app", type=PATH_TYPE)
 @click.option(
     "--run-config", default="", metavar="PAIRS", help="Other values of its run configuration: 'key=1 name=\"a\"'."
 )
@@ -129,7 +137,7 @@ def submit(  # noqa: PLR0913 the options of one command
 @url_option
 def submit_flower_app(  # noqa: PLR0913 the options of one command
     *,
-    folder: Path,
+    app: Path,
     run_config: str,
     num_boards: int,
     groups: tuple[str, ...],
@@ -137,11 +145,12 @@ def submit_flower_app(  # noqa: PLR0913 the options of one command
     watches: bool,
     url: str | None,
 ) -> None:
-    """Queue a run of the Flower app in FOLDER, whose pack is on the boards, and print its id."""
-    from edgefl.flower.app_folder import read_app  # noqa: PLC0415 fast start
+    """Queue a run of a Flower app, a folder or a .fab, whose pack is on the boards, and print its id."""
+    from edgefl.flower.app_bundle import open_app  # noqa: PLC0415 fast start
     from edgefl.flower.app_job import make_app_run  # noqa: PLC0415 likewise
 
-    config = make_app_run(read_app(folder), run_config, name=name, num_boards=num_boards, groups=groups)
+    with open_app(app) as opened:
+        config = make_app_run(opened, run_config, name=name, num_boards=num_boards, groups=groups)
     run = make_client(url).post("/edgefl/v1/runs", {"config": config.to_json(), "priority": 0})
     echo(run["run_id"])
     if watches:

@@ -34,6 +34,7 @@ EVALUATOR_FOLDER = "evaluator"
 
 FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 EXISTING_FILE_TYPE = click.Path(path_type=Path, exists=True, dir_okay=False)
+PATH_TYPE = click.Path(path_type=Path)
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
 
 state_option = click.option(

@@ -57,9 +57,9 @@ def _check_size(app: AppFolder) -> Iterator[Finding]:
     size = app.num_bytes
     text = f"{len(app.files)} files, {size} bytes"
     if size > MAX_APP_BYTES:
-        yield Finding("fails", str(app.root), f"{text}; at most {MAX_APP_BYTES} are sent: leave out with fab-exclude")
+        yield Finding("fails", app.name, f"{text}; at most {MAX_APP_BYTES} are sent: leave out with fab-exclude")
     else:
-        yield Finding("works", str(app.root), text)
+        yield Finding("works", app.name, text)
 
 
 def _check_component(app: AppFolder, kind: str, reference: str) -> Iterator[Finding]:

@@ -73,12 +73,12 @@ def read_app(root: Path, *, is_packed: bool = False) -> AppFolder:
         ConfigError: there is no `pyproject.toml`, or it does not describe an app with ServerApp and ClientApp.
     """
     path = root / CONFIG_FILE
-    if root.suffix == ".fab":
-        raise ConfigError(f"{root} is a bundle; give the folder that it was built from")
     try:
         content = parse_toml(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give the folder of a Flower app") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}); give a Flower app, its folder or its .fab"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     project, flwr = _get_table(content, "project", path), _get_table(content, "tool.flwr", path)

@@ -3,7 +3,7 @@
 import sys
 import zipfile
 
-from flower_apps import PROJECT, write_app
+from flower_apps import PROJECT, build_bundle, write_app
 
 from edgefl.tasks.registry import find_task_factory
 
@@ -47,6 +47,24 @@ def test_a_packed_app_can_be_signed_for_boards_and_its_class_is_found_by_name(ru
     job = find_task_factory("flower-mean-app")()
     assert job.run_config["num-server-rounds"] == 3
     assert job.app.server == "mean_app.server_app:app"
+
+
+def test_a_bundle_is_checked_and_packed_as_its_folder(run, tmp_path):
+    folder = write_app(tmp_path / "app")
+    bundle = build_bundle(folder, tmp_path / "bundle")
+    (of_folder, of_bundle) = (run("flower", "check", app, "--format", "json") for app in (folder, bundle))
+    assert (of_bundle.code, of_bundle.rows[1:]) == (0, of_folder.rows[1:])
+    wheels = []
+    for app in (folder, bundle):
+        packed = run("flower", "pack", app, "--out", tmp_path / app.name.replace(".", "-"))
+        assert packed.code == 0, packed.err
+        with zipfile.ZipFile(packed.out.strip()) as archive:
+            wheels.append({name: archive.read(name) for name in archive.namelist()})
+    assert wheels[0] == wheels[1]
+    (tmp_path / "text.fab").write_text("text")
+    refused = run("run", "flower-app", tmp_path / "text.fab")
+    assert (refused.code, refused.is_one_line) == (3, True)
+    assert "text.fab is no bundle of a Flower app" in refused.err
 
 
 def test_a_run_of_an_app_that_does_not_have_such_a_value_is_refused_before_it_is_sent(refused, tmp_path):

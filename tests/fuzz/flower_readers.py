@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ from flower_apps import PROJECT, SERVER, write_app
 from flwr.app import ArrayRecord, ConfigRecord, Metadata, MetricRecord, RecordDict
 from fuzz.reader import Form, Reader, Seed
 
+from edgefl.flower.app_bundle import CONTENT, open_app
 from edgefl.flower.app_check import check_app
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_job import FlowerApp, _decode_state, merge_config
@@ -42,6 +45,29 @@ def app_projects(folder: Path) -> Reader:
         merge_config(app, "")
 
     return Reader(feed=feed, seeds=(Seed(content=PROJECT.encode(), form=Form.TOML), Seed(content=PROJECT.encode())))
+
+
+def bundles(folder: Path) -> Reader:
+    """A bundle of an app, and what it says of its own files."""
+    path = folder / "app.fab"
+    files = {"pyproject.toml": PROJECT.encode(), "mean_app/server_app.py": SERVER.encode()}
+    lines = [f"{name},{hashlib.sha256(body).hexdigest()},{8 * len(body)}" for name, body in files.items()]
+    content = "\n".join(lines).encode()
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        with open_app(path) as app:
+            check_app(app)
+
+    def close(changed: bytes) -> bytes:
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as archive:
+            for name, body in {**files, CONTENT: changed}.items():
+                archive.writestr(name, body)
+        return out.getvalue()
+
+    seeds = Seed(content=close(content)), Seed(content=content, close=close)
+    return Reader(feed=feed, seeds=seeds, most_bytes=64 << 20)
 
 
 def app_modules(folder: Path) -> Reader:

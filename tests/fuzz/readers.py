@@ -289,6 +289,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "flower-projects": _entry(
             flower_readers.app_projects, "flower/app_folder.py:read_app", "flower/app_job.py:merge_config"
         ),
+        "flower-bundles": _entry(flower_readers.bundles, "flower/app_bundle.py:_read_bundle"),
         "flower-modules": _entry(flower_readers.app_modules),
         "flower-replies": _entry(
             flower_readers.replies,

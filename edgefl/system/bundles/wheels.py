@@ -111,17 +111,22 @@ def _check_sizes(entry: WheelEntry, infos: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
+    if fault := find_entry_fault(info):
+        raise BundleError(f"{entry.file} {fault}")
+
+
+def find_entry_fault(info: zipfile.ZipInfo) -> str:
+    """Returns why a member of a ZIP archive is no plain file inside of where it is unpacked; empty where it is."""
     path = PurePosixPath(info.filename)
     if path.is_absolute() or ".." in path.parts or "\\" in info.orig_filename or "\0" in info.orig_filename:
-        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which lies outside of where it is installed")
+        return f"holds {info.filename[:120]!r}, which lies outside of where it is installed"
     # One spelling only, so that the path checked is the path that pip installs: `./x.pth` is installed as `x.pth`.
     if str(path) != info.filename.removesuffix("/"):
-        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}")
+        return f"holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}"
     mode = info.external_attr >> 16
     if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or not stat.S_IFMT(mode)):
-        raise BundleError(f"{entry.file} holds {info.filename[:120]!r}, which is no plain file")
-    if info.flag_bits & 0x1:
-        raise BundleError(f"{entry.file} is encrypted")
+        return f"holds {info.filename[:120]!r}, which is no plain file"
+    return "is encrypted" if info.flag_bits & 0x1 else ""
 
 
 def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
