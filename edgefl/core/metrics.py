@@ -26,12 +26,32 @@ TYPES = ("<i8", "<f8")
 """Types of the arrays of sums, as NumPy writes them: int64 and float64."""
 NUMBER_BYTES = 8
 MAX_METRICS = 16
+MAX_REPLY_METRICS = 32
+"""Of a reply of a Flower app, and of a round of one."""
 MAX_SUM_BYTES = 1 << 20
 """Maximum bytes of the sums of all metrics of a task."""
 MAX_SUM = 2.0**48
 """Maximum of a number in the sums of one device: those of 32,000 devices can be added."""
 _SumLayout = tuple[str, str, str, tuple[int, ...]]
 """Metric, name, type and shape of one array."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyMetrics:
+    """What a Flower app's reply says of itself.
+
+    Attributes:
+        is_evaluation: it answers an evaluation.
+        num_examples: at least 0.
+        loss, accuracy: None where it names none.
+        values: all of its finite metrics by name, at most `MAX_REPLY_METRICS`.
+    """
+
+    is_evaluation: bool
+    num_examples: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
 
 
 class Metric(ABC):

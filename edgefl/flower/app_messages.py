@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 from typing import Any, cast
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from edgefl.core.errors import DataError
+from edgefl.core.metrics import MAX_REPLY_METRICS, ReplyMetrics
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 
 _LENGTH = struct.Struct("<I")
 _RECORDS, _BYTES = "records", "bytes"
+_METRIC_NAME = re.compile(r"[\w. /-]{1,64}\Z", re.ASCII)
+_OLDER_METRICS = frozenset({"fitres.metrics", "evaluateres.metrics"})
+"""Records in which Flower's older interface sends metrics."""
+EXAMPLE_NAMES = ("num-examples", "num_examples")
+MAX_EXAMPLES, MAX_VALUE = 1e9, 1e12
+"""Of a reply, in the history: of its examples, and of the size of a metric."""
 Record = ArrayRecord | ConfigRecord | MetricRecord
 
 
@@ -45,6 +53,37 @@ def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
     except (struct.error, ValueError, TypeError, LookupError, AttributeError) as error:
         raise DataError(f"a Flower message that makes no sense: {str(error)[:200]}") from None
     return cast("Json", header), content
+
+
+def read_metrics(body: bytes, *, is_evaluation: bool) -> ReplyMetrics:
+    """Returns the numbers of a reply; none of one that makes no sense."""
+    found: dict[str, float] = {}
+    try:
+        (length,) = _LENGTH.unpack_from(body)
+        for name, kind, items in parse_json(body[_LENGTH.size : _LENGTH.size + length])[_RECORDS] or ():
+            if kind == "metrics" or (kind == "config" and name in _OLDER_METRICS):
+                found |= {key: value for key, value in items.items() if _is_metric(key, value)}
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError):
+        found = {}
+    counts = [found.pop(name, 0.0) for name in EXAMPLE_NAMES]
+    values = {name: float(found[name]) for name in sorted(found)[:MAX_REPLY_METRICS]}
+    prefix = "eval" if is_evaluation else "train"
+    loss, accuracy = (
+        next((values[name] for name in (f"{prefix}_{word}", f"{prefix}-{word}", word) if name in values), None)
+        for word in ("loss", "accuracy")
+    )
+    return ReplyMetrics(
+        is_evaluation=is_evaluation,
+        num_examples=int(min(max(0.0, *counts), MAX_EXAMPLES)),
+        loss=loss,
+        accuracy=accuracy if is_evaluation else None,
+        values=values,
+    )
+
+
+def _is_metric(name: object, value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_VALUE
+    return is_number and isinstance(name, str) and _METRIC_NAME.match(name) is not None
 
 
 def encode_envelope(header: Json) -> bytes:

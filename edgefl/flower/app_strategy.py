@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from edgefl.core.errors import RunFailedError
+from edgefl.core.metrics import ReplyMetrics
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import (
     Array,
@@ -33,6 +34,7 @@ from edgefl.core.types import (
 )
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, UNAVAILABLE_ERROR
+from edgefl.flower.app_messages import read_metrics
 from edgefl.flower.server_link import ServerLink, make_size_reason
 from edgefl.flower.strategy import compute_node_id
 from edgefl.strategies.aggregation import unload_tensors
@@ -44,6 +46,8 @@ TURN_S = 1.0
 MAX_LISTS = 3
 """How often a ServerApp may ask for nodes in a turn without sending a message: they are the same until the next."""
 MAX_MESSAGES = 1_000_000
+EVALUATION = "e"
+"""First letter of the name of an assignment that is an evaluation."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,6 +61,8 @@ class AppState:
         nodes: boards in the order of their partitions.
         num_partitions: boards at the start.
         targets: of each message, its board.
+        rounds: of each message, from 1 on; it never falls.
+        evaluations: messages that ask for an evaluation.
         pending: messages to be given out, in order.
         in_flight: assignment -> its message.
         complete: replies.
@@ -74,6 +80,8 @@ class AppState:
     nodes: list[str] = field(default_factory=list)
     num_partitions: int = 0
     targets: list[str] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    evaluations: set[int] = field(default_factory=set)
     pending: list[int] = field(default_factory=list)
     in_flight: dict[str, int] = field(default_factory=dict)
     complete: dict[int, CompletePart] = field(default_factory=dict)
@@ -194,8 +202,8 @@ class AppStrategy(Strategy[AppState]):
         if state.nodes and not self.link.is_started:
             # Of a checkpoint, which there is only before the first reply: nothing is lost.
             state.attempt += 1
-            state.targets, state.pending, state.in_flight = [], [], {}
-            state.failed, state.delivered = {}, set()
+            state.targets, state.rounds, state.pending, state.in_flight = [], [], [], {}
+            state.failed, state.evaluations, state.delivered = {}, set(), set()
         if not state.nodes:
             if len(view.idle) < self.min_devices:
                 return False
@@ -262,6 +270,10 @@ class AppStrategy(Strategy[AppState]):
             raise RunFailedError(f"the ServerApp sent {MAX_MESSAGES} messages")
         device_id = next((name for name in _list_nodes(state, view) if compute_node_id(name) == node_id), "")
         state.targets.append(device_id)
+        newest, number = state.rounds[-1] if state.rounds else 1, request.get("round")
+        state.rounds.append(max(newest, min(number, MAX_MESSAGES)) if isinstance(number, int) else newest)
+        if request.get("type") == "evaluate":
+            state.evaluations.add(part)
         if not device_id:
             self._fail(state, part, is_away=True)
             return part
@@ -314,14 +326,22 @@ class AppStrategy(Strategy[AppState]):
 
     def _make_instruction(self, state: AppState, part: int, device_id: str) -> TrainInstruction:
         digest = hashlib.sha256(self.make_input(part)).hexdigest()[:12]
+        letter = EVALUATION if part in state.evaluations else "m"
         return TrainInstruction(
-            assignment_id=f"m{part}-t{state.attempt + 1}-{digest}-{device_id}",
+            assignment_id=f"{letter}{part}-t{state.attempt + 1}-{digest}-{device_id}",
             device_id=device_id,
-            base_version=0,
+            base_version=state.rounds[part] - 1 if state.rounds else 0,
             plan=TrainConfig(iterations=1),
             deadline_s=self.deadline_s + DELIVERY_S,
             block=part,
         )
+
+
+def read_reply(update: Update) -> ReplyMetrics:
+    """Returns the metrics of a reply."""
+    body = np.asarray(update.tensors[RESULT]).tobytes()
+    unload_tensors(update.tensors)
+    return read_metrics(body, is_evaluation=update.assignment_id.startswith(EVALUATION))
 
 
 def _list_nodes(state: AppState, view: FleetView) -> Sequence[str]:

@@ -26,12 +26,14 @@ from flwr.serverapp import Grid, ServerApp
 
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Json
-from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, SERVER_NODE_ID, load_component
+from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, ROUND_KEY, SERVER_NODE_ID, load_component
 from edgefl.flower.app_messages import decode_message, encode_message
 from edgefl.flower.strategy import ensure_identity, seed_global_generators
 from edgefl.system.process_messages import read_message, write_message
 
 MAX_BODY_BYTES = 2**32 - 1
+MAX_DIGITS = 9
+"""Of a round in the name of a group."""
 
 
 class ProcessGrid(Grid):
@@ -78,7 +80,12 @@ class ProcessGrid(Grid):
         metadata = message.metadata
         header = {"type": metadata.message_type, "group": metadata.group_id}
         with self._lock:
-            request = {"do": "push", "node": metadata.dst_node_id}
+            request = {
+                "do": "push",
+                "node": metadata.dst_node_id,
+                "type": metadata.message_type.partition(".")[0],
+                "round": _find_round(message),
+            }
             message_id = str(self._ask(request, encode_message(header, message.content))["message"])
         self._sent[message_id] = metadata
         return message_id
@@ -120,6 +127,14 @@ class ProcessGrid(Grid):
         if message is None:  # the run is over
             os._exit(0)
         return message
+
+
+def _find_round(message: Message) -> int | None:
+    """Returns the round of a message, by what Flower's strategies and its older workflows write; else None."""
+    values = [record.get(ROUND_KEY) for record in message.content.config_records.values()]
+    found = next((value for value in values if isinstance(value, int)), None)
+    group = message.metadata.group_id
+    return int(group) if found is None and group.isdecimal() and len(group) < MAX_DIGITS else found
 
 
 def _read_outcome(header: Json, body: bytes) -> RecordDict | Error:

@@ -155,6 +155,13 @@ def test_a_killed_coordinator_goes_on_in_the_same_round_and_asks_no_board_twice(
     np.testing.assert_allclose(read_model(fleet, tools, run_id, tmp_path / "result"), expected, rtol=1e-12)
     calls = list_calls(fleet, run_id)
     assert [calls[name, "evaluate in round 3"] for name in BOARDS] == [6, 6, 6]
+    rounds = fleet.list_history("rounds", run=run_id)
+    assert [(row["round"], row["num_updates"]) for row in rounds] == [(1, 6), (2, 6), (3, 6)]
+    assert all(row["closed_at"] for row in rounds)
+    for kind, name in (("train", "train_loss"), ("eval", "loss")):
+        losses = [row[name] for row in rounds]
+        assert losses == sorted(losses, reverse=True), rounds
+        np.testing.assert_allclose(losses, [row["metrics"][f"{kind}_loss"] for row in rounds])
 
 
 @pytest.mark.timeout(900)

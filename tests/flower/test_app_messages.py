@@ -7,7 +7,7 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from edgefl.core.errors import DataError
-from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message, split_envelope
+from edgefl.flower.app_messages import decode_message, encode_envelope, encode_message, read_metrics, split_envelope
 
 ARRAYS = ArrayRecord({
     "w": Array(np.arange(6, dtype=np.float16).reshape(2, 3)),
@@ -71,3 +71,23 @@ def test_a_message_that_is_cut_longer_or_another_thing_is_refused():
     for damaged in (b"", b"\x02\0\0\0[]"):
         with pytest.raises(DataError, match="envelope"):
             split_envelope(damaged)
+
+
+def test_the_metrics_of_a_reply_are_read_of_both_interfaces_and_are_bounded():
+    metrics = MetricRecord({"num-examples": 7, "eval_loss": 0.5, "accuracy": 0.75, "list": [0.5], "nan": math.nan,
+                            "large": 1e300, "\x1b[2J": 1.0, "n" * 65: 1.0})  # fmt: skip
+    reply = encode_message({}, RecordDict({"arrays": ARRAYS, "metrics": metrics, "c": ConfigRecord({"n": 1})}))
+    found = read_metrics(reply, is_evaluation=True)
+    assert (found.num_examples, found.loss, found.accuracy) == (7, 0.5, 0.75)
+    assert found.values == {"eval_loss": 0.5, "accuracy": 0.75}
+    assert read_metrics(reply, is_evaluation=False).loss is None
+    older = RecordDict({
+        "fitres.num_examples": MetricRecord({"num_examples": 10**12}),
+        "fitres.metrics": ConfigRecord({"train_loss": 0.25, "name": "a", "flag": True}),
+    })  # fmt: skip
+    found = read_metrics(encode_message({}, older), is_evaluation=False)
+    assert (found.num_examples, found.loss, found.values) == (10**9, 0.25, {"train_loss": 0.25})
+    many = RecordDict({"metrics": MetricRecord({f"m{number}": 1.0 for number in range(100)})})
+    assert len(read_metrics(encode_message({}, many), is_evaluation=True).values) == 32
+    for body in (b"", reply[:60], encode_message({"error": 2, "reason": "no"}), encode_envelope({"records": [3]})):
+        assert read_metrics(body, is_evaluation=True).values == {}

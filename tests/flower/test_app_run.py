@@ -178,6 +178,8 @@ def test_an_app_ends_with_the_model_of_flowers_own_strategy(make_fleet, tmp_path
     np.testing.assert_array_equal(model, compute_expected(fleet, tmp_path, monkeypatch))
     assert np.abs(model).min() > 0
     assert len(fleet.state.used) == len(fleet.asked) == 18
+    assert fleet.state.rounds == [number for number in (1, 2, 3) for _ in range(6)]
+    assert [name[0] for name in fleet.asked] == [*"mmmeee"] * 3
     assert "a train in round 1: num-examples 10, train_loss 0.0284003, calls 1" in fleet.lines
     assert any(
         line.startswith("c evaluate in round 3: num-examples 30,") and line.endswith("calls 6")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from edgefl.coordinator.execution.admission import NotEnoughDevicesError
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.recording_fleet import RecordingFleet, ReplayOnlyFleet, UnderlyingFleet
 from edgefl.coordinator.execution.replay import ReplayError, RunClock
+from edgefl.coordinator.runs.app_recorder import AppRecorder
 from edgefl.coordinator.runs.checkpointing import (
     NEW_INCARNATION_FILE,
     Checkpointer,
@@ -101,7 +103,9 @@ class RunExecutor:
             incarnations=start.incarnations,
             task=components.config.run.task,
         )
-        self._recorder = HistoryRecorder(
+        read_reply = components.read_reply
+        make_recorder = HistoryRecorder if read_reply is None else partial(AppRecorder, read_reply=read_reply)
+        self._recorder = make_recorder(
             history=self.history,
             rounds=components.rounds,
             clock=self.clock.unix_s,

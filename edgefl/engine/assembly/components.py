@@ -11,7 +11,7 @@ from edgefl.core.config import (
     RunConfig,
     SplitSection,
 )
-from edgefl.core.metrics import NO_METRICS, MetricSet
+from edgefl.core.metrics import NO_METRICS, MetricSet, ReplyMetrics
 from edgefl.core.protocol import PERSONAL_KEY
 from edgefl.core.types import (
     Array,
@@ -20,6 +20,7 @@ from edgefl.core.types import (
     ModelSpec,
     Strategy,
     Tensors,
+    Update,
 )
 from edgefl.engine.adapted_model import AdaptedModel
 from edgefl.engine.divergence import DivergenceRule
@@ -63,6 +64,7 @@ class RunComponents:
             the whole one is hardly larger; None itself where the run file asks for whole models.
         decode: body of an update -> displacement.
         encode_input: part -> its input, in a job; None in a training.
+        read_reply: what a reply of a Flower app says; None for all else.
         divergence: what follows when the loss diverges, oscillates or stands still.
         metrics: that the task declares beside accuracy.
         needs_torch: devices without torch can neither train nor evaluate the task.
@@ -89,6 +91,7 @@ class RunComponents:
     decode: Callable[[bytes], Tensors]
     divergence: DivergenceRule
     encode_input: Callable[[int], bytes] | None = None
+    read_reply: Callable[[Update], ReplyMetrics] | None = None
     metrics: MetricSet = NO_METRICS
     needs_torch: bool = False
     usual_epochs: float = 1.0

@@ -12,8 +12,9 @@ from edgefl.core.config import (
     RunConfig,
 )
 from edgefl.core.errors import CodecError, ConfigError
+from edgefl.core.metrics import ReplyMetrics
 from edgefl.core.protocol import INSTRUCTION_VERSION, JOB_LIMITS, model_fingerprint
-from edgefl.core.types import Strategy, Tensors, derive_seed
+from edgefl.core.types import Strategy, Tensors, Update, derive_seed
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.rules import make_selection
 from edgefl.engine.divergence import DivergenceRule
@@ -62,7 +63,11 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
 
     strategy: Strategy[Any]
     make_input: Callable[[int], bytes]
+    read_reply: Callable[[Update], ReplyMetrics] | None = None
     if isinstance(job, FlowerApp):
+        from edgefl.flower import app_strategy as flower  # noqa: PLC0415 Flower is heavy
+
+        read_reply = flower.read_reply
         app_strategy = _make_app_strategy(config, run_id, job, bases)
         strategy, make_input = app_strategy, app_strategy.make_input
     else:
@@ -104,6 +109,7 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
         divergence=DivergenceRule(),
         needs_torch=is_torch_task(job),
         encode_input=make_input,
+        read_reply=read_reply,
     )
 
 
