@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgefl.core.errors import ConfigError
 from edgefl.flower.app_folder import MAX_APP_BYTES, MAX_FILES, AppFolder, read_app
-from edgefl.system.bundles.wheels import find_entry_fault
+from edgefl.system.zip_members import find_member_fault
 
 CONTENT = ".info/CONTENT"
 """A line for each other file: path, SHA-256, length in bits."""
@@ -55,7 +55,7 @@ def _read_bundle(path: Path) -> dict[str, bytes]:
                     f"{MAX_APP_BYTES} bytes are taken"
                 )
             for info in infos:
-                if fault := find_entry_fault(info):
+                if fault := find_member_fault(info):
                     raise ConfigError(f"{path} {fault}")
             files = {info.filename: archive.read(info) for info in infos}
         if len(files) != len(infos):

@@ -43,6 +43,8 @@ from edgefl.strategies.participation import can_receive_work
 
 TURN_S = 1.0
 """How long a ServerApp that asks again for nodes, or for replies that are not there, is kept waiting."""
+SENT_S = 0.001
+"""From the turn that sends messages to the next, from which on their replies are waited for."""
 MAX_LISTS = 3
 """How often a ServerApp may ask for nodes in a turn without sending a message: they are the same until the next."""
 MAX_MESSAGES = 1_000_000
@@ -301,10 +303,14 @@ class AppStrategy(Strategy[AppState]):
             for part in requested
             if part not in state.delivered and (part in state.complete or part in state.failed)
         ]
+        is_done = len(ready) == len(requested) if request.get("all") else bool(ready)
+        if not is_done and not request.get("is_sent"):
+            # A turn has the time of its beginning, and the ServerApp computed since: it waits from the next turn on.
+            request["is_sent"] = True
+            return SENT_S
         timeout_s = request.get("timeout_s")
         limit_s = math.inf if timeout_s is None else max(TURN_S, float(timeout_s))
         left_s = float(request.setdefault("until_s", view.now_s + limit_s)) - view.now_s
-        is_done = len(ready) == len(requested) if request.get("all") else bool(ready)
         if not is_done and left_s > 0:
             return min(WAKE_S, left_s)
         self.link.answer({"count": len(ready)}, is_last=not ready)

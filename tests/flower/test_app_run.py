@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import sys
 import zipfile
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import LOAD_S, FlowerApp, compute_fingerprint, load_component, make_app_run
 from edgefl.flower.app_messages import encode_message, split_envelope
+from edgefl.flower.app_strategy import SENT_S
 from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
@@ -62,7 +64,7 @@ class Fleet:
             path.mkdir(exist_ok=True)
         self.strategy = self.build(kind(), **job)
         self.state = self.strategy.init({})
-        self.left = []
+        self.left, self.server_s = [], 0.0
 
     def build(self, job, **options):
         config = parse_run({"job": {"name": "flower-mean-app", **options}, "devices": {"min": 2}})
@@ -77,7 +79,11 @@ class Fleet:
         for instruction in decision.instructions:
             self.view.busy[instruction.device_id] = [instruction.assignment_id]
             self.left.append((instruction, self.strategy.make_input(instruction.block)))
-        return decision
+        is_late = (
+            bool(decision.instructions) and self.server_s > 0
+        )  # it had the time of before the ServerApp sent them
+        self.view.now_s += self.server_s if is_late else 0.0
+        return self.turn() if is_late or decision.next_wake_s == SENT_S else decision
 
     def work(self, *names):
         """Lets boards, all of them by default, answer what they have."""
@@ -419,6 +425,13 @@ def main(grid, context):
 """
 
 
+def test_a_wait_for_replies_begins_when_the_messages_are_sent_however_long_the_server_app_took(make_fleet):
+    fleet = make_fleet(PRIVATE_APP, run_config='privacy="secagg" timeout=5.0')
+    fleet.server_s = 60.0
+    model = load_model(io.BytesIO(fleet.run()["final_model.npz"]))
+    np.testing.assert_allclose(model, 2.0, atol=0.02)
+
+
 def test_the_grid_waits_no_longer_than_it_is_told_and_gives_each_reply_once(make_fleet):
     fleet = make_fleet({"mean_app/server_app.py": ASKING})
     assert fleet.turn().next_wake_s == 5.0
@@ -597,5 +610,5 @@ app = ServerApp(server_fn=lambda _: ServerAppComponents(strategy=strategy, confi
 """
     fleet = make_fleet({**PRIVATE_APP, "mean_app/server_app.py": server})
     log = fleet.run()["server-app.log"].decode()
-    assert "round 1: 8.0" in log, log
+    assert re.search(r"round 1: (8\.0|7\.9999)", log), log  # by the order in which it samples its clients
     assert "Error" not in "".join(fleet.lines)

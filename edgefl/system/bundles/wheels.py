@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import lzma
-import stat
 import struct
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from email.parser import BytesHeaderParser
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from packaging.tags import Tag
@@ -32,6 +31,7 @@ from edgefl.system.bundles.archive import (
     write_bundle,
 )
 from edgefl.system.bundles.signatures import SignedList, compute_key_id, sign_manifest
+from edgefl.system.zip_members import find_member_fault
 
 MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
 MAX_ENTRIES = 50_000
@@ -111,22 +111,8 @@ def _check_sizes(entry: WheelEntry, infos: Sequence[zipfile.ZipInfo]) -> None:
 
 
 def _check_entry(entry: WheelEntry, info: zipfile.ZipInfo) -> None:
-    if fault := find_entry_fault(info):
+    if fault := find_member_fault(info):
         raise BundleError(f"{entry.file} {fault}")
-
-
-def find_entry_fault(info: zipfile.ZipInfo) -> str:
-    """Returns why a member of a ZIP archive is no plain file inside of where it is unpacked; empty where it is."""
-    path = PurePosixPath(info.filename)
-    if path.is_absolute() or ".." in path.parts or "\\" in info.orig_filename or "\0" in info.orig_filename:
-        return f"holds {info.filename[:120]!r}, which lies outside of where it is installed"
-    # One spelling only, so that the path checked is the path that pip installs: `./x.pth` is installed as `x.pth`.
-    if str(path) != info.filename.removesuffix("/"):
-        return f"holds {info.filename[:120]!r}, which must be called {str(path)[:120]!r}"
-    mode = info.external_attr >> 16
-    if mode and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or not stat.S_IFMT(mode)):
-        return f"holds {info.filename[:120]!r}, which is no plain file"
-    return "is encrypted" if info.flag_bits & 0x1 else ""
 
 
 def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
