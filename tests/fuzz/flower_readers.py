@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from edgefl.flower.app_bundle import CONTENT, open_app
 from edgefl.flower.app_check import check_app
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_job import FlowerApp, _decode_state, merge_config
-from edgefl.flower.app_messages import encode_envelope, encode_message
+from edgefl.flower.app_messages import encode_envelope, encode_message, read_metrics
 from edgefl.flower.server_link import _receive
 from edgefl.flower.server_process import ProcessGrid
 from edgefl.system.process_messages import write_message
@@ -82,7 +83,7 @@ def app_modules(folder: Path) -> Reader:
 
 
 def replies(_folder: Path) -> Reader:
-    """A board's reply, up to what the ServerApp gets."""
+    """A board's reply, up to what the ServerApp gets, and to the history."""
     grid = ProcessGrid(io.BytesIO(), io.BytesIO(), 1)
     sent = Metadata(1, "", 1, 2, "", "", 0.0, 1.0, "train")
 
@@ -92,6 +93,7 @@ def replies(_folder: Path) -> Reader:
         hash((reply.has_error() and (reply.error.code, reply.error.reason), reply.metadata.group_id))
         for record in reply.content.values() if reply.has_content() else ():
             list(record.items())
+        assert all(map(math.isfinite, read_metrics(data, is_evaluation=True).values.values()))
 
     error = encode_message({"error": 2, "reason": "no data"})
     return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in (encode_message({}, make_content()), error)))

@@ -294,6 +294,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "flower-replies": _entry(
             flower_readers.replies,
             "flower/app_messages.py:decode_message",
+            "flower/app_messages.py:read_metrics",
             "flower/app_messages.py:_decode_value",
         ),
         "flower-messages": _entry(flower_readers.messages, "flower/app_messages.py:split_envelope"),
