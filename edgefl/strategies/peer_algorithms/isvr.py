@@ -2,9 +2,9 @@
 
 Source: Niwa et al., Asynchronous Decentralized Optimization With Implicit Stochastic Variance Reduction, ICML 2021.
 Its authors hold patents; check whether they apply to you. Differs from the paper: an edge's step size η is the same
-at both of its ends, 1 / (μ₀ · max(d_i, d_j) · (K_η - 1)), where K_η is K or what `k_eta` says. With the paper's,
-which is each node's own, nodes of high degree count for more, and on an irregular graph the result is off. Dual
-variables start at ±w⁰ and not at zero, which would shrink the model at first.
+at both of its ends, 1 / (μ₀ · max(d_i, d_j) · (K_η - 1)), where K_η is K, of ADMM 2K, or what `k_eta` says. With
+the paper's, which is each node's own, nodes of high degree count for more, and on an irregular graph the result is
+off. Dual variables start at ±w⁰ and not at zero, which would shrink the model at first.
 """
 
 from __future__ import annotations
@@ -37,16 +37,19 @@ class Isvr(GossipAlgorithm):
 
     Attributes:
         retained_fraction: how much of z stays at each message: 0 is PDMM, z ← y; ½ is ADMM, z ← ½z + ½y.
+        periods_of_pull: K_η over K of a step size of `edge`, where `k_eta` is None.
 
     Args:
         step_size: `edge`, or `node` for the paper's own, 1 / (μ₀ · d_i · (K_η - 1)), to reproduce its numbers.
-        k_eta: K_η above 1, the smaller the stronger neighbours pull; None for K, within bounds where `edge`.
+        k_eta: K_η above 1, the smaller the stronger neighbours pull; None for K where `node`, and for
+            `periods_of_pull` times K, K within bounds, where `edge`.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("y",)
     settings: ClassVar[tuple[str, ...]] = ("step_size", "k_eta")
     has_pairs: ClassVar[bool] = True
     retained_fraction: ClassVar[float] = 0.0
+    periods_of_pull: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -141,10 +144,12 @@ class Isvr(GossipAlgorithm):
         self._dual_term = None
 
     def _compute_step_size(self, link: PeerLinkConfig) -> float:
-        max_period = math.inf if self._is_per_node else MAX_STEP_SIZE_PERIOD
-        period = self.period if self._is_per_node else link.period
-        k_eta = self._k_eta or min(max(period, MIN_STEP_SIZE_PERIOD), max_period)
-        return 1 / (self.learning_rate * (len(self.edges) if self._is_per_node else link.degree) * (k_eta - 1))
+        if self._is_per_node:
+            degree, default = len(self.edges), max(self.period, MIN_STEP_SIZE_PERIOD)
+        else:
+            period = min(max(link.period, MIN_STEP_SIZE_PERIOD), MAX_STEP_SIZE_PERIOD)
+            degree, default = link.degree, period * self.periods_of_pull
+        return 1 / (self.learning_rate * degree * ((self._k_eta or default) - 1))
 
     def state(self) -> dict[str, Array]:
         duals = {
@@ -173,7 +178,12 @@ class PdmmIsvr(Isvr):
 
 
 class AdmmIsvr(Isvr):
-    """z ← ½z + ½y."""
+    """z ← ½z + ½y.
+
+    Nodes that move alike are pulled to where they all were at the exchange, by PDMM to half a period's way past it. So
+    the same η holds ADMM's local steps back, and half of it does better where data differ little.
+    """
 
     summary: ClassVar[str] = "As pdmm-isvr, half as fast; for lossy codecs (Niwa et al., 2021)."
     retained_fraction: ClassVar[float] = 0.5
+    periods_of_pull: ClassVar[float] = 2.0

@@ -31,10 +31,20 @@ from edgefl.core.types import Array, PeerLinkConfig, derive_rng
 
 Edge = tuple[str, str]
 
-TOPOLOGY_SPECS = ("ring", "multiplex:K", "paper-random", "complete", "star", "grid", "grid:COLUMNS", "erdos-renyi:P")
+TOPOLOGY_SPECS = (
+    "ring",
+    "multiplex:K",
+    "exponential",
+    "paper-random",
+    "complete",
+    "star",
+    "grid",
+    "grid:COLUMNS",
+    "erdos-renyi:P",
+)
 
 _SPEC_PATTERN = re.compile(
-    r"(ring|paper-random|complete|star|grid)|(multiplex|grid):(\d+)|(erdos-renyi):([0-9.eE+-]+)"
+    r"(ring|exponential|paper-random|complete|star|grid)|(multiplex|grid):(\d+)|(erdos-renyi):([0-9.eE+-]+)"
 )
 _PAPER_RANDOM = ((0, 1), (0, 4), (0, 6), (0, 7), (1, 6), (2, 4), (2, 5), (3, 6), (3, 7), (4, 5))
 _MAX_DRAWS = 100
@@ -204,8 +214,9 @@ def make_topology(spec: str, nodes: Sequence[str], seed: int = 0) -> Topology:
     """Returns the topology of a spec over these nodes.
 
     Args:
-        spec: `ring`; `multiplex:K` (ring, each node with the K next on either side); `paper-random` (eight nodes);
-            `complete`; `star` (the first node in the middle); `grid` (as square as it goes) or `grid:COLUMNS`;
+        spec: `ring`; `multiplex:K` (ring, each node with the K next on either side); `exponential` (each node with
+            those 1, 2, 4, 8, … places on, about log₂ n on either side; Ying et al., Exponential Graph is Provably
+            Efficient for Decentralized Deep Training, NeurIPS 2021); `paper-random` (eight nodes); `complete`; `star` (the first node in the middle); `grid` (as square as it goes) or `grid:COLUMNS`;
             `erdos-renyi:P` (each edge with probability P).
         nodes: names, in order.
         seed: for `erdos-renyi`, which is redrawn until it is connected.
@@ -216,9 +227,14 @@ def make_topology(spec: str, nodes: Sequence[str], seed: int = 0) -> Topology:
     fixed_name, counted_name, count, _, probability = parse_topology_spec(spec).groups()
     match fixed_name or counted_name:
         case "ring":
-            edges = _make_ring_edges(nodes, 1)
+            edges = _make_ring_edges(nodes, (1,))
         case "multiplex":
-            edges = _make_ring_edges(nodes, int(count))
+            if not 1 <= int(count) <= max(1, len(nodes) // 2):
+                needed = 2 * max(int(count), 1)
+                raise ConfigError(f"graph {spec} needs at least {needed} nodes, got {len(nodes)}")
+            edges = _make_ring_edges(nodes, range(1, int(count) + 1))
+        case "exponential":
+            edges = _make_ring_edges(nodes, [1 << bit for bit in range((len(nodes) // 2).bit_length())])
         case "paper-random":
             if len(nodes) != 8:
                 raise ConfigError(f"graph paper-random has 8 nodes, got {len(nodes)}")
@@ -234,13 +250,12 @@ def make_topology(spec: str, nodes: Sequence[str], seed: int = 0) -> Topology:
     return Topology.from_edges(nodes, edges)
 
 
-def _make_ring_edges(nodes: Sequence[str], reach: int) -> list[Edge]:
-    if not 1 <= reach <= max(1, len(nodes) // 2):
-        raise ConfigError(f"graph multiplex:{reach} needs at least {2 * max(reach, 1)} nodes, got {len(nodes)}")
+def _make_ring_edges(nodes: Sequence[str], steps: Sequence[int]) -> list[Edge]:
+    """Returns the edges of each node to those that are so many places on."""
     return [
         (node, nodes[(position + step) % len(nodes)])
         for position, node in enumerate(nodes)
-        for step in range(1, reach + 1)
+        for step in steps
         if len(nodes) > 1
     ]
 

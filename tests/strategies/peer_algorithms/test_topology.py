@@ -24,6 +24,7 @@ NAMES = tuple("abcdefgh")
     [
         ("ring", [2] * 8),
         ("multiplex:2", [4] * 8),
+        ("exponential", [5] * 8),  # the node four places on is the same on either side
         ("paper-random", [4, 2, 2, 2, 3, 2, 3, 2]),
         ("complete", [7] * 8),
         ("star", [7, 1, 1, 1, 1, 1, 1, 1]),
@@ -42,6 +43,11 @@ def test_a_graph_has_the_degrees_of_its_kind(spec: str, degrees: list[int]) -> N
 def test_the_spectral_gaps_are_those_of_the_paper(spec: str, gap: float) -> None:
     magnitudes = np.sort(np.abs(np.linalg.eigvalsh(make_topology(spec, NAMES).compute_metropolis_weights())))
     assert 1 - magnitudes[-2] == pytest.approx(gap, abs=5e-4)
+
+
+def test_a_node_of_an_exponential_graph_has_the_powers_of_two_on_either_side() -> None:
+    graph = make_topology("exponential", [f"{number:02}" for number in range(50)])
+    assert sorted(graph.neighbours("00")) == ["01", "02", "04", "08", "16", "34", "42", "46", "48", "49"]
 
 
 @pytest.mark.parametrize("spec", ["paper-random", "star"])
