@@ -180,8 +180,8 @@ class PdmmIsvr(Isvr):
 class AdmmIsvr(Isvr):
     """z ← ½z + ½y.
 
-    Nodes that move alike are pulled to where they all were at the exchange, by PDMM to half a period's way past it. So
-    the same η holds ADMM's local steps back, and half of it does better where data differ little.
+    Nodes that move alike are pulled to where they all were at the exchange, by PDMM to half a period's way past it.
+    So the same η holds ADMM's local steps back, and half of it does better where data differ little.
     """
 
     summary: ClassVar[str] = "As pdmm-isvr, half as fast; for lossy codecs (Niwa et al., 2021)."

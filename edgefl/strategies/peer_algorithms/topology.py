@@ -216,8 +216,9 @@ def make_topology(spec: str, nodes: Sequence[str], seed: int = 0) -> Topology:
     Args:
         spec: `ring`; `multiplex:K` (ring, each node with the K next on either side); `exponential` (each node with
             those 1, 2, 4, 8, … places on, about log₂ n on either side; Ying et al., Exponential Graph is Provably
-            Efficient for Decentralized Deep Training, NeurIPS 2021); `paper-random` (eight nodes); `complete`; `star` (the first node in the middle); `grid` (as square as it goes) or `grid:COLUMNS`;
-            `erdos-renyi:P` (each edge with probability P).
+            Efficient for Decentralized Deep Training, NeurIPS 2021); `paper-random` (eight nodes); `complete`;
+            `star` (the first node in the middle); `grid` (as square as it goes) or `grid:COLUMNS`; `erdos-renyi:P`
+            (each edge with probability P).
         nodes: names, in order.
         seed: for `erdos-renyi`, which is redrawn until it is connected.
 
