@@ -145,7 +145,7 @@ class Isvr(GossipAlgorithm):
 
     def _compute_step_size(self, link: PeerLinkConfig) -> float:
         if self._is_per_node:
-            degree, default = len(self.edges), max(self.period, MIN_STEP_SIZE_PERIOD)
+            degree, default = len(self.edges), float(max(self.period, MIN_STEP_SIZE_PERIOD))
         else:
             period = min(max(link.period, MIN_STEP_SIZE_PERIOD), MAX_STEP_SIZE_PERIOD)
             degree, default = link.degree, period * self.periods_of_pull
