@@ -24,8 +24,9 @@ from edgefl.engine.divergence import Divergence, DivergenceDetector, DivergenceR
 from edgefl.engine.evaluations import DeviceAccuracy, DeviceEvaluationTracker, EvaluationTracker, VersionAccuracy
 
 MAX_CONSECUTIVE_FAILURES = 3
-_WORK_LIMITS = frozenset({"rounds", "epochs", "updates", "seconds", "bytes"})
 """Failures per device since the last update after which the run fails."""
+_WORK_LIMITS = frozenset({"rounds", "epochs", "updates", "seconds", "bytes"})
+"""Criteria of `StoppingCriteria` that are an amount of work, not a quality."""
 
 
 @dataclass(slots=True)
