@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
+import logging
 import os
 import urllib.error
 import urllib.request
@@ -26,6 +27,8 @@ from edgefl.core.types import Json
 from edgefl.history.tracking import Point, RoundReader, TrackedRun
 from edgefl.system.atomic_files import write_atomic
 
+log = logging.getLogger(__name__)
+
 TRACES_PATH = "/v1/traces"
 TIMEOUT_S = 10.0
 BATCH_ROUNDS, MAX_UPDATES = 20, 1000
@@ -34,6 +37,8 @@ MAX_RUNS = 10_000
 """Runs whose last traced round is remembered."""
 MAX_ANSWER_BYTES, MAX_MEMORY_BYTES = 65_536, 4_000_000
 MAX_REASON_CHARS = 200
+TRANSIENT_STATUSES = frozenset({408, 429})
+"""Refusals that may be none the next time; by OTLP no other 4xx may be sent again."""
 _UPDATE_FIGURES = ("iterations", "num_examples", "bytes_up", "bytes_down", "staleness", "loss", "wait_s")
 
 
@@ -42,7 +47,8 @@ class OtlpTracker:
     """A collector that takes OTLP over HTTP; ids of traces and spans follow from run and round.
 
     Which rounds it has cannot be asked of it, so a file remembers that. A program that is killed between the two
-    sends up to `BATCH_ROUNDS` again, with the same ids.
+    sends up to `BATCH_ROUNDS` again, with the same ids; of a run that resumed from a checkpoint all are sent again.
+    What the collector refuses for good is logged, and not sent again.
 
     Args:
         url: of the collector, such as http://127.0.0.1:4318; the path of traces is added.
@@ -53,8 +59,8 @@ class OtlpTracker:
     url: str
     source: RoundReader
     folder: Path
-    _closed_at: dict[str, float] = field(default_factory=dict)
-    """Of each run the end of the newest round that the collector has."""
+    _sent: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Of each run the last round that was sent, and its end in Unix seconds."""
 
     def __post_init__(self) -> None:
         """Reads what was sent before.
@@ -69,22 +75,27 @@ class OtlpTracker:
         if "@" in address.netloc:
             raise UsageError("--otlp must have no login in its URL: let a collector on this machine send it on")
         import_module("opentelemetry.proto.trace.v1.trace_pb2")  # an extra: missed at once, not at the first round
-        self._closed_at = _read_memory(self._memory_path)
+        self._sent = _read_memory(self._memory_path)
 
     @property
     def _memory_path(self) -> Path:
         return self.folder / f"traces-{hashlib.sha256(self.url.encode()).hexdigest()[:16]}.json"
 
     def record(self, run: TrackedRun, points: Sequence[Point], *, is_whole: bool, num_ready: int) -> None:  # noqa: ARG002 as `Tracker` has it
-        """Sends the rounds that were closed since the newest one that was sent."""
-        last = self._closed_at.get(run.run_id, 0.0)
-        # A round that was closed anew, from a checkpoint on, was closed later.
-        new = [point for point in points[:num_ready] if point.closed_at > last]
+        """Sends the rounds behind the last one that was sent."""
+        last = self._sent.get(run.run_id)
+        # Without that one they begin behind it, or a run that resumed has closed it anew. Clocks may be set back.
+        known = next((point.round for point in points if (point.round, point.closed_at) == last), 0)
+        new = [point for point in points[:num_ready] if point.round > known]
         for start in range(0, len(new), BATCH_ROUNDS):
             batch = new[start : start + BATCH_ROUNDS]
-            self._send(make_request(run, batch, self._read_updates(run.run_id, batch)))
-            self._closed_at.pop(run.run_id, None)  # the newest stands last
-            self._closed_at[run.run_id] = batch[-1].closed_at
+            if refusal := self._send(make_request(run, batch, self._read_updates(run.run_id, batch))):
+                log.warning(
+                    "the collector at %s refuses of run %s, rounds %d to %d, for good: %s",
+                    self.url, run.run_id, batch[0].round, batch[-1].round, refusal,
+                )  # fmt: skip
+            self._sent.pop(run.run_id, None)  # the newest stands last
+            self._sent[run.run_id] = batch[-1].round, batch[-1].closed_at
             self._remember()
 
     def _read_updates(self, run_id: str, points: Sequence[Point]) -> dict[int, list[Json]]:
@@ -96,7 +107,12 @@ class OtlpTracker:
                 updates[row["round"]].append(row)
         return updates
 
-    def _send(self, content: bytes) -> None:
+    def _send(self, content: bytes) -> str:
+        """Sends a request; returns what the collector refuses of it for good, empty where it takes all.
+
+        Raises:
+            NetworkError: another try may do.
+        """
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # noqa: PLC0415 an extra
             ExportTraceServiceResponse,
         )
@@ -109,6 +125,8 @@ class OtlpTracker:
                 answered_by, content = response.geturl(), response.read(MAX_ANSWER_BYTES)
         except urllib.error.HTTPError as error:
             error.close()
+            if 400 <= error.code < 500 and error.code not in TRANSIENT_STATUSES:
+                return f"all spans, by the answer {error.code}"
             raise NetworkError(f"the collector at {self.url} answered {error.code}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
@@ -119,14 +137,11 @@ class OtlpTracker:
             answer = ExportTraceServiceResponse.FromString(content)
         except Exception:  # noqa: BLE001 protobuf's error, of whose package this room knows nothing
             raise NetworkError(f"the collector at {self.url} answers what is no OTLP") from None
-        if answer.partial_success.rejected_spans:
-            raise NetworkError(
-                f"the collector at {self.url} refuses {answer.partial_success.rejected_spans} spans: "
-                f"{answer.partial_success.error_message:.200}"
-            )
+        count, reason = answer.partial_success.rejected_spans, answer.partial_success.error_message
+        return f"{count} spans: {escape_start(reason, MAX_REASON_CHARS)}" if count else ""
 
     def _remember(self) -> None:
-        newest = dict([*self._closed_at.items()][-MAX_RUNS:])
+        newest = dict([*self._sent.items()][-MAX_RUNS:])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self._memory_path, json.dumps(newest).encode())
@@ -140,14 +155,14 @@ def default_memory_folder() -> Path:
     return Path(data) / "edgefl" / "track"
 
 
-def _read_memory(path: Path) -> dict[str, float]:
+def _read_memory(path: Path) -> dict[str, tuple[int, float]]:
     try:
         with path.open("rb") as file:
             found = json.loads(file.read(MAX_MEMORY_BYTES))
-        return {str(run_id): float(closed_at) for run_id, closed_at in found.items()}
+        return {str(run_id): (int(number), float(closed_at)) for run_id, (number, closed_at) in found.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError) as error:
         raise StoreError(f"{path} cannot be read ({error}); remove it, and all rounds are sent again") from None
 
 

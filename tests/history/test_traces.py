@@ -150,13 +150,11 @@ def test_many_rounds_are_sent_in_parts_and_what_fails_is_sent_by_the_next_look(
     made.add_synchronous(store, "one", rounds=5)
     source = PageReader(store)
     follower = HistoryTracking(source, [OtlpTracker(collector.url, source, tmp_path)])
-    partial = service_pb2.ExportTraceServiceResponse()
-    partial.partial_success.rejected_spans, partial.partial_success.error_message = 3, "too many"
     failures = {
         "answered 503": (503, {}, b""),
+        "answered 429": (429, {}, b""),
         "redirects": (302, {"Location": collector.url + "/other"}, b""),
         "what is no OTLP": (200, {}, b"<html>"),
-        "refuses 3 spans: too many": (200, {}, partial.SerializeToString()),
     }
     for words, answer in failures.items():
         collector.answers = [answer]
@@ -170,6 +168,41 @@ def test_many_rounds_are_sent_in_parts_and_what_fails_is_sent_by_the_next_look(
     follower.update()
     assert collector.rounds == [f"round {number}" for number in range(1, 6)]
     assert len(collector.requests) == 3
+
+
+def test_what_a_collector_refuses_for_good_is_told_and_not_sent_again(
+    store, collector, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(traces, "BATCH_ROUNDS", 2)
+    made.add_synchronous(store, "one", rounds=5)
+    partial = service_pb2.ExportTraceServiceResponse()
+    partial.partial_success.rejected_spans, partial.partial_success.error_message = 3, "too\nmany"
+    collector.answers = [(200, {}, partial.SerializeToString()), (400, {}, b"")]
+    source = PageReader(store)
+    for _ in range(2):
+        HistoryTracking(source, [OtlpTracker(collector.url, source, tmp_path)]).update()
+    assert collector.rounds == ["round 5"]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "rounds 1 to 2, for good: 3 spans: too many" in first
+    assert "rounds 3 to 4, for good: all spans, by the answer 400" in second
+
+
+def test_a_clock_that_was_set_back_hides_no_round_and_a_resumed_run_is_sent_again(store, collector, tmp_path):
+    run = made.add_run(store, "one")
+    source = PageReader(store)
+
+    def close(number, at):
+        made.add_round(store, run, number, at, {})
+        made.evaluate(store, run, number, 0.5, at=at)
+        for _ in range(2):
+            HistoryTracking(source, [OtlpTracker(collector.url, source, tmp_path)]).update()
+
+    for number, at in {1: 100.0, 2: 200.0, 3: 150.0, 4: 160.0}.items():
+        close(number, at)
+    assert collector.rounds == ["round 1", "round 2", "round 3", "round 4"]
+    store.close_round(run, 4, version=4, closed_at=120.0)
+    close(5, 130.0)
+    assert collector.rounds[4:] == [f"round {number}" for number in range(1, 6)]
 
 
 def test_a_collector_that_is_away_a_wrong_url_and_a_damaged_memory_are_told(store, tmp_path):
