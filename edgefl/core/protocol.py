@@ -92,6 +92,8 @@ HEARTBEAT_S = 5.0
 HEARTBEAT_JITTER = 0.1
 LATE_AFTER_HEARTBEATS = 2
 GONE_AFTER_HEARTBEATS = 3
+MAX_THROTTLED_CHARS = 100
+"""Of what a board says throttles it; all words together have 64."""
 POLL_S = 30.0
 """Interval at which a device polls for work without a wake-up."""
 
@@ -391,6 +393,15 @@ class Heartbeat(_Message):
     installation: Json | None = None
     boot_id: str | None = None
     blocked: Json | None = None
+
+    def _check(self) -> None:
+        # As in `Capabilities`.
+        super(Heartbeat, self)._check()
+        if self.throttled is not None and len(self.throttled) > MAX_THROTTLED_CHARS:
+            raise NetworkError(
+                f"malformed heartbeat: throttled has {len(self.throttled)} characters, "
+                f"at most {MAX_THROTTLED_CHARS} are kept"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

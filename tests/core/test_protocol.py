@@ -51,6 +51,7 @@ from edgefl.core.protocol import (
     validate_slug,
 )
 from edgefl.core.types import TensorKind, TensorSpec
+from edgefl.device.hardware.board_reader import THROTTLED_BITS
 
 TOKEN = JoinToken(
     ca_fingerprint="ab" * 32,
@@ -276,6 +277,14 @@ def test_a_truth_value_is_no_number_and_a_whole_number_is_a_fraction() -> None:
     with pytest.raises(NetworkError, match="seq is True, expected int"):
         Heartbeat.load(dump_json({"seq": True, "session_no": 1, "uptime_s": 1.0}))
     assert Heartbeat.load(dump_json({"seq": 1, "session_no": 1, "uptime_s": 1})).uptime_s == 1
+
+
+def test_a_heartbeat_with_a_long_reason_of_throttling_is_refused() -> None:
+    words = ",".join(THROTTLED_BITS.values())
+    heartbeat = Heartbeat(seq=1, session_no=1, uptime_s=1.0, throttled=words)
+    assert Heartbeat.load(heartbeat.dump()) == heartbeat
+    with pytest.raises(NetworkError, match="throttled has 101 characters, at most 100"):
+        Heartbeat.load(replace(heartbeat, throttled="x" * 101).dump())
 
 
 @pytest.mark.parametrize(

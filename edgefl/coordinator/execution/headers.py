@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from edgefl.core.metrics import NO_METRICS, MetricSet
-from edgefl.core.protocol import JOB_LOG, finite_or_none, parse_job_log
+from edgefl.core.protocol import JOB_LOG, MAX_THROTTLED_CHARS, finite_or_none, parse_job_log
 from edgefl.core.types import (
     NUM_REDUCTIONS,
     PREFETCH_BYTE_KEYS,
@@ -217,7 +217,7 @@ def _parse_health(reported: Any) -> dict[str, Any]:
         if value is not None and minimum <= value <= maximum:
             health[name] = value
     throttled = reported.get("throttled")
-    if isinstance(throttled, str) and re.fullmatch(r"[a-z,-]{1,100}", throttled):
+    if isinstance(throttled, str) and re.fullmatch(rf"[a-z,-]{{1,{MAX_THROTTLED_CHARS}}}", throttled):
         health["throttled"] = throttled
     return health
 

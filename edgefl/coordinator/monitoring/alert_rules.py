@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from edgefl.coordinator.runs.run_metrics import ActiveRun, EndedRun
 from edgefl.core.config import AlertKind, AlertSettings
+from edgefl.core.safe_text import escape_start
 from edgefl.core.types import Json
 from edgefl.engine.progress import is_goal_reason
 
@@ -17,6 +18,8 @@ DISK_HYSTERESIS = 1.1
 ACCURACY_HYSTERESIS = 0.5
 """The accuracy must be back within this part of the drop before the alert ends."""
 FORMAT_VERSION = 1
+MAX_MESSAGE_CHARS = 500
+"""Of one alert, whatever a board or a run said."""
 COORDINATOR = "coordinator"
 _LABELS = {"started": "ALERT", "ended": "OVER", "notice": "NOTICE"}
 
@@ -55,7 +58,7 @@ class Alert:
     """A condition to alert about; kind and subject are its identity.
 
     Once it is active it has an `alert_id` and its start, once it is over its end, in Unix seconds. A notice tells
-    what happened and does not end.
+    what happened and does not end. The message is one line, cut at `MAX_MESSAGE_CHARS`.
     """
 
     kind: AlertKind
@@ -65,6 +68,9 @@ class Alert:
     started_at: float = 0.0
     ended_at: float | None = None
     is_notice: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", escape_start(self.message, MAX_MESSAGE_CHARS))
 
     @property
     def key(self) -> AlertKey:

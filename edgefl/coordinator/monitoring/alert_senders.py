@@ -146,8 +146,9 @@ class QueuedSender(Generic[T]):
                 with self._changed:
                     self._changed.wait_for(lambda: self._stop_deadline_s is not None, self._backoff.next_s())
             else:
-                log.warning("%d alerts never reached %s", len(self._queue), self._name)
-                return
+                break
+        if self._queue:
+            log.warning("%d alerts never reached %s", len(self._queue), self._name)
 
     def _wait_next(self) -> T | None:
         """Returns the oldest message; None when the thread has to end."""

@@ -22,7 +22,7 @@ from edgefl.coordinator.fleet.presence import PRESENT_STATES
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.runs.run_metrics import ActiveRun, RunMetrics
 from edgefl.core.config import HomeAssistantSettings
-from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat
+from edgefl.core.protocol import EVALUATOR_NAME, Heartbeat, is_slug
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import Json
 from edgefl.system.home_assistant import OFFLINE, ONLINE, describe_device, make_discovery_id
@@ -206,13 +206,17 @@ class HomeAssistantBridge:
 
     def _on_message(self, _client: Any, _data: Any, message: mqtt.MQTTMessage) -> None:
         """Remembers an announcement of this fleet's, so that it is taken back where its board is no longer there."""
-        identifier = message.topic.split("/")[-2]
-        board = identifier.removeprefix(f"{self._id}_board_")
-        if not message.payload or board == identifier:
+        try:
+            topic = message.topic
+        except UnicodeDecodeError:  # an error in paho's thread would end it
+            return
+        start, end = f"{self._settings.discovery_prefix}/device/{self._id}_board_", "/config"
+        board = topic.removeprefix(start).removesuffix(end)
+        if not message.payload or not is_slug(board) or topic != f"{start}{board}{end}":
             return
         with self._lock:
             if len(self._announced) < MAX_ANNOUNCED:
-                self._announced |= {message.topic, f"{self._settings.topic}/boards/{board}"}
+                self._announced |= {topic, f"{self._settings.topic}/boards/{board}"}
 
     def _on_connect_fail(self, _client: Any, _data: Any) -> None:
         self._log.warning("away", "[home_assistant] cannot reach its broker at %s:%d", *self._settings.address)

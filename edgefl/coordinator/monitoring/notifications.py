@@ -23,7 +23,7 @@ from edgefl.core.safe_text import escape_text
 log = logging.getLogger(__name__)
 
 MAX_LINES = 30
-"""Of one message; services cut longer ones at lengths of their own."""
+"""Of one message; it goes out in parts where a service takes only shorter ones."""
 MAX_FILE_BYTES = 65_536
 _SCHEME = re.compile(r"([a-z0-9+.-]{1,20})://", re.ASCII | re.IGNORECASE)
 _STATUS = re.compile(r"error=(\d{3})\b", re.ASCII)
@@ -178,6 +178,8 @@ def load_services(notify: Sequence[str]) -> list[NotificationService]:
         label = f"{scheme[1].lower()}:// of {source}" if scheme else source
         if (service := apprise.Apprise.instantiate(address, asset=asset)) is None:
             raise ConfigError(f"{label} is no address that apprise knows; it must be one {NOTIFY_FORM}")
+        if service.overflow_mode == apprise.OverflowMode.UPSTREAM:  # most services refuse what is too long
+            service.overflow_mode = apprise.OverflowMode.SPLIT
         services.append(NotificationService(label, service))
     return services
 

@@ -123,6 +123,28 @@ def test_what_waits_at_the_end_is_tried_once_more(receiver: Receiver, caplog: py
     assert "alerts to hook" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_what_no_time_is_left_for_at_the_end_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.monitoring.alert_senders.FLUSH_TIMEOUT_S", -1.0)
+    is_asked, may_end = threading.Event(), threading.Event()
+
+    def deliver(_message: object, _timeout_s: float) -> None:
+        is_asked.set()
+        may_end.wait(20)
+
+    sender = QueuedSender("hook", deliver)
+    sender.start()
+    for number in range(3):
+        sender.send(message(number))
+    assert is_asked.wait(20)
+    sender.request_stop()
+    may_end.set()
+    sender.stop()
+    assert sender.num_queued == 2
+    assert "2 alerts never reached hook" in caplog.text
+
+
 def test_a_receiver_that_is_away_fills_no_log_and_its_return_is_told(
     receiver: Receiver, sender: QueuedSender, caplog: pytest.LogCaptureFixture
 ) -> None:

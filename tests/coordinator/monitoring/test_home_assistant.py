@@ -245,6 +245,16 @@ def test_a_removed_board_disappears_also_when_the_coordinator_was_away(port: int
         other.bridge.stop()
 
 
+def test_what_a_broker_should_not_send_is_ignored() -> None:
+    bridge = Site(find_free_port()).bridge
+    right = f"homeassistant/device/{bridge._id}_board_pi-1/config"
+    for name in ("\udcff", "x", "", right + "/x", "x/" + right, right.replace("pi-1", "pi/1"), right):
+        message = mqtt.MQTTMessage(topic=name.encode(errors="surrogateescape"))
+        message.payload = b"{}"
+        bridge._on_message(None, None, message)
+    assert bridge._announced == {right, "edgefl/boards/pi-1"}
+
+
 @needs("mosquitto")
 def test_a_broker_that_comes_back_empty_gets_everything_again(tmp_path: Path) -> None:
     with _mosquitto(tmp_path) as port:

@@ -13,7 +13,7 @@ import pytest
 from webhook_receiver import Receiver
 
 from edgefl.coordinator.directory import StartOptions, init_directory, load_directory
-from edgefl.coordinator.monitoring.alert_rules import Alert
+from edgefl.coordinator.monitoring.alert_rules import MAX_MESSAGE_CHARS, Alert
 from edgefl.coordinator.monitoring.alert_senders import AlertRejectedError, QueuedSender
 from edgefl.coordinator.monitoring.notifications import (
     MAX_LINES,
@@ -188,6 +188,21 @@ def test_a_service_gets_the_message_and_its_failures_are_told_apart(
         away.send(message, 10.0)
     assert "Starting new HTTP" not in debug_log.getvalue()
     assert "secret" not in debug_log.getvalue()
+
+
+def test_a_message_too_long_for_its_service_arrives_in_parts(receiver: Receiver) -> None:
+    pytest.importorskip("apprise", reason="apprise is not installed: pip install 'edgefl-fleet[alerts]'")
+    from apprise.plugins.mattermost import NotifyMattermost  # noqa: PLC0415 an extra
+
+    (service,) = load_services([receiver.url.replace("http://", "mmost://")])
+    alerts = [replace(GONE, subject=f"pi-{number}", message="hot " * 50_000) for number in range(MAX_LINES)]
+    message = make_message("lab", alerts)
+    limit = NotifyMattermost.body_maxlen
+    assert limit < len(message.body) < MAX_LINES * (MAX_MESSAGE_CHARS + 40)
+    service.send(message, 10.0)
+    parts = [body["text"] for body in receiver.bodies]
+    assert max(map(len, parts)) <= limit
+    assert " ".join(" ".join(parts).split()).endswith(" ".join(message.body.split()))
 
 
 def test_a_service_that_does_not_answer_is_left_after_its_time(receiver: Receiver) -> None:
