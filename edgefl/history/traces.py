@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from edgefl import __version__
 from edgefl.core.errors import NetworkError, StoreError, UsageError
+from edgefl.core.safe_parsing import parse_json
 from edgefl.core.safe_text import escape_start
 from edgefl.core.types import Json
 from edgefl.history.tracking import Point, RoundReader, TrackedRun
@@ -158,7 +159,7 @@ def default_memory_folder() -> Path:
 def _read_memory(path: Path) -> dict[str, tuple[int, float]]:
     try:
         with path.open("rb") as file:
-            found = json.loads(file.read(MAX_MEMORY_BYTES))
+            found = parse_json(file.read(MAX_MEMORY_BYTES))
         return {str(run_id): (int(number), float(closed_at)) for run_id, (number, closed_at) in found.items()}
     except FileNotFoundError:
         return {}

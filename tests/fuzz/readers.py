@@ -486,6 +486,8 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         ),
         "provision/boot_partition.py:_open_image": "an image that is unpacked block by block, into a file of its own",
         "device/diagnostics/diagnostic_report.py:write_report": "writes",
+        "history/traces.py:_read_memory": "a note of its own; a damaged one is refused",
+        "history/traces.py:OtlpTracker._send": "protobuf's own parser, of which any error is a refusal",
         "cli/history.py:parse_time": "a time that the operator has typed",
         "cli/device_join.py:_read_card_task": "the operator's own card, by the parser of shard-card",
         "storage/journal/file_format.py:_is_durable": "looks for records in a damaged journal: see disk-journal",

@@ -218,9 +218,11 @@ def test_a_collector_that_is_away_a_wrong_url_and_a_damaged_memory_are_told(stor
         with pytest.raises(UsageError, match=words) as refusal:
             OtlpTracker(wrong, source, tmp_path)
         assert "a:b" not in str(refusal.value)
-    OtlpTracker(url, source, tmp_path)._memory_path.write_text("[1]")
-    with pytest.raises(StoreError, match="remove it"):
-        OtlpTracker(url, source, tmp_path)
+    path = OtlpTracker(url, source, tmp_path)._memory_path
+    for damaged in ("[1]", '{"one": 1.5}', '{"one": [1e999, 1]}', "[" * 100_000):
+        path.write_text(damaged)
+        with pytest.raises(StoreError, match="remove it"):
+            OtlpTracker(url, source, tmp_path)
 
 
 def test_the_command_sends_a_run(store, collector, tmp_path, monkeypatch, capsys):
