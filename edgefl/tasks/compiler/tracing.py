@@ -90,8 +90,13 @@ def trace(
             with torch.backends.mkldnn.flags(enabled=False):
                 # First the gradient, then without changes in place: `functionalize` knows no `autograd.Function`.
                 differentiated = make_fx(flat)(*inputs.values())
-                # On tensors without values, which an `ExportedProgram` has.
-                decompose = make_fx(functionalize(differentiated), decompositions, tracing_mode="fake")
+                # On tensors without values, which an `ExportedProgram` has; the network's constants keep theirs.
+                decompose = make_fx(
+                    functionalize(differentiated),
+                    decompositions,
+                    tracing_mode="fake",
+                    _allow_non_fake_inputs=True,
+                )
                 module = decompose(*inputs.values())
         except RuntimeError as error:
             if _VALUE_OPERATOR in str(error):

@@ -93,6 +93,22 @@ def test_a_loss_is_named_with_its_settings():
         assert make_loss(format_loss(make_loss(name))) == make_loss(name)
 
 
+@pytest.mark.extended
+def test_inputs_are_normalised_by_statistics_that_a_network_holds():
+    class Normalised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 3)
+            self.register_buffer("mean", torch.arange(4.0))
+            self.register_buffer("variance", torch.arange(1.0, 5.0), persistent=False)
+
+        def forward(self, x):
+            return self.linear(torch.batch_norm(x, None, None, self.mean, self.variance, False, 0.1, 1e-5, False))
+
+    _, report = compile_task(Example(Normalised, (4,)), name="example", batch_size=5)
+    assert max(report.check.worst.values()) < 1e-5
+
+
 @pytest.fixture(scope="module")
 def dropped():
     network = lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3))  # noqa: E731

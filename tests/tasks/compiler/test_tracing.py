@@ -67,6 +67,13 @@ def test_a_program_of_a_graph_is_exported_as_it_stands_with_its_constants(monkey
         assert z == [[2.0, 5.0], [1.0, 2.5]]
 
 
+def test_a_tensor_that_a_network_holds_is_a_constant_of_the_program() -> None:
+    factor = torch.tensor([[2.0, 5.0]])
+    program = make_program(traced(lambda tensors: {"y": tensors["x"] * factor}))
+    (y,) = export(program)([torch.tensor([[1.0], [0.5]])])
+    assert y.tolist() == [[2.0, 5.0], [1.0, 2.5]]
+
+
 def test_an_operator_that_an_export_must_decompose_is_so_when_it_asks() -> None:
     program = make_program(traced(lambda tensors: {"y": torch.relu(tensors["x"])}))
     table = {torch.ops.aten.relu.default: lambda x: x.clamp(min=0.0)}

@@ -46,40 +46,51 @@ def _bind(bind: Callable[..., None], name: str, array: Array) -> None:
     bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
 
-def make_arena(max_bytes: int, estimate_bytes: int = 0) -> None:
-    """Sets the memory of the tensors that later sessions compute, which share it: their graphs run in turn.
+class Arena:
+    """Memory of the tensors that graphs compute, which sessions of one learner share: their graphs run in turn."""
 
-    Args:
-        max_bytes: of all of them; a graph that needs more is refused when it is run.
-        estimate_bytes: what they take by the file's own word.
+    _registered: Arena | None = None
 
-    Raises:
-        TaskError: onnxruntime is missing.
-    """
-    onnxruntime = _import_runtime()
-    kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
-    # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
-    block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
-    arena = onnxruntime.OrtArenaCfg({
-        "max_mem": max_bytes,
-        "arena_extend_strategy": _POWERS_OF_TWO,
-        "initial_chunk_size_bytes": min(block_bytes, MAX_BLOCK_BYTES, max_bytes),
-    })  # fmt: skip
-    onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), arena)
+    def __init__(self, max_bytes: int, estimate_bytes: int = 0) -> None:
+        """Stores how large it may be.
+
+        Args:
+            max_bytes: of all of them; a graph that needs more is refused when it is run.
+            estimate_bytes: what they take by the file's own word.
+        """
+        self._max_bytes = max_bytes
+        # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
+        block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
+        self._block_bytes = min(block_bytes, MAX_BLOCK_BYTES, max_bytes)
+
+    def register(self, onnxruntime: Any) -> None:
+        """Makes it the one of later sessions: onnxruntime has one a process, the last that was registered."""
+        if Arena._registered is self:
+            return
+        kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
+        config = onnxruntime.OrtArenaCfg({
+            "max_mem": self._max_bytes,
+            "arena_extend_strategy": _POWERS_OF_TWO,
+            "initial_chunk_size_bytes": self._block_bytes,
+        })  # fmt: skip
+        onnxruntime.create_and_register_allocator(onnxruntime.OrtMemoryInfo("Cpu", kinds[0], 0, kinds[1]), config)
+        Arena._registered = self
 
 
-def make_session(graph: bytes, threads: int | None) -> Any:
-    """Returns a session of a checked graph, in the last arena.
+def make_session(graph: bytes, threads: int | None, arena: Arena) -> Any:
+    """Returns a session of a checked graph.
 
     Args:
         graph: an ONNX file.
         threads: of the runtime; None for as many as there are cores.
+        arena: where its tensors are.
 
     Raises:
         TaskError: onnxruntime is missing.
         DataError: it cannot load the graph.
     """
     onnxruntime = _import_runtime()
+    arena.register(onnxruntime)
     onnxruntime.disable_telemetry_events()  # what a board computes is nobody else's business
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.inter_op_num_threads = threads or 0, 1

@@ -27,7 +27,7 @@ from edgefl.tasks.compiled.artefact import (
     WEIGHTS,
     CompiledTask,
 )
-from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, BoundGraph, make_arena, make_session
+from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, Arena, BoundGraph, make_session
 from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
@@ -65,7 +65,8 @@ class OnnxLearner(ArrayLearner):
         """
         self._model: ModelSpec = compiled.manifest.model
         super().__init__(self._model, prepare, loss)
-        self._compiled, self._threads, self._max_arena_bytes = compiled, threads, max_arena_bytes
+        self._compiled, self._threads = compiled, threads
+        self._arena = Arena(max_arena_bytes, compiled.manifest.peak_bytes)
         self._batch = _Batch(compiled)
         self._noise = [np.zeros(shape, np.float32) for shape in compiled.manifest.noise]
         self._rng = np.random.default_rng(0)
@@ -197,9 +198,7 @@ class OnnxLearner(ArrayLearner):
         return {**tensors, **self._batch.arrays}
 
     def _make_session(self, graph: bytes) -> Any:
-        if self._training is None and self._evaluation is None:
-            make_arena(self._max_arena_bytes, self._compiled.manifest.peak_bytes)
-        return make_session(graph, self._threads)
+        return make_session(graph, self._threads, self._arena)
 
     def _compute_features(self, inputs: Array) -> Array:
         features = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)

@@ -24,19 +24,26 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Value, Value, Value]:
-    """Returns the output, the batch's means, and one divided by its deviations; without running statistics.
+    """Returns the output, the batch's means, and one divided by its deviations; of evaluation the output alone counts.
 
     Inside a graph onnxruntime writes new running statistics over the old ones, even over constants, and it merges
     equal constants: the gradient was wrong by a factor of 1e5, without an error. So the old ones are values that the
     graph computes for this alone; with a momentum of 0 they do not count.
     """
     _, channels, *sizes = get_shape(x)
+    ones = numbers([1.0] * channels) if weight is None else weight
+    zeros = numbers([0.0] * channels) if bias is None else bias
+    if not training:
+        normalised = op.BatchNormalization(x, ones, zeros, running_mean, running_var, epsilon=eps)
+        return normalised, op.Identity(running_mean), op.Identity(running_var)
+    if running_mean is not None:
+        raise TaskError("a batch normalisation that changes its running statistics in place is not in ONNX yet")
     first = op.Slice(x, ints(0, *[0] * len(sizes)), ints(1, *[1] * len(sizes)), ints(0, *range(2, len(sizes) + 2)))
     means = reshape(first, channels)
     normalised, mean, variance = op.BatchNormalization(
         x,
-        numbers([1.0] * channels) if weight is None else weight,
-        numbers([0.0] * channels) if bias is None else bias,
+        ones,
+        zeros,
         means,
         op.Abs(means),
         epsilon=eps,

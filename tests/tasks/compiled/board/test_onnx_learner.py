@@ -122,7 +122,7 @@ import numpy, psutil
 from onnx import TensorProto, helper
 from edgefl.system.processes import reduce_memory
 reduce_memory()
-from edgefl.tasks.compiled.board.bound_graph import BoundGraph, make_arena, make_session
+from edgefl.tasks.compiled.board.bound_graph import Arena, BoundGraph, make_session
 sizes = [helper.make_tensor(f"size_{n}", TensorProto.INT64, [1], [250_000 + 12_500 * n]) for n in range(40)]
 nodes = []
 for n in range(40):
@@ -131,8 +131,7 @@ for n in range(40):
 one = lambda name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1])
 graph = helper.make_graph(nodes, "chain", [one("sum_0")], [one("sum_40")], sizes)
 model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-make_arena(2**30, 3_000_000)
-session = make_session(model.SerializeToString(), 1)
+session = make_session(model.SerializeToString(), 1, Arena(2**30, 3_000_000))
 inputs, outputs = ({name: numpy.ones(1, numpy.float32)} for name in ("sum_0", "sum_40"))
 before = psutil.Process().memory_info().rss
 BoundGraph(session, inputs, outputs).run()
@@ -142,19 +141,31 @@ print(psutil.Process().memory_info().rss - before)
     assert num_bytes < 12_000_000  # one for each of them would be 80 MB
 
 
-def test_evaluation_computes_in_the_memory_of_training():
-    def add_large_tensor(model):
-        for node in model.graph.node:
-            node.output[:] = ["loss_0" if name == "loss" else name for name in node.output]
-        model.graph.initializer.append(numpy_helper.from_array(np.array([16_000_000]), "size"))
-        model.graph.node.append(helper.make_node("Expand", ["loss_0", "size"], ["large"]))
-        model.graph.node.append(helper.make_node("ReduceMean", ["large"], ["loss"], keepdims=0))
+def add_large_tensor(model):
+    """Makes the loss the mean of 64 MB of itself."""
+    for node in model.graph.node:
+        node.output[:] = ["loss_0" if name == "loss" else name for name in node.output]
+    model.graph.initializer.append(numpy_helper.from_array(np.array([16_000_000]), "size"))
+    model.graph.node.append(helper.make_node("Expand", ["loss_0", "size"], ["large"]))
+    model.graph.node.append(helper.make_node("ReduceMean", ["large"], ["loss"], keepdims=0))
 
+
+def test_evaluation_computes_in_the_memory_of_training():
     learner = make_learner(change_graph(change_graph(make_compiled(), add_large_tensor), add_large_tensor, EVALUATE))
     learner.gradient(make_examples(3))
     before = psutil.Process().memory_info().rss
     learner.evaluate(make_examples(3))
     assert psutil.Process().memory_info().rss - before < 32_000_000  # two such tensors would be 64 MB more
+
+
+def test_a_learner_is_bound_by_its_own_memory_when_another_came_between():
+    compiled, batch = change_graph(make_compiled(), add_large_tensor, EVALUATE), make_examples(3)
+    small, large = (make_learner(compiled, max_arena_bytes=size) for size in (1024**2, 1024**3))
+    for learner in (small, large, small):
+        learner.gradient(batch)
+    large.evaluate(batch)
+    with pytest.raises(DataError, match="takes more memory than it may have"):
+        small.evaluate(batch)
 
 
 def test_a_tensor_of_a_computed_constant_shape_is_not_made_while_the_graph_is_loaded():
