@@ -38,7 +38,7 @@ MAX_RUNS = 10_000
 """Runs whose last traced round is remembered."""
 MAX_ANSWER_BYTES, MAX_MEMORY_BYTES = 65_536, 4_000_000
 MAX_REASON_CHARS = 200
-TRANSIENT_STATUSES = frozenset({408, 429})
+REFUSED_STATUSES = frozenset({400, 413, 422})
 """Refusals that may be none the next time; by OTLP no other 4xx may be sent again."""
 _UPDATE_FIGURES = ("iterations", "num_examples", "bytes_up", "bytes_down", "staleness", "loss", "wait_s")
 
@@ -126,7 +126,7 @@ class OtlpTracker:
                 answered_by, content = response.geturl(), response.read(MAX_ANSWER_BYTES)
         except urllib.error.HTTPError as error:
             error.close()
-            if 400 <= error.code < 500 and error.code not in TRANSIENT_STATUSES:
+            if error.code in REFUSED_STATUSES:
                 return f"all spans, by the answer {error.code}"
             raise NetworkError(f"the collector at {self.url} answered {error.code}") from None
         except (OSError, http.client.HTTPException) as error:
