@@ -39,7 +39,7 @@ MAX_RUNS = 10_000
 MAX_ANSWER_BYTES, MAX_MEMORY_BYTES = 65_536, 4_000_000
 MAX_REASON_CHARS = 200
 REFUSED_STATUSES = frozenset({400, 413, 422})
-"""Refusals that may be none the next time; by OTLP no other 4xx may be sent again."""
+"""Answers that the same spans would get again. Others speak of the path or a login, which can be set right."""
 _UPDATE_FIGURES = ("iterations", "num_examples", "bytes_up", "bytes_down", "staleness", "loss", "wait_s")
 
 
