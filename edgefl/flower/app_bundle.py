@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import lzma
-import struct
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from edgefl.core.errors import ConfigError
 from edgefl.flower.app_folder import MAX_APP_BYTES, MAX_FILES, AppFolder, read_app
-from edgefl.system.zip_members import find_member_fault
+from edgefl.system.zip_members import ZIP_ERRORS, find_member_fault, read_member
 
 CONTENT = ".info/CONTENT"
 """A line for each other file: path, SHA-256, length in bits."""
@@ -57,14 +54,13 @@ def _read_bundle(path: Path) -> dict[str, bytes]:
             for info in infos:
                 if fault := find_member_fault(info):
                     raise ConfigError(f"{path} {fault}")
-            files = {info.filename: archive.read(info) for info in infos}
+            files = {info.filename: read_member(archive, info, MAX_APP_BYTES) for info in infos}
         if len(files) != len(infos):
             raise ConfigError(f"{path} holds a file twice")
         if CONTENT not in files:
             raise ConfigError(f"{path} is no bundle of a Flower app: it has no {CONTENT}")
         _check_content(files, files.pop(CONTENT).decode(), path)
-    except (zipfile.BadZipFile, OSError, LookupError, ValueError, EOFError, RuntimeError, struct.error, zlib.error,
-            lzma.LZMAError) as error:  # fmt: skip
+    except ZIP_ERRORS as error:
         raise ConfigError(f"{path} is no bundle of a Flower app: {error}") from None
     return files
 

@@ -1,6 +1,8 @@
 """A bundle of Flower's own command is the app that it was built of, and one that was changed is refused."""
 
 import hashlib
+import struct
+import tracemalloc
 import zipfile
 
 import pytest
@@ -95,3 +97,20 @@ def test_what_is_no_bundle_and_one_that_is_too_long_are_refused(bundle, tmp_path
     monkeypatch.setattr(app_bundle, "MAX_APP_BYTES", 100)
     with pytest.raises(ConfigError, match=r"has \d+ bytes, a bundle of Flower has at most 100"), open_app(bundle):
         pass
+
+
+@pytest.mark.parametrize("way", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_bundle_that_unpacks_to_more_than_it_declares_is_refused_without_the_memory_for_it(tmp_path, way):
+    path, size = tmp_path / "bomb.fab", 30_000_000
+    with zipfile.ZipFile(path, "w", way) as archive:
+        archive.writestr("a.md", bytes(size))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(struct.pack("<I", size), struct.pack("<I", 10)))
+    tracemalloc.start()
+    words = "is no bundle of a Flower app: Bad CRC" if way == zipfile.ZIP_DEFLATED else "in a way other than deflate"
+    with pytest.raises(ConfigError, match=words) as raised, open_app(path):
+        pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+    assert "\n" not in str(raised.value)

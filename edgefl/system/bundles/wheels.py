@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import lzma
-import struct
 import sys
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from email.parser import BytesHeaderParser
@@ -31,7 +28,7 @@ from edgefl.system.bundles.archive import (
     write_bundle,
 )
 from edgefl.system.bundles.signatures import SignedList, compute_key_id, sign_manifest
-from edgefl.system.zip_members import find_member_fault
+from edgefl.system.zip_members import ZIP_ERRORS, find_member_fault, read_member
 
 MAX_UNPACKED_BYTES = 2 * 1024 * 1024 * 1024
 MAX_ENTRIES = 50_000
@@ -59,8 +56,7 @@ def check_wheel(path: Path, entry: WheelEntry, kind: BundleKind) -> list[str]:
             for info in infos:
                 _check_entry(entry, info)
             _check_metadata(entry, wheel)
-    except (zipfile.BadZipFile, OSError, LookupError, ValueError, EOFError, RuntimeError, struct.error, zlib.error,
-            lzma.LZMAError) as error:  # fmt: skip
+    except ZIP_ERRORS as error:
         raise BundleError(f"{entry.file} is no wheel: {error}") from None
     names = [info.filename for info in infos if not info.is_dir()]
     if len(set(names)) != len(names):
@@ -122,8 +118,8 @@ def _check_metadata(entry: WheelEntry, wheel: zipfile.ZipFile) -> None:
     ]
     if len(metadata_files) != 1:
         raise BundleError(f"{entry.file} is no wheel: it has {len(metadata_files)} METADATA, expected 1")
-    with wheel.open(metadata_files[0]) as file:
-        metadata = BytesHeaderParser().parsebytes(file.read(MAX_METADATA_BYTES))
+    info = wheel.getinfo(metadata_files[0])
+    metadata = BytesHeaderParser().parsebytes(read_member(wheel, info, MAX_METADATA_BYTES))
     # A header with non-ASCII bytes is not a str.
     name, version = str(metadata.get("Name") or ""), str(metadata.get("Version") or "")
     try:

@@ -81,6 +81,15 @@ def test_a_bomb_is_refused_by_what_it_announces(tmp_path: Path, monkeypatch: pyt
         names(path)
 
 
+@pytest.mark.parametrize("way", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_wheel_whose_files_cannot_be_unpacked_in_parts_is_refused(tmp_path: Path, way: int) -> None:
+    path = make_wheel(tmp_path, "gulls", "1.0", {"gulls.py": ""})
+    with zipfile.ZipFile(path, "a") as wheel:
+        wheel.writestr("gulls.txt", "x", way)
+    with pytest.raises(BundleError, match=r"holds 'gulls\.txt', which is compressed in a way other than deflate"):
+        names(path)
+
+
 def test_a_file_twice_no_metadata_or_another_s_and_no_zip_are_refused(tmp_path: Path) -> None:
     path = make_wheel(tmp_path, "gulls", "1.0", {"gulls.py": ""})
     with zipfile.ZipFile(path, "a") as wheel, pytest.warns(UserWarning, match="Duplicate"):
