@@ -32,6 +32,9 @@ MAX_SUM_BYTES = 1 << 20
 """Maximum bytes of the sums of all metrics of a task."""
 MAX_SUM = 2.0**48
 """Maximum of a number in the sums of one device: those of 32,000 devices can be added."""
+_MAIN_REPLY_METRICS = frozenset(
+    f"{prefix}{word}" for prefix in ("", "eval_", "eval-", "train_", "train-") for word in ("loss", "accuracy")
+)
 _SumLayout = tuple[str, str, str, tuple[int, ...]]
 """Metric, name, type and shape of one array."""
 
@@ -52,6 +55,11 @@ class ReplyMetrics:
     loss: float | None = None
     accuracy: float | None = None
     values: Mapping[str, float] = field(default_factory=dict)
+
+
+def rank_reply_metric(name: str, count: int = 1) -> tuple[bool, int, str]:
+    """Returns a sort key by which losses and accuracies come first, then what most replies have."""
+    return name not in _MAIN_REPLY_METRICS, -count, name
 
 
 class Metric(ABC):

@@ -15,7 +15,7 @@ from typing import Any, cast
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from edgefl.core.errors import DataError
-from edgefl.core.metrics import MAX_REPLY_METRICS, ReplyMetrics
+from edgefl.core.metrics import MAX_REPLY_METRICS, ReplyMetrics, rank_reply_metric
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
 
@@ -24,6 +24,8 @@ _RECORDS, _BYTES = "records", "bytes"
 _METRIC_NAME = re.compile(r"[\w. /-]{1,64}\Z", re.ASCII)
 _OLDER_METRICS = frozenset({"fitres.metrics", "evaluateres.metrics"})
 """Records in which Flower's older interface sends metrics."""
+TRAIN, EVALUATE, QUERY = "train", "evaluate", "query"
+"""Kinds of messages: what their types begin with."""
 EXAMPLE_NAMES = ("num-examples", "num_examples")
 MAX_EXAMPLES, MAX_VALUE = 1e9, 1e12
 """Of a reply, in the history: of its examples, and of the size of a metric."""
@@ -55,28 +57,28 @@ def decode_message(body: bytes) -> tuple[Json, RecordDict | None]:
     return cast("Json", header), content
 
 
-def read_metrics(body: bytes, *, is_evaluation: bool) -> ReplyMetrics:
-    """Returns the numbers of a reply; none of one that makes no sense."""
+def read_metrics(body: bytes, *, kind: str) -> ReplyMetrics:
+    """Returns the numbers of a reply to a message of a kind; none of one that makes no sense."""
     found: dict[str, float] = {}
     try:
         (length,) = _LENGTH.unpack_from(body)
-        for name, kind, items in parse_json(body[_LENGTH.size : _LENGTH.size + length])[_RECORDS] or ():
-            if kind == "metrics" or (kind == "config" and name in _OLDER_METRICS):
+        for name, form, items in parse_json(body[_LENGTH.size : _LENGTH.size + length])[_RECORDS] or ():
+            if form == "metrics" or (form == "config" and name in _OLDER_METRICS):
                 found |= {key: value for key, value in items.items() if _is_metric(key, value)}
     except (struct.error, ValueError, TypeError, LookupError, AttributeError):
         found = {}
     counts = [found.pop(name, 0.0) for name in EXAMPLE_NAMES]
-    values = {name: float(found[name]) for name in sorted(found)[:MAX_REPLY_METRICS]}
-    prefix = "eval" if is_evaluation else "train"
+    values = {name: float(found[name]) for name in sorted(found, key=rank_reply_metric)[:MAX_REPLY_METRICS]}
+    prefix = "eval" if kind == EVALUATE else "train"
     loss, accuracy = (
         next((values[name] for name in (f"{prefix}_{word}", f"{prefix}-{word}", word) if name in values), None)
         for word in ("loss", "accuracy")
     )
     return ReplyMetrics(
-        is_evaluation=is_evaluation,
+        is_evaluation=kind == EVALUATE,
         num_examples=int(min(max(0.0, *counts), MAX_EXAMPLES)),
-        loss=loss,
-        accuracy=accuracy if is_evaluation else None,
+        loss=loss if kind in {TRAIN, EVALUATE} else None,
+        accuracy=accuracy if kind == EVALUATE and accuracy is not None and 0 <= accuracy <= 1 else None,
         values=values,
     )
 

@@ -34,7 +34,7 @@ from edgefl.core.types import (
 )
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import CRASHED_ERROR, MAX_REASON_CHARS, UNAVAILABLE_ERROR
-from edgefl.flower.app_messages import read_metrics
+from edgefl.flower.app_messages import EVALUATE, QUERY, TRAIN, read_metrics
 from edgefl.flower.server_link import ServerLink, make_size_reason
 from edgefl.flower.strategy import compute_node_id
 from edgefl.strategies.aggregation import unload_tensors
@@ -48,8 +48,8 @@ SENT_S = 0.001
 MAX_LISTS = 3
 """How often a ServerApp may ask for nodes in a turn without sending a message: they are the same until the next."""
 MAX_MESSAGES = 1_000_000
-EVALUATION = "e"
-"""First letter of the name of an assignment that is an evaluation."""
+KINDS = {"m": TRAIN, "e": EVALUATE, "q": QUERY}
+"""Kind of a message by the first letter of the name of its assignment."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class AppState:
         num_partitions: boards at the start.
         targets: of each message, its board.
         rounds: of each message, from 1 on; it never falls.
-        evaluations: messages that ask for an evaluation.
+        letters: of each message, that of its kind.
         pending: messages to be given out, in order.
         in_flight: assignment -> its message.
         complete: replies.
@@ -83,7 +83,7 @@ class AppState:
     num_partitions: int = 0
     targets: list[str] = field(default_factory=list)
     rounds: list[int] = field(default_factory=list)
-    evaluations: set[int] = field(default_factory=set)
+    letters: list[str] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
     in_flight: dict[str, int] = field(default_factory=dict)
     complete: dict[int, CompletePart] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class AppStrategy(Strategy[AppState]):
             # Of a checkpoint, which there is only before the first reply: nothing is lost.
             state.attempt += 1
             state.targets, state.rounds, state.pending, state.in_flight = [], [], [], {}
-            state.failed, state.evaluations, state.delivered = {}, set(), set()
+            state.failed, state.letters, state.delivered = {}, [], set()
         if not state.nodes:
             if len(view.idle) < self.min_devices:
                 return False
@@ -274,8 +274,7 @@ class AppStrategy(Strategy[AppState]):
         state.targets.append(device_id)
         newest, number = state.rounds[-1] if state.rounds else 1, request.get("round")
         state.rounds.append(max(newest, min(number, MAX_MESSAGES)) if isinstance(number, int) else newest)
-        if request.get("type") == "evaluate":
-            state.evaluations.add(part)
+        state.letters.append(next((letter for letter, kind in KINDS.items() if kind == request.get("type")), "q"))
         if not device_id:
             self._fail(state, part, is_away=True)
             return part
@@ -332,7 +331,7 @@ class AppStrategy(Strategy[AppState]):
 
     def _make_instruction(self, state: AppState, part: int, device_id: str) -> TrainInstruction:
         digest = hashlib.sha256(self.make_input(part)).hexdigest()[:12]
-        letter = EVALUATION if part in state.evaluations else "m"
+        letter = state.letters[part] if state.letters else "m"
         return TrainInstruction(
             assignment_id=f"{letter}{part}-t{state.attempt + 1}-{digest}-{device_id}",
             device_id=device_id,
@@ -347,7 +346,7 @@ def read_reply(update: Update) -> ReplyMetrics:
     """Returns the metrics of a reply."""
     body = np.asarray(update.tensors[RESULT]).tobytes()
     unload_tensors(update.tensors)
-    return read_metrics(body, is_evaluation=update.assignment_id.startswith(EVALUATION))
+    return read_metrics(body, kind=KINDS.get(update.assignment_id[:1], QUERY))
 
 
 def _list_nodes(state: AppState, view: FleetView) -> Sequence[str]:

@@ -77,17 +77,30 @@ def test_the_metrics_of_a_reply_are_read_of_both_interfaces_and_are_bounded():
     metrics = MetricRecord({"num-examples": 7, "eval_loss": 0.5, "accuracy": 0.75, "list": [0.5], "nan": math.nan,
                             "large": 1e300, "\x1b[2J": 1.0, "n" * 65: 1.0})  # fmt: skip
     reply = encode_message({}, RecordDict({"arrays": ARRAYS, "metrics": metrics, "c": ConfigRecord({"n": 1})}))
-    found = read_metrics(reply, is_evaluation=True)
+    found = read_metrics(reply, kind="evaluate")
     assert (found.num_examples, found.loss, found.accuracy) == (7, 0.5, 0.75)
     assert found.values == {"eval_loss": 0.5, "accuracy": 0.75}
-    assert read_metrics(reply, is_evaluation=False).loss is None
+    assert read_metrics(reply, kind="train").loss is None
     older = RecordDict({
         "fitres.num_examples": MetricRecord({"num_examples": 10**12}),
         "fitres.metrics": ConfigRecord({"train_loss": 0.25, "name": "a", "flag": True}),
     })  # fmt: skip
-    found = read_metrics(encode_message({}, older), is_evaluation=False)
+    found = read_metrics(encode_message({}, older), kind="train")
     assert (found.num_examples, found.loss, found.values) == (10**9, 0.25, {"train_loss": 0.25})
     many = RecordDict({"metrics": MetricRecord({f"m{number}": 1.0 for number in range(100)})})
-    assert len(read_metrics(encode_message({}, many), is_evaluation=True).values) == 32
+    assert len(read_metrics(encode_message({}, many), kind="evaluate").values) == 32
+    many["metrics"]["train_loss"] = 3.0
+    assert read_metrics(encode_message({}, many), kind="train").loss == 3.0
+    for accuracy in (1e12, 1.01, -0.01):
+        wrong = encode_message({}, RecordDict({"metrics": MetricRecord({"accuracy": accuracy})}))
+        found = read_metrics(wrong, kind="evaluate")
+        assert (found.accuracy, found.values) == (None, {"accuracy": accuracy})
+    answer = read_metrics(encode_message({}, older), kind="query")
+    assert (answer.loss, answer.accuracy, answer.is_evaluation, answer.values) == (
+        None,
+        None,
+        False,
+        {"train_loss": 0.25},
+    )
     for body in (b"", reply[:60], encode_message({"error": 2, "reason": "no"}), encode_envelope({"records": [3]})):
-        assert read_metrics(body, is_evaluation=True).values == {}
+        assert read_metrics(body, kind="evaluate").values == {}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flower_apps import CLIENT, PRIVATE_APP, PROJECT, SERVER, HereGrid, forget_modules, imported_app, write_app
-from flwr.app import ConfigRecord, Metadata, RecordDict
+from flwr.app import ConfigRecord, Metadata, MetricRecord, RecordDict
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, RunFailedError, TaskError
@@ -24,7 +24,7 @@ from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import LOAD_S, FlowerApp, compute_fingerprint, load_component, make_app_run
 from edgefl.flower.app_messages import encode_message, split_envelope
-from edgefl.flower.app_strategy import SENT_S
+from edgefl.flower.app_strategy import SENT_S, read_reply
 from edgefl.flower.server_process import ProcessGrid, run_app
 from edgefl.strategies.job_strategy import RESULT
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
@@ -394,6 +394,16 @@ def main(grid, context):
 TORCH = "SEEDS = []\nmanual_seed = SEEDS.append\n"
 
 
+def test_losses_are_read_of_replies_to_messages_that_train_or_evaluate_and_of_no_others():
+    body = np.frombuffer(encode_message({}, RecordDict({"m": MetricRecord({"loss": 0.5})})), np.uint8)
+    found = [
+        read_reply(Update(assignment_id=name, device_id="a", base_version=0, tensors={RESULT: body},
+                          metrics=METRICS, received_s=0.0))
+        for name in ("m0-t1", "e1-t1", "q2-t1")
+    ]  # fmt: skip
+    assert [(reply.is_evaluation, reply.loss) for reply in found] == [(False, 0.5), (True, 0.5), (False, None)]
+
+
 def test_an_app_ends_when_its_threads_do_with_all_it_wrote_and_torch_is_seeded_wherever_it_is_imported(make_fleet):
     project = PROJECT.replace("numpy>=1.26", "torch>=2")
     changes = {"pyproject.toml": project, "torch.py": TORCH, "mean_app/server_app.py": ENDING}
@@ -448,6 +458,7 @@ def test_the_grid_waits_no_longer_than_it_is_told_and_gives_each_reply_once(make
     del fleet.view.devices["c"]
     log = fleet.run()["server-app.log"].decode()
     words = {"unknown", "slow", "none", "then", "once", "two"}
+    assert {name[0] for name in fleet.asked} == {"q"}
     assert [line for line in log.splitlines() if line.partition(" ")[0] in words] == [
         "unknown [5]",
         "slow []",

@@ -93,7 +93,7 @@ def replies(_folder: Path) -> Reader:
         hash((reply.has_error() and (reply.error.code, reply.error.reason), reply.metadata.group_id))
         for record in reply.content.values() if reply.has_content() else ():
             list(record.items())
-        assert all(map(math.isfinite, read_metrics(data, is_evaluation=True).values.values()))
+        assert all(map(math.isfinite, read_metrics(data, kind="evaluate").values.values()))
 
     error = encode_message({"error": 2, "reason": "no data"})
     return Reader(feed=feed, seeds=tuple(Seed(content=one) for one in (encode_message({}, make_content()), error)))

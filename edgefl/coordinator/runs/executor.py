@@ -142,11 +142,14 @@ class RunExecutor:
         except Exception as error:  # a strategy of others may raise anything
             if not self._fleet.is_live:  # the journaled turns did not fail before: the replay deviates
                 raise ReplayError(f"{type(error).__name__}: {error}") from error
-            self._log.commit()  # the last turn is history too
-            self.history.finish()
             # Absent devices must not cost a run its progress: it can be resumed once more.
             is_awaiting_devices = isinstance(error, NotEnoughDevicesError) and self.start.is_resumed
-            if self._last_turn and (is_awaiting_devices or isinstance(error, InterruptedRunError)):
+            is_interrupted = is_awaiting_devices or isinstance(error, InterruptedRunError)
+            if isinstance(self._recorder, AppRecorder) and not is_interrupted:
+                self._recorder.on_finish()  # an app that is resumed begins anew; others go on in their round
+            self._log.commit()  # the last turn is history too
+            self.history.finish()
+            if self._last_turn and is_interrupted:
                 self._checkpoint_unless_updates_pending(*self._last_turn)
             if is_awaiting_devices:
                 raise InterruptedRunError(str(error)) from error

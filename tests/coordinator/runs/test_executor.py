@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,8 +25,8 @@ from edgefl.coordinator.runs.history_writer import HistoryWriter
 from edgefl.coordinator.runs.model_retention import ModelRetention
 from edgefl.coordinator.runs.recovery import RunStart, can_auto_finish, restore_exactly, restore_from_checkpoint
 from edgefl.core.config import ModelsSection, RunConfig, parse_run
-from edgefl.core.errors import StrategyError
-from edgefl.core.metrics import NO_METRICS, MetricSet
+from edgefl.core.errors import RunFailedError, StrategyError
+from edgefl.core.metrics import NO_METRICS, MetricSet, ReplyMetrics
 from edgefl.core.types import (
     Event,
     FinishEarlyInstruction,
@@ -125,6 +126,7 @@ class Made:
     divergence: DivergenceRule = field(default_factory=DivergenceRule)
     metrics: MetricSet = NO_METRICS
     config: RunConfig = field(default_factory=lambda: parse_run({"run": {"task": TASK}}))
+    read_reply: Any = None
 
     def make_whole(self, model: Tensors) -> Tensors:
         return model
@@ -505,6 +507,18 @@ def test_a_state_that_cannot_be_saved_is_the_strategys_fault_and_costs_no_histor
         row["round"] for row in read_history(stores[0].store, "rounds", run="r") if row["closed_at"] is not None
     ]
     assert len(closed) == since
+
+
+@pytest.mark.parametrize("error", [RunFailedError, InterruptedRunError])
+def test_the_last_round_of_an_app_that_fails_is_closed_and_of_one_that_goes_on_later_it_is_not(
+    stores: list[Site], error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Made(read_reply=lambda _: ReplyMetrics(is_evaluation=False))
+    monkeypatch.setattr(Boards, "wait", raises(error))
+    with contextlib.suppress(RunFailedError):
+        stores[0].drive(Boards(FaultyFleet(1)), made=made)
+    (row,) = read_history(stores[0].store, "rounds", run="r")
+    assert (row["closed_at"] is not None) == (error is RunFailedError)
 
 
 def test_updates_wait_in_some_of_these_places(stores: list[Site]) -> None:
