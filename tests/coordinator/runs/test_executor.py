@@ -122,7 +122,6 @@ class Made:
     evaluate: EvaluationRule = field(default_factory=EvaluationSchedule)
     rounds: RoundCounter = field(default_factory=RoundCounter)
     policy: RunParticipationPolicy = field(default_factory=RunParticipationPolicy)
-    read_reply: None = None
     divergence: DivergenceRule = field(default_factory=DivergenceRule)
     metrics: MetricSet = NO_METRICS
     config: RunConfig = field(default_factory=lambda: parse_run({"run": {"task": TASK}}))
