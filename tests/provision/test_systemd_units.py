@@ -67,6 +67,15 @@ def analyze(*words):
     return subprocess.run(["systemd-analyze", *words], capture_output=True, text=True, check=False, timeout=60)
 
 
+def test_what_waits_for_the_join_is_started_with_the_device_which_that_starts():
+    texts = {name: source(f"units/{name}").read_text() for name in UNITS}
+    assert "OnSuccess=edgefl-device.service\n" in texts["edgefl-join.service"]
+    waiting = [name for name, text in texts.items() if "ConditionPathExists=%S/edgefl/device.json\n" in text]
+    assert waiting == ["edgefl-device.service", "edgefl-serve.service"]
+    assert re.search(r"^WantedBy=.*\bedgefl-device\.service$", texts["edgefl-serve.service"], re.MULTILINE)
+    assert "After=edgefl-device.service\n" in texts["edgefl-serve.service"]
+
+
 @NEEDS_ANALYZE
 def test_systemd_has_nothing_to_say_against_the_units_and_would_find_an_unknown_key(board):
     done = analyze("verify", f"--root={board}", *UNITS, PATH.name)

@@ -48,6 +48,7 @@ class Camera:
             self._capture.set(opencv.CAP_PROP_FRAME_WIDTH, width)
             self._capture.set(opencv.CAP_PROP_FRAME_HEIGHT, height)
         self._due_s = time.monotonic()
+        self._signature: Array | None = None
         self._kept: Array | None = None
 
     def read(self, stopping: threading.Event) -> bytes:
@@ -73,6 +74,9 @@ class Camera:
         except self._opencv.error as error:
             raise OSError(f"a frame of {self._section.path} cannot be used: {error.err}") from None
 
+    def accept(self) -> None:
+        self._kept = self._signature
+
     def close(self) -> None:
         self._capture.release()
 
@@ -94,13 +98,10 @@ class Camera:
         return bytes(opencv.imencode(section.suffix, frame, quality)[1])
 
     def _has_moved(self, frame: Array) -> bool:
-        """Returns whether a cell of the frame differs from the last one of which that was said."""
+        """Returns whether a cell of the frame differs from the last one that was kept."""
         cells = self._opencv.resize(frame, (NUM_CELLS, NUM_CELLS), interpolation=self._opencv.INTER_AREA)
-        signature = level_cells(cells if cells.ndim == 2 else cells.mean(axis=2))
-        if self._kept is not None and np.abs(signature - self._kept).max() <= self._section.motion_levels:
-            return False
-        self._kept = signature
-        return True
+        self._signature = level_cells(cells if cells.ndim == 2 else cells.mean(axis=2))
+        return self._kept is None or np.abs(self._signature - self._kept).max() > self._section.motion_levels
 
 
 def _crop(frame: Array, parts: tuple[float, ...]) -> Array:

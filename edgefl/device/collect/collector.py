@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from edgefl.core.errors import ConfigError, StoreBusyError, StoreError
 from edgefl.core.extensions import ExtensionKind, find_extension, inherits_from
-from edgefl.device.collect import microphone
 from edgefl.device.collect.alignment import JumpDetector, Row, RowMaker, SimilarRows
 from edgefl.device.collect.answer_publisher import AnswerPublisher, withdraw_entities
 from edgefl.device.collect.answers import Answerer, InferenceClient
@@ -401,6 +400,8 @@ def _make_recorder(name: str, section: CameraSection | MicrophoneSection, counts
         TaskError: nor is OpenCV.
     """
     if isinstance(section, MicrophoneSection):
+        from edgefl.device.collect import microphone  # noqa: PLC0415 NumPy, which few need
+
         if shutil.which(microphone.PROGRAM) is None:
             raise ConfigError(
                 f"sources.{name}: a microphone is recorded by {microphone.PROGRAM}, which is not installed: "

@@ -340,9 +340,7 @@ class FolderCollector:
             except (ValueError, DataError, MemoryError) as error:
                 self._counts[f"{name}.refused"] += 1
                 self._log.warning(f"recording {name}", "source %s: a recording is left out: %s", name, error)
-            except StoreError:
-                self._counts[f"{name}.unread"] += 1
-                raise
+            recorder.advance()
 
     def _add(self, name: str, content: bytes, label: str, suffix: str, time_s: float) -> None:
         """Stores a file of a source, or counts why not."""

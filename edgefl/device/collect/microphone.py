@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import operator
 import os
 import select
 import subprocess
 import threading
+import time
 import wave
-from array import array
+
+import numpy as np
 
 from edgefl.device.collect.settings import MicrophoneSection
 from edgefl.system.processes import exit_with_parent
@@ -35,7 +36,7 @@ class Microphone:
     """
 
     def __init__(self, section: MicrophoneSection) -> None:
-        self._section, self._rest = section, b""
+        self._section, self._rest, self._said = section, bytearray(), b""
         frame_bytes = section.channels * SAMPLE_BYTES
         self._clip_bytes = round(section.seconds * section.rate) * frame_bytes
         self._step_bytes = round((section.step_s or section.seconds) * section.rate) * frame_bytes
@@ -47,6 +48,10 @@ class Microphone:
             stderr=subprocess.PIPE,
             preexec_fn=exit_with_parent,  # noqa: PLW1509 it takes no lock
         )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._output, self._errors = self._process.stdout, self._process.stderr
+        self._pipes = [self._output, self._errors]
 
     def read(self, stopping: threading.Event) -> bytes:
         """Returns the next sound as a WAV file; empty where it is too quiet, or recording has to stop.
@@ -54,17 +59,21 @@ class Microphone:
         Raises:
             OSError: the program has ended, or hangs.
         """
-        silence_s = 0.0
+        heard_s = time.monotonic()
         while len(self._rest) < max(self._clip_bytes, self._step_bytes):
             if stopping.is_set():
                 return b""
-            block = self._read_block()
-            silence_s = 0.0 if block else silence_s + WAIT_S
-            if silence_s >= SILENCE_S:
+            if block := self._read_block():
+                heard_s = time.monotonic()
+            elif time.monotonic() - heard_s >= SILENCE_S:
                 raise OSError(f"{PROGRAM} has recorded nothing for {SILENCE_S:g} s")
             self._rest += block
-        clip, self._rest = self._rest[: self._clip_bytes], self._rest[self._step_bytes :]
-        return self._encode(clip) if compute_dbfs(clip) >= self._section.least_dbfs else b""
+        clip, least_dbfs = bytes(self._rest[: self._clip_bytes]), self._section.least_dbfs
+        del self._rest[: self._step_bytes]
+        return self._encode(clip) if least_dbfs <= QUIETEST_DBFS or compute_dbfs(clip) >= least_dbfs else b""
+
+    def accept(self) -> None:
+        """Notes nothing: no sound depends on the one before."""
 
     def close(self) -> None:
         self._process.terminate()
@@ -72,23 +81,29 @@ class Microphone:
             self._process.wait(END_TIMEOUT_S)
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
+        self._output.close()
+        self._errors.close()
 
     def _read_block(self) -> bytes:
         """Returns what came, after a wait at most; raises an `OSError` once the program has ended."""
-        output, errors = self._process.stdout, self._process.stderr
-        assert output is not None
-        assert errors is not None
-        if not select.select([output], [], [], WAIT_S)[0]:
+        ready = select.select(self._pipes, [], [], WAIT_S)[0]
+        if self._errors in ready:
+            self._read_errors()
+        if self._output not in ready:
             return b""
-        if not (block := os.read(output.fileno(), BLOCK_BYTES)):
-            has_reason = select.select([errors], [], [], WAIT_S)[0]
-            reason = os.read(errors.fileno(), MAX_REASON_BYTES) if has_reason else b""
-            text = " ".join(reason.decode(errors="replace").split())
+        if not (block := os.read(self._output.fileno(), BLOCK_BYTES)):
+            if self._errors in self._pipes and select.select([self._errors], [], [], WAIT_S)[0]:
+                self._read_errors()
+            text = " ".join(self._said.decode(errors="replace").split())
             raise OSError(f"{PROGRAM} has ended: {text or 'it says nothing'}")
         return block
+
+    def _read_errors(self) -> None:
+        """Reads what the program says, which waits once the pipe is full, and keeps the end of it."""
+        text = os.read(self._errors.fileno(), BLOCK_BYTES)
+        if not text:
+            self._pipes.remove(self._errors)
+        self._said = (self._said + text)[-MAX_REASON_BYTES:]
 
     def _encode(self, clip: bytes) -> bytes:
         file = io.BytesIO()
@@ -100,6 +115,6 @@ class Microphone:
 
 def compute_dbfs(clip: bytes) -> float:
     """Returns the effective level of 16-bit samples: 0 where all are the largest, `QUIETEST_DBFS` for silence."""
-    samples = array("h", clip)
-    power = sum(map(operator.mul, samples, samples)) / max(len(samples), 1) / 2.0**30
+    samples = np.frombuffer(clip, "<i2")
+    power = float(np.einsum("i,i", samples, samples, dtype=np.float64)) / max(len(samples), 1) / 2.0**30
     return max(10 * math.log10(power), QUIETEST_DBFS) if power else QUIETEST_DBFS

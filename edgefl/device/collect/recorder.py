@@ -34,6 +34,10 @@ class RecordingDevice(Protocol):
         """
         ...
 
+    def accept(self) -> None:
+        """Is called once the last file is kept, and not where there is no room for it."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -81,12 +85,12 @@ class Recorder:
         self._thread.start()
 
     def read(self) -> Recording | None:
-        """Returns the oldest recording that was not read yet, if there is one; does not wait."""
-        if not self._unread:
-            return None
-        recording = self._unread.popleft()
-        self._read_bytes += len(recording.content)
-        return recording
+        """Returns the oldest recording that was not taken yet, if there is one; does not wait."""
+        return self._unread[0] if self._unread else None
+
+    def advance(self) -> None:
+        """Marks what `read` returns as taken."""
+        self._read_bytes += len(self._unread.popleft().content)
 
     def close(self) -> None:
         self._stopping.set()
@@ -98,10 +102,11 @@ class Recorder:
             try:
                 with contextlib.closing(self._open()) as device:
                     self._record(device)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 the boundary of the thread: once opened again it may record
                 self._counts[f"{self._name}.errors"] += 1
                 if not self._is_gone:
-                    log.warning("source %s is opened again until it records: %s", self._name, error)
+                    reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                    log.warning("source %s is opened again until it records: %s", self._name, reason)
                 self._is_gone = True
             self._stopping.wait(RETRY_S)
 
@@ -121,3 +126,4 @@ class Recorder:
             self._unread.append(
                 Recording(content=content, suffix=self._suffix, time_s=self._clock() - self._length_s)
             )
+            device.accept()

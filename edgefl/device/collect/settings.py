@@ -48,7 +48,7 @@ class CollectSection:
         similar_levels: of 255; a picture of whose 16 x 16 cells none differs by more from one that is kept already is
             left out. 0 keeps all but copies.
         similar: tolerances by column; a row in which no column has moved by more since the last that was kept is left
-            out. Columns that are not named have none.
+            out. Columns that are not named have none. Not beside `[labels]`, whose events would label no row.
         max_days: older rows and files go; 0 for no limit.
         flush_s: rows are written so often; a crash loses no more of those of MQTT.
     """
@@ -440,6 +440,8 @@ def load_collect_file(path: Path) -> CollectFile:
     num_sources = len(sources) - len(found.event_sources) - bool(own and not found.event_sources)
     if not collect.every_s and num_sources > 1:
         raise ConfigError(f"collect.every_s = 0, a row for each reading, is for one source, got {num_sources}")
+    if collect.similar and labels is not None:
+        raise ConfigError("collect.similar leaves out rows that events of [labels] label later: take one of the two")
     _check_files(found, num_sources)
     return found
 

@@ -45,9 +45,16 @@ def _read(path, count, **settings):
     """Returns what `count` frames of a camera are as files."""
     camera = Camera(CameraSection(path=path, **{"every_s": 0.03} | settings), cv2)
     try:
-        return [camera.read(threading.Event()) for _ in range(count)]
+        return [_keep(camera) for _ in range(count)]
     finally:
         camera.close()
+
+
+def _keep(camera):
+    content = camera.read(threading.Event())
+    if content:
+        camera.accept()
+    return content
 
 
 def _decode(content):
@@ -119,8 +126,27 @@ def test_what_is_not_read_is_bounded_and_counted(tmp_path, monkeypatch):
     sizes = []
     while (recording := source.read()) is not None:
         sizes.append(len(recording.content))
+        source.advance()
     assert sizes
     assert sum(sizes) <= 3000
+
+
+def test_a_frame_that_was_dropped_is_not_what_the_next_ones_are_compared_with(tmp_path, monkeypatch):
+    path, counts = _video(tmp_path / "a.avi", [STILL] * 30 + [BIRD] * 400), Counter()
+    num_bytes = len(_read(path, 1, format="png")[0])
+    monkeypatch.setattr(recorder, "MAX_UNREAD_BYTES", num_bytes * 3 // 2)
+    section = CameraSection(path=path, every_s=0.03, format="png", motion_levels=8)
+    source = Recorder("porch", ".png", lambda: Camera(section, cv2), counts)
+    source.start()
+    try:
+        eventually(lambda: counts["porch.unread"])
+        assert _decode(source.read().content)[15, 15].tolist() == [STILL] * 3
+        source.advance()
+        eventually(source.read)
+        assert _decode(source.read().content)[15, 15].tolist() == [BIRD] * 3
+        assert not counts["porch.errors"], "the video has ended, and its first frame is always kept"
+    finally:
+        source.close()
 
 
 def test_a_collect_file_with_a_camera_fills_its_shard(tmp_path):

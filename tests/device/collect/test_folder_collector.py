@@ -1,4 +1,5 @@
 import io
+import itertools
 import os
 import time
 import wave
@@ -8,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from peer_boards import eventually
 
 from edgefl.core.errors import ConfigError
 from edgefl.device.collect import file_store, folder_collector
 from edgefl.device.collect.file_store import UNLABELLED, check_example, open_file_store
 from edgefl.device.collect.folder_collector import FolderCollector
 from edgefl.device.collect.forgetting import FORGET_NAME
+from edgefl.device.collect.recorder import Recorder
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.device.collect.settings import FolderSection
 from edgefl.tasks.datasets.class_folders import survey_sounds
@@ -217,6 +220,39 @@ def test_a_full_card_leaves_files_for_later(tmp_path, monkeypatch):
         assert list((tmp_path / "shard" / "yes").iterdir()) == []
         site.collector.step()
         assert site.store.num_files == 1
+
+
+class Clips:
+    """A device that has three sounds."""
+
+    def __init__(self):
+        self.waiting = [_wav(1), _wav(2), _wav(3)]
+
+    def read(self, stopping):
+        if self.waiting:
+            return self.waiting.pop()
+        stopping.wait(60)
+        return b""
+
+    def accept(self):
+        pass
+
+    close = accept
+
+
+def test_a_full_card_leaves_recordings_for_later_in_their_order(tmp_path, monkeypatch):
+    with _site(tmp_path) as site:
+        source = Recorder("room", ".wav", Clips, site.counts, clock=itertools.count().__next__)
+        site.collector = FolderCollector({}, site.store, site.counts, flush_s=0, recorders={"room": source})
+        source.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(file_store, "open_atomic", _full)
+            eventually(source.read)
+            assert [site.collector.step() for _ in range(3)] == [folder_collector.RETRY_S] * 3
+        eventually(lambda: site.collector.step() and site.store.num_files == 3)
+        source.close()
+        assert not +site.counts
+    assert _names(tmp_path, UNLABELLED) == [f"19700101T00000{number}.000" for number in range(3)]
 
 
 def _full(path, **_mode):

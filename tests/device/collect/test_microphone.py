@@ -30,6 +30,8 @@ given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 assert sys.argv[1] == "-q" and given["-t"] == "raw" and given["-f"] == "S16_LE", sys.argv
 if given["-D"] == "absent":
     sys.exit("arecord: main:850: audio open error: No such file or directory")
+if given["-D"] == "warns":
+    print(*["overrun!!! (at least 1.2 ms long)"] * 10_000, "arecord: pcm_read:2221: read error", file=sys.stderr)
 with wave.open({path!r}) as sound:
     assert (str(sound.getframerate()), str(sound.getnchannels())) == (given["-r"], given["-c"]), given
     sys.stdout.buffer.write(sound.readframes(sound.getnframes()))
@@ -91,12 +93,13 @@ def test_a_step_below_the_length_makes_sounds_overlap(play):
     assert found == [samples[:1600], samples[800:2400]]
 
 
-def test_sounds_below_a_level_are_left_out(play):
+def test_sounds_below_a_level_are_left_out(play, monkeypatch):
     assert compute_dbfs(struct.pack("<4h", 3277, -3277, 3277, -3277)) == pytest.approx(-20, abs=0.01)
     assert compute_dbfs(b"\0" * 8) == -120
     loud, quiet = [10_000, -10_000] * 400, [100, -100] * 400
     play([*loud, *quiet, *loud])
     assert [bool(file) for file in _read(3, least_dbfs=-40)] == [True, False, True]
+    monkeypatch.delattr(microphone, "compute_dbfs")  # which takes time, while the program waits
     assert all(_read(3))
 
 
@@ -109,6 +112,18 @@ def test_a_microphone_that_is_gone_is_opened_again_and_what_the_program_says_is_
     source.close()
     (text,) = [record.getMessage() for record in caplog.records]
     assert text.endswith("arecord has ended: arecord: main:850: audio open error: No such file or directory")
+
+
+def test_a_program_that_warns_for_weeks_goes_on_and_its_last_words_say_why_it_ended(play):
+    play([1] * 1000)
+    source = Microphone(MicrophoneSection(rate=RATE, seconds=0.1, device="warns"))
+    try:
+        assert source.read(threading.Event())
+        with pytest.raises(OSError, match=r"pcm_read:2221: read error$") as caught:
+            source.read(threading.Event())
+    finally:
+        source.close()
+    assert len(str(caught.value)) < 600
 
 
 def test_a_program_that_hangs_is_ended_and_so_is_one_at_a_stop(play, monkeypatch):

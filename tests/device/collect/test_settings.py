@@ -31,6 +31,7 @@ def test_a_file_of_few_lines_is_enough(tmp_path):
     [
         ("every_s", "evry_s", "did you mean collect.every_s"),
         ('"/srv/room"', '"room"', "absolute path"),
+        ("[collect]", "[labels]\ncolumn = 'door'\n[collect]\nsimilar = { temperature = 1 }", "take one of the two"),
         ("every_s", "similar = { temperature = -1 }\nevery_s", "collect.similar.temperature must be a number from 0"),
         ('"mqtt"', '"mqt"', "sources.zigbee.kind must be one of mqtt"),
         ("host =", "hots =", "sources.zigbee.host is missing"),
