@@ -36,7 +36,7 @@ class Microphone:
     """
 
     def __init__(self, section: MicrophoneSection) -> None:
-        self._section, self._rest, self._said = section, bytearray(), b""
+        self._section, self._rest, self._message = section, bytearray(), b""
         frame_bytes = section.channels * SAMPLE_BYTES
         self._clip_bytes = round(section.seconds * section.rate) * frame_bytes
         self._step_bytes = round((section.step_s or section.seconds) * section.rate) * frame_bytes
@@ -59,13 +59,13 @@ class Microphone:
         Raises:
             OSError: the program has ended, or hangs.
         """
-        heard_s = time.monotonic()
+        received_s = time.monotonic()
         while len(self._rest) < max(self._clip_bytes, self._step_bytes):
             if stopping.is_set():
                 return b""
             if block := self._read_block():
-                heard_s = time.monotonic()
-            elif time.monotonic() - heard_s >= SILENCE_S:
+                received_s = time.monotonic()
+            elif time.monotonic() - received_s >= SILENCE_S:
                 raise OSError(f"{PROGRAM} has recorded nothing for {SILENCE_S:g} s")
             self._rest += block
         clip, least_dbfs = bytes(self._rest[: self._clip_bytes]), self._section.least_dbfs
@@ -94,7 +94,7 @@ class Microphone:
         if not (block := os.read(self._output.fileno(), BLOCK_BYTES)):
             if self._errors in self._pipes and select.select([self._errors], [], [], WAIT_S)[0]:
                 self._read_errors()
-            text = " ".join(self._said.decode(errors="replace").split())
+            text = " ".join(self._message.decode(errors="replace").split())
             raise OSError(f"{PROGRAM} has ended: {text or 'it says nothing'}")
         return block
 
@@ -103,7 +103,7 @@ class Microphone:
         text = os.read(self._errors.fileno(), BLOCK_BYTES)
         if not text:
             self._pipes.remove(self._errors)
-        self._said = (self._said + text)[-MAX_REASON_BYTES:]
+        self._message = (self._message + text)[-MAX_REASON_BYTES:]
 
     def _encode(self, clip: bytes) -> bytes:
         file = io.BytesIO()
