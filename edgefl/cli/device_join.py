@@ -439,14 +439,14 @@ def check(task: str | None, root: Path | None) -> None:
 @text_format_option
 def stats(place: str, root: Path | None, style: str) -> None:
     """Print what a collector keeps in a shard: rows, days, bytes written a day, what was left out, weak labels."""
-    from edgefl.device.collect.shard_contents import WEAK, read_contents  # noqa: PLC0415 fast start
+    from edgefl.device.collect.shard_contents import WEAK, count_weak  # noqa: PLC0415 fast start
     from edgefl.device.collect.store_state import read_store_state  # noqa: PLC0415 likewise
 
     folder = find_shard_folder(place, root)
     state = read_store_state(folder)
     if state is None:
         raise NotFoundError(f"no collector has written into {folder}; edgefl device collect FILE")
-    weak = read_contents(folder).classes.get(WEAK, {})
+    weak = count_weak(folder, state)
     facts = {
         "folder": str(folder),
         "columns": list(state.columns),

@@ -17,7 +17,14 @@ from edgefl.cli.device_join import confine_option, find_shard_folder
 from edgefl.cli.output import echo, text_format_option
 from edgefl.cli.shard_labels import check_labels
 from edgefl.cli.signing import signers_option
-from edgefl.cli.sources import allow_module_option, find_deployed_file, get_policy, load_device_state, state_option
+from edgefl.cli.sources import (
+    FiniteRange,
+    allow_module_option,
+    find_deployed_file,
+    get_policy,
+    load_device_state,
+    state_option,
+)
 from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
@@ -134,7 +141,7 @@ def forget(
 @click.option("--host", default="127.0.0.1", show_default=True, help="IP address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="0 takes a free one.")
 @click.option(
-    "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
 )
 @click.option(
     "--model",
@@ -144,7 +151,7 @@ def forget(
 @click.option(
     "--random",
     "share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.25,
     show_default=True,
     help="With --model: share of examples that are drawn at random, by which the page says how often it was right.",
@@ -208,20 +215,20 @@ def label(  # noqa: PLR0913 the options of one command
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.95,
     show_default=True,
     help="Least probability of a model's guess.",
 )
 @click.option(
     "--share",
-    type=click.FloatRange(0, 1),
+    type=FiniteRange(0, 1),
     default=0.3,
     show_default=True,
     help="Most of all labels that may be weak; 1 for no limit.",
 )
 @click.option(
-    "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
 )
 @allow_module_option
 @state_option

@@ -9,7 +9,7 @@ import click
 
 from edgefl.cli.device_join import find_shard_folder
 from edgefl.cli.output import echo
-from edgefl.cli.sources import state_option
+from edgefl.cli.sources import FiniteRange, state_option
 from edgefl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ STYLES = ("label-studio", "csv", "yolo")
 @click.option("--url", help="What stands before a file's name [default: /data/local-files/?d=NEW_FOLDER/files/].")
 @click.option("--unlabelled", is_flag=True, help="Without the files that have a class.")
 @click.option(
-    "--window", type=click.FloatRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
 )
 @state_option
 def export(  # noqa: PLR0913 the options of one command

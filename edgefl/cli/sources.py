@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,17 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 EXISTING_FILE_TYPE = click.Path(path_type=Path, exists=True, dir_okay=False)
 PATH_TYPE = click.Path(path_type=Path)
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
+
+
+class FiniteRange(click.FloatRange):
+    """Range without NaN, which is below and above no bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no number.", param, ctx)
+        return number
+
 
 state_option = click.option(
     "--state", "root", type=FOLDER_TYPE, help="State directory [default: ~/.local/share/edgefl/device]."

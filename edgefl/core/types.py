@@ -893,24 +893,35 @@ class Dataset:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Dataset]) -> Dataset:
-        """Returns the examples of all parts in order; weights and groups only where every part has them."""
-        weights = [part.weights for part in parts if part.weights is not None]
+        """Returns the examples of all parts in order; groups only where every part has them.
+
+        Where any part has weights, or weak examples, the others' are filled up: 1 each, and none weak.
+        """
+        lengths = list(map(len, parts))
         groups = [part.groups for part in parts if part.groups is not None]
         return cls(
             inputs=concatenate_inputs([part.inputs for part in parts]),
             targets=np.concatenate([part.targets for part in parts]),
-            weights=np.concatenate(weights) if len(weights) == len(parts) else None,
+            weights=_concatenate_filled([part.weights for part in parts], lengths, 1.0),
             groups=np.concatenate(groups) if len(groups) == len(parts) else None,
-            weak=concatenate_masks([part.weak for part in parts], list(map(len, parts))),
+            weak=concatenate_masks([part.weak for part in parts], lengths),
         )
 
 
 def concatenate_masks(masks: Sequence[Array | None], lengths: Sequence[int]) -> Array | None:
     """Returns [n] bool, none in a part without a mask; None where no part has one."""
-    if all(mask is None for mask in masks):
+    return _concatenate_filled(masks, lengths, False)
+
+
+def _concatenate_filled(arrays: Sequence[Array | None], lengths: Sequence[int], value: float) -> Array | None:
+    dtypes = [array.dtype for array in arrays if array is not None]
+    if not dtypes:
         return None
     return np.concatenate(
-        [np.zeros(length, bool) if mask is None else mask for mask, length in zip(masks, lengths, strict=True)]
+        [
+            np.full(length, value, dtypes[0]) if array is None else array
+            for array, length in zip(arrays, lengths, strict=True)
+        ]
     )
 
 

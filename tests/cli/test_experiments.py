@@ -13,6 +13,9 @@ import apart_strategy
 import pytest
 
 from edgefl.cli.experiments import make_demo_run
+from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.row_store import StoreLimits, open_row_store
+from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels
 
 RUN = (
     '[run]\ntask = "digits"\nrounds = 2\n[task]\nmodel = "logistic"\n[simulation]\nprofiles = ["pi-5"]\nworkers = 0\n'
@@ -287,6 +290,24 @@ def test_a_kept_autoencoder_is_measured_against_its_own_input(run, table_file, t
     words = ("latest", "--dir", root, "--shard", rows, "--part", "all", "--metric", "mae", "--format", "json")
     (row,) = run("model", "evaluate", *words).rows
     assert row["mae"] == pytest.approx(row["loss"], abs=1e-6)
+
+
+def test_a_kept_model_is_not_scored_on_weak_labels(run, refused, tmp_path):
+    file, rows, root, folder = (tmp_path / name for name in ("table.toml", "rows.csv", "d", "collected"))
+    file.write_text(
+        '[run]\ntask = "table"\n[task]\ncolumns = ["a"]\ntarget = "label"\nlabels = ["x", "y"]\n'
+        "[simulation]\nworkers = 0\n"
+    )
+    rows.write_text("a,label\n" + "".join(f"{row},{'xy'[row % 2]}\n" for row in range(60)))
+    assert run("simulate", file, "--data", rows, "--devices", 2, "--dir", root).code == 0
+    with open_row_store(folder, ("a",), StoreLimits(max_bytes=10**6)) as store:
+        store.commit([Row(1000.0 + row, (float(row),), 1) for row in range(20)], {}, {}, 0.0)
+    append_row_labels(folder, [LabelLine(since_s=1000.0, until_s=1019.0, label="x", kind=LabelKind.WEAK)])
+    words = ("model", "evaluate", "latest", "--dir", root, "--shard", folder, "--part", "all", "--format", "json")
+    refused(words, 4, "holds no examples but those of weak labels")
+    append_row_labels(folder, [LabelLine(since_s=1000.0, until_s=1004.0, label="x", kind=LabelKind.PERSON)])
+    (row,) = run(*words).rows
+    assert row["num_examples"] == 5
 
 
 def test_a_table_without_its_run_file_or_with_another_s_is_one_line(refused, table_file, tmp_path):

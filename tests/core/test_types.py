@@ -66,6 +66,19 @@ def test_rows_of_a_data_set_stay_together():
     assert (taken.inputs.tolist(), taken.targets.tolist(), len(taken)) == ([[8, 9], [0, 1]], [4, 0], 2)
 
 
+def test_data_sets_put_together_have_weights_and_weak_examples_where_any_part_has_them():
+    plain = Dataset(inputs=np.zeros(2), targets=np.zeros(2))
+    halved = Dataset(
+        inputs=np.ones(1), targets=np.ones(1), weights=np.array([0.5], np.float32), weak=np.ones(1, bool)
+    )
+    whole = Dataset.concatenate([plain, halved, plain])
+    assert whole.weights.tolist() == [1.0, 1.0, 0.5, 1.0, 1.0]
+    assert whole.weights.dtype == np.float32
+    assert whole.weak.tolist() == [False, False, True, False, False]
+    nothing = Dataset.concatenate([plain, plain])
+    assert (nothing.weights, nothing.weak) == (None, None)
+
+
 def test_derived_seeds_are_the_same_on_every_machine_and_for_ever():
     assert derive_seed(7, "run", 3, "pi-1") == 111645027541301428068791443949206639582
     assert derive_rng(7, "run", 3, "pi-1").integers(0, 1000, 3).tolist() == [563, 536, 550]

@@ -200,10 +200,12 @@ def evaluate(  # noqa: PLR0913 one per option
 
 
 def _load_examples(path: Path, part: str | None, task: Task, row: Json) -> Dataset:
-    """Returns the examples of a shard; raises `DataError` where its test part is empty."""
-    from edgefl.tasks.datasets.shards import load_task_data, split_train_test  # noqa: PLC0415 fast start
+    """Returns the examples of a shard but for weak ones; raises `DataError` where there are none."""
+    from edgefl.tasks.datasets.shards import drop_weak, load_task_data, split_train_test  # noqa: PLC0415 fast start
 
-    data = load_task_data(task, path)
+    data = drop_weak(load_task_data(task, path))
+    if not len(data):
+        raise DataError(f"shard {path} holds no examples but those of weak labels, which are for training alone")
     if (part or ("all" if _is_test_shard(path) else "test")) == "test":
         data = split_train_test(data, row["test_fraction"])[1]
         if not len(data):

@@ -189,22 +189,16 @@ class RowTarget:
 
     def list_examples(self, draw: Draw | None = None) -> list[Example]:  # noqa: ARG002 curves of all are too large
         unlabelled, others = list[Example](), list[Example]()
-        window: _Window | None = None
-        for time_s, row, is_left_out in self._iterate_rows():
-            label = row.get(LABEL_COLUMN, "")
-            self._labels |= {label} - {""}
-            if window is not None and (is_left_out or not window.has_room(time_s, row["span"], label)):
-                (others if window.label else unlabelled).append(window.make_example())
-                del others[max(0, self._max_examples - len(unlabelled)) :]
-                window = None
+        for example in self._iterate_windows():
+            (others if example.label else unlabelled).append(example)
+            del others[max(0, self._max_examples - len(unlabelled)) :]
             if len(unlabelled) >= self._max_examples:
                 return unlabelled
-            if not is_left_out:
-                window = window or _Window(time_s, row, self._state.columns, self._window_s)
-                window.add(time_s, row)
-        if window is not None and not _is_collected(self.folder):
-            (others if window.label else unlabelled).append(window.make_example())
         return [*unlabelled, *others][: self._max_examples]
+
+    def iterate_whole(self) -> Iterator[Example]:
+        """Yields all windows in the order of time, with all rows of all columns: NaN where a cell is no number."""
+        return self._iterate_windows(is_whole=True)
 
     def list_labels(self) -> list[str]:
         return sorted(self._labels)
@@ -221,6 +215,20 @@ class RowTarget:
     def undo(self, example: Example) -> bool:
         self._append(example, "", LabelKind.CLEAR)
         return True
+
+    def _iterate_windows(self, *, is_whole: bool = False) -> Iterator[Example]:
+        window: _Window | None = None
+        for time_s, row, is_left_out in self._iterate_rows():
+            label = row.get(LABEL_COLUMN, "")
+            self._labels |= {label} - {""}
+            if window is not None and (is_left_out or not window.has_room(time_s, row["span"], label)):
+                yield window.make_example()
+                window = None
+            if not is_left_out:
+                window = window or _Window(time_s, row, self._state.columns, self._window_s, is_whole=is_whole)
+                window.add(time_s, row)
+        if window is not None and not _is_collected(self.folder):
+            yield window.make_example()
 
     def _iterate_rows(self) -> Iterator[tuple[float, dict[str, str], bool]]:
         """Yields time and cells of each row, and whether it is not asked about, as one that a person has labelled."""
@@ -247,13 +255,17 @@ class RowTarget:
 
 
 class _Window:
-    """Rows as they come, of which up to twice `MAX_POINTS` stay, at equal distances."""
+    """Rows as they come: all with `is_whole`, else up to twice `MAX_POINTS` at equal distances, without gaps."""
 
-    def __init__(self, since_s: float, row: Mapping[str, str], columns: Sequence[str], window_s: float) -> None:
+    def __init__(
+        self, since_s: float, row: Mapping[str, str], columns: Sequence[str], window_s: float, *, is_whole: bool
+    ) -> None:
         self.span, self.label = row["span"], row.get(LABEL_COLUMN, "")
         self._since_s = self._until_s = since_s
         self._end_s, self._num_rows, self._step = since_s + window_s, 0, 1
-        names = [name for name in columns if _parse_number(row[name]) is not None][:MAX_CURVES]
+        self._is_whole, names = is_whole, columns
+        if not is_whole:
+            names = [name for name in columns if _parse_number(row[name]) is not None][:MAX_CURVES]
         self._curves, self._times = {name: array("d") for name in names}, array("d")
 
     def has_room(self, time_s: float, span: str, label: str) -> bool:
@@ -265,12 +277,12 @@ class _Window:
             self._times.append(time_s)
             for name in list(self._curves):
                 number = _parse_number(row[name])
-                if number is None:
+                if number is None and not self._is_whole:
                     del self._curves[name]  # a missing value
                 else:
-                    self._curves[name].append(number)
+                    self._curves[name].append(math.nan if number is None else number)
         self._num_rows += 1
-        if self._num_rows == 2 * MAX_POINTS * self._step:
+        if self._num_rows == 2 * MAX_POINTS * self._step and not self._is_whole:
             self._step *= 2
             for points in (self._times, *self._curves.values()):
                 del points[1::2]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgefl.core.errors import NotFoundError
-from edgefl.device.collect.file_store import UNLABELLED, list_files, read_file_time
+from edgefl.device.collect.file_store import UNLABELLED, list_class_files, list_files, read_file_time
 from edgefl.device.collect.forgetting import LABEL, ForgetRequest, iterate_rows
 from edgefl.device.collect.store_state import StoreState, read_store_state
-from edgefl.system.row_labels import read_row_labels
+from edgefl.system.row_labels import LabelKind, read_row_labels
 
 MAX_VALUES = 50
 """Different texts of a column that counts as one of classes."""
@@ -64,7 +63,22 @@ def read_contents(folder: Path) -> ShardContents:
         StoreError: its state, or a segment, cannot be read.
     """
     state = require_state(folder)
-    return _read_rows(folder, state) if state.columns else _read_files(folder)
+    found = _read_rows(folder, state) if state.columns else _read_files(folder)
+    if weak := count_weak(folder, state):
+        found.classes[WEAK] = weak
+    return found
+
+
+def count_weak(folder: Path, state: StoreState) -> dict[str, int]:
+    """Returns how many examples have which weak label; reads no more than labels where none is there."""
+    labels = read_row_labels(folder)
+    if all(line.kind is not LabelKind.WEAK for line in labels.lines):
+        return {}
+    if state.columns:
+        times = [time_s for time_s, _ in iterate_rows(folder, state)]
+    else:
+        times = [read_file_time(file) for file in list_class_files(folder, UNLABELLED)]
+    return dict(sorted(Counter(filter(None, labels.find_weak(times))).items()))
 
 
 def count_forgotten(folder: Path, request: ForgetRequest) -> Times:
@@ -91,10 +105,9 @@ def _list_times(folder: Path, state: StoreState, request: ForgetRequest) -> Iter
 
 def _read_rows(folder: Path, state: StoreState) -> ShardContents:
     found, values = ShardContents(kind="rows"), {name: Counter[str]() for name in (*state.columns, LABEL)}
-    former, times = "", array("d")
+    former = ""
     for time_s, row in iterate_rows(folder, state):
         found.total.add(time_s)
-        times.append(time_s)
         if row["span"] != former:
             former = row["span"]
             found.num_spans += 1
@@ -110,7 +123,6 @@ def _read_rows(folder: Path, state: StoreState) -> ShardContents:
         found.examples.append(", ".join(f"{name} {text}" for name, text in row.items() if name not in _HIDDEN))
         del found.examples[:-NUM_EXAMPLES]
     found.classes = {name: dict(sorted(counts.items())) for name, counts in values.items() if set(counts) - {""}}
-    found.classes |= _count_weak(folder, times)
     return found
 
 
@@ -120,16 +132,9 @@ def _read_files(folder: Path) -> ShardContents:
     for file in files:
         labels[file.label] += 1
         found.total.add(read_file_time(file))
-    unlabelled = [read_file_time(file) for file in files if file.label == UNLABELLED]
-    found.classes = {"label": dict(sorted(labels.items()))} | _count_weak(folder, unlabelled)
+    found.classes = {"label": dict(sorted(labels.items()))}
     found.examples = [f"{file.label}/{file.name}, {file.num_bytes} bytes" for file in files[-NUM_EXAMPLES:]]
     return found
-
-
-def _count_weak(folder: Path, times: Sequence[float]) -> dict[str, dict[str, int]]:
-    """Returns how many examples have which weak label, as of a column; nothing where none has one."""
-    counts = Counter(filter(None, read_row_labels(folder).find_weak(times)))
-    return {WEAK: dict(sorted(counts.items()))} if counts else {}
 
 
 def _is_number(text: str) -> bool:

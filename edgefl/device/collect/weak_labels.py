@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +26,20 @@ from edgefl.system.row_labels import LABEL_COLUMN, LabelKind, LabelLine, has_lab
 
 KEEP_ALL = 1.0
 
-Teacher = Callable[[Path, Sequence[Example]], Mapping[str, tuple[str, float]]]
-"""Function from a shard's folder and examples to label and probability, by the examples' keys."""
+Teacher = Callable[[FileTarget | RowTarget, Sequence[Example]], Mapping[str, tuple[str, float]]]
+"""Function from a shard's target and examples of it to label and probability, by the examples' keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """An example without a label: the `path` of a file, or `columns` of a time's rows in the order of time."""
+    """An example without a label: the `path` of a file, or a time's rows.
+
+    Attributes:
+        path: None for rows.
+        columns: of all rows in the order of time, NaN where a cell is empty or no number; empty for a file.
+        since_s: time of the first row, or of the file, in seconds since 1970.
+        until_s: likewise of the last.
+    """
 
     path: Path | None
     columns: Mapping[str, Sequence[float]]
@@ -60,8 +67,8 @@ KIND = ExtensionKind(
 def make_model_teacher(guesser: Guesser, threshold: float) -> Teacher:
     """Returns a teacher that gives the guesses of at least this probability."""
 
-    def guess(folder: Path, examples: Sequence[Example]) -> dict[str, tuple[str, float]]:
-        guesses = guesser.guess(folder, {example.key: example.source for example in examples})
+    def guess(target: FileTarget | RowTarget, examples: Sequence[Example]) -> dict[str, tuple[str, float]]:
+        guesses = guesser.guess(target.folder, {example.key: example.source for example in examples})
         return {key: (one.label, one.probability) for key, one in guesses.items() if one.probability >= threshold}
 
     return guess
@@ -71,19 +78,18 @@ def make_function_teacher(names: Sequence[str]) -> Teacher:
     """Returns a teacher that gives what most of these `module:Class` say; their share counts as the probability.
 
     Raises:
-        ConfigError: one is not there, not allowed, or no label function.
+        ConfigError: one is not there, not allowed, no label function, or cannot be made.
     """
-    functions = {name: find_extension(KIND, name, ())() for name in names}
+    functions = {name: _make_function(name) for name in names}
 
-    def vote(folder: Path, examples: Sequence[Example]) -> dict[str, tuple[str, float]]:
+    def vote(target: FileTarget | RowTarget, examples: Sequence[Example]) -> dict[str, tuple[str, float]]:
         found = dict[str, tuple[str, float]]()
-        for example in examples:
-            candidate = _make_candidate(folder, example)
+        for key, candidate in _iterate_candidates(target, examples):
             votes = Counter(_ask(name, function, candidate) for name, function in functions.items())
             del votes[None]
             best = votes.most_common(2)
             if best and (len(best) == 1 or best[0][1] > best[1][1]):
-                found[example.key] = str(best[0][0]), best[0][1] / len(functions)
+                found[key] = str(best[0][0]), best[0][1] / len(functions)
         return found
 
     return vote
@@ -101,7 +107,7 @@ def update_weak_labels(target: FileTarget | RowTarget, teacher: Teacher, share: 
         EdgeflError: the shard, the model or the labels cannot be used, or a function fails.
     """
     examples = [example for example in target.list_examples(sample_places) if not example.label]
-    guesses = {key: guess for key, guess in teacher(target.folder, examples).items() if is_label(guess[0])}
+    guesses = {key: guess for key, guess in teacher(target, examples).items() if is_label(guess[0])}
     named = [example for example in examples if example.key in guesses]
     sizes, num_labelled = _count_rows(target.folder, named)
     most = sum(sizes) if share >= KEEP_ALL else int(share / (1 - share) * num_labelled)
@@ -130,6 +136,15 @@ def choose_guesses(guesses: Sequence[tuple[str, float]], sizes: Sequence[int], m
     return chosen
 
 
+def _make_function(name: str) -> LabelFunction:
+    kind = find_extension(KIND, name, ())
+    try:
+        function: LabelFunction = kind()
+    except Exception as error:  # another author's constructor may raise anything
+        raise ConfigError(f"label function {name} cannot be made: {type(error).__name__}: {error}") from error
+    return function
+
+
 def _ask(name: str, function: LabelFunction, candidate: Candidate) -> str | None:
     try:
         label = function.label(candidate)
@@ -140,9 +155,19 @@ def _ask(name: str, function: LabelFunction, candidate: Candidate) -> str | None
     return label
 
 
-def _make_candidate(folder: Path, example: Example) -> Candidate:
-    path = None if example.file is None else folder / example.file.label / example.file.name
-    return Candidate(path=path, columns=dict(example.curves), since_s=example.since_s, until_s=example.until_s)
+def _iterate_candidates(
+    target: FileTarget | RowTarget, examples: Sequence[Example]
+) -> Iterator[tuple[str, Candidate]]:
+    """Yields key and candidate of the examples; rows are read again, a window at a time."""
+    left = {example.key for example in examples}
+    found = iter(examples) if isinstance(target, FileTarget) else target.iterate_whole()
+    while left and (example := next(found, None)) is not None:
+        if example.key not in left:
+            continue
+        left.remove(example.key)
+        path = None if example.file is None else target.folder / example.file.label / example.file.name
+        columns = dict(example.curves)
+        yield example.key, Candidate(path=path, columns=columns, since_s=example.since_s, until_s=example.until_s)
 
 
 def _count_rows(folder: Path, examples: Sequence[Example]) -> tuple[list[int], int]:

@@ -433,6 +433,8 @@ def check_model(request: ModelCheckRequest) -> ModelCheckResult:
     """
     task = make_task(request.task, request.options)
     data = select_check_data(task.read(request.shard), request)
+    if not len(data):
+        raise DataError(f"the shard {request.shard} holds no examples to check a model on; weak labels do not count")
     model = OnnxModel(Path(request.path))
     if model.task not in {"", request.task}:
         raise DataError(f"the model is of task {model.task}, not of {request.task}")
@@ -494,7 +496,8 @@ def select_check_data(data: Dataset, request: ModelCheckRequest) -> Dataset:
     strong = drop_weak(data)
     if request.role == Role.EVALUATOR:
         return strong
-    return next((part for part in (split_train_test(data, request.test_fraction)[1], strong) if len(part)), data)
+    test = split_train_test(data, request.test_fraction)[1]
+    return test if len(test) else strong
 
 
 def _compute_former_score(request: ModelCheckRequest, data: Dataset, loss: Loss | None) -> float | None:

@@ -538,7 +538,7 @@ class DeviceTrainer:
         if not instruction.root_examples:
             return data.take(np.arange(0)), data
         rest, root = self._task_cache.load_split(cached_task, compute_root_fraction(data, instruction.root_examples))
-        return root, rest
+        return root, drop_weak(rest)
 
     def _run_training(
         self, instruction: ParsedInstruction, cached_task: CachedTask, learner: Learner, data: Dataset

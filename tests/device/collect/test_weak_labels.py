@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from edgefl.device.collect.weak_labels import (
     make_function_teacher,
     update_weak_labels,
 )
-from edgefl.device.inference.onnx_model import ModelCheckRequest, select_check_data
+from edgefl.device.inference.onnx_model import ModelCheckRequest, check_model, select_check_data
 from edgefl.system.row_labels import WEAK_WEIGHT, LabelKind, LabelLine, append_row_labels
 from edgefl.tasks.datasets.shards import drop_weak, load_task_data, split_train_test
 from edgefl.tasks.registry import make_task
@@ -70,6 +71,20 @@ class Off(LabelFunction):
         return "off"
 
 
+class Unmade(LabelFunction):
+    def __init__(self):
+        raise RuntimeError("no such file of rules")
+
+
+class Whole(LabelFunction):
+    """Says yes where a window has the rows of all columns, and those that were written."""
+
+    def label(self, candidate):
+        first, *others = candidate.columns.values()
+        assert (len(others), {len(values) for values in others}) == (9, {len(first)})
+        return "off" if len(first) == 700 and math.isnan(others[-1][3]) and list(others[-2]) == list(first) else "on"
+
+
 class Wrong(LabelFunction):
     def label(self, candidate):
         return "a/b"
@@ -91,7 +106,18 @@ def test_a_table_trains_on_weak_labels_with_less_weight_and_never_tests_on_them(
         path="", former_path=None, task="table", options=TABLE, shard="", role=Role.EVALUATOR, test_fraction=0.5
     )
     assert len(select_check_data(data, check)) == 50
+    assert len(select_check_data(data, replace(check, role=Role.TRAINER, test_fraction=0.0))) == 50
     assert not select_check_data(data, replace(check, role=Role.TRAINER)).weak.any()
+
+
+@pytest.mark.parametrize("role", [Role.EVALUATOR, Role.TRAINER])
+def test_a_new_model_is_not_checked_where_all_labels_are_weak(role, tmp_path):
+    update_weak_labels(_rows(tmp_path, [0.5] * 20), _by_power, 1.0)
+    check = ModelCheckRequest(
+        path="", former_path=None, task="table", options=TABLE, shard=str(tmp_path), role=role, test_fraction=0.5
+    )
+    with pytest.raises(DataError, match="holds no examples to check a model on"):
+        check_model(check)
 
 
 def test_a_window_of_a_series_is_weak_where_the_row_of_its_target_is(tmp_path):
@@ -157,6 +183,19 @@ def test_functions_vote_and_one_that_fails_or_says_no_label_is_named(tmp_path):
             count("Wrong")
         with pytest.raises(ConfigError, match="inherits from"):
             make_function_teacher([f"{__name__}:StoreLimits"])
+        with pytest.raises(ConfigError, match="Unmade cannot be made: RuntimeError: no such file of rules"):
+            make_function_teacher([f"{__name__}:Unmade"])
+
+
+def test_a_function_gets_all_rows_of_all_columns_of_what_nobody_has_labelled(tmp_path):
+    names = [f"c{number}" for number in range(10)]
+    with open_row_store(tmp_path, names, LIMITS) as store:
+        rows = [Row(START_S + at, (float(at),) * 9 + (None if at % 700 == 3 else 1.0,), 1) for at in range(2100)]
+        store.commit(rows, {}, {}, 0.0)
+    append_row_labels(tmp_path, [_line(700, 1399, "on", LabelKind.DEFAULT)])
+    target = open_target(tmp_path, 700.0)
+    with allow_modules([__name__]):
+        assert update_weak_labels(target, make_function_teacher([f"{__name__}:Whole"]), 1.0) == ({"off": 2}, 2)
 
 
 def test_files_without_a_class_get_weak_ones_where_they_lie_until_they_move(tmp_path, capsys):
@@ -189,9 +228,25 @@ def test_the_command_says_who_guesses_and_how_many_have_a_weak_label(tmp_path, c
     with pytest.raises(SystemExit):
         main(guess)
     assert "who guesses? Give --model FILE" in capsys.readouterr().err
+    for option in ("--share", "--threshold", "--window"):
+        with pytest.raises(SystemExit):
+            main([*guess, "--model", "any.onnx", option, "nan"])
+        assert capsys.readouterr().err.endswith(f"Invalid value for '{option}': nan is no number.\n")
     with pytest.raises(SystemExit):
         main([*guess, "--allow-module", __name__, "--function", f"{__name__}:ByPower", "--share", "1"])
     assert "2 of 2 examples without a label have a weak one\n  on: 2" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["device", "shard", "stats", str(tmp_path), "--format", "json"])
     assert json.loads(capsys.readouterr().out)["weak_labels"] == {"on": 20}
+
+
+def test_rows_are_read_to_count_weak_labels_only_where_there_are_some(tmp_path, capsys):
+    _rows(tmp_path, [0.5] * 20, [(0, 9, "on")])
+    (segment,) = tmp_path.glob("rows-*.csv")
+    segment.unlink()
+    segment.mkdir()
+    for kind, code in ((LabelKind.PERSON, 0), (LabelKind.WEAK, 10)):
+        append_row_labels(tmp_path, [_line(10, 19, "on", kind)])
+        with pytest.raises(SystemExit) as ended:
+            main(["device", "shard", "stats", str(tmp_path)])
+        assert (ended.value.code or 0, "cannot be read" in capsys.readouterr().err) == (code, code > 0)

@@ -64,7 +64,8 @@ class Personal(Task):
         if path.endswith("broken"):
             raise KeyError("no such column")
         inputs = np.arange(40, dtype=np.float32).reshape(-1, 1)
-        return Dataset(inputs=inputs, targets=np.zeros(40, np.int64))
+        weak = np.arange(40) % 2 == 1 if path.endswith("weak") else None
+        return Dataset(inputs=inputs, targets=np.zeros(40, np.int64), weak=weak)
     def learner(self, *, accelerator="cpu", threads=None):
         return Learner(self._shapes)
 '''
@@ -211,6 +212,15 @@ def test_an_evaluator_trains_on_the_root_examples_alone_and_evaluates_on_the_oth
     assert "must be a whole number" in judge.train(root_examples="30")[0]["error"]
     trainer = Device(tmp_path / "trainer", {"digits": str(shard)})
     assert trainer.train(root_examples=30)[1] == trainer.train()[1]
+
+
+def test_an_evaluator_neither_trains_nor_evaluates_on_weak_labels(own, tmp_path):
+    (tmp_path / "weak").mkdir()
+    judge = Device(tmp_path / "judge", {OWN_TASK: str(tmp_path / "weak")}, role="evaluator", task=OWN_TASK)
+    assert judge.evaluate()[0]["metrics"]["num_examples"] == 20
+    trained = judge.train(root_examples=10)[0]["metrics"]["num_examples"]
+    assert 0 < trained < 20
+    assert judge.evaluate(root_examples=10)[0]["metrics"]["num_examples"] == 20 - trained
 
 
 def test_task_and_shard_stay_warm_and_of_tasks_with_other_options_two(own, tmp_path):
