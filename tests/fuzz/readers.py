@@ -407,6 +407,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
         "system/row_labels.py:parse_example_time": "names of this board's files; others are a `ValueError`",
+        "device/collect/microphone.py:compute_dbfs": "samples of a whole number of bytes, each of any value",
         "device/collect/forgetting.py:iterate_rows": "rows of a state and segments that `disk-forgetting` has read",
         "cli/starters/compile.py:_parse_options": "words of the command line, by the caller's own hand",
         "tasks/compiler/gradient_check.py:GraphRunner.__init__": "a graph that was compiled a moment before",

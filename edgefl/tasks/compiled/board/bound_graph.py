@@ -59,7 +59,7 @@ class Arena:
             estimate_bytes: what they take by the file's own word.
         """
         self._max_bytes = max_bytes
-        # Tensors share one block as they come and go. Of what is too large only a 32nd is written, a list of its parts.
+        # Tensors share one block as they come and go. Of what is too large only a 32nd is written.
         block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
         self._block_bytes = min(block_bytes, MAX_BLOCK_BYTES, max_bytes)
 

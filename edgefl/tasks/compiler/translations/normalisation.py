@@ -24,7 +24,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Value, Value, Value]:
-    """Returns the output, the batch's means, and one divided by its deviations; of evaluation the output alone counts.
+    """Returns the output, the batch's means, and one divided by its deviations; in evaluation only the output counts.
 
     Inside a graph onnxruntime writes new running statistics over the old ones, even over constants, and it merges
     equal constants: the gradient was wrong by a factor of 1e5, without an error. So the old ones are values that the
