@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urlencode
 
+import psutil
 import pytest
 from collector_process import count_kept_rows, run_collector_process
 from peer_boards import eventually
@@ -138,9 +139,8 @@ def test_rows_that_a_running_collector_has_not_written_yet_are_forgotten_too(run
     with _collector(folder, log, flush_s=3600) as process:
         with log.open("a") as file:
             file.writelines(f'{{"t": {time}, "n": {time}}}\n' for time in range(100, 120))
-        eventually(
-            lambda: log in {link.resolve() for link in Path(f"/proc/{process.pid}/fd").iterdir()}, timeout_s=30
-        )
+        collector = psutil.Process(process.pid)
+        eventually(lambda: str(log) in {file.path for file in collector.open_files()}, timeout_s=30)
         reads = _count_reads(process.pid)
         eventually(lambda: _count_reads(process.pid) >= reads + 20, timeout_s=30)  # some turns
         assert count_kept_rows(folder) == 1
