@@ -22,6 +22,7 @@ from edgefl.device.collect.readings import (
     MAX_TEXT_CHARS,
     Counts,
     Reading,
+    SourceThread,
     UnreadReadings,
     Value,
     parse_message_values,
@@ -35,14 +36,13 @@ from edgefl.system.server_access import make_tls_context, read_login
 log = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARS
-JOIN_TIMEOUT_S = 1.0
 _PORTS = {"http": 80, "https": 443}
 
 Fetch = Callable[[], Mapping[str, Value]]
 """Function that returns the values of now, by column; it raises where it cannot."""
 
 
-class PolledSource:
+class PolledSource(SourceThread):
     """Source that is asked every so many seconds, whatever the last answer was; `start` begins.
 
     Args:
@@ -55,6 +55,8 @@ class PolledSource:
         monotonic: seconds; it does not.
     """
 
+    join_timeout_s = 1.0
+
     def __init__(  # noqa: PLR0913 one keyword for each collaborator
         self,
         name: str,
@@ -66,13 +68,13 @@ class PolledSource:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(name)
         self.columns = tuple(columns)
         self._name, self._fetch, self._poll_s, self._counts = name, fetch, poll_s, counts
         self._clock, self._monotonic = clock, monotonic
         self._unread = UnreadReadings(name, counts)
         self._answered = (math.inf, -math.inf)
-        self._stopping, self._log = threading.Event(), RateLimitedLog(log)
-        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
+        self._log = RateLimitedLog(log)
 
     @property
     def received_since_s(self) -> float:
@@ -84,17 +86,9 @@ class PolledSource:
         """Returns when the last question was asked that had a whole answer, by the clock of now."""
         return self._clock() - self._monotonic() + self._answered[1]
 
-    def start(self) -> None:
-        self._thread.start()
-
     def read(self) -> list[Reading]:
         """Returns what came since the last call."""
         return self._unread.take()
-
-    def close(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(JOIN_TIMEOUT_S)  # one that waits for an answer ends with the process
 
     def poll(self) -> None:
         """Asks once."""

@@ -7,10 +7,12 @@ missing. Everything else is refused with a `ValueError`, which a source counts.
 from __future__ import annotations
 
 import logging
+import threading
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.safe_text import is_safe_text
@@ -61,6 +63,32 @@ class UnreadReadings:
     def take(self) -> list[Reading]:
         """Returns what came since the last call."""
         return [self._readings.popleft() for _ in range(len(self._readings))]
+
+
+class SourceThread(ABC):
+    """Thread of a source, which `start` begins and `close` ends.
+
+    Attributes:
+        join_timeout_s: how long `close` waits for it; one that takes longer ends with the process.
+    """
+
+    join_timeout_s: ClassVar[float] = 2.0
+
+    def __init__(self, name: str) -> None:
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(self.join_timeout_s)
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Reads until `_stopping` is set."""
 
 
 class Source(Protocol):

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from edgefl.device.collect.readings import Counts
+from edgefl.device.collect.readings import Counts, SourceThread
 
 log = logging.getLogger(__name__)
 
-RETRY_S, JOIN_TIMEOUT_S = 2.0, 2.0
+RETRY_S = 2.0
 MAX_UNREAD_BYTES = 32_000_000
 
 
@@ -50,7 +50,7 @@ class Recording:
     time_s: float
 
 
-class Recorder:
+class Recorder(SourceThread):
     """Thread that records from a device; `start` begins.
 
     Args:
@@ -72,17 +72,13 @@ class Recorder:
         length_s: float = 0.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        super().__init__(name)
         self._name, self._suffix, self._open, self._counts = name, suffix, open_device, counts
         self._length_s, self._clock = length_s, clock
         self._unread: deque[Recording] = deque()
         # One thread adds to each of the two, so that neither needs a lock.
         self._recorded_bytes = self._read_bytes = 0
         self._is_gone = False
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def read(self) -> Recording | None:
         """Returns the oldest recording that was not taken yet, if there is one; does not wait."""
@@ -91,11 +87,6 @@ class Recorder:
     def advance(self) -> None:
         """Marks what `read` returns as taken."""
         self._read_bytes += len(self._unread.popleft().content)
-
-    def close(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopping.is_set():

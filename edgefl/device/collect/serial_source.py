@@ -14,7 +14,6 @@ import os
 import re
 import select
 import termios
-import threading
 import time
 import tty
 from collections.abc import Callable, Sequence
@@ -23,18 +22,26 @@ from pathlib import Path
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_message
 from edgefl.device.collect.polled_source import parse_pointers
-from edgefl.device.collect.readings import Counts, Reading, UnreadReadings, Value, find_value, parse_value
+from edgefl.device.collect.readings import (
+    Counts,
+    Reading,
+    SourceThread,
+    UnreadReadings,
+    Value,
+    find_value,
+    parse_value,
+)
 from edgefl.device.collect.settings import SerialSection
 from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES, BLOCK_BYTES = 4096, 4096
-RETRY_S, WAIT_S, JOIN_TIMEOUT_S = 2.0, 0.5, 2.0
+RETRY_S, WAIT_S = 2.0, 0.5
 _SEPARATORS, _DECIMAL_COMMA = ";\t,", re.compile(r"([+-]?\d+),(\d+)")
 
 
-class SerialSource:
+class SerialSource(SourceThread):
     """Reader of one port, by a thread that opens it again whenever it is gone; `start` begins.
 
     Args:
@@ -59,6 +66,7 @@ class SerialSource:
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(name)
         self._name, self._path, self._counts, self._texts = name, Path(section.path), counts, set(texts)
         self._clock, self._monotonic = clock, monotonic
         speeds = {int(key[1:]): value for key, value in vars(termios).items() if re.fullmatch(r"B[1-9]\d*", key)}
@@ -69,25 +77,16 @@ class SerialSource:
         self.columns = tuple(section.columns)
         self._unread = UnreadReadings(name, counts)
         self._opened_s = math.inf
-        self._stopping, self._log = threading.Event(), RateLimitedLog(log)
-        self._thread = threading.Thread(target=self._run, name=f"source {name}", daemon=True)
+        self._log = RateLimitedLog(log)
 
     @property
     def received_since_s(self) -> float:
         """Returns since when the port is open, by the clock of now; infinite while it is not."""
         return self._clock() - self._monotonic() + self._opened_s
 
-    def start(self) -> None:
-        self._thread.start()
-
     def read(self) -> list[Reading]:
         """Returns what came since the last call."""
         return self._unread.take()
-
-    def close(self) -> None:
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
