@@ -1,13 +1,21 @@
-"""A real HTTP server that takes alerts, answers as it is told, and keeps what it got."""
+"""A real HTTP server that takes alerts, answers as it is told, and keeps what it got; a coordinator that sends."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
+
+from edgefl.coordinator.directory import StartOptions, init_directory, load_directory
+from edgefl.coordinator.service import Coordinator
+from edgefl.engine.assembly.build import build_run
+from edgefl.simulation.local_fleet import find_free_port
+from edgefl.storage.store import Store
 
 
 class Receiver:
@@ -64,3 +72,20 @@ class Receiver:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@contextmanager
+def run_that_fails(folder: Path, alerts: str) -> Iterator[None]:
+    """Runs a coordinator with these lines under `[alerts]`, whose run `bad` fails."""
+    directory = init_directory(folder / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
+    with directory.settings.open("a") as settings:
+        settings.write(f"\n[alerts]\n{alerts}")
+    directory = load_directory(directory.root)
+    with Store.open(directory.database) as store:
+        store.add_run(
+            run_id="bad", name="n", task="digits", strategy="fedavg", seed=7, submitted_at=1.0,
+            config={"run": {"task": "digits", "init": str(folder / "none.safetensors")}},
+        )  # fmt: skip
+    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port(), broker="embedded")
+    with Coordinator(directory, options, build_run):
+        yield

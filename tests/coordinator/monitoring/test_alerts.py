@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from webhook_receiver import Receiver
+from webhook_receiver import Receiver, run_that_fails
 
-from edgefl.coordinator.directory import StartOptions, change_addresses, init_directory, load_directory
+from edgefl.coordinator.directory import change_addresses, init_directory, load_directory
 from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.monitoring.alert_rules import (
@@ -23,16 +23,12 @@ from edgefl.coordinator.monitoring.alert_rules import (
 from edgefl.coordinator.monitoring.alerts import AlertMonitor
 from edgefl.coordinator.runs.history_writer import HistoryRows
 from edgefl.coordinator.runs.run_metrics import ActiveRun, EndedRun, RunMetrics
-from edgefl.coordinator.service import Coordinator
 from edgefl.core.config import AlertKind, AlertSettings
 from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import Capabilities, Heartbeat, StatusMessage
 from edgefl.core.settings import from_mapping
 from edgefl.core.types import UpdateStatus
-from edgefl.engine.assembly.build import build_run
-from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.repositories.records import RunRecord, RunStatus, UpdateRow
-from edgefl.storage.store import Store
 
 SETTINGS = AlertSettings(webhook="https://hooks.example/x")
 RUN = ActiveRun(
@@ -364,17 +360,7 @@ def test_a_look_that_fails_does_not_end_the_watch(
 
 
 def test_a_real_coordinator_tells_its_webhook_of_a_run_that_fails(receiver: Receiver, tmp_path: Path) -> None:
-    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
-    with directory.settings.open("a") as settings:
-        settings.write(f'\n[alerts]\nwebhook = "{receiver.url}"\nsecret = "s"\ncheck_s = 0.05\n')
-    directory = load_directory(directory.root)
-    with Store.open(directory.database) as store:
-        store.add_run(
-            run_id="bad", name="n", task="digits", strategy="fedavg", seed=7, submitted_at=1.0,
-            config={"run": {"task": "digits", "init": str(tmp_path / "none.safetensors")}},
-        )  # fmt: skip
-    options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port(), broker="embedded")
-    with Coordinator(directory, options, build_run):
+    with run_that_fails(tmp_path, f'webhook = "{receiver.url}"\nsecret = "s"\ncheck_s = 0.05\n'):
         receiver.wait(lambda: receiver.told() == [("run-failed", "bad", "started")])
     assert receiver.requests[0][0]["X-Edgefl-Signature"].startswith("sha256=")
 

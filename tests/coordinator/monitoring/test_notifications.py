@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from webhook_receiver import Receiver
+from webhook_receiver import Receiver, run_that_fails
 
-from edgefl.coordinator.directory import StartOptions, init_directory, load_directory
 from edgefl.coordinator.monitoring.alert_rules import MAX_MESSAGE_CHARS, Alert
 from edgefl.coordinator.monitoring.alert_senders import AlertRejectedError, QueuedSender
 from edgefl.coordinator.monitoring.notifications import (
@@ -22,12 +21,9 @@ from edgefl.coordinator.monitoring.notifications import (
     load_services,
     make_message,
 )
-from edgefl.coordinator.service import Coordinator
 from edgefl.core.config import AlertKind, AlertSettings
 from edgefl.core.errors import ConfigError, MissingPackageError, NetworkError
-from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.local_fleet import find_free_port
-from edgefl.storage.store import Store
 
 # A part of apprise, for a service that is not used here, imports what later Pythons do not have.
 pytestmark = pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning")
@@ -217,21 +213,9 @@ def test_a_service_that_does_not_answer_is_left_after_its_time(receiver: Receive
 
 def test_a_real_coordinator_notifies_a_service_and_a_webhook(receiver: Receiver, tmp_path: Path) -> None:
     pytest.importorskip("apprise", reason="apprise is not installed: pip install 'edgefl-fleet[alerts]'")
-    directory = init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab", port=find_free_port())
     with Receiver() as people:
-        with directory.settings.open("a") as settings:
-            settings.write(
-                f'\n[alerts]\nwebhook = "{receiver.url}"\nnotify = ["{service_url(people)}"]\n'
-                "check_s = 0.05\ngroup_s = 0.2\n"
-            )
-        directory = load_directory(directory.root)
-        with Store.open(directory.database) as store:
-            store.add_run(
-                run_id="bad", name="n", task="digits", strategy="fedavg", seed=7, submitted_at=1.0,
-                config={"run": {"task": "digits", "init": str(tmp_path / "none.safetensors")}},
-            )  # fmt: skip
-        options = StartOptions(host="127.0.0.1", port=directory.port, broker_port=find_free_port(), broker="embedded")
-        with Coordinator(directory, options, build_run):
+        receivers = f'webhook = "{receiver.url}"\nnotify = ["{service_url(people)}"]\n'
+        with run_that_fails(tmp_path, f"{receivers}check_s = 0.05\ngroup_s = 0.2\n"):
             people.wait(lambda: people.requests)
             receiver.wait(lambda: receiver.told() == [("run-failed", "bad", "started")])
     assert titles(people) == ["[lab] ALERT run-failed bad"]
