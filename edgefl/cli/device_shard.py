@@ -18,12 +18,13 @@ from edgefl.cli.output import echo, text_format_option
 from edgefl.cli.shard_labels import check_labels
 from edgefl.cli.signing import signers_option
 from edgefl.cli.sources import (
-    FiniteRange,
+    NumberRange,
     allow_module_option,
     find_deployed_file,
     get_policy,
     load_device_state,
     state_option,
+    window_option,
 )
 from edgefl.core.errors import NetworkError, StoreBusyError, UsageError
 
@@ -140,9 +141,7 @@ def forget(
 @click.option("--label", "labels", multiple=True, help="A label, in the order of the keys; may be repeated.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="IP address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8090, show_default=True, help="0 takes a free one.")
-@click.option(
-    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
-)
+@window_option
 @click.option(
     "--model",
     metavar="FILE|deployed",
@@ -151,7 +150,7 @@ def forget(
 @click.option(
     "--random",
     "share",
-    type=FiniteRange(0, 1),
+    type=NumberRange(0, 1),
     default=0.25,
     show_default=True,
     help="With --model: share of examples that are drawn at random, by which the page says how often it was right.",
@@ -215,21 +214,19 @@ def label(  # noqa: PLR0913 the options of one command
 )
 @click.option(
     "--threshold",
-    type=FiniteRange(0, 1),
+    type=NumberRange(0, 1),
     default=0.95,
     show_default=True,
     help="Least probability of a model's guess.",
 )
 @click.option(
     "--share",
-    type=FiniteRange(0, 1),
+    type=NumberRange(0, 1),
     default=0.3,
     show_default=True,
     help="Most of all labels that may be weak; 1 for no limit.",
 )
-@click.option(
-    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
-)
+@window_option
 @allow_module_option
 @state_option
 @signers_option

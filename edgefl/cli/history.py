@@ -22,7 +22,7 @@ from edgefl.cli.output import (
     print_rows,
     select_known_columns,
 )
-from edgefl.cli.sources import source_options
+from edgefl.cli.sources import NumberRange, source_options
 from edgefl.client.sources import Source
 from edgefl.core.errors import NetworkError, StoreError, UsageError
 from edgefl.core.types import Json
@@ -200,7 +200,7 @@ def plot(  # noqa: PLR0913 the options of one command
 @run_option
 @click.option("--follow", is_flag=True, help="Go on until all runs have ended; with no --run, until interrupted.")
 @click.option(
-    "--interval-s", type=click.FloatRange(0.2, 3600), default=5.0, show_default=True, help="Seconds between looks."
+    "--interval-s", type=NumberRange(0.2, 3600), default=5.0, show_default=True, help="Seconds between looks."
 )
 @source_options
 def track(  # noqa: PLR0913 the options of one command

@@ -9,7 +9,7 @@ import click
 
 from edgefl.cli.device_join import find_shard_folder
 from edgefl.cli.output import echo
-from edgefl.cli.sources import FiniteRange, state_option
+from edgefl.cli.sources import state_option, window_option
 from edgefl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ STYLES = ("label-studio", "csv", "yolo")
 @click.option("--label", "labels", multiple=True, help="A label to choose from; may be repeated.")
 @click.option("--url", help="What stands before a file's name [default: /data/local-files/?d=NEW_FOLDER/files/].")
 @click.option("--unlabelled", is_flag=True, help="Without the files that have a class.")
-@click.option(
-    "--window", type=FiniteRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
-)
+@window_option
 @state_option
 def export(  # noqa: PLR0913 the options of one command
     *,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, echo, format_option, print_rows
-from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE, NumberRange
 from edgefl.core.errors import BundleError, UsageError
 
 if TYPE_CHECKING:
@@ -317,9 +317,9 @@ def trust(*, key: Path, signers: Path) -> None:
     help="State of the device.",
 )
 @signers_option
-@click.option("--health-s", type=click.FloatRange(1), default=300.0, show_default=True, help="Time to come up.")
-@click.option("--settle-s", type=click.FloatRange(0), default=10.0, show_default=True, help="Time to stay up.")
-@click.option("--away-s", type=click.FloatRange(1), default=3600.0, show_default=True, help="Wait for the network.")
+@click.option("--health-s", type=NumberRange(1), default=300.0, show_default=True, help="Time to come up.")
+@click.option("--settle-s", type=NumberRange(0), default=10.0, show_default=True, help="Time to stay up.")
+@click.option("--away-s", type=NumberRange(1), default=3600.0, show_default=True, help="Wait for the network.")
 @click.argument("restart", nargs=-1, required=True, metavar="RESTART...")
 def apply_update(  # noqa: PLR0913 one argument per option
     *,

@@ -19,6 +19,7 @@ from edgefl.core.errors import (
     DataError,
     NotFoundError,
     NotJoinedError,
+    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -39,15 +40,20 @@ PATH_TYPE = click.Path(path_type=Path)
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
 
 
-class FiniteRange(click.FloatRange):
+class NumberRange(click.FloatRange):
     """Range without NaN, which is below and above no bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is no number.", param, ctx)
+        if math.isnan(number):
+            bound = "" if self.min is None else f" {'above' if self.min_open else 'of at least'} {self.min:g}"
+            raise UsageError(f"{param.opts[0] if param else 'it'} must be a number{bound}, got {value}")
         return number
 
+
+window_option = click.option(
+    "--window", type=NumberRange(1, 86_400), default=60, show_default=True, help="Seconds of rows at a time."
+)
 
 state_option = click.option(
     "--state", "root", type=FOLDER_TYPE, help="State directory [default: ~/.local/share/edgefl/device]."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ import click
 
 from edgefl.cli.output import JSON_VERSION, echo, format_option, print_json, print_rows
 from edgefl.cli.run import wait_for_run
-from edgefl.cli.sources import allow_module_option, make_client, make_path, url_option
+from edgefl.cli.sources import NumberRange, allow_module_option, make_client, make_path, url_option
 from edgefl.core.errors import DataError, DriftError, NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def command(  # noqa: PLR0913 the options of one command
 )
 @click.option(
     "--threshold",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     help="End with exit code 52 where an index is above it, such as 0.25.",
 )
 @allow_module_option
@@ -116,8 +115,6 @@ def drift(  # noqa: PLR0913 the options of one command
     Kolmogorov-Smirnov statistic. The classes are a row, too. In the last row, joint, mmd is the maximum mean
     discrepancy of all columns at once, p how often chance alone makes it as large.
     """
-    if threshold is not None and math.isnan(threshold):
-        raise UsageError("--threshold must be a number above 0, got nan")
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 fast start
     from edgefl.tasks.datasets.drift import JOINT, measure_drift, measure_joint_drift  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise

@@ -9,6 +9,7 @@ import pytest
 
 from edgefl import __version__
 from edgefl.cli.main import COMMANDS, EXAMPLES, THEMES, edgefl, main
+from edgefl.cli.sources import NumberRange
 from edgefl.core import errors
 
 
@@ -48,6 +49,14 @@ def test_every_command_is_of_one_theme_and_has_an_example_that_can_be_typed():
         assert (missing, left) == ([], []), path
         edgefl.get_command(click.Context(edgefl), path.partition(" ")[0])  # two groups share a command
         assert f"edgefl {EXAMPLES[path]}" in click.testing.CliRunner().invoke(leaf, ["--help"]).stdout
+
+
+def test_no_option_takes_what_is_no_number():
+    commands = [edgefl.get_command(click.Context(edgefl), name) for name in COMMANDS]
+    options = [option for command in commands for _, leaf in leaves(command) for option in leaf.params]
+    ranges = [option for option in options if isinstance(option.type, click.FloatRange)]
+    assert len(ranges) >= 10
+    assert [option.name for option in ranges if not isinstance(option.type, NumberRange)] == []
 
 
 def test_help_begins_with_the_first_day_and_says_whose_side_device_and_devices_are(run):

@@ -15,7 +15,15 @@ import click
 from edgefl.cli.fleet import users
 from edgefl.cli.output import FullHelpGroup, make_broker_option, text_format_option
 from edgefl.cli.signing import sign
-from edgefl.cli.sources import FILE_TYPE, dir_option, make_client, record_command, url_option, warn_visible_secret
+from edgefl.cli.sources import (
+    FILE_TYPE,
+    NumberRange,
+    dir_option,
+    make_client,
+    record_command,
+    url_option,
+    warn_visible_secret,
+)
 from edgefl.core.errors import DataError, UsageError
 from edgefl.system.api_client import OperatorFile, get_operator_path, list_operator_files, load_operator_file
 
@@ -182,7 +190,7 @@ def init(
 @click.option(
     "--keep-history",
     "keep_history_days",
-    type=click.FloatRange(min=1),
+    type=NumberRange(min=1),
     metavar="DAYS",
     help="Forget earlier heartbeats, comings, goings, refusals, and updates of runs that ended [default: keep all].",
 )

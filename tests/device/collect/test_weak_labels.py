@@ -228,10 +228,10 @@ def test_the_command_says_who_guesses_and_how_many_have_a_weak_label(tmp_path, c
     with pytest.raises(SystemExit):
         main(guess)
     assert "who guesses? Give --model FILE" in capsys.readouterr().err
-    for option in ("--share", "--threshold", "--window"):
+    for option, least in (("--share", 0), ("--threshold", 0), ("--window", 1)):
         with pytest.raises(SystemExit):
             main([*guess, "--model", "any.onnx", option, "nan"])
-        assert capsys.readouterr().err.endswith(f"Invalid value for '{option}': nan is no number.\n")
+        assert capsys.readouterr().err.endswith(f"{option} must be a number of at least {least}, got nan\n")
     with pytest.raises(SystemExit):
         main([*guess, "--allow-module", __name__, "--function", f"{__name__}:ByPower", "--share", "1"])
     assert "2 of 2 examples without a label have a weak one\n  on: 2" in capsys.readouterr().out
