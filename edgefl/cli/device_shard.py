@@ -155,7 +155,7 @@ def forget(
     show_default=True,
     help="With --model: share of examples that are drawn at random, by which the page says how often it was right.",
 )
-@click.option("--uncertain", is_flag=True, help="Only rows of which [answer] of the collect file was least certain.")
+@click.option("--uncertain", is_flag=True, help="Only what [answer] of the collect file was least certain of.")
 @state_option
 @signers_option
 @confine_option

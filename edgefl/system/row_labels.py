@@ -33,6 +33,8 @@ MAX_BYTES = 4 * 1024**2
 MAX_LINE_BYTES = 4096
 UNLABELLED_FOLDER = ".unlabelled"
 """Of a shard of files, beside its class folders."""
+MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".wav": "audio/wav"}
+"""Of examples that are files, by suffix."""
 WEAK_WEIGHT = 0.5
 """Of an example with a weak label, in loss and gradient."""
 

@@ -1,10 +1,10 @@
-"""Answers of the deployed model to the newest rows, beside collecting.
+"""Answers of the deployed model to the newest input, beside collecting.
 
 The model runs in the process of `edgefl device serve`, which is confined, follows deployments and checks signatures:
-the collector, which may not see the agent's state, asks it over loopback alone, so that rows stay on the board. What
-it sends is the text of rows as they stand in the shard, and the model's task reads that as it reads shards: windows
-and transform are those of training. A thread of its own asks. Whatever becomes of model, server and broker, rows are
-collected.
+the collector, which may not see the agent's state, asks it over loopback alone, so that data stay on the board. What
+it sends is the text of rows or the file as they stand in the shard, and the model's task reads that as it reads
+shards: windows and transform are those of training. A thread of its own asks. Whatever becomes of model, server and
+broker, collecting goes on.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
 from edgefl.core.errors import StoreError
 from edgefl.core.safe_parsing import parse_message
 from edgefl.core.safe_text import is_safe_text
 from edgefl.core.types import Json
-from edgefl.device.collect.alignment import Row
+from edgefl.device.collect.newest_input import ModelFacts, NewestInput, NewItem_contra, Question
 from edgefl.device.collect.polled_source import HttpRequest
 from edgefl.device.collect.readings import Counts
-from edgefl.device.collect.row_store import encode_lines, round_time
 from edgefl.device.collect.settings import AnswerSection, is_label
 from edgefl.device.collect.uncertain_times import (
     UncertainTime,
@@ -38,27 +36,13 @@ from edgefl.system.retries import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-MAX_ROWS, MAX_CELLS = 4096, 200_000
-"""That are held for the newest window."""
 TIMEOUT_S, MAX_ANSWER_BYTES, MAX_CLASSES, MAX_TEXT_CHARS = 10.0, 262_144, 1000, 100
+MAX_SUFFIXES = 20
 POLL_S, JOIN_TIMEOUT_S = 5.0, 12.0
 STALE_S, NUM_STALE = 60.0, 3
 """There are no answers any more after so long, or so many times without one if that is longer."""
 SAVE_S = 600.0
 _HEADERS = {"Connection": "close", "Accept-Encoding": "identity"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """The served model: its tensors' SHA-256 and its deployment, its classes, and how many rows it looks at.
-
-    A model of a file has no deployment.
-    """
-
-    model: str | None
-    deployment: str | None
-    classes: tuple[str, ...]
-    num_rows: int
 
 
 class Publisher(Protocol):
@@ -91,24 +75,25 @@ class InferenceClient:
 
         Raises:
             OSError, HTTPException: there is no server, or no whole answer.
-            ValueError: no model is served, or one that takes no rows.
+            ValueError: no model is served, or one that takes neither rows nor files.
         """
         return parse_model(self._request.send())
 
-    def predict(self, content: bytes) -> Json:
-        """Returns the answer to the text of rows, checked; raises as `fetch_model`."""
-        headers = {**_HEADERS, "Content-Type": "text/csv"}
-        return parse_prediction(replace(self._request, path="/predict", headers=headers, body=content).send())
+    def predict(self, question: Question) -> Json:
+        """Returns the answer to a question, checked; raises as `fetch_model`."""
+        headers = {**_HEADERS, "Content-Type": question.media_type}
+        request = replace(self._request, path="/predict", headers=headers, body=question.content)
+        return parse_prediction(request.send())
 
 
-class Answerer:
-    """Thread that asks about the newest rows and publishes the answers.
+class Answerer(Generic[NewItem_contra]):
+    """Thread that asks about the newest rows or file and publishes the answers.
 
     Args:
         section: of the collect file.
         folder: of the shard.
-        columns: of its rows.
-        every_s: seconds from one row to the next; 0 where readings say when they come.
+        newest: what is asked about.
+        every_s: seconds from one row or file to the next; 0 where readings say when they come.
         client: of the inference server.
         publisher: of the answers.
         counts: `answer.errors` is added to it.
@@ -119,7 +104,7 @@ class Answerer:
         self,
         section: AnswerSection,
         folder: Path,
-        columns: Sequence[str],
+        newest: NewestInput[NewItem_contra],
         *,
         every_s: float,
         client: InferenceClient,
@@ -127,13 +112,12 @@ class Answerer:
         counts: Counts,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._section, self._folder, self._columns = section, folder, tuple(columns)
+        self._section, self._folder, self._newest = section, folder, newest
         self._client, self._publisher, self._counts, self._clock = client, publisher, counts, clock
         self._stale_s = max(STALE_S, NUM_STALE * max(every_s, section.every_s))
-        self._rows = deque[Row](maxlen=max(1, min(MAX_ROWS, MAX_CELLS // len(self._columns))))
         self._lock, self._has_new, self._stopping = threading.Lock(), threading.Event(), threading.Event()
         self._model: ModelFacts | None = None
-        self._last_row_s = self._answered_s = -math.inf
+        self._last_s = self._answered_s = -math.inf
         self._times, self._num_forgotten = _read_times(folder, section.max_uncertain), 0
         self._saved_times, self._saved_s = self._times, clock()
         self._log = RateLimitedLog(log)
@@ -152,42 +136,36 @@ class Answerer:
         self._publisher.close()
         self._save()
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Adds rows; never waits for an answer."""
-        if not rows:
-            return
-        with self._lock:
-            for row in rows:
-                if self._rows and self._rows[-1].span != row.span:
-                    self._rows.clear()  # no window over a gap
-                self._rows.append(row)
+    def add(self, item: NewItem_contra) -> None:
+        """Adds new rows, or a file; never waits for an answer."""
+        self._newest.add(item)
         self._has_new.set()
 
     def forget(self) -> None:
-        """Drops all rows and times, before some of them are removed from the shard."""
+        """Drops the newest input and all times, before some of them are removed from the shard."""
+        self._newest.clear()
         with self._lock:
-            self._rows.clear()
             self._times = self._saved_times = []
             self._num_forgotten += 1
 
-    def trim(self, oldest_s: float) -> None:
-        """Drops times of rows that are older than any that is kept."""
+    def trim(self, is_kept: Callable[[UncertainTime], bool]) -> None:
+        """Drops times of what cannot be labelled any more."""
         with self._lock:
-            self._times = [time for time in self._times if time.until_s >= round_time(oldest_s)]
+            self._times = [time for time in self._times if is_kept(time)]
 
     def step(self) -> None:
-        """Asks about the newest rows, once for each newest one."""
+        """Asks about the newest row or file, once for each."""
         with self._lock:
-            rows, num_forgotten = list(self._rows), self._num_forgotten
-        now_s = self._clock()
-        if rows and self._last_row_s != rows[-1].time_s and now_s - rows[-1].time_s <= self._stale_s:
-            self._last_row_s = rows[-1].time_s
+            num_forgotten = self._num_forgotten
+        now_s, newest_s = self._clock(), self._newest.time_s
+        if newest_s not in {self._last_s, -math.inf} and now_s - newest_s <= self._stale_s:
+            self._last_s = newest_s
             try:
-                self._answer(rows, num_forgotten)
-            except Exception as error:  # noqa: BLE001 the boundary of the thread: the next rows may have an answer
+                self._answer(num_forgotten)
+            except Exception as error:  # noqa: BLE001 the boundary of the thread: the next may have an answer
                 self._model = None
                 self._counts["answer.errors"] += 1
-                self._log.warning("failed", "there is no answer to the newest rows: %s", error)
+                self._log.warning("failed", "there is no answer to what came last: %s", error)
         if not -self._stale_s <= self._clock() - self._answered_s <= self._stale_s:
             self._publisher.set_available(is_available=False)
         if not 0 <= now_s - self._saved_s <= SAVE_S:
@@ -200,21 +178,19 @@ class Answerer:
             self.step()
             self._stopping.wait(self._section.every_s)
 
-    def _answer(self, rows: Sequence[Row], num_forgotten: int) -> None:
+    def _answer(self, num_forgotten: int) -> None:
         model = self._model or self._client.fetch_model()
-        if model.num_rows > (self._rows.maxlen or 0):
-            raise ValueError(f"the model looks at {model.num_rows} rows, of {len(self._columns)} columns fit fewer")
+        question = self._newest.make_question(model)
         self._model = model
-        if len(rows) < model.num_rows:
+        if question is None:
             return
-        window = rows[-model.num_rows :]
-        found = self._client.predict(encode_lines(self._columns, window))
+        found = self._client.predict(question)
         if (found.pop("model"), found.pop("deployment")) != (model.model, model.deployment):
-            self._model = None  # a new one, which may look at other rows: the next ones are for it
-            self._last_row_s = -math.inf
+            self._model = None  # a new one, which may look at other rows: the next question is for it
+            self._last_s = -math.inf
             return
         answer = {
-            "time": window[-1].time_s,
+            "time": question.time_s,
             **found,
             "model": model.model and model.model[:12],
             "deployment": model.deployment,
@@ -222,12 +198,14 @@ class Answerer:
         self._publisher.publish(answer, model.classes)
         self._answered_s = self._clock()
         if found.get("margin", 1.0) < self._section.uncertain_below and is_label(found["class"]):
-            self._note(window, found, num_forgotten)
+            self._note(question.noted, found, num_forgotten)
 
-    def _note(self, window: Sequence[Row], found: Json, num_forgotten: int) -> None:
+    def _note(self, times: tuple[float, float] | None, found: Json, num_forgotten: int) -> None:
+        if times is None:
+            return
         new = UncertainTime(
-            since_s=round_time(window[0].time_s), until_s=round_time(window[-1].time_s), label=found["class"],
-            probability=found["probability"], margin=found["margin"],
+            since_s=times[0], until_s=times[1], label=found["class"], probability=found["probability"],
+            margin=found["margin"],
         )  # fmt: skip
         with self._lock:
             if num_forgotten == self._num_forgotten:
@@ -259,17 +237,25 @@ def parse_model(content: bytes) -> ModelFacts:
     """Returns what the server says of its model.
 
     Raises:
-        ValueError: it makes no sense, or the model takes no rows.
+        ValueError: it makes no sense, or the model takes neither rows nor files.
     """
     value = _parse_object(content)
-    classes, num_rows = value.get("classes"), value.get("rows")
+    classes, num_rows, suffixes = (value.get(name) for name in ("classes", "rows", "files"))
     if not isinstance(classes, list) or len(classes) > MAX_CLASSES or not all(map(_is_class, classes)):
         raise ValueError("the model's classes are none")
     if not isinstance(num_rows, int) or isinstance(num_rows, bool) or num_rows < 1:
-        raise ValueError("the model makes no examples of rows: deploy one of the task series or table")
+        num_rows = 0
+    if not isinstance(suffixes, list) or len(suffixes) > MAX_SUFFIXES or not all(map(_is_class, suffixes)):
+        suffixes = []
+    if not num_rows and not suffixes:
+        raise ValueError(
+            "the model makes examples of neither rows nor files: deploy one of the task series or table, pictures or "
+            "audio"
+        )
     return ModelFacts(
         model=_parse_identity(value, "model"), deployment=_parse_identity(value, "deployment"),
         classes=tuple(classes), num_rows=num_rows,
+        suffixes=tuple(suffixes),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from edgefl.device.collect.forgetting import (
 )
 from edgefl.device.collect.line_source import LinesSource
 from edgefl.device.collect.mqtt_source import MqttSource
+from edgefl.device.collect.newest_input import NewestFile, NewestInput, NewestRows, NewItem_contra
 from edgefl.device.collect.polled_source import PolledSource, make_files_fetch, make_http_fetch
 from edgefl.device.collect.readings import (
     Counts,
@@ -45,11 +46,12 @@ from edgefl.device.collect.readings import (
     read_source,
 )
 from edgefl.device.collect.recorder import Recorder
-from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store
+from edgefl.device.collect.row_store import RowStore, StoreLimits, open_row_store, round_time
 from edgefl.device.collect.serial_source import SerialSource
 from edgefl.device.collect.settings import (
     CameraSection,
     CollectFile,
+    FileSection,
     FilesSection,
     FolderSection,
     HttpSection,
@@ -112,7 +114,7 @@ class Collector:
         counts: Counts,
         *,
         labeller: EventLabeller | None = None,
-        answerer: Answerer | None = None,
+        answerer: Answerer[Sequence[Row]] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -162,7 +164,7 @@ class Collector:
             end_s = min((source.end_s for source in self._resumable.values()), default=math.inf)
             rows = self._maker.update(readings, now_s, end_s)
             self._add(rows)
-            if self._answerer is not None:
+            if self._answerer is not None and rows:
                 self._answerer.add(rows)
             num_readings = NUM_BUSY if self._maker.has_backlog else len(readings)
         since_s = self._monotonic() - self._committed_s
@@ -176,7 +178,8 @@ class Collector:
             if not self._pending:
                 self._store.trim_labels(MAX_FILE_BYTES)
             if self._answerer is not None:
-                self._answerer.trim(self._store.oldest_s)
+                oldest_s = round_time(self._store.oldest_s)
+                self._answerer.trim(lambda time: time.until_s >= oldest_s)
         if num_readings >= NUM_BUSY:
             return BUSY_POLL_S
         return min(POLL_S, self._settings.every_s or POLL_S)
@@ -377,6 +380,8 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
         counts.update(store.state.counts)
         labeller = _make_labeller(settings, sources, counts)
         folders = settings.file_sources.items()
+        every_s = max(map(_get_delay, settings.file_sources.values()))
+        answerer = _make_answerer(settings, NewestFile(), every_s, counts)
         collector = FolderCollector(
             {name: section for name, section in folders if isinstance(section, FolderSection)},
             store,
@@ -386,10 +391,22 @@ def _collect_files(settings: CollectFile, limits: StoreLimits) -> None:
             events=sources,
             labeller=labeller,
             similar=_make_similar(store, section.similar_levels),
+            answerer=answerer,
         )
         log.info("collecting files into %s", section.folder)
-        with _started([*sources.values(), *recorders.values()]):
+        with _started([*sources.values(), *recorders.values()]), _answering(answerer):
             _run(collector)
+
+
+def _get_delay(section: FileSection) -> float:
+    """Returns the seconds that a file of a source usually comes behind the one before, or behind its own time."""
+    match section:
+        case FolderSection(settle_s=settle_s):
+            return settle_s
+        case CameraSection(every_s=every_s):
+            return every_s
+        case MicrophoneSection(seconds=seconds, step_s=step_s):
+            return max(seconds, step_s)
 
 
 def _make_recorder(name: str, section: CameraSection | MicrophoneSection, counts: Counts) -> Recorder:
@@ -435,14 +452,22 @@ def _collect_rows(settings: CollectFile, limits: StoreLimits) -> None:
     columns = [name for name in columns if name != event_column]
     with open_row_store(Path(settings.collect.folder), columns, limits) as store:
         counts.update(store.state.counts)
-        labeller, answerer = _make_labeller(settings, sources, counts), _make_answerer(settings, columns, counts)
+        labeller = _make_labeller(settings, sources, counts)
+        answerer = _make_answerer(settings, NewestRows(columns), settings.collect.every_s, counts)
         collector = Collector(settings, sources, store, counts, labeller=labeller, answerer=answerer)
         log.info("collecting %s into %s", ", ".join(columns)[:400], settings.collect.folder)
-        with _started(list(sources.values())), contextlib.ExitStack() as stack:
-            if answerer is not None:
-                answerer.start()
-                stack.callback(answerer.close)
+        with _started(list(sources.values())), _answering(answerer):
             _run(collector)
+
+
+@contextlib.contextmanager
+def _answering(answerer: Answerer[Any] | None) -> Iterator[None]:
+    """Runs the thread that asks, where there is one."""
+    with contextlib.ExitStack() as stack:
+        if answerer is not None:
+            answerer.start()
+            stack.callback(answerer.close)
+        yield
 
 
 @contextlib.contextmanager
@@ -473,16 +498,18 @@ def _make_labeller(
         raise make_store_error(folder, error) from None
 
 
-def _make_answerer(settings: CollectFile, columns: Sequence[str], counts: Counts) -> Answerer | None:
-    """Returns what asks the deployed model about new rows; None where the file asks for none."""
+def _make_answerer(
+    settings: CollectFile, newest: NewestInput[NewItem_contra], every_s: float, counts: Counts
+) -> Answerer[NewItem_contra] | None:
+    """Returns what asks the deployed model about what comes; None where the file asks for none."""
     section = settings.answer
     if section is None:
         return None
     return Answerer(
         section,
         Path(settings.collect.folder),
-        columns,
-        every_s=settings.collect.every_s,
+        newest,
+        every_s=every_s,
         client=InferenceClient(section.server_port),
         publisher=AnswerPublisher(section),
         counts=counts,

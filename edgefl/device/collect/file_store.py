@@ -86,8 +86,8 @@ class FileStore:
         self.num_files = self.num_bytes = self.num_added = 0
         self.refresh()
 
-    def add(self, content: bytes, label: str, suffix: str, time_s: float) -> bool:
-        """Stores an example of a class, durably; returns whether it is a new one. `label` is a folder's name.
+    def add(self, content: bytes, label: str, suffix: str, time_s: float) -> KeptFile | None:
+        """Stores an example of a class, durably; returns it, None where it is there. `label` is a folder's name.
 
         What is too much then goes at once, so that files which come fast do not fill the card.
 
@@ -97,7 +97,7 @@ class FileStore:
         """
         digest = compute_digest(content)
         if digest in self._digests:
-            return False
+            return None
         if label not in self._files and len(self._files) >= MAX_CLASSES:
             raise ValueError(f"there are {MAX_CLASSES} classes already")
         time = datetime.fromtimestamp(min(max(time_s, 0.0), MAX_TIME_S), UTC)
@@ -110,9 +110,10 @@ class FileStore:
                     file.write(content)
             except OSError as error:
                 raise make_store_error(path, error) from None
-        self._insert(KeptFile(name, label, len(content)))
+        kept = KeptFile(name, label, len(content))
+        self._insert(kept)
         self._remove_surplus()
-        return True
+        return kept
 
     def commit(self, state: StoreState, now_s: float) -> None:
         """Removes what is too much or too old, and then stores the state.

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 from edgefl.core.errors import DataError, StoreError
 from edgefl.device.collect.alignment import JumpDetector
+from edgefl.device.collect.answers import Answerer
 from edgefl.device.collect.event_labels import EventLabeller
 from edgefl.device.collect.file_store import (
     SUFFIXES,
     UNLABELLED,
     FileStore,
+    KeptFile,
     check_example,
     compute_digest,
     read_file_time,
@@ -35,6 +37,7 @@ from edgefl.device.collect.forgetting import (
     read_forget_request,
     remove_forget_request,
 )
+from edgefl.device.collect.newest_input import NewFile
 from edgefl.device.collect.readings import Counts, ReadingSource, ResumableSource, read_source
 from edgefl.device.collect.recorder import Recorder
 from edgefl.device.collect.settings import FolderSection, is_label
@@ -154,6 +157,7 @@ class FolderCollector:
         events: sources of events, by name.
         labeller: makes labels of events; None where there are none.
         similar: finds near-duplicates of pictures; None where all are kept.
+        answerer: gets the new files; None where there is none.
         clock: seconds since 1970; it may jump.
         monotonic: seconds; it does not.
     """
@@ -169,6 +173,7 @@ class FolderCollector:
         events: Mapping[str, ReadingSource] | None = None,
         labeller: EventLabeller | None = None,
         similar: SimilarPictures | None = None,
+        answerer: Answerer[NewFile] | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -180,6 +185,7 @@ class FolderCollector:
         }
         self._recorders = dict(recorders or {})
         self._events, self._labeller, self._similar = dict(events or {}), labeller, similar
+        self._answerer = answerer
         for name, source in self._events.items():
             if isinstance(source, ResumableSource):
                 source.resume(store.state.positions.get(name, ""))
@@ -216,6 +222,9 @@ class FolderCollector:
             self._store.refresh()  # somebody may have moved or removed files
             if self._labeller is not None:
                 self._labeller.trim(self._clock() - TRIM_S)
+            if self._answerer is not None:
+                times_s = {read_file_time(file) for file in self._store.list_class(UNLABELLED)}
+                self._answerer.trim(lambda time: time.since_s in times_s)
             log.info("%s", self.format_report())
         return POLL_S
 
@@ -290,6 +299,8 @@ class FolderCollector:
         try:
             if (request := read_forget_request(folder)) is None:
                 return
+            if self._answerer is not None:
+                self._answerer.forget()
             num_files = len(forget_files(folder, request))
             remove_forget_request(folder)
             log.info("forgot %d files as asked for; %d are left", num_files, self._store.num_files - num_files)
@@ -343,19 +354,25 @@ class FolderCollector:
             recorder.advance()
 
     def _add(self, name: str, content: bytes, label: str, suffix: str, time_s: float) -> None:
-        """Stores a file of a source, or counts why not."""
+        """Stores a file of a source, or counts why not; it is answered either way."""
+        kept = self._keep(name, content, label, suffix, time_s)
+        if self._answerer is not None:
+            self._answerer.add(NewFile(content=content, suffix=suffix, time_s=time_s, kept=kept))
+
+    def _keep(self, name: str, content: bytes, label: str, suffix: str, time_s: float) -> KeptFile | None:
         digest, signature = compute_digest(content), None
         if self._similar is not None and not self._store.has_digest(digest):
             signature = self._similar.compute_signature(content, suffix, name)
             if signature is not None and self._similar.find(signature, label):
                 self._counts[f"{name}.similar"] += 1
-                return
-        if not self._store.add(content, label, suffix, time_s):
+                return None
+        if (kept := self._store.add(content, label, suffix, time_s)) is None:
             self._counts[f"{name}.duplicates"] += 1
-            return
+            return None
         self._num_written += len(content)
         if self._similar is not None and signature is not None:
             self._similar.add(signature, digest, label)
+        return kept
 
     def _remove(self, name: str, path: Path) -> None:
         """Removes a file that is in the store, or counts that it stays, as in a folder that may not be written."""

@@ -22,6 +22,7 @@ from edgefl.core.types import Json
 from edgefl.device.collect.uncertain_times import UncertainTime
 from edgefl.device.hardware.requirements import make_confinement
 from edgefl.system.processes import call_in_subprocess
+from edgefl.system.row_labels import parse_example_time
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Guesser:
 
 
 class NotedGuesser:
-    """What a model said of rows when it answered, and nothing of others; none is drawn at random."""
+    """What a model said of rows or files when it answered, and nothing of others; none is drawn at random."""
 
     share, draw, model = 0.0, staticmethod(sample_places), None
 
@@ -139,8 +140,12 @@ class NotedGuesser:
     def guess(self, _folder: Path, sources: Mapping[str, Source]) -> dict[str, Guess]:
         """Returns the least certain guess within the time of each source, by name."""
         found = dict[str, Guess]()
-        for name, (first, last) in sources.items():
-            near = [time for time in self._times if time.until_s >= float(first) and time.since_s <= float(last)]
+        for name, (first, second) in sources.items():
+            if isinstance(first, str):
+                since_s = until_s = parse_example_time(str(second))
+            else:
+                since_s, until_s = first, float(second)
+            near = [time for time in self._times if time.until_s >= since_s and time.since_s <= until_s]
             if near:
                 least = min(near, key=lambda time: time.margin)
                 found[name] = Guess(label=least.label, probability=least.probability, margin=least.margin)

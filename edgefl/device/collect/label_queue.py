@@ -24,6 +24,7 @@ from edgefl.system.atomic_files import make_store_error
 from edgefl.system.row_labels import (
     LABEL_COLUMN,
     LABELS_NAME,
+    MEDIA_TYPES,
     LabelKind,
     LabelLine,
     RowLabels,
@@ -39,7 +40,6 @@ MAX_MOVES = 4
 NUM_ROWS = 1000
 """That are looked up in the labels at once."""
 ASKED = "asked"
-MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".wav": "audio/wav"}
 
 Version = tuple[object, ...]
 
@@ -100,13 +100,21 @@ class LabelTarget(Protocol):
 
 
 class FileTarget:
-    """Shard of files, whose labels are their folders."""
+    """Shard of files, whose labels are their folders.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: of the shard.
+        times: of which files are asked about; None for all.
+    """
+
+    def __init__(self, folder: Path, times: Sequence[UncertainTime] | None = None) -> None:
         self.folder = folder
+        self._times_s = None if times is None else {time.since_s for time in times}
 
     def list_examples(self, draw: Draw | None = None) -> list[Example]:
         files = sorted(list_class_files(self.folder, UNLABELLED))
+        if self._times_s is not None:
+            files = [file for file in files if read_file_time(file) in self._times_s]
         if draw is None:
             del files[MAX_EXAMPLES:]
         elif len(files) > MAX_GUESSED:
@@ -304,12 +312,12 @@ def open_target(
     *,
     max_examples: int = MAX_EXAMPLES,
 ) -> FileTarget | RowTarget:
-    """Returns what is labelled in a collector's folder: all, or only rows of some times, in so many windows at most.
+    """Returns what is labelled in a collector's folder: all, or what is of some times, in so many windows at most.
 
     Raises:
         NotFoundError: no collector has written into it.
         StoreError: its state cannot be read.
-        ConfigError: its rows have a column of their own that is called `label`, or it has no rows of these times.
+        ConfigError: its rows have a column of their own that is called `label`, or there are no times.
     """
     state = require_state(folder)
     if LABEL_COLUMN in state.columns:
@@ -323,7 +331,7 @@ def open_target(
             "uncertain_below above 0, ten minutes later"
         )
     if not state.columns:
-        return FileTarget(folder)
+        return FileTarget(folder, times)
     return RowTarget(folder, state, window_s, times, max_examples=max_examples)
 
 

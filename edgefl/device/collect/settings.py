@@ -311,7 +311,7 @@ class LabelsSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerSection(BrokerSection):
-    """`[answer]`: what the deployed model says of the newest rows, published to a broker.
+    """`[answer]`: what the deployed model says of the newest rows or file, published to a broker.
 
     Attributes:
         topic: below which answers are published.
@@ -461,8 +461,6 @@ def _check_files(found: CollectFile, num_sources: int) -> None:
         )
     if kinds and found.collect.similar:
         raise ConfigError("collect.similar is for rows; pictures have collect.similar_levels")
-    if kinds and found.answer is not None:
-        raise ConfigError("[answer] is for sources of rows, and none of files")
 
 
 def _check_polled(collect: CollectSection, sources: Sequence[SourceSettings]) -> None:

@@ -38,6 +38,8 @@ from edgefl.device.updates.slots import load_update_config
 from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import make_command, make_environment
 from edgefl.system.processes import on_stop_signal
+from edgefl.system.row_labels import MEDIA_TYPES
+from edgefl.tasks.configured.options import ConfiguredTask
 
 log = logging.getLogger(__name__)
 
@@ -255,6 +257,22 @@ def _read_csv_rows(body: bytes, model: OnnxModel) -> Array:
         return prepare_features(model, read_unlabelled(task, path))
 
 
+def _list_suffixes(task: ConfiguredTask | None) -> tuple[str, ...]:
+    """Returns those of the files of which a task makes an example each."""
+    return () if task is None else tuple(suffix for suffix in task.input_suffixes if suffix in MEDIA_TYPES)
+
+
+def _read_file(body: bytes, suffix: str, model: OnnxModel) -> Array:
+    """Returns the input of a picture or sound, as the model's task makes it of a shard's file."""
+    task = model.configured_task
+    if task is None or suffix not in _list_suffixes(task):
+        raise DataError(f"the model's task {model.task or 'unknown'!r} reads no {suffix} files")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"example{suffix}"
+        path.write_bytes(body)
+        return prepare_features(model, read_unlabelled(task, path))
+
+
 class _HttpError(Exception):
     """HTTP error response with status and message."""
 
@@ -325,6 +343,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
             "classes": list(model.classes),
             "input_shape": list(model.input_shape),
             "rows": task.example_rows or None if task is not None else None,
+            "files": list(_list_suffixes(task)) or None,
             "deployment": deployed.deployment if deployed else None,
             "accuracy": deployed.accuracy if deployed else None,
         }
@@ -332,8 +351,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def _predict(self) -> Json:
         body = self._read_body()
         model, deployed = self._require_model()
-        is_csv = self.headers.get_content_type() == CSV_TYPE
-        predictions = model.predict(_read_csv_rows(body, model) if is_csv else self._parse_rows(body, model))
+        predictions = model.predict(self._read_inputs(body, model))
         model_ids = (deployed.model, deployed.deployment) if deployed else (model.model, None)
         return {
             "model": model_ids[0],
@@ -346,6 +364,13 @@ class _RequestHandler(BaseHTTPRequestHandler):
         if current is None:
             raise _HttpError(503, "no model is deployed yet; on the coordinator: edgefl model deploy MODEL")
         return current
+
+    def _read_inputs(self, body: bytes, model: OnnxModel) -> Array:
+        media_type = self.headers.get_content_type()
+        if media_type == CSV_TYPE:
+            return _read_csv_rows(body, model)
+        suffix = next((suffix for suffix, one in MEDIA_TYPES.items() if one == media_type), None)
+        return self._parse_rows(body, model) if suffix is None else _read_file(body, suffix, model)
 
     def _parse_rows(self, body: bytes, model: OnnxModel) -> Array:
         if body[:6] == b"\x93NUMPY":

@@ -30,17 +30,16 @@ from edgefl.device.collect.answer_publisher import (
 )
 from edgefl.device.collect.answers import (
     JOIN_TIMEOUT_S,
-    MAX_CELLS,
-    MAX_ROWS,
     Answerer,
     InferenceClient,
     parse_model,
     parse_prediction,
 )
-from edgefl.device.collect.collector import Collector, withdraw_answers
+from edgefl.device.collect.collector import REPORT_S, Collector, withdraw_answers
 from edgefl.device.collect.forgetting import ForgetRequest, write_forget_request
 from edgefl.device.collect.label_guesses import NotedGuesser
 from edgefl.device.collect.label_queue import LabelQueue, open_target
+from edgefl.device.collect.newest_input import MAX_CELLS, MAX_ROWS, NewestRows
 from edgefl.device.collect.readings import Reading
 from edgefl.device.collect.row_store import encode_lines, open_row_store
 from edgefl.device.collect.settings import MAX_COLUMNS, AnswerSection, CollectFile, CollectSection
@@ -145,7 +144,7 @@ class Site:
         self.sensor.columns = ("a", "b")
         section = AnswerSection(host="h", topic="edgefl/room", **settings)
         self.answerer = Answerer(
-            section, store.folder, ("a", "b"), every_s=every_s, client=client, publisher=self.heard,
+            section, store.folder, NewestRows(("a", "b")), every_s=every_s, client=client, publisher=self.heard,
             counts=self.counts, clock=self.clock,
         )  # fmt: skip
         collect = CollectSection(folder=str(store.folder), every_s=every_s, hold_s=1.5, flush_s=0)
@@ -319,7 +318,8 @@ def test_rows_whose_times_have_microseconds_are_asked_about_too(tmp_path, board)
         for value in range(5):
             site.clock.now_s += 0.000_203
             site.wait(value / 10, 1.0)
-        site.answerer.trim(1000.700_203)  # of the oldest row
+        site.collector._monotonic = lambda: REPORT_S + 1e6  # an hour later, when times before the oldest row go
+        site.collector.step()
         site.answerer.close()
         assert len(site.heard.answers) == 5
     times = read_uncertain_times(folder)
