@@ -29,7 +29,9 @@ from edgefl.system.atomic_files import give_to_owner, write_atomic
 LABELS_NAME, LOCK_NAME = ".labels.csv", ".labels.lock"
 TIME_COLUMN, LABEL_COLUMN = "time", "label"
 MAX_BYTES = 4 * 1024**2
-"""That are read: about 70,000 lines."""
+"""That labels grow to: about 70,000 lines."""
+MAX_READ_BYTES = 2 * MAX_BYTES
+"""To cut a time out of lines makes at most two of each."""
 MAX_LINE_BYTES = 4096
 UNLABELLED_FOLDER = ".unlabelled"
 """Of a shard of files, beside its class folders."""
@@ -133,12 +135,15 @@ def read_row_labels(folder: Path) -> RowLabels:
 
     Errors of the operating system propagate.
     """
-    lines = list[LabelLine]()
+    return RowLabels(list(_iterate_lines(folder, MAX_READ_BYTES)))
+
+
+def _iterate_lines(folder: Path, max_bytes: float = math.inf) -> Iterator[LabelLine]:
+    """Yields the whole lines that begin within so many bytes; those who replace the file read all of it."""
     with contextlib.suppress(FileNotFoundError), (folder / LABELS_NAME).open("rb") as file:
-        while file.tell() < MAX_BYTES and (text := file.readline(MAX_LINE_BYTES)):
+        while file.tell() < max_bytes and (text := file.readline(MAX_LINE_BYTES)):
             if text.endswith(b"\n") and (line := _parse_line(text[:-1])) is not None:
-                lines.append(line)
-    return RowLabels(lines)
+                yield line
 
 
 def append_row_labels(folder: Path, lines: Sequence[LabelLine]) -> None:
@@ -170,9 +175,9 @@ def cut_row_labels(folder: Path, since_s: float, until_s: float) -> None:
     if not has_labels(folder):
         return
     with _lock(folder):
-        lines = read_row_labels(folder).lines
+        lines = list(_iterate_lines(folder))
         kept = _merge_defaults([part for line in lines for part in _cut_line(line, since_s, until_s)])
-        if kept != list(lines):
+        if kept != lines:
             write_atomic(folder / LABELS_NAME, b"".join(map(_encode_line, kept)))
 
 
@@ -183,9 +188,9 @@ def replace_weak_labels(folder: Path, lines: Sequence[LabelLine]) -> None:
         StoreError: the file cannot be written, or would be too large.
     """
     with _lock(folder):
-        kept = [line for line in read_row_labels(folder).lines if line.kind is not LabelKind.WEAK]
+        kept = [line for line in _iterate_lines(folder) if line.kind is not LabelKind.WEAK]
         content = b"".join(map(_encode_line, [*kept, *lines]))
-        if len(content) >= MAX_BYTES:
+        if lines and len(content) >= MAX_BYTES:
             raise StoreError(f"labels may have {MAX_BYTES:,} bytes in all, with {len(lines)} weak ones more")
         write_atomic(folder / LABELS_NAME, content)
 

@@ -10,6 +10,7 @@ from edgefl.system.row_labels import (
     append_row_labels,
     cut_row_labels,
     read_row_labels,
+    replace_weak_labels,
 )
 
 
@@ -47,6 +48,24 @@ def test_labels_of_a_time_are_cut_out_and_the_rest_stays(tmp_path):
     cut_row_labels(tmp_path, 3.0, 6.0)
     assert _find(tmp_path, 2.9, 3.0, 4.5, 6.0, 6.1, 25.0) == ["a", "", "", "", "a", "c"]
     assert b",b," not in (tmp_path / LABELS_NAME).read_bytes()
+
+
+def test_labels_behind_the_limit_outlast_a_cut_and_one_that_makes_the_file_longer_loses_none(tmp_path, monkeypatch):
+    append_row_labels(tmp_path, [_line(at, at + 0.5, f"s{at}") for at in range(100)])
+    size = (tmp_path / LABELS_NAME).stat().st_size
+    monkeypatch.setattr(row_labels, "MAX_BYTES", size // 2)
+    monkeypatch.setattr(row_labels, "MAX_READ_BYTES", size * 3 // 4)
+    assert len(read_row_labels(tmp_path).lines) < 80
+    replace_weak_labels(tmp_path, [])
+    cut_row_labels(tmp_path, -10, 49.7)
+    assert _find(tmp_path, 49.0, 50.0, 99.5) == ["", "s50", "s99"]
+    monkeypatch.undo()
+    cut_row_labels(tmp_path, -10, 200)
+    append_row_labels(tmp_path, [_line(at, 1000 + at, f"s{at}") for at in range(100)])
+    monkeypatch.setattr(row_labels, "MAX_BYTES", (tmp_path / LABELS_NAME).stat().st_size + 1)
+    cut_row_labels(tmp_path, 500.0, 501.0)
+    assert (tmp_path / LABELS_NAME).stat().st_size > row_labels.MAX_BYTES
+    assert _find(tmp_path, 499.0, 500.5, 502.0, 1099.0) == ["s99", "", "s99", "s99"]
 
 
 def test_labels_that_nobody_would_read_are_refused_and_root_s_are_the_owner_s_of_the_folder(tmp_path, monkeypatch):

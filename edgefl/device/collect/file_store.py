@@ -177,7 +177,7 @@ class FileStore:
         return f"{datetime.fromtimestamp(max(limit_s, 0.0), UTC):%Y%m%dT%H%M%S}"
 
     def _has_surplus(self) -> bool:
-        return self.num_bytes > self._limits.max_bytes or self.num_files > MAX_FILES
+        return self.num_bytes > self._limits.get_max_bytes(self.folder) or self.num_files > MAX_FILES
 
     def _remove_surplus(self) -> None:
         while self._has_surplus():

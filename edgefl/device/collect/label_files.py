@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from edgefl.device.collect.file_store import MAX_CLASSES, MAX_FILES
 
 MAX_FILE_BYTES = 32 * 1024**2
 MAX_TXT_BYTES = 64 * 1024
+MAX_REGIONS = 2 * MAX_FILES
+"""In all files together."""
 CLASSES_NAME, TXT_FOLDER = "classes.txt", "labels"
 EXAMPLE = "example"
 """Column and key of an example's name in what we write; it may stand in any other as well."""
@@ -70,13 +73,14 @@ def read_label_file(path: Path, column: str) -> list[LabelRegion]:
         DataError: it cannot be read, is too large, or is none of these.
     """
     try:
-        if path.is_dir():
-            return list(_read_yolo(path))
-        return list(_read_file(path, column))
+        found = list(islice(_read_yolo(path) if path.is_dir() else _read_file(path, column), MAX_REGIONS + 1))
     except OSError as error:
         raise DataError(f"{error.filename or path} cannot be read: {error.strerror}") from None
     except (ValueError, csv.Error) as error:
         raise DataError(f"{path}: {error}") from None
+    if len(found) > MAX_REGIONS:
+        raise DataError(f"{path} has more than {MAX_REGIONS:,} labels; give it in parts")
+    return found
 
 
 def _read_file(path: Path, column: str) -> Iterator[LabelRegion]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hmac
 import html
 import logging
+import math
 import secrets
 import shutil
 import ssl
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from http import HTTPStatus
+from itertools import groupby
 from urllib.parse import parse_qs, quote
 
 from edgefl.core.errors import EdgeflError, StoreError
@@ -48,7 +50,7 @@ color:inherit;width:100%;overflow-wrap:anywhere}button:focus-visible,input:focus
 .labels button{background:#0b4f9e;border-color:#0b4f9e;color:#fff}
 .labels .guess{outline:3px solid #b35c00;outline-offset:2px}kbd{opacity:.8;margin-right:.5rem}
 .row{display:grid;grid-template-columns:1fr 1fr;gap:.5rem;margin:.5rem 0}.error{color:#a00000}
-polyline{fill:none;stroke:#0b4f9e;stroke-width:1.5;vector-effect:non-scaling-stroke}
+polyline{fill:none;stroke:#0b4f9e;stroke-width:1.5;stroke-linecap:round;vector-effect:non-scaling-stroke}
 @media(prefers-color-scheme:dark){body,button,input{background:#12181f;color:#e8edf2}img,svg{background:#1d262f}
 polyline{stroke:#7cb8ff}.error{color:#ff9c9c}}
 """
@@ -329,15 +331,18 @@ def _format_content(example: Example) -> str:
 
 
 def _format_curve(name: str, values: Sequence[float]) -> str:
-    low, high = min(values), max(values)
+    known = [value for value in values if not math.isnan(value)]
+    low, high = min(known), max(known)
     height, last = (high - low) or 1.0, max(1, len(values) - 1)
-    points = " ".join(
-        f"{300 * place / last:.1f},{58 - 56 * (value - low) / height:.1f}" for place, value in enumerate(values)
-    )
+    lines = ""
+    for is_missing, run in groupby(enumerate(values), key=lambda point: math.isnan(point[1])):
+        if not is_missing:
+            points = (f"{300 * place / last:.1f},{58 - 56 * (value - low) / height:.1f}" for place, value in run)
+            lines += f'<polyline points="{" ".join(points)}"/>'
     title = html.escape(f"{name}: {low:g} to {high:g}")
     return (
         f'<p>{title}</p><svg viewBox="0 0 300 60" preserveAspectRatio="none" role="img" aria-label="{title}">'
-        f'<polyline points="{points}"/></svg>'
+        f"{lines}</svg>"
     )
 
 

@@ -263,7 +263,10 @@ class RowTarget:
 
 
 class _Window:
-    """Rows as they come: all with `is_whole`, else up to twice `MAX_POINTS` at equal distances, without gaps."""
+    """Rows as they come: all with `is_whole`, else up to twice `MAX_POINTS` at equal distances.
+
+    A missing number is NaN. Without `is_whole` only columns that have a number among the points are curves.
+    """
 
     def __init__(
         self, since_s: float, row: Mapping[str, str], columns: Sequence[str], window_s: float, *, is_whole: bool
@@ -271,10 +274,8 @@ class _Window:
         self.span, self.label = row["span"], row.get(LABEL_COLUMN, "")
         self._since_s = self._until_s = since_s
         self._end_s, self._num_rows, self._step = since_s + window_s, 0, 1
-        self._is_whole, names = is_whole, columns
-        if not is_whole:
-            names = [name for name in columns if _parse_number(row[name]) is not None][:MAX_CURVES]
-        self._curves, self._times = {name: array("d") for name in names}, array("d")
+        self._is_whole, self._columns, self._times = is_whole, columns, array("d")
+        self._curves = {name: array("d") for name in (columns if is_whole else ())}
 
     def has_room(self, time_s: float, span: str, label: str) -> bool:
         return time_s < self._end_s and (span, label) == (self.span, self.label)
@@ -282,13 +283,14 @@ class _Window:
     def add(self, time_s: float, row: Mapping[str, str]) -> None:
         self._until_s = time_s
         if self._num_rows % self._step == 0:
-            self._times.append(time_s)
-            for name in list(self._curves):
+            has_room = not self._is_whole and len(self._curves) < MAX_CURVES
+            for name in self._columns if has_room else tuple(self._curves):
                 number = _parse_number(row[name])
-                if number is None and not self._is_whole:
-                    del self._curves[name]  # a missing value
-                else:
+                if name in self._curves:
                     self._curves[name].append(math.nan if number is None else number)
+                elif number is not None and len(self._curves) < MAX_CURVES:
+                    self._curves[name] = array("d", [*([math.nan] * len(self._times)), number])
+            self._times.append(time_s)
         self._num_rows += 1
         if self._num_rows == 2 * MAX_POINTS * self._step and not self._is_whole:
             self._step *= 2
@@ -300,9 +302,12 @@ class _Window:
             since_s=self._since_s,
             until_s=self._until_s,
             label=self.label,
-            curves=tuple(self._curves.items()),
+            curves=tuple((name, self._curves[name]) for name in self._columns if self._has_points(name)),
             times=self._times,
         )
+
+    def _has_points(self, name: str) -> bool:
+        return name in self._curves and (self._is_whole or not all(map(math.isnan, self._curves[name])))
 
 
 def open_target(

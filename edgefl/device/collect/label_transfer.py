@@ -9,6 +9,7 @@ import csv
 import html
 import io
 import json
+import math
 import shutil
 import tempfile
 from collections import Counter
@@ -178,7 +179,8 @@ def _write_file(shard: Path, task: ExampleTask, folder: Path, columns: Sequence[
         except FileNotFoundError:
             return False
         return True
-    times, curves = task.example.times, dict(task.example.curves)
+    times = task.example.times
+    curves = {name: ["" if math.isnan(value) else value for value in values] for name, values in task.example.curves}
     empty = [""] * len(times)
     with (folder / task.file_name).open("w", encoding="utf-8", newline="") as opened:
         writer = csv.writer(opened, lineterminator="\n")

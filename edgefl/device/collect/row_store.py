@@ -43,7 +43,7 @@ _PATTERN = "rows-*.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """Most bytes and seconds of rows; 0 seconds for no limit."""
+    """Most bytes and seconds of rows or files with their labels; 0 seconds for no limit."""
 
     max_bytes: int
     max_age_s: float = 0.0
@@ -51,6 +51,10 @@ class StoreLimits:
     @property
     def segment_bytes(self) -> int:
         return min(MAX_SEGMENT_BYTES, self.max_bytes // NUM_SEGMENTS)
+
+    def get_max_bytes(self, folder: Path) -> int:
+        """Returns the most bytes beside the labels in a folder: half of all at least, however many those are."""
+        return max(self.max_bytes - get_labels_size(folder), self.max_bytes // 2)
 
 
 class RowStore:
@@ -155,8 +159,9 @@ class RowStore:
         The last one stays while it grows, and goes by its age alone.
         """
         segments, removed = list(state.segments), []
+        max_bytes = self._limits.get_max_bytes(self.folder)
         while len(segments) > is_growing and (
-            (len(segments) > 1 and sum(segment.num_bytes for segment in segments) > self._limits.max_bytes)
+            (len(segments) > 1 and sum(segment.num_bytes for segment in segments) > max_bytes)
             or (self._limits.max_age_s and now_s - segments[0].last_s > self._limits.max_age_s)
         ):
             removed.append(segments.pop(0))

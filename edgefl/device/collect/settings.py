@@ -43,7 +43,7 @@ class CollectSection:
         hold_s: a column keeps its last value for so long; later it is missing.
         missing: a row with a missing value is left out, or kept with an empty cell.
         texts: columns of texts, such as of labels; the others hold numbers.
-        max_mb: megabytes of rows or files; the oldest go first.
+        max_mb: megabytes of rows or files with their labels; the oldest go first.
         evict: of files, the oldest go first, or with `balanced` the oldest of the class that has most.
         similar_levels: of 255; a picture of whose 16 x 16 cells none differs by more from one that is kept already is
             left out. 0 keeps all but copies.

@@ -295,6 +295,29 @@ def test_labels_go_with_the_oldest_segment_and_no_label_of_a_row_that_is_still_t
         assert store.state.segments[-1].first_s == 90.0
 
 
+def test_labels_count_in_the_limit_of_bytes_and_half_of_it_stays_for_rows_and_files(tmp_path):
+    limits = StoreLimits(max_bytes=4000)
+    with open_row_store(tmp_path / "rows", ("a",), limits) as store:
+        for at in range(200):
+            store.commit([Row(1000.0 + at, (1.0,), 1)], {}, {}, 0.0)
+        labels = [LabelLine(since_s=2e3, until_s=3e3, label="x" * 50, kind=LabelKind.PERSON)]
+        for num, most in ((10, 3200), (60, 2000)):
+            append_row_labels(tmp_path / "rows", labels * num)
+            store.commit([Row(2000.0, (1.0,), 1)], {}, {}, 0.0)
+            assert most - 300 < store.state.num_bytes <= most
+    with open_file_store(tmp_path / "files", limits, "oldest") as store:
+        for at in range(40):
+            store.add(b"%0100d" % at, UNLABELLED, ".png", float(at))
+        assert store.num_files == 40
+        append_row_labels(tmp_path / "files", labels * 10)
+        store.commit(store.state, 0.0)
+        assert 31 <= store.num_files <= 33
+        append_row_labels(tmp_path / "files", labels * 100)
+        assert store.has_excess(0.0)
+        store.commit(store.state, 0.0)
+        assert store.num_files == 20
+
+
 def test_a_full_card_keeps_events_for_later_and_removes_what_is_too_old_all_the_same(tmp_path, monkeypatch):
     def fail(*_values):
         raise OSError(28, "No space left on device")

@@ -1,11 +1,14 @@
 import itertools
+import math
 
+import numpy as np
 import pytest
 from table_parts import read_table
 
 from edgefl.core.errors import ConfigError, NotFoundError
 from edgefl.device.collect.alignment import Row
 from edgefl.device.collect.file_store import UNLABELLED, move_example, open_file_store
+from edgefl.device.collect.label_page import _format_content
 from edgefl.device.collect.label_queue import MAX_POINTS, LabelQueue, RowTarget, open_target
 from edgefl.device.collect.row_store import StoreLimits, open_row_store
 from edgefl.system.row_labels import LabelKind, LabelLine, append_row_labels
@@ -108,6 +111,24 @@ def test_of_a_long_window_only_the_points_that_are_drawn_are_kept(tmp_path):
     assert (name, points[0], example.until_s) == ("power", 0.0, 5999.0)
     assert MAX_POINTS <= len(points) < 2 * MAX_POINTS
     assert {after - before for before, after in itertools.pairwise(points)} == {16.0}
+
+
+def test_a_curve_with_missing_numbers_stays_and_one_without_any_is_none(tmp_path):
+    with open_row_store(tmp_path, ("power", "light", "never"), LIMITS) as store:
+        lights = [math.nan, math.nan, 2.0, math.nan, 4.0, 5.0]
+        store.commit([Row(1000.0 + at, (1.0, light, None), 1) for at, light in enumerate(lights)], {}, {}, 0.0)
+    (example,) = open_target(tmp_path, 60.0).list_examples()
+    assert [name for name, _ in example.curves] == ["power", "light"]
+    np.testing.assert_array_equal(example.curves[1][1], lights)
+    page = _format_content(example)
+    assert "light: 2 to 5" in page
+    assert page.count("<polyline") == 3  # a gap divides one curve
+    assert "nan" not in page
+    with open_row_store(tmp_path / "long", ("power", "light"), LIMITS) as store:
+        rows = [Row(1000.0 + at, (1.0, 5.0 if at == 1 else None), 1) for at in range(2 * MAX_POINTS)]
+        store.commit(rows, {}, {}, 0.0)
+    (example,) = open_target(tmp_path / "long", 3600.0).list_examples()
+    assert [name for name, _ in example.curves] == ["power"]  # the only number is none of the points that are kept
 
 
 def test_the_shard_is_read_again_where_it_has_changed_alone(tmp_path, monkeypatch):

@@ -156,6 +156,9 @@ def test_a_yolo_folder_is_read_whole_or_refused_and_each_class_once_a_file(tmp_p
     assert [region.label for region in label_files.read_label_file(out, "")] == ["robin", "wren"] * 2
     monkeypatch.setattr(label_files, "MAX_FILES", 2)
     assert len(label_files.read_label_file(out, "")) == 4
+    monkeypatch.setattr(label_files, "MAX_REGIONS", 3)
+    with pytest.raises(DataError, match=r"more than 3 labels; give it in parts"):
+        label_files.read_label_file(out, "")
     monkeypatch.setattr(label_files, "MAX_FILES", 1)
     with pytest.raises(DataError, match=r"more than 1 .txt files of examples; give it in parts"):
         label_files.read_label_file(out, "")
@@ -190,7 +193,8 @@ def test_files_of_rows_all_have_the_columns_of_the_labelling_interface(tmp_path)
     assert [channel.get("column") for channel in config.iter("Channel")] == ["power", "light"]
     lines = [path.read_text().splitlines() for path in sorted((out / "files").iterdir())]
     assert [found[0] for found in lines] == ["time,power,light"] * 3
-    assert [found[1] for found in lines] == ["1000.0,1.0,0.0", "1060.0,1.0,", "1120.0,1.0,120.0"]
+    assert [found[1] for found in lines] == ["1000.0,1.0,0.0", "1060.0,1.0,60.0", "1120.0,1.0,120.0"]
+    assert lines[1][10:13] == ["1069.0,1.0,69.0", "1070.0,1.0,", "1071.0,1.0,71.0"]  # one number alone is missing
 
 
 def test_what_cannot_be_written_whole_leaves_nothing_in_the_way_of_the_next_try(tmp_path, monkeypatch):

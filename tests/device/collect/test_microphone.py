@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import signal
 import struct
 import sys
 import threading
@@ -25,7 +26,7 @@ from edgefl.device.collect.settings import MicrophoneSection
 pytestmark = pytest.mark.timeout(60)
 RATE = 8000
 PROGRAM = """#!{python} -IS
-import sys, time, wave
+import signal, sys, time, wave
 given = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 assert sys.argv[1] == "-q" and given["-t"] == "raw" and given["-f"] == "S16_LE", sys.argv
 if given["-D"] == "absent":
@@ -35,8 +36,10 @@ if given["-D"] == "warns":
 with wave.open({path!r}) as sound:
     assert (str(sound.getframerate()), str(sound.getnchannels())) == (given["-r"], given["-c"]), given
     sys.stdout.buffer.write(sound.readframes(sound.getnframes()))
+    if given["-D"] == "stays":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.stdout.flush()
-if given["-D"] == "hangs":
+if given["-D"] in ("hangs", "stays"):
     time.sleep(60)
 """
 
@@ -143,6 +146,15 @@ def test_a_program_that_hangs_is_ended_and_so_is_one_at_a_stop(play, monkeypatch
     assert other.read(stopping) == b""
     other.close()
     assert time.monotonic() - start_s < 10
+
+
+def test_a_program_that_does_not_end_when_it_is_asked_to_is_killed(play, monkeypatch):
+    monkeypatch.setattr(microphone, "END_TIMEOUT_S", 0.1)
+    play([1] * 1000)
+    source = Microphone(MicrophoneSection(rate=RATE, seconds=0.1, device="stays"))
+    assert source.read(threading.Event())
+    source.close()
+    assert source._process.returncode == -signal.SIGKILL
 
 
 def test_the_time_of_a_sound_is_that_of_its_start(play):
