@@ -73,7 +73,9 @@ class DriftWatch:
         self._made: dict[str, str] = {}
         self._failed: dict[str, str] = {}
 
-    def record_reference(self, task: Task, name: str, options: Mapping[str, Scalar], data: Dataset) -> None:
+    def record_reference(
+        self, task: Task, name: str, options: Mapping[str, Scalar], load_data: Callable[[], Dataset]
+    ) -> None:
         """Makes the reference of a task by its name, from its data, unless there is one or none is wanted."""
         source = self._get_references().get(name)
         path = get_reference_path(self._folder, name)
@@ -84,6 +86,7 @@ class DriftWatch:
         if found is not None and found.source == source:
             return
         try:
+            data = load_data()
             of_reference = data if source == FIRST else load_task_data(task, source)
             reference = DriftReference(
                 source=source, options=options, num_examples=len(data), sample=_draw_sample(of_reference, name)

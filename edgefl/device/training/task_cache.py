@@ -31,6 +31,8 @@ from edgefl.tasks.analyses.registry import check_min_group, make_analysis
 from edgefl.tasks.augmentation import find_augment
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.datasets.shards import (
+    compute_root_fraction,
+    drop_weak,
     get_metadata_path,
     inspect_shard,
     load_task_data,
@@ -59,7 +61,14 @@ AnalysisRequest = tuple[str, Mapping[str, Scalar]]
 
 @dataclass(slots=True)
 class CachedTask:
-    """Task ready to train or to analyse; `shard_fingerprint` identifies the shard version of `data` and `blocks`."""
+    """Task ready to train or to analyse.
+
+    Attributes:
+        shard_fingerprint: of the shard's files that `data`, `splits` and `blocks` come from.
+        data: all of the shard; None once its rows are in a split, where they would lie twice.
+        num_examples: of the shard; None before it was read.
+        num_certain: those whose targets are no guesses.
+    """
 
     name: str
     task: Task
@@ -69,6 +78,8 @@ class CachedTask:
     shard_fingerprint: object = None
     shard_version: int | None = None
     data: Dataset | None = None
+    num_examples: int | None = None
+    num_certain: int = 0
     blocks: BlockRanges = field(default_factory=dict)
     splits: dict[float, tuple[Dataset, Dataset]] = field(default_factory=dict)
     analysis: Analysis | None = None
@@ -181,24 +192,52 @@ class TaskCache:
 
     def load_data(self, cached_task: CachedTask) -> Dataset:
         """Returns all data in the task's shard, up to date."""
-        path = self.get_shard_path(cached_task.name)
-        fingerprint = (path, _compute_fingerprint(Path(path)))
-        if cached_task.data is None or cached_task.shard_fingerprint != fingerprint:
+        self._forget_outdated(cached_task)
+        if cached_task.data is None:
+            path = self.get_shard_path(cached_task.name)
             cached_task.shard_version = compute_shard_version(Path(path))  # before the files are read
             data = load_task_data(cached_task.task, path)
             check_inputs(cached_task.learner, data.inputs)
             cached_task.data, cached_task.blocks = data, _read_block_ranges(path)
-            cached_task.shard_fingerprint, cached_task.splits = fingerprint, {}
-        if self._drift is not None:
-            self._drift.record_reference(cached_task.task, cached_task.name, cached_task.options, cached_task.data)
+            cached_task.num_examples = len(data)
+            cached_task.num_certain = len(data) - (0 if data.weak is None else int(data.weak.sum()))
+        self._record_reference(cached_task)
         return cached_task.data
 
     def load_split(self, cached_task: CachedTask, test_fraction: float) -> tuple[Dataset, Dataset]:
-        """Returns a trainer's training and test data."""
-        data = self.load_data(cached_task)
-        if test_fraction not in cached_task.splits:
-            cached_task.splits[test_fraction] = split_train_test(data, test_fraction)
+        """Returns a trainer's training and test data, up to date."""
+        self._forget_outdated(cached_task)
+        if test_fraction in cached_task.splits:
+            self._record_reference(cached_task)
+        else:
+            cached_task.splits[test_fraction] = split_train_test(self.load_data(cached_task), test_fraction)
+            if not cached_task.blocks:
+                cached_task.data = None
         return cached_task.splits[test_fraction]
+
+    def load_root_split(self, cached_task: CachedTask, num_root: int) -> tuple[Dataset, Dataset]:
+        """Returns an evaluator's data to test on, and about `num_root` examples to train on, up to date."""
+        self._forget_outdated(cached_task)
+        if not cached_task.splits:
+            self.load_data(cached_task)  # it counts the examples
+        rest, root = self.load_split(cached_task, compute_root_fraction(cached_task.num_certain, num_root))
+        return drop_weak(rest), root
+
+    def _forget_outdated(self, cached_task: CachedTask) -> None:
+        path = self.get_shard_path(cached_task.name)
+        fingerprint = (path, _compute_fingerprint(Path(path)))
+        if cached_task.shard_fingerprint != fingerprint:
+            cached_task.data, cached_task.splits, cached_task.shard_fingerprint = None, {}, fingerprint
+
+    def _record_reference(self, cached_task: CachedTask) -> None:
+        if self._drift is None:
+            return
+        self._drift.record_reference(
+            cached_task.task,
+            cached_task.name,
+            cached_task.options,
+            lambda: cached_task.data or load_task_data(cached_task.task, self.get_shard_path(cached_task.name)),
+        )
 
     def load_training(
         self, cached_task: CachedTask, test_fraction: float, on_batch: Callable[[], None] = lambda: None

@@ -72,7 +72,7 @@ from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeL
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.augmentation import AUGMENT, augment_batches
-from edgefl.tasks.datasets.shards import compute_root_fraction, drop_weak
+from edgefl.tasks.datasets.shards import drop_weak
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.personal_training import make_personal_model
@@ -346,8 +346,8 @@ class DeviceTrainer:
         if "metrics" not in reply:  # a part of a job that failed
             return reply, result
         metrics = {**reply["metrics"], **({"health": health} if health else {})}
-        if cached_task.data is not None and cached_task.shard_version is not None:
-            metrics["shard"] = {"version": cached_task.shard_version, "num_examples": len(cached_task.data)}
+        if cached_task.num_examples is not None and cached_task.shard_version is not None:
+            metrics["shard"] = {"version": cached_task.shard_version, "num_examples": cached_task.num_examples}
         return {**reply, "metrics": metrics}, result
 
     def _run_part(self, instruction: ParsedInstruction, cached_task: CachedTask, body: bytes) -> tuple[Json, bytes]:
@@ -534,11 +534,11 @@ class DeviceTrainer:
         """Returns the data to train and to evaluate on; an evaluator trains on few examples, or on none."""
         if self._role != Role.EVALUATOR:
             return self._task_cache.load_split(cached_task, instruction.test_fraction)
+        if instruction.root_examples:
+            test, root = self._task_cache.load_root_split(cached_task, instruction.root_examples)
+            return root, test
         data = drop_weak(self._task_cache.load_data(cached_task))
-        if not instruction.root_examples:
-            return data.take(np.arange(0)), data
-        rest, root = self._task_cache.load_split(cached_task, compute_root_fraction(data, instruction.root_examples))
-        return root, drop_weak(rest)
+        return data.take(np.arange(0)), data
 
     def _run_training(
         self, instruction: ParsedInstruction, cached_task: CachedTask, learner: Learner, data: Dataset

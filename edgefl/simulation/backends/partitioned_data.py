@@ -91,7 +91,7 @@ def reserve_root(data: FleetData, num_examples: int) -> FleetData:
     """
     if data.test is None:
         raise DataError("the coordinator has no examples to train on: beside these shards there is no test data")
-    rest, root = split_train_test(data.test, compute_root_fraction(data.test, num_examples))
+    rest, root = split_train_test(data.test, compute_root_fraction(len(data.test), num_examples))
     pool = Dataset.concatenate([data.pool, root])
     rows = np.arange(len(data.pool), len(pool))
     return FleetData(

@@ -456,9 +456,9 @@ def drop_weak(data: Dataset) -> Dataset:
     return data if data.weak is None else select_rows(data, np.flatnonzero(~data.weak))
 
 
-def compute_root_fraction(data: Dataset, num_examples: int) -> float:
+def compute_root_fraction(num_available: int, num_examples: int) -> float:
     """Returns the test fraction whose test part has about `num_examples`, at most half: a coordinator's root."""
-    return min(0.5, num_examples / max(1, len(data)))
+    return min(0.5, num_examples / max(1, num_available))
 
 
 def compute_sample_hashes(inputs: Inputs, salt: str = "") -> Array:
