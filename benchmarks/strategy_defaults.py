@@ -6,7 +6,8 @@
 
 A run file has nothing but the strategy's name, the task, and when to end; i.i.d. shards of `redundant` hold each
 block twice. Equal work is the number of local iterations of all boards that `fedavg` takes in its 10 rounds with the
-same data, partition, boards and seed. A run whose iterations are not these, because boards of different shards take
+same data, partition, boards and seed; one on fewer examples than a mini-batch, as the blocks of `redundant` may have,
+counts as that part of one. A run whose iterations are not these, because boards of different shards take
 turns, is repeated with another length. `local` trains one board as often as
 `fedavg` trains each, and is only for comparison.
 
@@ -28,7 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -107,6 +108,7 @@ def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool
     from edgefl.storage.queries.history import read_history  # noqa: PLC0415 likewise
     from edgefl.storage.store import Store  # noqa: PLC0415 likewise
 
+    batch_size = make_strategy(cell).plan.batch_size
     rounds = math.ceil(length / cell.devices) if counts_updates else length
     with tempfile.TemporaryDirectory() as folder:
         shards = None if cell.examples is None else write_shards(cell, setup, Path(folder))
@@ -136,10 +138,15 @@ def simulate_cell(cell: Cell, setup: Setup, *, length: int, counts_updates: bool
             events = read_history(store, "events", run=done.run_id)
     return Run(
         accuracies=[row["accuracy"] for row in done.rounds if row["accuracy"] is not None],
-        iterations=sum(row["iterations"] or 0 for row in done.updates if row["outcome"] == "used"),
+        iterations=round(sum(count_work(row, batch_size) for row in done.updates if row["outcome"] == "used")),
         length=length,
         said=[row["message"] for row in events if row["kind"] == "run-diverging"],
     )
+
+
+def count_work(update: Mapping[str, Any], batch_size: int) -> float:
+    """Returns an update's iterations, each as the part of a mini-batch that it had."""
+    return (update["iterations"] or 0) * min(1.0, (update["num_examples"] or 0) / batch_size)
 
 
 def choose_scheme(cell: Cell) -> str:
@@ -222,12 +229,7 @@ def is_asynchronous(cell: Cell) -> bool:
 
 def estimate_length(cell: Cell, work: int) -> int:
     """Returns rounds, or updates, by what the strategy's plan says."""
-    from edgefl.core.config import parse_run  # noqa: PLC0415 in the worker process
-    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
-
-    strategy: Any = build_run(
-        parse_run({"run": {"task": cell.data_set, "rounds": 1}, "strategy": {"name": cell.strategy}}), "plan"
-    ).strategy
+    strategy = make_strategy(cell)
     is_redundant = choose_scheme(cell).startswith("redundant")
     num_slots = math.comb(cell.devices, 2) if is_redundant else cell.devices  # a block for each pair of boards
     per_round = num_slots * getattr(getattr(strategy, "config", None), "exchanges_per_round", 1)
@@ -236,6 +238,15 @@ def estimate_length(cell: Cell, work: int) -> int:
         return cell.rounds * (cell.devices if is_asynchronous(cell) else 1)
     length = work / iterations if is_asynchronous(cell) else work / (iterations * per_round)
     return max(1, round(length))
+
+
+def make_strategy(cell: Cell) -> Any:
+    from edgefl.core.config import parse_run  # noqa: PLC0415 in the worker process
+    from edgefl.engine.assembly.build import build_run  # noqa: PLC0415 likewise
+
+    return build_run(
+        parse_run({"run": {"task": cell.data_set, "rounds": 1}, "strategy": {"name": cell.strategy}}), "plan"
+    ).strategy
 
 
 def run_all(cells: list[Cell], args: argparse.Namespace) -> dict[Cell, Outcome]:
