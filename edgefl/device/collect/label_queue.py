@@ -48,7 +48,8 @@ Version = tuple[object, ...]
 class Example:
     """What gets a label: `file` of a shard of files, else the rows of a time, as `curves` of numbers by column.
 
-    `label` is the one that an event or a default has given; `times` are those of the curves' points.
+    `label` is the one that an event or a default has given; `times` are those of the curves' points. `texts` are
+    cells by column, where all rows are there.
     """
 
     since_s: float
@@ -57,6 +58,7 @@ class Example:
     file: KeptFile | None = None
     curves: tuple[tuple[str, Sequence[float]], ...] = ()
     times: Sequence[float] = ()
+    texts: tuple[tuple[str, Sequence[str]], ...] = ()
 
     @property
     def key(self) -> str:
@@ -205,7 +207,10 @@ class RowTarget:
         return [*unlabelled, *others][: self._max_examples]
 
     def iterate_whole(self) -> Iterator[Example]:
-        """Yields all windows in the order of time, with all rows of all columns: NaN where a cell is no number."""
+        """Yields all windows in the order of time, with all rows of all columns: NaN where a cell is no number.
+
+        Columns with cells that are neither numbers nor empty are `texts` as well.
+        """
         return self._iterate_windows(is_whole=True)
 
     def list_labels(self) -> list[str]:
@@ -276,6 +281,7 @@ class _Window:
         self._end_s, self._num_rows, self._step = since_s + window_s, 0, 1
         self._is_whole, self._columns, self._times = is_whole, columns, array("d")
         self._curves = {name: array("d") for name in (columns if is_whole else ())}
+        self._texts = dict[str, list[str]]()
 
     def has_room(self, time_s: float, span: str, label: str) -> bool:
         return time_s < self._end_s and (span, label) == (self.span, self.label)
@@ -283,6 +289,8 @@ class _Window:
     def add(self, time_s: float, row: Mapping[str, str]) -> None:
         self._until_s = time_s
         if self._num_rows % self._step == 0:
+            if self._is_whole:
+                self._add_texts(row)
             has_room = not self._is_whole and len(self._curves) < MAX_CURVES
             for name in self._columns if has_room else tuple(self._curves):
                 number = _parse_number(row[name])
@@ -297,6 +305,14 @@ class _Window:
             for points in (self._times, *self._curves.values()):
                 del points[1::2]
 
+    def _add_texts(self, row: Mapping[str, str]) -> None:
+        for name in self._columns:
+            if name in self._texts:
+                self._texts[name].append(row[name])
+            elif row[name] and _parse_number(row[name]) is None:
+                self._texts[name] = ["" if math.isnan(one) else f"{one:.9g}" for one in self._curves[name]]
+                self._texts[name].append(row[name])
+
     def make_example(self) -> Example:
         return Example(
             since_s=self._since_s,
@@ -304,6 +320,7 @@ class _Window:
             label=self.label,
             curves=tuple((name, self._curves[name]) for name in self._columns if self._has_points(name)),
             times=self._times,
+            texts=tuple(self._texts.items()),
         )
 
     def _has_points(self, name: str) -> bool:

@@ -37,12 +37,15 @@ class Candidate:
     Attributes:
         path: None for rows.
         columns: of all rows in the order of time, NaN where a cell is empty or no number; empty for a file.
+        texts: likewise the cells of those columns of which some are no numbers; those before the first such one as
+            the collector writes numbers.
         since_s: time of the first row, or of the file, in seconds since 1970.
         until_s: likewise of the last.
     """
 
     path: Path | None
     columns: Mapping[str, Sequence[float]]
+    texts: Mapping[str, Sequence[str]]
     since_s: float
     until_s: float
 
@@ -166,8 +169,13 @@ def _iterate_candidates(
             continue
         left.remove(example.key)
         path = None if example.file is None else target.folder / example.file.label / example.file.name
-        columns = dict(example.curves)
-        yield example.key, Candidate(path=path, columns=columns, since_s=example.since_s, until_s=example.until_s)
+        yield (
+            example.key,
+            Candidate(
+                path=path, columns=dict(example.curves), texts=dict(example.texts), since_s=example.since_s,
+                until_s=example.until_s,
+            ),
+        )  # fmt: skip
 
 
 def _count_rows(folder: Path, examples: Sequence[Example]) -> tuple[list[int], int]:

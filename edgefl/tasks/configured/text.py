@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError
-from edgefl.core.types import Array, Dataset, Scalar
+from edgefl.core.types import Array, Dataset, Scalar, concatenate_masks
 from edgefl.tasks.configured.options import (
     ConfiguredTask,
     Names,
@@ -25,7 +25,7 @@ from edgefl.tasks.configured.options import (
     split_names,
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, TargetColumns, make_dense_model, make_target_columns
-from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_shard
+from edgefl.tasks.datasets.table_files import MAX_CELLS, iterate_shard, weigh_weak
 from edgefl.tasks.onnx_graph import OnnxGraph, add_reduction, register_node_builder
 from edgefl.tasks.stored_arrays import RowBuffer
 
@@ -182,10 +182,11 @@ def _read_texts(
     path: Path, features: HashedNgrams, column: str, targets: TargetColumns | None, *, drops_missing: bool
 ) -> Dataset:
     """Returns the features of a shard's texts, with targets of 0 where no column says them."""
-    inputs, found, groups = RowBuffer(), list[Array](), list[Array]()
+    inputs, found, groups, weak = RowBuffer(), list[Array](), list[Array](), list[Array | None]()
     num_texts, columns = 0, (column, *(targets.texts if targets else ()))
     is_known = targets.is_known if targets else bool
-    for part in iterate_shard(path, NAME, (), columns, drops_missing=drops_missing, is_known=is_known):
+    options: dict[str, Any] = {"drops_missing": drops_missing, "has_weak": True, "is_known": is_known}
+    for part in iterate_shard(path, NAME, (), columns, **options):
         texts, others = part.texts[0], replace(part, texts=part.texts[1:])
         num_texts += len(texts)
         if num_texts * features.size > MAX_CELLS:
@@ -196,10 +197,12 @@ def _read_texts(
         for start in range(0, len(texts), BLOCK_TEXTS):
             inputs.add(features.compute(texts[start : start + BLOCK_TEXTS]))
         found.append(targets.read_targets(others, others.numbers) if targets else np.zeros(len(texts), np.int64))
+        weak.append(part.weak)
         if targets and (group := targets.read_groups(others)) is not None:
             groups.append(group)
     return Dataset(
         inputs=inputs.finish(),
         targets=np.concatenate(found),
         groups=np.concatenate(groups) if groups else None,
+        **weigh_weak(concatenate_masks(weak, list(map(len, found)))),
     )

@@ -53,6 +53,24 @@ def _rows(folder, values):
     return open_target(folder, 10.0)
 
 
+def test_texts_of_rows_get_weak_labels_of_a_model_of_theirs(tmp_path):
+    options = {"column": "note", "target": "label", "labels": "off,on", "size": 64}
+    task = make_task("text", options)
+    dark, bright = task.text_converter(["a dark night", "a bright day"]).astype(np.float32)
+    model = task.init(1)
+    for values in model.values():
+        values[...] = 5.0 * np.stack([dark - bright, bright - dark]) if values.ndim == 2 else 0.0
+    export_onnx(task, model, tmp_path / "model.onnx", options=options)
+    notes = [*["a bright day"] * 10, *["a dark night"] * 10, *["a bright day", "a dark night"] * 5]
+    with open_row_store(tmp_path / "shard", ("note",), LIMITS) as store:
+        store.commit([Row(1000.0 + at, (note,), 1) for at, note in enumerate(notes)], {}, {}, 0.0)
+    teacher = make_model_teacher(_guesser(tmp_path / "model.onnx", tmp_path), 0.9)
+    target = open_target(tmp_path / "shard", 10.0)
+    assert update_weak_labels(target, teacher, 1.0) == ({"off": 1, "on": 1}, 3)  # of the third it is not sure
+    data = task.read(str(tmp_path / "shard"))
+    assert (data.targets.tolist(), data.weak.all()) == ([1] * 10 + [0] * 10, True)
+
+
 def _guesser(path, tmp_path, share=0.0, draw=sample_places):
     return Guesser(lambda: path, state_dir=tmp_path / "none", share=share, draw=draw)
 

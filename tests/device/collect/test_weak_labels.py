@@ -30,6 +30,7 @@ from edgefl.tasks.registry import make_task
 LIMITS = StoreLimits(max_bytes=10**8)
 TABLE = {"columns": "power", "target": "label", "labels": "off,on", "model": "linear"}
 SERIES = {**TABLE, "window": 5}
+TEXT = {"column": "note", "target": "label", "labels": "off,on", "size": 64}
 PICTURES = {"labels": "dark,bright", "size": 8, "channels": 1, "model": "linear"}
 START_S = 1000.0
 
@@ -85,6 +86,15 @@ class Whole(LabelFunction):
         return "off" if len(first) == 700 and math.isnan(others[-1][3]) and list(others[-2]) == list(first) else "on"
 
 
+class ByWords(LabelFunction):
+    """Says what the last text of a window is about, and that all of its texts are there."""
+
+    def label(self, candidate):
+        texts = candidate.texts["note"]
+        assert (len(texts), list(candidate.texts)) == (len(candidate.columns["power"]), ["note"])
+        return "on" if "bright" in texts[-1] else "off"
+
+
 class Wrong(LabelFunction):
     def label(self, candidate):
         return "a/b"
@@ -108,6 +118,24 @@ def test_a_table_trains_on_weak_labels_with_less_weight_and_never_tests_on_them(
     assert len(select_check_data(data, check)) == 50
     assert len(select_check_data(data, replace(check, role=Role.TRAINER, test_fraction=0.0))) == 50
     assert not select_check_data(data, replace(check, role=Role.TRAINER)).weak.any()
+
+
+def _texts(folder, notes):
+    with open_row_store(folder, ("power", "note"), LIMITS) as store:
+        store.commit([Row(START_S + at, (1.0, note), 1) for at, note in enumerate(notes)], {}, {}, 0.0)
+    return open_target(folder, 10.0)
+
+
+def test_texts_get_weak_labels_of_functions_that_read_them_and_train_on_them(tmp_path):
+    target = _texts(tmp_path, ["7", "", *["a bright day"] * 8, *["a dark night"] * 10])
+    with allow_modules(["device.collect.test_weak_labels"]):
+        teacher = make_function_teacher(["device.collect.test_weak_labels:ByWords"])
+        assert update_weak_labels(target, teacher, 1.0) == ({"off": 1, "on": 1}, 2)
+    append_row_labels(tmp_path, [_line(0, 4, "on", LabelKind.PERSON)])
+    data = _load("text", {**TEXT, "missing": "drop"}, tmp_path)
+    assert data.targets.tolist() == [1] * 9 + [0] * 10  # the empty text is left out
+    assert data.weak.tolist() == [False] * 4 + [True] * 15
+    assert data.weights.tolist() == [1.0] * 4 + [WEAK_WEIGHT] * 15
 
 
 @pytest.mark.parametrize("role", [Role.EVALUATOR, Role.TRAINER])
