@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 # An environment that was only half made would pass for a whole one.
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-slow test-flower mlflow-server test-track flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
+.PHONY: help demo test test-all test-slow test-flower mlflow-server test-track test-label-studio flaky chaos chaos-short attack soak board-test wheel-check locks sbom fuzz mutants check docs bench clean
 
 help:
 	@echo "make demo         run a whole fleet on this machine"
@@ -30,6 +30,7 @@ help:
 	@echo "make test-slow    run the tests that take minutes each"
 	@echo "make test-flower  run the tests of Flower's wire and apps with the newest Flower that edgefl admits"
 	@echo "make test-track   run the tests of experiment trackers with a real MLflow server"
+	@echo "make test-label-studio  run the tests of labels made elsewhere with a real Label Studio (minutes)"
 	@echo "make flaky        run the quick tests TIMES times; a test that fails once is a fault"
 	@echo "make chaos-short  do bad things of every kind to a fleet while it trains (minutes)"
 	@echo "make chaos        200 random kills over one run, the ledger, and a table of how long recoveries took (half an hour)"
@@ -100,6 +101,17 @@ mlflow-server: $(MLFLOW_VENV)/.installed
 
 test-track: $(VENV)/.installed-dev $(MLFLOW_VENV)/.installed
 	EDGEFL_MLFLOW=$(CURDIR)/$(MLFLOW_VENV)/bin/mlflow $(BIN)/python -m pytest -n 2 -k mlflow $(ARGS) tests/history/test_tracking.py
+
+STUDIO_VENV := build/venv-label-studio-1.23.2
+
+$(STUDIO_VENV)/.installed: | $(VENV)/.installed-dev
+	$(BIN)/python -m venv --clear $(STUDIO_VENV)
+	$(STUDIO_VENV)/bin/python -m pip install --quiet --disable-pip-version-check label-studio==1.23.2
+	@touch $@
+
+test-label-studio: $(VENV)/.installed-dev $(STUDIO_VENV)/.installed
+	EDGEFL_LABEL_STUDIO=$(CURDIR)/$(STUDIO_VENV)/bin/label-studio $(BIN)/python -m pytest -n 0 $(ARGS) \
+		tests/device/collect/test_label_studio.py
 
 chaos-short: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m chaos -s $(ARGS) tests/chaos

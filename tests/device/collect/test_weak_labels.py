@@ -92,6 +92,7 @@ class ByWords(LabelFunction):
     def label(self, candidate):
         texts = candidate.texts["note"]
         assert (len(texts), list(candidate.texts)) == (len(candidate.columns["power"]), ["note"])
+        assert list(texts[:2]) in (["7", ""], ["a dark night"] * 2)
         return "on" if "bright" in texts[-1] else "off"
 
 
