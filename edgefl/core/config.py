@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
@@ -395,6 +396,8 @@ class SimulationSection:
         examples: of each device where nothing is trained and so no data is cut.
         workers: processes that train; 0 trains in this one, None measures what is faster.
         accelerator: what they train on: cpu, cuda, or cuda:N. On a GPU the same run may differ in the last bits.
+        starts_at: when the run begins, by the clocks of its boards, such as 2026-01-05T18:00+01:00; without an offset
+            in UTC. Only `[conditions]` look at it.
     """
 
     devices: int = field(default=10, metadata={"at_least": 1})
@@ -413,10 +416,26 @@ class SimulationSection:
     examples: int = field(default=500, metadata={"at_least": 1})
     workers: int | None = field(default=None, metadata={"at_least": 0, "at_most": 256})
     accelerator: str = "cpu"
+    starts_at: str = "2026-01-05T00:00"
 
     def __post_init__(self) -> None:
         if not ACCELERATOR_PATTERN.fullmatch(self.accelerator):
             raise ConfigError(f"simulation.accelerator must be cpu, cuda or cuda:N, got {self.accelerator!r}")
+        try:
+            is_valid = 1970 < self.start.year < 9000
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(
+                "simulation.starts_at must be a time such as 2026-01-05T18:00 or 2026-01-05T18:00+01:00, "
+                f"got {self.starts_at!r:.60}"
+            )
+
+    @property
+    def start(self) -> datetime:
+        """Returns `starts_at` as a time with its zone."""
+        moment = datetime.fromisoformat(self.starts_at)
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

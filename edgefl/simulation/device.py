@@ -13,6 +13,7 @@ from numpy.random import Generator
 from edgefl.core.protocol import ANSWER_TIMEOUT_S
 from edgefl.core.types import DeviceInfo, HealthMetrics, TrainConfig, TrainInstruction, derive_rng
 from edgefl.simulation.backends.trainer import TrainingJob, TrainingResult
+from edgefl.simulation.conditions import SimulatedConditions
 from edgefl.simulation.profiles import DeviceProfile, IterationTimes, SlowdownTrace, value_at
 
 MAX_JITTER_SAMPLES = 4096
@@ -110,6 +111,8 @@ class SimulatedDevice:
         queue, current: queued work, and the work being computed.
         downlink_free_s, uplink_free_s: end of the transfers queued on its own link.
         model_version: of the model last received; None when it holds none.
+        conditions: when it may work; None for always.
+        next_check_s: when it looks at them again, while it is idle.
     """
 
     info: DeviceInfo
@@ -129,6 +132,8 @@ class SimulatedDevice:
     model_version: int | None = None
     compute_slowdown: SlowdownTrace | None = None
     link_slowdown: SlowdownTrace | None = None
+    conditions: SimulatedConditions | None = None
+    next_check_s: float = 0.0
     _rng: Generator | None = None
 
     def __post_init__(self) -> None:

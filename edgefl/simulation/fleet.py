@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from numpy.random import Generator
 
 from edgefl.core.claims import ClaimLimits
+from edgefl.core.conditions import Blocker, format_blocker
 from edgefl.core.errors import RunFailedError
 from edgefl.core.types import (
     DeviceAvailable,
@@ -33,6 +34,7 @@ from edgefl.core.types import (
 )
 from edgefl.engine.fleet_state import FleetState
 from edgefl.simulation.backends.trainer import EncodedModel, TrainingBackend, TrainingFailedError
+from edgefl.simulation.conditions import ConditionSettings
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.instruction_lifecycle import InstructionLifecycle, make_failure
 from edgefl.simulation.network import SimulatedDownlink, SimulatedNetwork, SimulationEventQueue
@@ -41,6 +43,9 @@ MAX_IDLE_WAITS = 10_000
 """Number of waits without events after which the run fails, if none can follow."""
 MAX_CONSECUTIVE_LOSSES = 1000
 """Number of instructions lost in a row, and 20 per device, after which the run fails: no device is in time."""
+
+MAX_BLOCKED_S = 62 * 86_400.0
+"""Virtual time without any event after which the run fails: every budget of a month has begun anew meanwhile."""
 
 
 class ChurnSimulator:
@@ -169,9 +174,13 @@ class SimulatedFleet:
         settings: common to all devices.
         evaluators: evaluators besides the devices: on the coordinator's own data, without traffic.
         limits: of what devices claim.
+        conditions: of the run, and where the boards keep theirs; None where all are always free.
+
+    Raises:
+        ConfigError: the conditions of a board could never hold.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per collaborator
         self,
         devices: Sequence[SimulatedDevice],
         *,
@@ -180,6 +189,7 @@ class SimulatedFleet:
         settings: SimulationSettings | None = None,
         evaluators: Sequence[DeviceInfo] = (),
         limits: ClaimLimits | None = None,
+        conditions: ConditionSettings | None = None,
     ) -> None:
         self._backend, self._downlink, self._settings = backend, downlink, settings or SimulationSettings()
         self._event_queue, self._events = SimulationEventQueue(), list[Event]()
@@ -199,8 +209,10 @@ class SimulatedFleet:
             backend=backend,
             state=self._state,
             publish=self._publish,
+            on_blocked=self._set_blocker,
         )
         self._num_idle_waits = self._num_lost = 0
+        self._last_event_s = 0.0
         presence = ChurnSimulator(
             self._event_queue,
             failure_detection_s=self._settings.failure_detection_s,
@@ -210,7 +222,13 @@ class SimulatedFleet:
         )
         for board in devices:
             presence.register(board)
-            if board.is_present:
+            if conditions is not None and board.info.role == Role.TRAINER:
+                board.conditions = conditions.make_conditions(
+                    board.device_id, board.profile, lambda: self._event_queue.now_s
+                )
+            if board.conditions is not None:
+                self._set_blocker(board, board.conditions.find_blocker())
+            elif board.is_present:
                 self._state.update_device(board.device_id, board.info)
 
     @property
@@ -259,6 +277,7 @@ class SimulatedFleet:
 
     def _publish(self, event: Event) -> None:
         self._events.append(event)
+        self._last_event_s = self.now_s
         if isinstance(event, Update):
             self._num_lost = 0
         elif isinstance(event, InstructionFailed) and event.outcome == UpdateStatus.LOST:
@@ -271,7 +290,8 @@ class SimulatedFleet:
 
     def _assign(self, instruction: TrainInstruction, provider: ModelProvider) -> None:
         if self._settings.join_at_start and self._members is None:
-            self._members = frozenset(self._state.devices)
+            present = (name for name, device in self._devices.items() if device.is_present)
+            self._members = frozenset((*self._state.devices, *present))
         board = self._devices.get(instruction.device_id)
         if board is None or instruction.device_id not in self._state.devices:
             self._event_queue.schedule(self.now_s, self._reject, instruction)
@@ -317,7 +337,45 @@ class SimulatedFleet:
     def _on_recovery(self, device: SimulatedDevice) -> None:
         # Back before the failure was detected: the contents of its memory are lost all the same.
         self._lifecycle.fail_all(device, "its agent restarted")
+        if device.conditions is not None:
+            self._check_conditions(device)
+        else:
+            self._add_device(device)
+
+    def _add_device(self, device: SimulatedDevice) -> None:
         name = device.device_id
         if name not in self._state.devices and (self._members is None or name in self._members):
             self._state.update_device(name, device.info)
             self._publish(DeviceAvailable(device_id=name))
+
+    def _check_conditions(self, board: SimulatedDevice) -> None:
+        """Looks at the conditions of an idle board, and whether the run may choose it."""
+        assert board.conditions is not None
+        if board.device_id in self._state.busy or not board.is_up:  # a board that works looks by itself
+            self._schedule_check(board, None)
+            return
+        blocker = board.conditions.find_blocker()
+        self._set_blocker(board, blocker)
+        if self.now_s - self._last_event_s > MAX_BLOCKED_S:
+            reason = "" if blocker is None else f"; {board.device_id}: {format_blocker(blocker)}"
+            raise RunFailedError(
+                f"nothing has happened for {MAX_BLOCKED_S / 86_400:g} virtual days: too few boards are free by "
+                f"[conditions]{reason}"
+            )
+
+    def _set_blocker(self, board: SimulatedDevice, blocker: Blocker | None) -> None:
+        """Records what keeps a board from work, if anything."""
+        if blocker is not None:
+            self._state.update_device(board.device_id, None)
+        elif board.is_present:
+            self._add_device(board)
+        self._schedule_check(board, blocker)
+
+    def _schedule_check(self, board: SimulatedDevice, blocker: Blocker | None) -> None:
+        assert board.conditions is not None
+        board.next_check_s = board.conditions.compute_next_check_s(blocker)
+        self._event_queue.schedule(board.next_check_s, self._on_check_time, board)
+
+    def _on_check_time(self, board: SimulatedDevice) -> None:
+        if board.next_check_s == self.now_s:  # else it has looked since
+            self._check_conditions(board)

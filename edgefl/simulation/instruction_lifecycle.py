@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from edgefl.core.clusters import CLUSTER_FIGURE
+from edgefl.core.conditions import Blocker, ConditionsEndedError, format_blocker
 from edgefl.core.types import (
     EvaluateInstruction,
     Event,
@@ -15,6 +16,7 @@ from edgefl.core.types import (
     UpdateMetrics,
     UpdateStatus,
 )
+from edgefl.device.conditions.gate import CHECK_INTERVAL_S
 from edgefl.engine.fleet_state import FleetState
 from edgefl.simulation.backends.trainer import (
     EncodedModel,
@@ -49,9 +51,10 @@ class InstructionLifecycle:
         backend: the training.
         state: updated with each device's work.
         publish: called with updates, losses and progress.
+        on_blocked: called when a device hands an instruction back, as its conditions do not hold.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 one keyword per collaborator
         self,
         *,
         event_queue: SimulationEventQueue,
@@ -60,9 +63,10 @@ class InstructionLifecycle:
         backend: TrainingBackend,
         state: FleetState,
         publish: Callable[[Event], None],
+        on_blocked: Callable[[SimulatedDevice, Blocker], None],
     ) -> None:
         self._event_queue, self._network, self._backend = event_queue, network, backend
-        self._state, self._publish = state, publish
+        self._state, self._publish, self._on_blocked = state, publish, on_blocked
         self._in_flight: dict[str, InFlightWork] = {}
         self._groups = CollectiveGroups(event_queue, downlink, restart=self._train_again, deliver=self._deliver)
 
@@ -91,6 +95,14 @@ class InstructionLifecycle:
                 self._event_queue.schedule(now_s + device.compute_latency_s(now_s), self._resend, work)
                 return
             self._groups.join(work, collective)
+        if device.conditions is not None:
+            try:
+                device.conditions.charge_download(num_bytes)
+            except ConditionsEndedError as error:
+                self._groups.break_later(instruction)
+                at_s = now_s + device.compute_latency_s(now_s)
+                self._event_queue.schedule(at_s, self._refuse, (work, error.blocker))
+                return
         device.schedule_work(work)
         is_next = len(self._state.busy[device.device_id]) == 1 and device.current is None
         if is_next and work.max_iterations is not None and not work.is_open_ended and instruction.plan.node is None:
@@ -120,6 +132,8 @@ class InstructionLifecycle:
             self._groups.break_later(work.instruction)
         device.queue.clear()
         device.current = None
+        if device.conditions is not None:
+            device.conditions.reboot()
         device.downlink_free_s = device.uplink_free_s = 0.0
         device.model_version = None
 
@@ -146,6 +160,9 @@ class InstructionLifecycle:
             if work.is_completed:
                 continue
             device.start_work(work, self._event_queue.now_s)
+            if device.conditions is not None and not self._goes_on(work, device.conditions.start_work):
+                return
+            self._schedule_check(work)
             self._event_queue.schedule(work.due_s, self._on_compute_end, (work, work.due_s))
             if work.is_open_ended:
                 self._schedule_report(work, 0)
@@ -170,6 +187,8 @@ class InstructionLifecycle:
         if work.is_orphaned or work.due_s != due_s or board.current is not work:
             return  # it was told to finish early meanwhile, or its device failed
         board.current = None
+        if board.conditions is not None:
+            board.conditions.end_work()
         if work.is_completed:
             self._cancel_training(work)
         else:
@@ -189,8 +208,55 @@ class InstructionLifecycle:
             self._deliver(work, work.result)
 
     def _deliver(self, work: InFlightWork, result: TrainingResult) -> None:
+        conditions = work.device.conditions
+        if conditions is not None and not self._goes_on(work, lambda: conditions.charge_upload(result.num_bytes)):
+            return
         work.result, work.finished_s = result, self._event_queue.now_s
         self._network.send_up(work.device, result.num_bytes, self._on_upload_end, work)
+
+    def _schedule_check(self, work: InFlightWork) -> None:
+        """Schedules the next look at the conditions: between two iterations, as often as a live device."""
+        if work.device.conditions is None:
+            return
+        now_s = self._event_queue.now_s
+        ends_s = work.compute_end_s(work.count_iterations(now_s + CHECK_INTERVAL_S) + 1)
+        if now_s < ends_s < work.due_s:
+            self._event_queue.schedule(ends_s, self._check_conditions, work)
+
+    def _check_conditions(self, work: InFlightWork) -> None:
+        conditions = work.device.conditions
+        if work.is_orphaned or work.device.current is not work or conditions is None:
+            return
+        if self._goes_on(work, conditions.continue_work):
+            self._schedule_check(work)
+
+    def _goes_on(self, work: InFlightWork, step: Callable[[], None]) -> bool:
+        """Returns whether the conditions allow a step; hands the work back where not."""
+        try:
+            step()
+        except ConditionsEndedError as error:
+            self._hand_back(work, error.blocker)
+            return False
+        return True
+
+    def _hand_back(self, work: InFlightWork, blocker: Blocker) -> None:
+        """Ends a device's work: it is lost, and the device gets none until it is free."""
+        device = work.device
+        if device.current is work and device.conditions is not None:
+            device.current = None
+            device.conditions.end_work()
+        if work.is_completed:
+            self._cancel_training(work)
+        else:
+            self._fail(work, UpdateStatus.LOST, format_blocker(blocker))
+        self._on_blocked(device, blocker)
+        self._start_next(device)
+
+    def _refuse(self, argument: tuple[InFlightWork, Blocker]) -> None:
+        work, blocker = argument
+        if not work.is_orphaned and not work.is_completed:
+            self._fail(work, UpdateStatus.LOST, format_blocker(blocker))
+            self._on_blocked(work.device, blocker)
 
     def _train_again(self, work: InFlightWork) -> None:
         """Starts another training of a collective."""

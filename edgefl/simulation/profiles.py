@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from edgefl.core.conditions import NO_CONDITIONS, Conditions
+from edgefl.core.conditions import TABLE as CONDITIONS_TABLE
 from edgefl.core.errors import ConfigError
 from edgefl.core.safe_parsing import parse_toml
-from edgefl.core.settings import suggest_name
+from edgefl.core.settings import from_mapping, suggest_name
 from edgefl.core.types import Array
 
 StepTrace = tuple[tuple[float, float], ...]
@@ -161,7 +163,11 @@ class DeviceProfile:
         throttling: (from second, factor): slowdown of iterations from then on.
         congestion: likewise for transfers.
         delays: (from second, seconds): added latency of every message from then on.
-        temperature_c, battery: (from second, value): values of its heartbeats.
+        temperature_c, battery: (from second, value): values of its heartbeats, which its conditions ask, too.
+        mains, charging, metered: (from second, 0 or 1): on external power, battery charged, connection metered.
+        other_load: (from second, share): of all its cores that other processes keep.
+        power_w: of the board while it works; None where it is not known.
+        conditions: of its owner.
         sources: origin of each number, by field: measured, vendor or estimated, and how.
     """
 
@@ -184,6 +190,12 @@ class DeviceProfile:
     delays: StepTrace = ()
     temperature_c: StepTrace = ()
     battery: StepTrace = ()
+    mains: StepTrace = ()
+    charging: StepTrace = ()
+    metered: StepTrace = ()
+    other_load: StepTrace = ()
+    power_w: float | None = None
+    conditions: Conditions = NO_CONDITIONS
     sources: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -282,7 +294,7 @@ class _ProfileReader:
         if unknown := sorted(set(self._table) - known_keys):
             hint = suggest_name(unknown[0], known_keys)
             raise ConfigError(f"{self._location}: unknown key {unknown[0]!r}: {hint}")
-        optional = {"jitter": 0.0, "mtbf_s": 1e-9, "mttr_s": 1e-9}
+        optional = {"jitter": 0.0, "mtbf_s": 1e-9, "mttr_s": 1e-9, "power_w": 0.0}
         numbers = {"speed": 1e-12, "up_bytes_per_s": 1e-9, "down_bytes_per_s": 1e-9, "latency_s": 0.0, **optional}
         values: dict[str, Any] = {
             key: self._parse_number(key, self._table[key], at_least)
@@ -305,9 +317,17 @@ class _ProfileReader:
             "delays": 0.0,
             "temperature_c": -273.0,
             "battery": 0.0,
+            "mains": 0.0,
+            "charging": 0.0,
+            "metered": 0.0,
+            "other_load": 0.0,
         }
         values |= {key: self._read_pairs(key, minimum) for key, minimum in traces.items() if key in self._table}
         values["offline"] = merge_absences(values.get("offline", ()))
+        if "conditions" in self._table:
+            values["conditions"] = from_mapping(
+                Conditions, self._table["conditions"], f"{self._location}: {CONDITIONS_TABLE}"
+            )
         return DeviceProfile(
             name=name,
             model=str(self._table.get("model", "")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -51,6 +52,7 @@ from edgefl.simulation.backends.partitioned_data import (
 )
 from edgefl.simulation.backends.process_pool import ProcessPoolBackend
 from edgefl.simulation.backends.trainer import SimulatedTrainer, TaskSpec, TrainingBackend
+from edgefl.simulation.conditions import ConditionSettings
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.faults import Fault, apply_faults, check_targets, load_faults
 from edgefl.simulation.fleet import SimulatedFleet, SimulationSettings
@@ -127,8 +129,6 @@ def simulate(  # noqa: PLR0913 the options of the command line, all by name
         raise ConfigError(
             "without training no accuracy is ever reached; give run.rounds, epochs, updates, seconds or bytes"
         )
-    if conditions := run_config.conditions.to_json():
-        log.warning("a simulation ignores [conditions] (%s): its boards are always free", ", ".join(conditions))
     folder = Path(default_root() if root is None else root).expanduser().resolve()
     with (
         extensions.allow_modules(allow_modules),
@@ -287,7 +287,7 @@ class _Simulation:
     """
 
     def __init__(self, config: RunConfig, data: FleetData | None) -> None:
-        self._config, self._data = config, data
+        self._config, self._data, self._resources = config, data, contextlib.ExitStack()
         if config.split.after is not None:
             import_torch()  # here it trains; so the cut is found without a process of its own
         self._components = build_run(config, "simulated")
@@ -335,6 +335,11 @@ class _Simulation:
             max_weight_ratio=self._config.guard.max_weight_ratio,
             test_fraction=self._config.run.local_test_fraction,
         )
+        conditions = ConditionSettings(
+            folder=Path(self._resources.enter_context(_make_memory_folder())),
+            starts_at_s=self._config.simulation.start.timestamp(),
+            run=self._config.conditions,
+        )
         fleet = SimulatedFleet(
             self._devices,
             backend=self._backend,
@@ -342,6 +347,7 @@ class _Simulation:
             settings=make_settings(self._config),
             evaluators=self._make_evaluators(),
             limits=limits,
+            conditions=conditions,
         )
         devices = [board.info for board in self._devices]
         history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
@@ -377,8 +383,9 @@ class _Simulation:
         return history.run_id
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any."""
+        """Ends the worker processes, if there are any, and removes the boards' files."""
         self._backend.close()
+        self._resources.close()
 
     def _make_downlink(self) -> SimulatedDownlink:
         assembled = self._components
@@ -434,6 +441,12 @@ def _write_result(record: RunRecord, sha256: str, root: Path) -> Path | None:
     with opened:
         write_atomic(path := root / f"{record.run_id}.json", opened.read(size))
     return path
+
+
+def _make_memory_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder in memory, where this system has one: budgets are synced at each step of each board."""
+    memory = Path("/dev/shm")  # noqa: S108 the folder in it is private
+    return tempfile.TemporaryDirectory(prefix="edgefl-conditions-", dir=memory if memory.is_dir() else None)
 
 
 def make_device_names(num_devices: int) -> list[str]:

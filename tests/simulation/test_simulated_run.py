@@ -70,11 +70,6 @@ def everything(root):
     return json.dumps(tables, default=repr, indent=1)
 
 
-def test_it_says_that_it_ignores_conditions(simulate, caplog):
-    simulate(conditions={"hours": ["22:00-06:00"], "mains": True}, bookkeeping_only=True)
-    assert "a simulation ignores [conditions] (hours, mains): its boards are always free" in caplog.text
-
-
 def test_it_returns_how_the_run_went_and_waits_for_the_slow_board(simulate):
     result = simulate(devices=3, simulation={"profiles": ["pi-5", "pi-zero-2w"]})
     assert (result.status, result.reason) == ("finished", "rounds reached 3")

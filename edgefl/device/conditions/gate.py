@@ -202,6 +202,7 @@ class ConditionGate:
             self._is_working = True
             self._stepped_s, self._step_use = self._clocks.boot_time(), {}
             self._begin_measuring()
+            self.check()  # the download may have taken long
         try:
             yield
         finally:

@@ -94,6 +94,15 @@ def test_work_under_way_is_ended_before_the_hours_are_over(board):
     assert ended.value.blocker.kind == "hours"
 
 
+def test_work_is_judged_anew_after_a_download_that_took_longer_than_the_hours(board):
+    save_conditions(board.folder, NIGHT)
+    board.wait(5 * 3600)
+    assert board.gate.check() is None
+    board.wait(3600)  # downloads
+    with board.gate.work(), pytest.raises(ConditionsEndedError, match="outside its hours"):
+        board.gate.require()
+
+
 def test_the_runs_conditions_hold_in_its_work_beside_the_owners(board):
     run = {"zone": "UTC", "hours": ["01:00-02:00"]}
     night = Blocker(kind="hours", reason="outside its hours", free_at_s=MIDNIGHT_S + 3600, run="r-1")

@@ -1,0 +1,149 @@
+"""Conditions of simulated boards; the check of what they did is arithmetic on the history, apart from the gate."""
+
+import logging
+from itertools import pairwise
+
+import pytest
+
+import edgefl
+from edgefl.core.errors import ConfigError, RunFailedError
+from edgefl.simulation.history_recorder import SIMULATION_EPOCH
+
+DAY_S, HOUR_S, ITERATION_S = 86_400.0, 3600.0, 120.0
+LINKS = "up_bytes_per_s = 1e12\ndown_bytes_per_s = 1e12\njitter = 0.0\n"
+OFFICE = f"""[profile.office]
+{LINKS}
+[profile.office.conditions]
+hours = ["19:00-07:00"]
+weekdays = ["mon", "tue"]
+[profile.office.conditions.day]
+processor_s = 7200
+"""
+CAR = f"""[profile.car]
+{LINKS}
+charging = [[0, 1], [25000, 0], [61210, 1], [111700, 0], [150030, 1]]
+metered = [[0, 0], [25000, 1], [70000, 0], [111700, 1], [150030, 0]]
+[profile.car.conditions]
+charging = true
+unmetered = true
+[profile.car.conditions.day]
+traffic_mb = 1.0
+"""
+CAR_SPANS = ((0, 25_000), (70_000, 111_700), (150_030, 3 * DAY_S))
+OFFICE_SPANS = ((0, 0), (19 * HOUR_S, 31 * HOUR_S), (43 * HOUR_S, 55 * HOUR_S))  # from Monday 0 o'clock on
+
+
+@pytest.fixture
+def simulate(tmp_path):
+    def run(profiles, names, *, days=3.0, conditions=None, simulation=None, **run_section):
+        path = tmp_path / "profiles.toml"
+        path.write_text(profiles)
+        config = {
+            "run": {"task": "digits", "seconds": days * DAY_S, "seed": 3, "evaluate_on": "none", **run_section},
+            "task": {"model": "logistic"},
+            "strategy": {"iterations": 7},
+            "devices": {"min": 1},
+            "conditions": conditions or {},
+            "simulation": {
+                "profiles": names, "profile_file": str(path), "iteration_s": ITERATION_S, "workers": 0,
+                **(simulation or {}),
+            },
+        }  # fmt: skip
+        return edgefl.simulate(config, devices=len(names), scheme="iid", root=tmp_path / "run")
+
+    return run
+
+
+def list_works(result, device):
+    """Returns begin and end of every work, in virtual seconds; links are so fast that all of it is training."""
+    rows = [row for row in list_updates(result) if row["device_id"] == device]
+    return [(row["dispatched_at"], row["ended_at"]) for row in rows if row["ended_at"] > row["dispatched_at"]]
+
+
+def list_updates(result):
+    times = ("dispatched_at", "ended_at")
+    return [{**row, **{name: row[name] - SIMULATION_EPOCH for name in times}} for row in result.updates]
+
+
+def count_outside_s(works, spans, overrun_s=0.0):
+    """Returns the seconds of works outside the spans, and of the iteration under way at the end of one."""
+    ends = [(start, end + overrun_s * (end > 0)) for start, end in spans]
+    inside_s = sum(max(0.0, min(stop, end) - max(begin, start)) for begin, stop in works for start, end in ends)
+    return sum(stop - begin for begin, stop in works) - inside_s
+
+
+def sum_by_day(works):
+    edges = [day * DAY_S for day in range(5)]
+    return [sum(max(0.0, min(b, hi) - max(a, lo)) for a, b in works) for lo, hi in pairwise(edges)]
+
+
+def test_no_second_is_trained_outside_hours_and_no_budget_of_a_day_is_passed(simulate):
+    result = simulate(OFFICE, ["office"])
+    works = list_works(result, "device-01")
+    assert works
+    assert count_outside_s(works, OFFICE_SPANS) == pytest.approx(0.0, abs=1e-3)
+    assert 0.7 * 7200 < max(sum_by_day(works)) <= 7200
+
+
+def test_a_trace_ends_work_after_the_iteration_under_way_and_no_byte_is_sent_over_a_metered_link(simulate):
+    result = simulate(CAR, ["car"])
+    works = list_works(result, "device-01")
+    assert works
+    assert count_outside_s(works, CAR_SPANS, ITERATION_S) == pytest.approx(0.0, abs=1e-3)
+    sent = [row for row in list_updates(result) if row["outcome"] == "used"]
+    assert count_outside_s([(row["ended_at"] - 1, row["ended_at"]) for row in sent], CAR_SPANS) == 0
+    by_day = [
+        sum(row["bytes_up"] + row["bytes_down"] for row in sent if day <= row["ended_at"] / DAY_S < day + 1)
+        for day in range(3)
+    ]
+    assert 0.5e6 < max(by_day) <= 1e6
+
+
+def test_the_check_finds_boards_that_are_always_free(simulate):
+    result = simulate(f"[profile.office]\n{LINKS}", ["office"])
+    works = list_works(result, "device-01")
+    assert count_outside_s(works, OFFICE_SPANS) > DAY_S
+    assert max(sum_by_day(works)) > 7200
+
+
+def test_the_conditions_of_the_run_hold_beside_the_boards_own_in_the_zone_of_its_start(simulate):
+    result = simulate(
+        OFFICE + f"[profile.free]\n{LINKS}", ["office", "free"],
+        conditions={"hours": ["06:00-20:00"]}, simulation={"starts_at": "2026-01-05T01:00+01:00"},
+    )  # fmt: skip
+    mornings = [(day * DAY_S + 6 * HOUR_S, day * DAY_S + 7 * HOUR_S) for day in range(3)]
+    both = [*mornings, *((day * DAY_S + 19 * HOUR_S, day * DAY_S + 20 * HOUR_S) for day in range(2))]
+    office, free = list_works(result, "device-01"), list_works(result, "device-02")
+    assert office
+    assert count_outside_s(office, both) < 1e-3
+    days = [(day * DAY_S + 6 * HOUR_S, day * DAY_S + 20 * HOUR_S) for day in range(3)]
+    assert free
+    assert count_outside_s(free, days) < 1e-3
+
+
+def test_a_round_waits_for_the_night(simulate):
+    result = simulate(OFFICE, ["office", "office"], days=40, rounds=1, seconds=None)
+    assert result.status == "finished"
+    assert min(row["dispatched_at"] for row in list_updates(result)) == pytest.approx(19 * HOUR_S, abs=31.0)
+
+
+def test_a_run_that_no_board_is_ever_free_for_fails_and_says_why(simulate, caplog):
+    caplog.set_level(logging.ERROR)
+    never = f"[profile.hot]\n{LINKS}temperature_c = [[0, 90]]\n[profile.hot.conditions]\nmax_temperature_c = 60\n"
+    with pytest.raises(RunFailedError, match=r"62 virtual days: .* it is at 90 °C, it trains up to 60 °C"):
+        simulate(never, ["hot"], rounds=1, seconds=None)
+
+
+@pytest.mark.parametrize(
+    ("profile", "conditions", "message"),
+    [
+        ("[profile.a.conditions]\nmax_temperature_c = 60\n", {}, "max_temperature_c: it has no temperature sensor"),
+        ("[profile.a.conditions.day]\nenergy_j = 60\n", {}, "energy_j: it has no power sensor"),
+        ("", {"max_temperature_c": 60}, "max_temperature_c: it has no temperature sensor"),
+        ("", {"interfaces": ["eth0"]}, "have no network interfaces"),
+        ('[profile.a.conditions]\nhour = ["1:00-2:00"]\n', {}, "conditions.hour"),
+    ],
+)
+def test_conditions_that_could_never_hold_are_refused(simulate, profile, conditions, message):
+    with pytest.raises(ConfigError, match=message):
+        simulate(f"[profile.a]\n{LINKS}{profile}", ["a"], conditions=conditions)
