@@ -23,6 +23,7 @@ from edgefl.system.atomic_files import make_private_directory
 from edgefl.system.confinement import Confinement
 from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.datasets.shards import get_metadata_path
+from edgefl.tasks.job import Job
 from edgefl.tasks.registry import CONFIGURED, is_torch_task, list_backends, list_numpy_models, make_task
 
 TORCH_BYTES = 300_000_000
@@ -39,10 +40,14 @@ EVALUATE_ONLY_NOTE = "it evaluates where it can and sends heartbeats"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTraits:
-    """What a board must know of a task before it loads its data: backend, and whether it declares an input shape."""
+    """What a board must know of a task before it loads its data: backend, input shape, whether it is a job.
+
+    A job is never trained, so its speed is not measured.
+    """
 
     needs_torch: bool
     has_shape: bool
+    is_job: bool = False
 
 
 def read_task_traits(name: str) -> TaskTraits:
@@ -50,7 +55,11 @@ def read_task_traits(name: str) -> TaskTraits:
     if name in CONFIGURED:  # its model stands in a run file; the usual one is in NumPy
         return TaskTraits(needs_torch=False, has_shape=False)
     task = make_measurable_task(name)
-    return TaskTraits(needs_torch=is_torch_task(task), has_shape=getattr(task, "input_shape", None) is not None)
+    return TaskTraits(
+        needs_torch=is_torch_task(task),
+        has_shape=getattr(task, "input_shape", None) is not None,
+        is_job=isinstance(task, Job),
+    )
 
 
 def make_confinement(state_dir: Path, name: str, readable: Sequence[str], accelerator: str) -> Confinement:

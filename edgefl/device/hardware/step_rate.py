@@ -202,10 +202,12 @@ def list_measurable_tasks(
         if name in CONFIGURED:  # how long an iteration takes depends on the run file
             continue
         try:
-            needs_torch = read_traits(name).needs_torch
+            traits = read_traits(name)
         except EdgeflError:  # the agent reports the error of a shard that it cannot use
             continue
-        if not needs_torch or "torch" in usable:
+        if traits.is_job:
+            continue
+        if not traits.needs_torch or "torch" in usable:
             tasks.append((name, shard))
         elif models := list_numpy_models(name):
             tasks.append((f"{name}/{models[0]}", shard))

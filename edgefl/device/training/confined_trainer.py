@@ -216,7 +216,9 @@ class ConfiningTrainer(DeviceTrainer):
         facts = self._describe(name)
         if "needs_torch" not in facts:
             raise TaskError(facts.get("error") or f"task {name} cannot be made")
-        return TaskTraits(needs_torch=facts["needs_torch"], has_shape=facts["has_shape"])
+        return TaskTraits(
+            needs_torch=facts["needs_torch"], has_shape=facts["has_shape"], is_job=facts.get("is_job", False)
+        )
 
     def _list_confined_tasks(self) -> list[str]:
         policy = self._get_policy()

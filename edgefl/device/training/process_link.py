@@ -242,7 +242,8 @@ class ConfinedProcess:
 
 def parse_description(facts: Json) -> Json:
     """Returns what a confined process said of its task and shard, without what makes no sense."""
-    result: Json = {name: facts[name] for name in ("needs_torch", "has_shape") if isinstance(facts.get(name), bool)}
+    traits = ("needs_torch", "has_shape", "is_job")
+    result: Json = {name: facts[name] for name in traits if isinstance(facts.get(name), bool)}
     count, error = facts.get("num_examples"), facts.get("error")
     if isinstance(count, int) and not isinstance(count, bool) and 0 <= count < 2**53:
         result["num_examples"] = count

@@ -18,6 +18,7 @@ from edgefl.device.hardware.step_rate import FILE_NAME, StepRateCache
 
 OWN = """
 import os, signal, time
+from edgefl import Job
 from edgefl.tasks.noop import NoopTask
 
 class Crashing(NoopTask):
@@ -28,6 +29,12 @@ class Crashing(NoopTask):
 class Bare(NoopTask):
     name = "bare"
     input_shape = None
+
+class Parts(Job):
+    def learner(self, **_):
+        os.kill(os.getpid(), signal.SIGILL)
+    def work(self, context):
+        return b""
 
 class Slow(NoopTask):
     name = "slow"
@@ -149,6 +156,14 @@ def test_a_library_that_crashes_takes_nobody_along_and_is_told_and_not_tried_aga
     told = bench.measure(shards)
     assert told == {"speed_errors": {"own_speed_task:Crashing": "training ended with code -4 on this board"}}
     bench.idle(shards)
+    assert not bench.is_measuring
+
+
+def test_a_job_is_not_measured_as_it_is_never_trained(bench, own, tmp_path):
+    jobs = {"own_speed_task:Parts": str(tmp_path)}
+    bench.idle(jobs)
+    assert not bench.is_measuring
+    assert set(bench.measure({**jobs, "noop": ""})["steps_per_s"]) == {"noop"}
     assert not bench.is_measuring
 
 
