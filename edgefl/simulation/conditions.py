@@ -208,9 +208,7 @@ class SimulatedConditions:
 
     def charge_upload(self, num_bytes: int) -> None:
         """Charges an update before its upload, which may be after the hours; raises as `charge_download`."""
-        blocker = self.find_blocker()
-        if blocker is not None and blocker.kind == "network":
-            raise ConditionsEndedError(blocker.reason, blocker)
+        self._gate.require_network()
         self._gate.charge_traffic(num_bytes)
         self._update_bytes = num_bytes
 

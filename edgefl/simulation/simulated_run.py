@@ -385,6 +385,9 @@ class _Simulation:
     def close(self) -> None:
         """Ends the worker processes, if there are any, and removes the boards' files."""
         self._backend.close()
+        for device in self._devices:
+            if device.conditions is not None:
+                device.conditions.end_work()
         self._resources.close()
 
     def _make_downlink(self) -> SimulatedDownlink:

@@ -1,5 +1,6 @@
 """Conditions of simulated boards; the check of what they did is arithmetic on the history, apart from the gate."""
 
+import gc
 import logging
 from itertools import pairwise
 
@@ -99,6 +100,13 @@ def test_a_trace_ends_work_after_the_iteration_under_way_and_no_byte_is_sent_ove
     assert 0.5e6 < max(by_day) <= 1e6
 
 
+def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_too(simulate):
+    result = simulate(CAR.partition("[profile.car.conditions.day]")[0], ["car"], days=0.4)
+    sent = [(row["ended_at"] - 1, row["ended_at"]) for row in list_updates(result) if row["outcome"] == "used"]
+    assert len(sent) > 10
+    assert count_outside_s(sent, CAR_SPANS) == 0
+
+
 def test_the_check_finds_boards_that_are_always_free(simulate):
     result = simulate(f"[profile.office]\n{LINKS}", ["office"])
     works = list_works(result, "device-01")
@@ -119,6 +127,13 @@ def test_the_conditions_of_the_run_hold_beside_the_boards_own_in_the_zone_of_its
     days = [(day * DAY_S + 6 * HOUR_S, day * DAY_S + 20 * HOUR_S) for day in range(3)]
     assert free
     assert count_outside_s(free, days) < 1e-3
+
+
+def test_a_run_that_ends_while_boards_work_leaves_nothing_behind(simulate, caplog):
+    simulate(OFFICE, ["office", "office"], days=19.1 / 24)
+    assert "cannot be kept" not in caplog.text
+    gc.collect()
+    assert "cannot be kept" not in caplog.text
 
 
 def test_a_round_waits_for_the_night(simulate):

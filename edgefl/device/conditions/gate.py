@@ -227,6 +227,20 @@ class ConditionGate:
             if blocker is not None:
                 raise ConditionsEndedError(blocker.reason, blocker)
 
+    def require_network(self) -> None:
+        """Judges the network alone, for what is finished and may be sent after its hours.
+
+        Raises:
+            ConditionsEndedError: the owner or the run forbids this network.
+        """
+        with self._lock:
+            self._reload()
+            for run, conditions in (("", self._conditions), (self._run.run_id, self._run.conditions)):
+                network = RunConditions(unmetered=conditions.unmetered, interfaces=conditions.interfaces)
+                blocker = find_blocker(network, self._facts.read(network), self._clocks.wall())
+                if blocker is not None:
+                    raise ConditionsEndedError(blocker.reason, replace(blocker, run=run))
+
     def require_traffic(self, num_bytes: int) -> None:
         """Charges nothing yet.
 

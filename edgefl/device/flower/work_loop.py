@@ -246,9 +246,7 @@ class WorkLoop:
             content = self._get_cached_reply(assignment, header)
             if content is None:
                 content = self._work(header, instruction)
-            blocker = self._gate.check() or self._gate.find_run_blocker()
-            if blocker is not None and blocker.kind == "network":
-                return self._hand_back(header, blocker)
+            self._gate.require_network()
             self._gate.charge_traffic(len(content[1]))
         except ConditionsEndedError as error:
             return self._hand_back(header, error.blocker)

@@ -103,6 +103,21 @@ def test_work_is_judged_anew_after_a_download_that_took_longer_than_the_hours(bo
         board.gate.require()
 
 
+def test_a_network_that_is_forbidden_is_found_though_the_hours_are_over_too(board):
+    board.wait(6 * 3600)
+    for owners, runs in ((b'interfaces = ["none0"]', None), (b"", {"interfaces": ["none0"]})):
+        save_conditions(board.folder, NIGHT + owners)
+        with contextlib.suppress(ConditionsEndedError):
+            board.gate.admit("r-1", runs)
+        assert board.get_reason() == "outside its hours"
+        with pytest.raises(ConditionsEndedError, match="not by none0") as refused:
+            board.gate.require_network()
+        assert refused.value.blocker.run == ("r-1" if runs else "")
+    save_conditions(board.folder, NIGHT)
+    board.gate.complete_run("r-1")
+    board.gate.require_network()
+
+
 def test_the_runs_conditions_hold_in_its_work_beside_the_owners(board):
     run = {"zone": "UTC", "hours": ["01:00-02:00"]}
     night = Blocker(kind="hours", reason="outside its hours", free_at_s=MIDNIGHT_S + 3600, run="r-1")
