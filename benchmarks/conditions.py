@@ -12,8 +12,9 @@ outside the conditions, seconds after the end of hours, bytes, processor seconds
 condition that nobody can foresee, such as a cable that is pulled, ends work after the iteration under way: those
 seconds are `overrun`.
 
-Then FedAvg trains digits on the simulator for as long, ten iterations a round, on boards that are there while these
-trained, and on boards that always are; mean of three seeds.
+Then FedAvg trains digits on the simulator for as long, ten iterations a round, on boards with these traces and
+conditions, and on boards that are always free; mean over the seeds. What the simulated boards did is judged by the
+same other piece of code from the run's history.
 """
 
 from __future__ import annotations
@@ -38,9 +39,12 @@ from edgefl.core.types import derive_rng
 from edgefl.device.conditions.budgets import Clocks
 from edgefl.device.conditions.facts import FactReader
 from edgefl.device.conditions.gate import ConditionGate, save_conditions
+from edgefl.engine.run_summary import RunResult
+from edgefl.simulation.history_recorder import SIMULATION_EPOCH
 
 START_S = datetime(2026, 10, 12, tzinfo=UTC).timestamp()  # a Monday; the clocks of Oslo change on the 25th
-DAY_S, HOUR_S = 86_400.0, 3600.0
+DAY_S, HOUR_S, MINUTE_S = 86_400.0, 3600.0, 60.0
+TRACE_STEP_S = 900.0
 POLL_S = 300.0
 BODY_BYTES = 1_000_000
 OFFICE, FARM, CAR = "office", "farm", "car"
@@ -130,9 +134,20 @@ class Board(FactReader):
     def read_power_w(self) -> float | None:
         return None
 
-    def may_train(self) -> bool:
+    def sense_at(self, at_s: float) -> BoardFacts:
+        """Returns what the sensors show at a step of a trace, `at_s` after its start."""
+        self.true_s, self.skew_s = START_S + at_s // TRACE_STEP_S * TRACE_STEP_S, 0.0
+        return self.sense()
+
+    def may_train_at(self, at_s: float) -> bool:
+        """Returns `may_train` of a trace in steps."""
+        facts = self.sense_at(at_s)
+        self.true_s = START_S + at_s
+        return self.may_train(facts)
+
+    def may_train(self, facts: BoardFacts | None = None) -> bool:
         """Returns whether the trace allows training now; plain arithmetic, apart from the gate's own."""
-        facts, moment = self.sense(), datetime.fromtimestamp(self.true_s + self.skew_s, UTC)
+        facts, moment = facts or self.sense(), datetime.fromtimestamp(self.true_s + self.skew_s, UTC)
         minute, weekday = moment.hour * 60 + moment.minute, moment.weekday()
         match self.kind:
             case "office":
@@ -192,8 +207,9 @@ def main() -> int:
     parser.add_argument("--boards", type=int, default=100, help="a third of each kind [%(default)s]")
     parser.add_argument("--iteration-s", type=float, default=400.0, help="seconds of one of FedAvg [%(default)s]")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--seeds", type=int, default=2, help="how many runs of each kind [%(default)s]")
     parser.add_argument("--json", action="store_true")
-    args = options.parse(parser, days=1.0, boards=3, iteration_s=2000.0)
+    args = options.parse(parser, days=1.0, boards=3, iteration_s=2000.0, seeds=1)
     boards = [Board(kind=(OFFICE, FARM, CAR)[number % 3], seed=args.seed + number) for number in range(args.boards)]
     kills: dict[str, int] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
@@ -202,18 +218,22 @@ def main() -> int:
             place.mkdir()
             kills[board.kind] = kills.get(board.kind, 0) + live(board, place, args.days)
         rows = [make_row(kind, boards, args.days, kills) for kind in (OFFICE, FARM, CAR)]
-        accuracies = compare(boards, Path(folder), args.days, args.iteration_s, args.seed)
+        seeds = range(args.seed, args.seed + args.seeds)
+        accuracies, simulated = compare(boards, Path(folder), args.days, args.iteration_s, seeds)
+    has_fault = any(row.outside_s or row.budgets_passed for row in rows)
+    has_fault |= bool(simulated["outside_s"] or simulated["budgets_passed"])
     if args.json:
-        costs = {"v": 1, "boards": [asdict(row) for row in rows], "accuracy": accuracies}
+        costs = {"v": 1, "boards": [asdict(row) for row in rows], "simulated": simulated, "accuracy": accuracies}
         sys.stdout.write(json.dumps(costs) + "\n")
-        return int(any(row.outside_s or row.budgets_passed for row in rows))
+        return int(has_fault)
     names = ("kind", "boards", "trained_h", "allowed_h", "outside_s", "overrun_s", "budgets_passed", "kills")
     sys.stdout.write("".join(f"{name:>15}" for name in names) + "\n")
     for row in rows:
         sys.stdout.write("".join(f"{_format(getattr(row, name)):>15}" for name in names) + "\n")
     for name, accuracy in accuracies.items():
         sys.stdout.write(f"accuracy, {name}: {accuracy:.4f}\n")
-    return int(any(row.outside_s or row.budgets_passed for row in rows))
+    sys.stdout.write("simulated: " + ", ".join(f"{name} {value:.1f}" for name, value in simulated.items()) + "\n")
+    return int(has_fault)
 
 
 def live(board: Board, folder: Path, days: float) -> int:
@@ -291,39 +311,95 @@ def _count_allowed(board: Board, days: float) -> float:
     return allowed_s
 
 
-def compare(boards: list[Board], folder: Path, days: float, iteration_s: float, seed: int) -> dict[str, float]:
-    """Returns the accuracy of FedAvg on boards that are there while they trained, and that always are."""
-    accuracies = {}
-    for name, is_always in (("when they may", False), ("always", True)):
-        profiles = folder / f"{name}.toml"
-        profiles.write_text("".join(_list_profiles(boards, days, iteration_s, is_always=is_always)))
-        accuracies[name] = fmean(_train(profiles, len(boards), days, seed + shift) for shift in range(3))
-    return accuracies
+def compare(
+    boards: list[Board], folder: Path, days: float, iteration_s: float, seeds: range
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns accuracies of FedAvg in the simulator, with conditions and always, and what was outside of them."""
+    accuracies, faults = {}, {"outside_s": 0.0, "overrun_s": 0.0, "budgets_passed": 0.0, "trained_h": 0.0}
+    for kind, is_always in (("when they may", False), ("always", True)):
+        profiles = folder / f"{kind}.toml"
+        profiles.write_text("".join(_list_profiles(boards, days, is_always=is_always)))
+        results = [_train(profiles, len(boards), days, iteration_s, seed) for seed in seeds]
+        accuracies[kind] = fmean(result.metrics["accuracy"] or 0.0 for result in results)
+        for result in [] if is_always else results:
+            for number, board in enumerate(boards, 1):
+                name = f"device-{number:0{max(2, len(str(len(boards))))}}"
+                _judge(board, result, name, days=days, iteration_s=iteration_s, faults=faults)
+    return accuracies, faults
 
 
-def _list_profiles(boards: list[Board], days: float, iteration_s: float, *, is_always: bool) -> Iterator[str]:
-    """Yields a profile for each board, which is offline where it did not train for more than a few minutes."""
+def _list_profiles(boards: list[Board], days: float, *, is_always: bool) -> Iterator[str]:
+    """Yields a profile for each board: its trace in steps of `TRACE_STEP_S`, and its owner's file."""
     for number, board in enumerate(boards):
-        former_s, absences = 0.0, list[list[float]]()
-        for start_s, end_s in [*board.trained, (days * DAY_S, days * DAY_S)]:
-            if start_s - former_s > 2 * POLL_S and not is_always:
-                absences.append([round(former_s, 1), round(start_s, 1)])
-            former_s = max(former_s, end_s)
-        yield f"[profile.board-{number:03}]\noffline = {absences}\njitter = 0.0\n"
-        yield f"[profile.board-{number:03}.iterations.digits]\nfixed_s = {iteration_s}\nexample_s = 0.0\n"
+        yield f"[profile.board-{number:03}]\njitter = 0.0\nup_bytes_per_s = 1e12\ndown_bytes_per_s = 1e12\n"
+        if is_always:
+            continue
+        traces: dict[str, list[list[float]]] = {}
+        for step in range(int(days * DAY_S / TRACE_STEP_S) + 1):
+            facts = board.sense_at(step * TRACE_STEP_S)
+            values = {
+                "other_load": facts.other_load, "battery": facts.battery_fraction,
+                "temperature_c": facts.temperature_c,
+                "charging": None if facts.battery_status is None else float(facts.battery_status == "Charging"),
+                "metered": None if facts.is_metered is None else float(facts.is_metered),
+            }  # fmt: skip
+            for name, value in values.items():
+                trace = traces.setdefault(name, [])
+                if value is not None and (not trace or trace[-1][1] != value):
+                    trace.append([step * TRACE_STEP_S, float(value)])
+        yield "".join(f"{name} = {trace}\n" for name, trace in traces.items() if trace)
+        yield FILES[board.kind].replace("[conditions", f"[profile.board-{number:03}.conditions")
 
 
-def _train(profiles: Path, num_boards: int, days: float, seed: int) -> float:
+def _train(profiles: Path, num_boards: int, days: float, iteration_s: float, seed: int) -> RunResult:
     config: dict[str, Any] = {
         "run": {"task": "digits", "seconds": days * DAY_S, "seed": seed, "evaluate_every": 1_000_000},
         "strategy": {"iterations": 10},
         "devices": {"min": 1},
         "simulation": {"profiles": [f"board-{number:03}" for number in range(num_boards)],
-                       "profile_file": str(profiles)},
+                       "profile_file": str(profiles), "iteration_s": iteration_s,
+                       "starts_at": datetime.fromtimestamp(START_S, UTC).isoformat()},
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as root:
-        result = edgefl.simulate(config, devices=num_boards, scheme="dirichlet:0.5", root=root)
-    return float(result.metrics["accuracy"])
+        return edgefl.simulate(config, devices=num_boards, scheme="dirichlet:0.5", root=root)
+
+
+def _judge(
+    board: Board, result: RunResult, name: str, *, days: float, iteration_s: float, faults: dict[str, float]
+) -> None:
+    """Adds what a board did outside, by its history alone: links take no time, so that all of a work is training."""
+    used: dict[tuple[str, str], float] = {}
+    for row in (row for row in result.updates if row["device_id"] == name):
+        ended_at = SIMULATION_EPOCH + days * DAY_S if row["ended_at"] is None else row["ended_at"]
+        at_s, end_s = (round(moment - SIMULATION_EPOCH, 3) for moment in (row["dispatched_at"], ended_at))
+        faults["trained_h"] += (end_s - at_s) / HOUR_S
+        num_bytes = (row["bytes_down"] or 0) + (row["bytes_up"] or 0)
+        for period in _list_periods(at_s):
+            used["traffic", period] = used.get(("traffic", period), 0.0) + num_bytes
+        while at_s < end_s:
+            stop_s = min(end_s, at_s + iteration_s)
+            for period in _list_periods(at_s):  # a day's end is counted to the day of the iteration's start
+                used["processor", period] = used.get(("processor", period), 0.0) + stop_s - at_s
+            _judge_iteration(board, at_s, stop_s, faults)
+            at_s = stop_s
+    conditions = parse_conditions(FILES[board.kind])
+    for (kind, period), amount in used.items():
+        limits = (conditions.day if len(period) == len("2026-10-12") else conditions.month).limits
+        faults["budgets_passed"] += amount > limits.get(kind, np.inf) + iteration_s * (kind == "processor") * 0.001
+
+
+def _judge_iteration(board: Board, at_s: float, stop_s: float, faults: dict[str, float]) -> None:
+    edges = [at_s, *np.arange((at_s // MINUTE_S + 1) * MINUTE_S, stop_s, MINUTE_S)]
+    first = next((edge for edge in edges if not board.may_train_at(edge)), None)
+    if first is None:
+        return
+    is_foreseeable = first == at_s or (board.kind == OFFICE and (board.sense_at(first).other_load or 0) <= 0.3)
+    faults["outside_s" if is_foreseeable else "overrun_s"] += stop_s - first
+
+
+def _list_periods(at_s: float) -> tuple[str, str]:
+    day = datetime.fromtimestamp(START_S + at_s, UTC)
+    return f"{day:%Y-%m-%d}", f"{day:%Y-%m}"
 
 
 def _format(value: float | str) -> str:

@@ -3,10 +3,10 @@
     python benchmarks/yielding.py [--turns 5] [--seconds 4] [--json]
 
 A real device of a real fleet trains digits in one long assignment: in the agent itself, and confined. Its owner's
-conditions say `yields = true`. Beside it a process for each core counts. Turns alternate: the counters alone while
-the device is stopped (SIGSTOP), beside training as it is, and beside training whose threads were set back to nice 0,
-as if it did not yield (as root only). Then training alone, with both priorities: what yielding costs on an idle
-board. Medians over turns.
+conditions say `yields = true`. Beside it a process for each core counts. Turns alternate: beside training as it is,
+and beside training whose threads were set back to nice 0, as if it did not yield (as root only). Before and after
+each the counters are alone, while the device is stopped (SIGSTOP): what else the machine does meanwhile falls out.
+Then training alone, with both priorities: what yielding costs on an idle board. Medians over turns.
 
 Slowdown is the share of its count that a counter loses to the training; `cores` are processor seconds of the
 device's process tree a second. The coordinator has nothing to do meanwhile. Weights of control groups are not part of
@@ -98,19 +98,15 @@ def measure(policy: str, num_turns: int, seconds: float) -> Iterator[Row]:
             run_id = fleet.submit(parse_run(RUN))
             root = fleet.processes[name].pid
             _wait_for_work(fleet, name)
-            alone, beside, cores = (
-                [],
-                {True: list[float](), False: list[float]()},
-                dict[tuple[bool, bool], list[float]](),
-            )
+            slowdowns: dict[bool, list[float]] = {True: [], False: []}
+            cores: dict[tuple[bool, bool], list[float]] = {}
             kinds = [True, False] if os.geteuid() == 0 else [True]
             for _ in range(num_turns):
-                with _stopped(root):
-                    alone.append(_count(seconds))
                 for yields in kinds:
+                    before = _count_alone(root, seconds)
                     with _priority(root, yields=yields):
                         began_s, used_s = time.monotonic(), _tree_cpu_s(root)
-                        beside[yields].append(_count(seconds))
+                        beside = _count(seconds)
                         cores.setdefault((yields, True), []).append(
                             (_tree_cpu_s(root) - used_s) / (time.monotonic() - began_s)
                         )
@@ -119,15 +115,22 @@ def measure(policy: str, num_turns: int, seconds: float) -> Iterator[Row]:
                         cores.setdefault((yields, False), []).append(
                             (_tree_cpu_s(root) - used_s) / (time.monotonic() - began_s)
                         )
+                    alone = (before + _count_alone(root, seconds)) / 2
+                    slowdowns[yields].append(1.0 - beside / alone)
             fleet.make_client().post(f"/edgefl/v1/runs/{run_id}/stop")
     for yields in kinds:
         yield Row(
             where="agent" if policy == "never" else "confined",
             yields=yields,
-            slowdown=1.0 - median(beside[yields]) / median(alone),
+            slowdown=median(slowdowns[yields]),
             cores_beside=median(cores[yields, True]),
             cores_alone=median(cores[yields, False]),
         )
+
+
+def _count_alone(root: int, seconds: float) -> int:
+    with _stopped(root):
+        return _count(seconds)
 
 
 def _count(seconds: float) -> int:
