@@ -40,6 +40,7 @@ from edgefl.core.types import TensorSpec, TrainConfig, derive_rng
 from edgefl.device.collect.settings import AnswerSection, load_collect_file
 from edgefl.engine.assembly.build import build_run
 from edgefl.simulation.faults import load_faults
+from edgefl.simulation.profiles import parse_catalogue
 from edgefl.simulation.simulated_run import simulate
 from edgefl.strategies.registry import KIND as STRATEGIES
 from edgefl.strategies.registry import find_strategy
@@ -184,7 +185,8 @@ def test_every_setting_in_a_block_exists(modules, tmp_path):
             (tmp_path / "faults.toml").write_text("".join(f"[[fault]]\n{toml(one)}" for one in table["fault"]))
             assert load_faults(tmp_path / "faults.toml")
         else:
-            assert table.keys() == {"project"}, f"{name}: what is {table}?"
+            catalogue = parse_catalogue({"profile": table.get("profile", {})}, name)
+            assert catalogue.profiles or table.keys() == {"project"}, f"{name}: what is {table}?"
     assert len(run_files()) > 5
 
 
