@@ -419,6 +419,10 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
         raise ConfigError(
             "strategy.personal_lambda and personal_mixture: a Flower app keeps no copies on its nodes; leave them out"
         )
+    if built.strategy.consistency_weight is not None:
+        raise ConfigError(
+            "strategy.consistency_weight: nodes of a Flower app have no examples without a label; leave it out"
+        )
     if built.cluster_shapes:
         raise ConfigError(f"{config.strategy.name}: a Flower app has one model, and this run one for each cluster")
     if built.strategy.root_examples:

@@ -315,6 +315,8 @@ class TrainConfig:
     alone for so many passes, and then the budget trains the others alone (FedRep). With `personal_lambda` the budget
     is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto). So it is
     with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL). With
+    `consistency_weight` examples without a label are trained on, too, with what the model says of them with at least
+    the probability `consistency_threshold` (FixMatch). With
     `fallback_iterations` a progress report is a query, whose answer the device waits for: to go on, or to finish
     early. Where none comes, it finishes after so many iterations.
     """
@@ -330,6 +332,8 @@ class TrainConfig:
     head_epochs: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
     personal_lambda: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1000})
     personal_mixture: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    consistency_weight: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
+    consistency_threshold: float = field(default=0.95, metadata={"at_least": 0, "at_most": 1})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False
@@ -369,6 +373,17 @@ class TrainConfig:
             raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {chosen or 'none'}")
         check_settings(self, table)
         self._check_personal(table)
+        unfit = {
+            "scaffold": self.algorithm == Algorithm.SCAFFOLD,
+            "gradient": self.algorithm == Algorithm.GRADIENT,
+            "keep_optimizer": self.keeps_state,
+            "head_epochs": self.head_epochs is not None,
+            "personal copies": self.has_personal,
+            "collectives": self.collective is not None,
+            "nodes of a graph": self.node is not None,
+        }
+        if self.consistency_weight is not None and (found := [name for name, is_set in unfit.items() if is_set]):
+            raise ConfigError(f"{table}.consistency_weight does not go with {found[0]}; leave one of them out")
 
     def _check_personal(self, table: str) -> None:
         settings = "head_epochs", "personal_lambda", "personal_mixture"
@@ -880,6 +895,13 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def find_unlabelled(self) -> Array | None:
+        """Returns [n] whether an example has no label: it is weak and weighs nothing; None where all have one."""
+        if self.weak is None or self.weights is None:
+            return None
+        found: Array = self.weak & (self.weights == 0)
+        return found if found.any() else None
 
     def take(self, rows: Array | slice) -> Dataset:
         """Returns the examples of these row numbers, of a mask, or of a range."""

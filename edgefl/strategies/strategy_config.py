@@ -67,6 +67,9 @@ class StrategyConfig:
             the model w that it received by λ/2·|v - w|²; None trains no copy.
         personal_mixture: a of APFL at first: each device trains as much again a copy v that stays there, so that the
             mixture a·v + (1 - a)·w with the model is good; a adapts on each device. None trains no copy.
+        consistency_weight: λ of FixMatch: examples without a label are trained on, too, for what the model says of
+            them, in another view; needs `unlabelled` in `[task]`. None leaves them out.
+        consistency_threshold: least probability with which it must say so.
         optimizer: a local algorithm, built in (`types.Algorithm`) or installed on the boards.
         keep_optimizer: moments of the optimiser persist from one assignment to the next.
     """
@@ -83,6 +86,8 @@ class StrategyConfig:
     head_epochs: float | None = _copy_field("head_epochs")
     personal_lambda: float | None = _copy_field("personal_lambda")
     personal_mixture: float | None = _copy_field("personal_mixture")
+    consistency_weight: float | None = _copy_field("consistency_weight")
+    consistency_threshold: float = _copy_field("consistency_threshold")
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""

@@ -28,6 +28,8 @@ AUGMENT = "augment"
 """Last part of the key from which the stream of an assignment's changes is derived."""
 NUM_ARGUMENTS = 3
 FLIP_PROBABILITY = 0.5
+SOUND_AXES, SIGNAL_AXES, PICTURE_AXES = 2, 3, 4
+"""Of a batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ def augment_batches(task: Task, data: Dataset, rng: Generator) -> Dataset:
         targets=data.targets,
         weights=data.weights,
         groups=data.groups,
+        weak=data.weak,
         task=task.name,
         augment=hook,
         rng=rng,
@@ -141,6 +144,44 @@ def make_signal_augment(*, time_shift: int, jitter: float, is_sound: bool = Fals
             *([partial(_add_jitter, part=jitter)] if jitter else []),
         ]
     )
+
+
+def augment_strongly(inputs: Inputs, rng: Generator) -> Array:
+    """Returns pictures [n, (channels,) height, width], series [n, channels, samples] or sounds [n, samples], changed.
+
+    They are moved by up to an eighth, and a quarter of each side or of the time becomes the example's mean (DeVries,
+    Taylor, Improved Regularization of Convolutional Neural Networks with Cutout, 2017). Pixels, which are unsigned or
+    have four axes, get another brightness of up to a half, signals noise of a quarter of their deviation.
+
+    Raises:
+        TaskError: inputs are none of these.
+    """
+    if isinstance(inputs, np.ndarray):
+        axes, kind = inputs.ndim, inputs.dtype.kind
+        if (axes, kind) == (SIGNAL_AXES, "u"):
+            return augment_strongly(inputs[:, None], rng)[:, 0]
+        if axes == PICTURE_AXES:
+            moved = _shift_pictures(inputs, rng, most=inputs.shape[-1] // 8)
+            return _cut_out(_change_brightness(moved, rng, most=0.5) if kind == "u" else moved, rng, num_axes=2)
+        if axes == SIGNAL_AXES or (axes, kind) == (SOUND_AXES, "i"):
+            moved = _shift_time(inputs, rng, most=inputs.shape[-1] // 8, is_sound=axes == SOUND_AXES)
+            return _cut_out(_add_jitter(moved, rng, part=0.25), rng, num_axes=1)
+    raise TaskError("consistency_weight is for pictures, sounds and series; this task's inputs are others")
+
+
+def _cut_out(inputs: Array, rng: Generator, *, num_axes: int) -> Array:
+    """Returns inputs with a block of each example along the last axes as the mean of that example."""
+    found = inputs.copy()
+    means = inputs.mean(axis=tuple(range(1, inputs.ndim)))
+    if inputs.dtype.kind in "iu":
+        means = np.rint(means)
+    for example, mean in zip(found, means, strict=True):
+        starts = [int(rng.integers(size)) for size in example.shape[-num_axes:]]
+        block = [
+            slice(start, start + -(-size // 4)) for start, size in zip(starts, example.shape[-num_axes:], strict=True)
+        ]
+        example[(..., *block)] = mean
+    return found
 
 
 def _chain(changes: Sequence[Change]) -> Augment | None:

@@ -18,6 +18,7 @@ NEED_DATA = {
     "active_labels",
     "adacomp_claim",
     "codec_convergence",
+    "consistency",
     "esync_claim",
     "fedavg_reference",
     "isvr_claim",

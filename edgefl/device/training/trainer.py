@@ -72,7 +72,7 @@ from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeL
 from edgefl.device.training.task_cache import CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.augmentation import AUGMENT, augment_batches
-from edgefl.tasks.datasets.shards import drop_weak
+from edgefl.tasks.datasets.shards import drop_unlabelled, drop_weak
 from edgefl.tasks.learners.torch_split import FrontLearner
 from edgefl.tasks.local_algorithms.local_training import LocalTrainingResult, train
 from edgefl.tasks.local_algorithms.personal_training import make_personal_model
@@ -371,7 +371,7 @@ class DeviceTrainer:
         assert cached_task.analysis is not None
         self._gossip_worker.discard_other_runs(instruction.run)
         analysis, started_s = cached_task.analysis, time.monotonic()
-        data = self._load_training_data(instruction, cached_task)
+        data = drop_unlabelled(self._load_training_data(instruction, cached_task))
         sums = analysis.measure(self._decode_model(instruction, cached_task, body), data)
         metrics = {
             "iterations": 1, "num_examples": len(data), "loss": None, "compute_s": time.monotonic() - started_s

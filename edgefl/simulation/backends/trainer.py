@@ -50,6 +50,7 @@ from edgefl.tasks.adaptation.adapted_task import AdaptedTask
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.analyses.registry import make_analysis
 from edgefl.tasks.augmentation import AUGMENT, augment_batches, find_augment
+from edgefl.tasks.datasets.shards import drop_unlabelled
 from edgefl.tasks.local_algorithms.local_training import (
     LocalTrainingResult,
     is_finite,
@@ -301,7 +302,7 @@ class SimulatedTrainer:
     def _measure(self, analysis: Analysis, instruction: TrainInstruction, model: EncodedModel) -> EncodedUpdate:
         """Returns the sums of an analysis over a device's examples."""
         shard = self._get_shard(instruction.device_id)
-        data = self._data.pool.take(shard.rows if analysis.is_of_whole_shard else shard.train)
+        data = drop_unlabelled(self._data.pool.take(shard.rows if analysis.is_of_whole_shard else shard.train))
         sums = analysis.measure(decode_body(model.body, analysis.request_spec), data)
         body = make_codec(instruction.codec or "dense", analysis.sums_spec).encode(sums, derive_rng(0))
         return EncodedUpdate(body=body, num_examples=len(data), loss=None)

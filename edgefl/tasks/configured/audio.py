@@ -153,6 +153,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
     metrics: Names = "",
     others: str = "",
     group_before: str = "",
+    unlabelled: bool = False,
     time_shift: float = 0.0,
     jitter: float = 0.0,
 ) -> ConfiguredTask:
@@ -170,6 +171,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         metrics: by name.
         others: label of files in folders of any other name; without it such folders are refused.
         group_before: text in files' names before which stands whom they are from, for natural shards.
+        unlabelled: whether files that a collector keeps without a class are read, too, for `consistency_weight`.
         time_shift: most seconds by which a recording that is trained on is moved, up to half of `seconds`.
         jitter: noise in it, as a part of its standard deviation, 0 to 1.
     """
@@ -191,7 +193,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
         input_shape=(spectrogram.num_samples,),
         goal=goal,
-        reader=lambda path: read_class_folders(path, NAME, rules, SOUND_SUFFIXES, read),
+        reader=lambda path: read_class_folders(path, NAME, rules, SOUND_SUFFIXES, read, has_unlabelled=unlabelled),
         input_reader=lambda path: read(path)[None],
         input_suffixes=SOUND_SUFFIXES,
         augment=make_signal_augment(time_shift=round(time_shift * sample_rate), jitter=jitter, is_sound=True),

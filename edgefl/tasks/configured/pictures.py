@@ -45,6 +45,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
     scales: Numbers = 0.25,
     others: str = "",
     group_before: str = "",
+    unlabelled: bool = False,
     flip: bool = False,
     shift: int = 0,
     brightness: float = 0.0,
@@ -64,6 +65,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         scales: above 0, likewise.
         others: label of files in folders of any other name; without it such folders are refused.
         group_before: text in files' names before which stands whom they are from, for natural shards.
+        unlabelled: whether files that a collector keeps without a class are read, too, for `consistency_weight`.
         flip: mirrors each second picture that is trained on, left and right.
         shift: most pixels by which such a picture is moved in each direction, up to half of `size`.
         brightness: such a picture's pixels are multiplied by a factor within 1 ± brightness, 0 to 1.
@@ -86,7 +88,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
         input_shape=image.shape,
         goal=goal,
-        reader=lambda path: read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read),
+        reader=lambda path: read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read, has_unlabelled=unlabelled),
         input_reader=lambda path: read(path)[None],
         input_suffixes=PICTURE_SUFFIXES,
         augment=make_picture_augment(flip=flip, shift=shift, brightness=brightness),

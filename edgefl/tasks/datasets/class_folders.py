@@ -82,11 +82,18 @@ class FolderRules:
 
 
 def read_class_folders(
-    path: Path, task: str, rules: FolderRules, suffixes: Collection[str], read: Callable[[Path], Array]
+    path: Path,
+    task: str,
+    rules: FolderRules,
+    suffixes: Collection[str],
+    read: Callable[[Path], Array],
+    *,
+    has_unlabelled: bool = False,
 ) -> Dataset:
     """Returns the examples of all class folders; `read` returns that of one file, of the same shape for all.
 
-    Files without a class that have a weak label are examples, too.
+    Files without a class that have a weak label are examples, too, and with `has_unlabelled` the others: weak ones
+    that weigh nothing.
 
     Files that go while others are read, as a collector removes its oldest, are left out.
 
@@ -97,6 +104,10 @@ def read_class_folders(
     num_strong = len(files)
     files += _list_weak(path, suffixes, rules.labels)
     weak_files = frozenset(file for file, _ in files[num_strong:])
+    unlabelled = frozenset[Path]()
+    if has_unlabelled:
+        unlabelled = frozenset(_list_examples(path / UNLABELLED_FOLDER, suffixes)) - weak_files
+        files += [(file, rules.labels[0]) for file in sorted(unlabelled)[: MAX_EXAMPLES - len(files)]]
     inputs, block, kept = RowBuffer(), list[Array](), list[tuple[Path, str]]()
     for file, label in files:
         example = _read_present(file, read)
@@ -123,8 +134,15 @@ def read_class_folders(
         inputs=inputs.finish(),
         targets=np.array([rules.labels.index(label) for _, label in kept], np.int64),
         groups=rules.read_groups([file.stem for file, _ in kept]),
-        **weigh_weak(np.array([file in weak_files for file, _ in kept], bool)),
+        **_weigh_files([file for file, _ in kept], weak_files, unlabelled),
     )
+
+
+def _weigh_files(files: list[Path], weak: Collection[Path], unlabelled: Collection[Path]) -> dict[str, Array]:
+    """Returns the fields of a `Dataset` by which weak labels count less, and files without any nothing."""
+    has_none = np.array([file in unlabelled for file in files], bool)
+    fields = weigh_weak(has_none | np.array([file in weak for file in files], bool))
+    return {**fields, "weights": np.where(has_none, np.float32(0), fields["weights"])} if fields else {}
 
 
 def survey_class_folders(

@@ -451,6 +451,12 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     return select_rows(data, np.flatnonzero(~in_test)), select_rows(data, np.flatnonzero(in_test))
 
 
+def drop_unlabelled(data: Dataset) -> Dataset:
+    """Returns the examples that have a label, also a weak one."""
+    unlabelled = data.find_unlabelled()
+    return data if unlabelled is None else select_rows(data, np.flatnonzero(~unlabelled))
+
+
 def drop_weak(data: Dataset) -> Dataset:
     """Returns the examples whose targets are no guesses."""
     return data if data.weak is None else select_rows(data, np.flatnonzero(~data.weak))

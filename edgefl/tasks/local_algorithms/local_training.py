@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
-from edgefl.core.errors import DataError
+from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Array, Dataset, Learner, ModelSpec, PeerMessage, TrainConfig
 from edgefl.strategies.peer_algorithms.gossip_node import GossipNode
 from edgefl.strategies.peer_algorithms.topology import EdgeScheduleKind
+from edgefl.tasks.local_algorithms.consistency import ConsistentAlgorithm
 from edgefl.tasks.local_algorithms.optimizers import DriftCorrectedSgd
 from edgefl.tasks.local_algorithms.personal_training import MixedAlgorithm, PulledAlgorithm, list_parts
 from edgefl.tasks.local_algorithms.registry import LocalAlgorithm, StatefulLocalAlgorithm, make_local_algorithm
@@ -87,6 +88,7 @@ def train(  # noqa: PLR0913 the last three by name
     with np.errstate(over="ignore", invalid="ignore"):
         if plan.head_epochs is None:
             mixed = _make_mixed(algorithm, plan, personal)
+            algorithm = _make_consistent(algorithm, data, plan, rng)
             limit_of_model = limit if limit is None or plan.personal_lambda is None else limit // 2
             loop.run(learner, mixed or algorithm, limit_of_model, algorithm_state if plan.keeps_state else None)
             kept = None if mixed is None else mixed.make_copy(learner)
@@ -116,6 +118,22 @@ def _make_mixed(
         return None
     beside = make_local_algorithm(plan)
     return MixedAlgorithm(algorithm, beside, personal, plan.personal_mixture, plan.learning_rate)
+
+
+def _make_consistent(algorithm: LocalAlgorithm, data: Dataset, plan: TrainConfig, rng: Generator) -> LocalAlgorithm:
+    """Returns the algorithm with the plan's consistency, where the data has examples without a label."""
+    unlabelled = data.find_unlabelled()
+    if unlabelled is None:
+        return algorithm
+    if plan.consistency_weight is None:
+        raise ConfigError(
+            f"{unlabelled.sum()} of {len(data)} examples have no label, which task.unlabelled reads for "
+            "strategy.consistency_weight; set both or neither"
+        )
+    order, views = rng.spawn(2)
+    batches = _iterate_batches(data, plan.batch_size, order, np.flatnonzero(unlabelled))
+    weight, threshold = plan.consistency_weight, plan.consistency_threshold
+    return ConsistentAlgorithm(algorithm, batches, weight=weight, threshold=threshold, rng=views)
 
 
 class _TrainingLoop:
@@ -153,7 +171,7 @@ class _TrainingLoop:
         algorithm.start(learner)
         if state and isinstance(algorithm, StatefulLocalAlgorithm):
             algorithm.restore(state)
-        for batch in _iterate_batches(self._data, self._plan.batch_size, self._rng):
+        for batch in _iterate_labelled(self._data, self._plan.batch_size, self._rng):
             self.loss_sum += len(batch) * learner.gradient(batch)
             algorithm.step(learner, batch)
             self.iterations += getattr(algorithm, "gradients_per_batch", 1)
@@ -168,14 +186,27 @@ class _TrainingLoop:
         algorithm.finish(learner)
 
 
-def _iterate_batches(data: Dataset, batch_size: int, rng: Generator) -> Iterator[Dataset]:
-    """Yields batches endlessly: every example once per epoch, of which one batch may be short."""
+def _iterate_labelled(data: Dataset, batch_size: int, rng: Generator) -> Iterator[Dataset]:
+    """Yields batches of the examples that have a label, endlessly.
+
+    Raises:
+        DataError: none has one.
+    """
+    unlabelled = data.find_unlabelled()
+    rows = None if unlabelled is None else np.flatnonzero(~unlabelled)
+    if rows is not None and not len(rows):
+        raise DataError(f"none of the {len(data)} examples in the training part of the shard has a label")
+    return _iterate_batches(data, batch_size, rng, rows)
+
+
+def _iterate_batches(data: Dataset, batch_size: int, rng: Generator, rows: Array | None = None) -> Iterator[Dataset]:
+    """Yields batches of some rows or all endlessly: every one once per epoch, of which one batch may be short."""
     while True:
-        if is_stored(data.inputs):
+        if rows is None and is_stored(data.inputs):
             yield from iterate_stored_batches(data, batch_size, rng)
             continue
-        order = rng.permutation(len(data))
-        for start in range(0, len(data), batch_size):
+        order = rng.permutation(len(data) if rows is None else rows)
+        for start in range(0, len(order), batch_size):
             yield data.take(order[start : start + batch_size])
 
 
