@@ -419,7 +419,7 @@ def flower_app(*, file: Path, out: Path, scheme: str | None) -> None:
         raise ConfigError(
             "strategy.personal_lambda and personal_mixture: a Flower app keeps no copies on its nodes; leave them out"
         )
-    if built.strategy.consistency_weight is not None:
+    if "consistency_weight" in config.strategy.options:
         raise ConfigError(
             "strategy.consistency_weight: nodes of a Flower app have no examples without a label; leave it out"
         )
