@@ -79,6 +79,7 @@ FORBIDDEN = {
     "httpx": ("system/https_client.py", "import httpx"),
     "terminal": ("device/flower/supernode.py", "import rich.table"),
     "matplotlib": ("coordinator/service.py", "import matplotlib"),
+    "object-storage": ("coordinator/backup.py", "import fsspec"),
     "segno": ("device/agent.py", "import segno"),
     "yaml": ("core/config.py", "import yaml"),
     "zstandard": ("device/agent.py", "import zstandard"),

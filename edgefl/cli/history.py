@@ -22,7 +22,7 @@ from edgefl.cli.output import (
     print_rows,
     select_known_columns,
 )
-from edgefl.cli.sources import NumberRange, source_options
+from edgefl.cli.sources import NumberRange, send_files, source_options, to_option
 from edgefl.client.sources import Source
 from edgefl.core.errors import NetworkError, StoreError, UsageError
 from edgefl.core.types import Json
@@ -36,6 +36,7 @@ from edgefl.storage.queries.columns import (
     SELF_ORDERED_KINDS,
     get_columns,
 )
+from edgefl.system.object_storage import ObjectAddress
 
 log = logging.getLogger(__name__)
 
@@ -133,13 +134,18 @@ def why(*, run: str, round_number: int | None, source: Source, fmt: str) -> None
     show_default=True,
     help="Of the files; Parquet has the updates of a run in one.",
 )
+@to_option
 @source_options
-def export(*, folder: Path, run: str | None, force: bool, fmt: str, source: Source) -> None:
+def export(
+    *, folder: Path, run: str | None, force: bool, fmt: str, address: ObjectAddress | None, source: Source
+) -> None:
     """Write the history into DIR: per run a JSON summary, and files of its rounds and of what each device did."""
     from edgefl.history.export import export_history  # noqa: PLC0415 fast start
 
     run_ids = export_history(source.read_pages, folder, run=run, replace=force, suffix=f".{fmt}")
     click.echo(f"wrote {len(run_ids)} run{'' if len(run_ids) == 1 else 's'} to {folder}")
+    if address is not None:
+        send_files(folder, address, replace=force)
 
 
 @command.command(help=f"Draw KIND, or accuracy and loss on one sheet, into a PNG, PDF or SVG file.\n\n{_KINDS_HELP}")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from edgefl.device.state_dir import DeviceStateDir
     from edgefl.storage.store import Store
     from edgefl.system.api_client import CoordinatorClient
+    from edgefl.system.object_storage import ObjectAddress
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,78 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 EXISTING_FILE_TYPE = click.Path(path_type=Path, exists=True, dir_okay=False)
 PATH_TYPE = click.Path(path_type=Path)
 FOLDER_TYPE = click.Path(path_type=Path, file_okay=False)
+
+
+class FileOrObjectType(click.ParamType):
+    """A file, as a `Path`, or an object of an S3 storage, as an `ObjectAddress`."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from edgefl.system.object_storage import SCHEME, parse_address  # noqa: PLC0415 fast start
+
+        if isinstance(value, str) and value.startswith(SCHEME):
+            return parse_address(value)
+        return FILE_TYPE.convert(value, param, ctx)
+
+
+def _parse_address(_context: click.Context, _option: click.Parameter, value: str | None) -> ObjectAddress | None:
+    from edgefl.system.object_storage import parse_address  # noqa: PLC0415 fast start
+
+    return None if value is None else parse_address(value)
+
+
+to_option = click.option(
+    "--to",
+    "address",
+    metavar="s3://BUCKET/KEY",
+    callback=_parse_address,
+    help="Send it to an S3 storage too, on from where an earlier try broke off; a KEY/ is a folder.",
+)
+
+
+def send_files(path: Path, address: ObjectAddress, *, replace: bool = False) -> None:
+    """Sends a file, or those of a folder, to an S3 storage, and says so; see `upload_file`."""
+    from edgefl.system.object_storage import upload_file  # noqa: PLC0415 fast start
+
+    if not path.is_dir():
+        click.echo(f"sent to {upload_file(path, address, replace=replace)}")
+        return
+    if address.name:
+        raise UsageError(f"--to of a folder must end with a slash, got {address}")
+    files = sorted(file for file in path.rglob("[!.]*") if file.is_file())
+    for file in files:
+        upload_file(file, address.join(file.relative_to(path).as_posix()), replace=replace)
+    click.echo(f"sent {len(files)} files to {address}")
+
+
+@contextlib.contextmanager
+def fetched_file(
+    file: Path | ObjectAddress, folder: Path, name: str, *, max_bytes: int | None = None, sha256: str | None = None
+) -> Iterator[Path]:
+    """Yields a file; an object is fetched into a folder under this name first, and removed afterwards.
+
+    Raises:
+        DataError: it has not this SHA-256, or as `download_file`.
+        EdgeflError: likewise.
+    """
+    from edgefl.system.atomic_files import compute_sha256, make_private_directory  # noqa: PLC0415 fast start
+
+    if isinstance(file, Path):
+        if sha256 is not None and file.is_file() and (actual := compute_sha256(file)) != sha256:
+            raise DataError(f"{file} must have SHA-256 {sha256}, got {actual}; bring the file again")
+        yield file
+        return
+    from edgefl.system.object_storage import download_file  # noqa: PLC0415 likewise
+
+    if not folder.is_dir():
+        make_private_directory(folder)
+    path = folder / name
+    download_file(file, path, max_bytes=max_bytes, sha256=sha256)
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
 
 
 class NumberRange(click.FloatRange):

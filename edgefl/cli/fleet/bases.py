@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from edgefl.cli.output import SHORT_HASH_DIGITS, FullHelpGroup, format_bytes, format_option, print_rows
-from edgefl.cli.sources import FILE_TYPE, dir_option
+from edgefl.cli.sources import FileOrObjectType, dir_option, fetched_file
 
 if TYPE_CHECKING:
+    from edgefl.system.object_storage import ObjectAddress
     from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 
 COMPILED_SUFFIX = ".compiled"
@@ -27,17 +28,26 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("file", type=FILE_TYPE)
+@click.argument("file", type=FileOrObjectType())
 @click.option("--name", help="What run files call it: letters, digits and dashes [default: its SHA-256 alone].")
+@click.option("--sha256", metavar="HEX", help="It must have this SHA-256.")
 @dir_option
-def add(*, file: Path, name: str | None, root: Path) -> None:
-    """Copy FILE (safetensors) into the coordinator's directory, named by its SHA-256."""
-    base = _open_catalogue(root).add(file, name)
+def add(*, file: Path | ObjectAddress, name: str | None, sha256: str | None, root: Path) -> None:
+    """Copy FILE (safetensors) into the coordinator's directory, named by its SHA-256.
+
+    FILE may be s3://BUCKET/KEY, which is fetched, on from where an earlier try broke off.
+    """
+    from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 fast start
+    from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES  # noqa: PLC0415 likewise
+
+    folder = load_directory(root).bases
+    with fetched_file(file, folder, ".fetched", max_bytes=MAX_BASE_BYTES, sha256=sha256) as path:
+        base = _open_catalogue(root).add(path, name)
     click.echo(
         f"{base.name or 'base'} is {base.sha256}: {base.num_tensors} tensors, {base.num_parameters} numbers, "
         f"{format_bytes(base.bytes_file)}"
     )
-    setting, table = ("compiled", "run") if file.suffix == COMPILED_SUFFIX else ("base", "adapt")
+    setting, table = ("compiled", "run") if file.name.endswith(COMPILED_SUFFIX) else ("base", "adapt")
     click.echo(f'next: {setting} = "{base.name or base.sha256[:SHORT_HASH_DIGITS]}" in [{table}] of a run file')
 
 

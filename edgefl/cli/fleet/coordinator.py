@@ -17,10 +17,14 @@ from edgefl.cli.output import FullHelpGroup, make_broker_option, text_format_opt
 from edgefl.cli.signing import sign
 from edgefl.cli.sources import (
     FILE_TYPE,
+    FileOrObjectType,
     NumberRange,
     dir_option,
+    fetched_file,
     make_client,
     record_command,
+    send_files,
+    to_option,
     url_option,
     warn_visible_secret,
 )
@@ -30,6 +34,7 @@ from edgefl.system.api_client import OperatorFile, get_operator_path, list_opera
 if TYPE_CHECKING:
     from edgefl.coordinator.directory import CoordinatorDirectory
     from edgefl.core.config import AlertSettings
+    from edgefl.system.object_storage import ObjectAddress
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 DEFAULT_HOST = "0.0.0.0"  # noqa: S104 devices are on other machines; every connection is TLS with authentication
@@ -323,14 +328,23 @@ def readdress(root: Path, port: int | None, hosts: tuple[str, ...]) -> None:
 @dir_option
 @click.argument("file", type=FILE_TYPE)
 @click.option("--without-models", is_flag=True, help="Leave the models of finished runs out.")
-def backup(root: Path, file: Path, *, without_models: bool) -> None:
-    """Write the whole coordinator, its keys included, to FILE (.tar.gz); it may be running."""
+@to_option
+def backup(root: Path, file: Path, *, without_models: bool, address: ObjectAddress | None) -> None:
+    """Write the whole coordinator, its keys included, to FILE (.tar.gz); it may be running.
+
+    With --to, a FILE that is there and was not sent to its end is sent on, and not written anew.
+    """
     from edgefl.cli.output import format_bytes  # noqa: PLC0415 fast start
     from edgefl.coordinator.backup import SECRETS_NOTICE, create_backup  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
     from edgefl.storage.database import get_sqlite_path  # noqa: PLC0415 likewise
+    from edgefl.system.object_storage import has_object  # noqa: PLC0415 likewise
 
     directory = load_directory(root)
+    if address is not None and file.is_file() and not has_object(address.join(file.name)):
+        click.echo(f"{file} is there, and goes on to be sent")
+        send_files(file, address)
+        return
     store = get_sqlite_path(directory.store_url)
     manifest = create_backup(directory, file, store=store, with_models=not without_models)
     size = format_bytes(file.stat().st_size)
@@ -338,16 +352,22 @@ def backup(root: Path, file: Path, *, without_models: bool) -> None:
     click.echo(SECRETS_NOTICE)
     if store is None:
         click.echo("The store is not in it: dump that database with its own tools (pg_dump) now.")
+    if address is not None:
+        send_files(file, address)
 
 
 @command.command()
 @dir_option
-@click.argument("file", type=FILE_TYPE)
-def restore(root: Path, file: Path) -> None:
-    """Make a coordinator's directory anew out of a backup; the boards need not join again."""
+@click.argument("file", type=FileOrObjectType())
+def restore(root: Path, file: Path | ObjectAddress) -> None:
+    """Make a coordinator's directory anew out of a backup; the boards need not join again.
+
+    FILE may be s3://BUCKET/KEY: it is fetched beside the directory, on from where an earlier try broke off.
+    """
     from edgefl.coordinator.backup import restore_backup as put_back  # noqa: PLC0415 likewise
 
-    directory, manifest = put_back(file, root)
+    with fetched_file(file, root.absolute().parent, f".{root.name}.backup") as path:
+        directory, manifest = put_back(path, root)
     created_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(manifest.created_at))
     click.echo(f"fleet {directory.fleet} as of {created_at} UTC in {root}: {len(manifest.files)} files")
     if manifest.revision is None:

@@ -25,7 +25,9 @@ from edgefl.cli.sources import (
     allow_module_option,
     find_coordinator_shard,
     load_model,
+    send_files,
     source_options,
+    to_option,
 )
 from edgefl.core.errors import DataError, NotFoundError, UsageError
 from edgefl.core.protocol import finite_or_none
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from edgefl.client.sources import Source
     from edgefl.core.metrics import MetricSet
     from edgefl.core.types import Array, Dataset, Json, Scalar, Task
+    from edgefl.system.object_storage import ObjectAddress
 
 TEST_SCHEME = "test"
 COLUMNS = ("sha256", "run_id", "name", "task", "round", "version", "accuracy", "bytes_file", "at", "latest", "best")
@@ -120,6 +123,7 @@ def show(*, model: str, run: str | None, source: Source, fmt: str) -> None:
 @part_option
 @local_option
 @cluster_option
+@to_option
 @allow_module_option
 @source_options
 def export(  # noqa: PLR0913 one per option
@@ -133,6 +137,7 @@ def export(  # noqa: PLR0913 one per option
     part: str | None,
     local: Path | None,
     cluster: int | None,
+    address: ObjectAddress | None,
     source: Source,
 ) -> None:
     """Write MODEL (default: the last one of --run) as a file for other programs.
@@ -159,6 +164,8 @@ def export(  # noqa: PLR0913 one per option
         _export_safetensors(source, row, out)
     else:
         _export_merged(model_of, out, "with a board's own tensors" if cluster is None else f"of cluster {cluster}")
+    if address is not None:
+        send_files(out, address, replace=True)
 
 
 @command.command()
