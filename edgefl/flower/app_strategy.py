@@ -259,9 +259,8 @@ class AppStrategy(Strategy[AppState]):
                     state.has_ended = True
                     return 0.0
                 case "fail":
-                    self.link.close()
                     reason = escape_text(str(request.get("reason"))[:MAX_REASON_CHARS])
-                    raise RunFailedError(f"the ServerApp raised {reason}")
+                    raise self.link.fail(f"the ServerApp raised {reason}")
                 case other:
                     raise RunFailedError(f"the ServerApp's process asked for {other!r:.40}")
 

@@ -15,9 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import IO
 
-from edgefl.core.errors import RunFailedError
+from edgefl.core.errors import RunFailedError, StoreError
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Json
+from edgefl.system.atomic_files import write_atomic
 from edgefl.system.confinement import Confinement, find_gaps, make_command, make_environment
 from edgefl.system.process_messages import MessageSizeError, read_message, write_message
 from edgefl.system.processes import exit_with_parent
@@ -30,6 +31,8 @@ LOG_NAME = "server-app.log"
 MAX_TEXT_CHARS = 300
 MAX_LAST_BYTES = 4096
 """Of the log, in which its last line is looked for."""
+MAX_KEPT_BYTES = 1024 * 1024
+"""Of the log of an app that failed: its end."""
 MAX_RESULT_FILES = 10_000
 _ZIP_DATE = (2024, 1, 1, 0, 0, 0)
 
@@ -46,10 +49,13 @@ class ServerLink:
         secret: folder of the coordinator, which stays closed to the process.
         deadline_s: how long it may compute between two requests.
         max_body_bytes: of a message.
+        kept_log: where the log of an app that failed is kept; None for nowhere.
     """
 
-    def __init__(self, setup: Json, *, secret: Path, deadline_s: float, max_body_bytes: int) -> None:
-        self._setup, self._secret = setup, secret
+    def __init__(
+        self, setup: Json, *, secret: Path, deadline_s: float, max_body_bytes: int, kept_log: Path | None = None
+    ) -> None:
+        self._setup, self._secret, self._kept_log = setup, secret, kept_log
         self._deadline_s, self._max_body_bytes = deadline_s, max_body_bytes
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,8 +80,7 @@ class ServerLink:
             try:
                 found = self._requests.get(timeout=self._deadline_s)
             except queue.Empty:
-                self.close()
-                raise RunFailedError(
+                raise self.fail(
                     f"the ServerApp computed for more than {self._deadline_s:g} s between two messages: raise "
                     "job.deadline_s"
                 ) from None
@@ -83,8 +88,7 @@ class ServerLink:
                 late = f"the ServerApp's process did not read its answers for {self._deadline_s:g} s"
                 ended = f"the ServerApp's process ended{self._read_last_line()}"
                 reason = late if self._is_late else found or ended
-                self.close()
-                raise RunFailedError(reason)
+                raise self.fail(reason)
             self._held = found
         return self._held
 
@@ -131,6 +135,13 @@ class ServerLink:
                 bundle.writestr(info, path.read_bytes(), zipfile.ZIP_DEFLATED)
         return archive.getvalue()
 
+    def fail(self, reason: str) -> RunFailedError:
+        """Ends the process, and returns the error of its run, which names where the end of its log is kept."""
+        self._kill()
+        place = self._keep_log()
+        self.close()
+        return RunFailedError(f"{reason}; the app's log is {place}" if place else reason)
+
     def close(self) -> None:
         """Ends the process, whatever it does, and removes its files."""
         self._kill()
@@ -176,15 +187,32 @@ class ServerLink:
             write_message(process.stdin, self._setup)
         return process
 
+    def _keep_log(self) -> Path | None:
+        """Returns where the end of the log is kept; None where it cannot be."""
+        if self._folder is None or self._kept_log is None or not self._kept_log.parent.is_dir():
+            return None
+        try:
+            write_atomic(self._kept_log, self._read_end(MAX_KEPT_BYTES))
+        except StoreError as error:
+            log.warning("the log of the ServerApp is lost: %s", error)
+            return None
+        return self._kept_log
+
+    def _read_end(self, max_bytes: int) -> bytes:
+        """Returns the end of its log; nothing where there is none."""
+        assert self._folder is not None
+        path = Path(self._folder.name) / LOG_NAME
+        try:
+            # The app may have put something else there: a link to a file of ours is not followed.
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as log_file:
+                log_file.seek(max(0, log_file.seek(0, os.SEEK_END) - max_bytes))
+                return log_file.read(max_bytes)
+        except OSError:
+            return b""
+
     def _read_last_line(self) -> str:
         """Returns the last line of its log, for a message."""
-        assert self._folder is not None
-        try:
-            with (Path(self._folder.name) / LOG_NAME).open("rb") as log_file:
-                log_file.seek(max(0, log_file.seek(0, os.SEEK_END) - MAX_LAST_BYTES))
-                lines = log_file.read(MAX_LAST_BYTES).decode(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
+        lines = self._read_end(MAX_LAST_BYTES).decode(errors="replace").strip().splitlines()
         return f": {escape_text(lines[-1][:MAX_TEXT_CHARS])}" if lines else ""
 
 

@@ -516,6 +516,41 @@ def test_a_server_app_that_fails_fails_its_run_with_the_reason(make_fleet, monke
     assert len(str(raised.value)) < 800
 
 
+@pytest.mark.parametrize("last", ["raise OSError('no disk')", "import os\n    os._exit(3)"])
+def test_the_log_of_an_app_that_fails_is_kept(make_fleet, tmp_path, last):
+    folder = tmp_path / "coordinator" / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    with pytest.raises(RunFailedError, match=f"the app's log is {re.escape(str(folder))}/server-app.log"):
+        make_fleet({"mean_app/server_app.py": f"{SERVER}    print('what it did', flush=True)\n    {last}\n"}).run()
+    assert "what it did" in (folder / "server-app.log").read_text()
+    assert (folder / "server-app.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_link_in_the_place_of_an_apps_log_is_not_followed(make_fleet, tmp_path):
+    folder = tmp_path / "coordinator" / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    fleet = make_fleet()
+    fleet.turn()
+    link = fleet.strategy.link
+    (tmp_path / "key").write_text("a key of the coordinator")
+    log = Path(link._folder.name) / "server-app.log"
+    log.unlink()
+    log.symlink_to(tmp_path / "key")
+    assert str(link.fail("over")) == f"over; the app's log is {folder / 'server-app.log'}"
+    assert (folder / "server-app.log").read_text() == ""
+
+
+def test_the_rounds_of_a_second_strategy_come_after_those_of_the_first(make_fleet):
+    twice = SERVER.replace(
+        "    np.savez",
+        "    result = FedAvg(**dict.fromkeys(limits, 2)).start(grid, arrays, num_rounds=2)\n    np.savez",
+    )
+    fleet = make_fleet({"mean_app/server_app.py": twice})
+    fleet.run()
+    assert sorted({*fleet.state.rounds}) == [1, 2, 3, 4, 5]
+    assert fleet.state.rounds == sorted(fleet.state.rounds)
+
+
 def test_a_process_that_does_not_read_its_answers_is_ended(make_fleet):
     waiting = "write_message(grid._sink, {'do': 'nodes'})\n    import time\n    time.sleep(100)"
     link = make_fleet({"mean_app/server_app.py": TALKING.format(waiting)}).strategy.link

@@ -129,7 +129,7 @@ def _make_job_strategy(config: RunConfig, checked_job: CheckedJob, num_parts: in
 
 def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Path | None) -> AppStrategy:
     from edgefl.flower.app_strategy import AppStrategy  # noqa: PLC0415 Flower is heavy
-    from edgefl.flower.server_link import ServerLink  # noqa: PLC0415 likewise
+    from edgefl.flower.server_link import LOG_NAME, ServerLink  # noqa: PLC0415 likewise
 
     section, number = config.job, derive_seed("flower-run", run_id) % 2**63
     setup = {
@@ -145,6 +145,7 @@ def _make_app_strategy(config: RunConfig, run_id: str, app: FlowerApp, bases: Pa
         secret=Path("/nonexistent") if bases is None else bases.parent,
         deadline_s=section.deadline_s,
         max_body_bytes=section.max_part_bytes,
+        kept_log=None if bases is None else bases.parent / "runs" / run_id / LOG_NAME,
     )
     return AppStrategy(
         link=link,
