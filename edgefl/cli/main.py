@@ -15,6 +15,7 @@ from edgefl.core.errors import EXTRAS, EdgeflError, MissingPackageError, format_
 from edgefl.core.safe_text import LOG_FORMAT, SafeFormatter, escape_text
 
 COMMANDS = {
+    "advise": ("edgefl.cli.advise:command", "Say what settings come to: the noise for a privacy budget"),
     "alerts": ("edgefl.cli.fleet.alerts:command", "Try whether the coordinator's alerts arrive"),
     "codecs": ("edgefl.cli.catalogue:codecs", "List the codecs, measure them on a gradient"),
     "coordinator": (
@@ -74,11 +75,12 @@ THEMES = {
         "user",
     ),
     "On a board": ("device", "field-report"),
-    "Train": ("run", "simulate", "task", "strategies", "codecs", "data", "base", "flower"),
+    "Train": ("run", "simulate", "advise", "task", "strategies", "codecs", "data", "base", "flower"),
     "Results": ("history", "model", "stats", "export"),
     "Shell": ("completion",),
 }
 EXAMPLES = {
+    "advise privacy": "advise privacy --epsilon 8 --delta 1e-5 --rounds 100 --boards 1000 --sampling 0.1",
     "alerts test": "alerts test",
     "base add": "base add mobilenet.safetensors --name mobilenet-v2",
     "base list": "base list",

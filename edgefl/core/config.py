@@ -30,6 +30,7 @@ UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
 DivergenceAction = Literal["warn", "halve", "stop"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
+PrivacyUnit = Literal["device"]
 AdaptMethod = Literal["none", "head", "bitfit", "lora"]
 ServerOptimizerName = Literal["none", "momentum", "adagrad", "adam", "yogi"]
 
@@ -291,6 +292,46 @@ class GuardSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrivacySection:
+    """`[privacy]`: differential privacy of each device in the released models; without `unit`, none.
+
+    Attributes:
+        unit: whose data is protected: all that one device holds.
+        epsilon: the budget ε of the run, which ends before it would be passed.
+        delta: δ, well below one over the number of devices.
+        clip: most Euclidean norm of an update, to which a longer one is shortened; `adaptive` follows a quantile of
+            the updates' norms.
+        first_clip: with `adaptive`, the norm in the first round.
+        quantile: with `adaptive`, the share of updates that are shorter than the norm.
+        noise: the noise multiplier, standard deviation over norm; None for the least with which `run.rounds` rounds
+            fit into the budget.
+        sampling: each idle device takes part in a round with this probability, by itself and in secret; None asks as
+            `[devices]` says, and counts as if every device was in every round.
+        boards: how many devices are expected; the sum of a round is divided by this (times `sampling`), whoever
+            answers. None for `devices.count`.
+    """
+
+    unit: PrivacyUnit | None = None
+    epsilon: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
+    delta: float | None = field(default=None, metadata={"above": 0, "below": 1})
+    clip: float | Literal["adaptive"] = field(default="adaptive", metadata={"above": 0, "at_most": 1e9})
+    first_clip: float = field(default=0.1, metadata={"above": 0, "at_most": 1e9})
+    quantile: float = field(default=0.5, metadata={"above": 0, "below": 1})
+    noise: float | None = field(default=None, metadata={"above": 0, "at_most": 1e6})
+    sampling: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
+    boards: int | None = field(default=None, metadata={"at_least": 1, "at_most": 10_000_000})
+
+    def __post_init__(self) -> None:
+        if self.unit is None:
+            if any(getattr(self, item.name) != item.default for item in fields(self)):
+                raise ConfigError('privacy.unit is missing: set unit = "device", or leave the table out')
+            return
+        for name in ("epsilon", "delta"):
+            if getattr(self, name) is None:
+                raise ConfigError(f'privacy.{name} is missing: it is needed with unit = "{self.unit}"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelsSection:
     """`[models]`: which models of a live run stay, and what becomes of the last one, which always stays.
 
@@ -484,6 +525,7 @@ class RunConfig:
     server: ServerSection = field(default_factory=ServerSection)
     aggregation: AggregationSection = field(default_factory=AggregationSection)
     guard: GuardSection = field(default_factory=GuardSection)
+    privacy: PrivacySection = field(default_factory=PrivacySection)
     models: ModelsSection = field(default_factory=ModelsSection)
     job: JobSection = field(default_factory=JobSection)
     split: SplitSection = field(default_factory=SplitSection)
@@ -510,6 +552,7 @@ class RunConfig:
             "server": asdict(self.server),
             "aggregation": asdict(self.aggregation),
             "guard": asdict(self.guard),
+            **({"privacy": asdict(self.privacy)} if self.privacy.unit is not None else {}),
             "models": asdict(self.models),
             "job": {**asdict(replace(self.job, options={})), **self.job.options},
             "split": asdict(self.split),

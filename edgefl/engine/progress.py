@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgefl.core.errors import RunFailedError
@@ -25,6 +25,8 @@ from edgefl.engine.evaluations import DeviceAccuracy, DeviceEvaluationTracker, E
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failures per device since the last update after which the run fails."""
+PRIVACY_BUDGET = "privacy budget"
+"""Reason of a run's end: another round would pass the budget."""
 _WORK_LIMITS = frozenset({"rounds", "epochs", "updates", "seconds", "bytes"})
 """Criteria of `StoppingCriteria` that are an amount of work, not a quality."""
 
@@ -94,7 +96,7 @@ class StoppingCriteria:
 
     `accuracy` is compared with the mean of the last `accuracy_window` trusted accuracies, and `until` with that of
     its metric. With `trust_single_evaluation` every evaluation is trusted. `epochs` are passes over the data of all
-    devices, counted by `epoch`.
+    devices, counted by `epoch`. `is_budget_spent` says of a version whether the next would pass the privacy budget.
     """
 
     rounds: int | None = None
@@ -107,6 +109,7 @@ class StoppingCriteria:
     epoch: EpochSize = EpochSize()
     accuracy_window: int = 1
     trust_single_evaluation: bool = False
+    is_budget_spent: Callable[[int], bool] | None = None
 
     def is_quality_reached(self, scores: EvaluationTracker) -> bool:
         """Returns whether the model is as good as the run asks, by accuracy or by a metric."""
@@ -235,6 +238,8 @@ class ProgressTracker:
         for name, value, limit in facts:
             if value is not None and limit is not None and value >= limit:
                 return f"{name} reached {limit:g}"
+        if goal.is_budget_spent is not None and goal.is_budget_spent(self.version):
+            return PRIVACY_BUDGET
         if goal.until is not None and goal.is_metric_reached(self.scores):
             return f"{goal.until.name} reached {goal.until.limit:g}"
         return self.stop_reason

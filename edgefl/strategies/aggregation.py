@@ -160,6 +160,13 @@ class StreamingMean:
         if slot in self.waiting:
             unload_tensors(self.waiting[slot].tensors)
 
+    def add_waiting(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> None:
+        """Adds the updates that wait, in order; none is added behind them."""
+        for slot in self.expected[self.cursor :]:
+            if slot in self.waiting:
+                self._add_to_total(slot, model, buffers)
+        self.cursor = len(self.expected)
+
     def compute_mean(self, model: Mapping[str, Array], buffers: frozenset[str] = frozenset()) -> dict[str, Array]:
         """Adds the waiting updates in order, and returns the mean displacement, owned by the caller.
 
@@ -167,10 +174,7 @@ class StreamingMean:
         buffers by the weighted mean, counters as in the update with most examples. Where updates come in parts the
         mean of an entry is that over those whose part with it came; an entry of no part stays.
         """
-        for slot in self.expected[self.cursor :]:
-            if slot in self.waiting:
-                self._add_to_total(slot, model, buffers)
-        self.cursor = len(self.expected)
+        self.add_waiting(model, buffers)
         if self.weight > 0:
             scale = self.weighted_norm / self.weight
             for name, total in self.total.items():

@@ -20,6 +20,7 @@ from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_settings
 from edgefl.core.types import Algorithm, TrainConfig
 from edgefl.strategies.aggregation import ServerOptimizer
+from edgefl.strategies.private_mean import PrivateMean
 
 T = TypeVar("T")
 
@@ -250,6 +251,7 @@ class RoundRules:
         rounds: number of rounds of the run; None where another criterion ends it.
         collective: how devices add up their updates; None where the coordinator does.
         server: optimiser from the mean displacement to the model's step.
+        privacy: how the mean is made differentially private; None for the mean as it is.
         seed: of the selection of devices.
     """
 
@@ -267,4 +269,5 @@ class RoundRules:
     rounds: int | None = None
     collective: CollectiveRules | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)
+    privacy: PrivateMean | None = None
     seed: int = 0

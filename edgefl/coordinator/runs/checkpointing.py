@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,14 @@ from edgefl.core.types import Tensors
 from edgefl.engine.progress import RoundCounter
 from edgefl.engine.round_loop import LoopState
 from edgefl.storage.checkpoints import prune_checkpoints, save_state
+from edgefl.storage.journal.file_format import list_journal_files
 from edgefl.storage.journal.record_encoding import CheckpointMark
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.state_serialisation import decode_state, encode_state
 from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.strategies.private_mean import KEY_BYTES, PrivacySpend, SpendRecorder
 from edgefl.strategies.update_guard import GuardState
-from edgefl.system.atomic_files import write_atomic
+from edgefl.system.atomic_files import make_private_directory, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ Its last checkpoint has no snapshot, and the run may be resumed from there.
 
 GUARD_FILE = "guard.safetensors"
 """File beside the journal of a run whose newest checkpoint has no snapshot: the state of its guard."""
+
+PRIVACY_FILE = "privacy.safetensors"
+"""File beside the journal of a private run: what it has released, and the key of its noise."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,6 +88,43 @@ def load_guard_state(folder: Path) -> GuardState:
     except (OSError, JournalError) as error:
         log.warning("%s cannot be read, all devices of the run are asked again: %s", folder / GUARD_FILE, error)
         return GuardState()
+
+
+def open_spend_recorder(folder: Path, recorder: SpendRecorder) -> None:
+    """Continues a run's record of its releases, which is durable from here on; a new run begins one.
+
+    Args:
+        folder: of the run.
+        recorder: of the run's components.
+
+    Raises:
+        JournalError: the record of a run that has begun is missing or damaged: nobody knows what was spent.
+    """
+    path = folder / PRIVACY_FILE
+    try:
+        recorder.spend = decode_state(path.read_bytes(), PrivacySpend)
+    except FileNotFoundError:
+        if list_journal_files(folder / "journal"):
+            raise JournalError(
+                f"{path} is missing, so it is not known how much privacy the run has spent; put it back from a "
+                "backup, or submit the run anew"
+            ) from None
+    except (OSError, JournalError) as error:
+        raise JournalError(
+            f"{path} cannot be read, so it is not known how much privacy the run has spent: {error}; put it back "
+            "from a backup, or submit the run anew"
+        ) from error
+    if not recorder.spend.key:  # the run was over: no sum of it can be repeated
+        recorder.spend.key = secrets.token_bytes(KEY_BYTES)
+    make_private_directory(folder)
+    recorder.save = lambda spend: write_atomic(path, encode_state(spend))
+    recorder.save(recorder.spend)
+
+
+def close_spend_recorder(recorder: SpendRecorder) -> None:
+    """Forgets the key of a run that is over, by which its noise could be taken off."""
+    recorder.spend.key = b""
+    recorder.save(recorder.spend)
 
 
 def create_run_snapshot(

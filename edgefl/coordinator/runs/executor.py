@@ -31,6 +31,7 @@ from edgefl.coordinator.runs.app_recorder import AppRecorder
 from edgefl.coordinator.runs.checkpointing import (
     NEW_INCARNATION_FILE,
     Checkpointer,
+    close_spend_recorder,
     create_run_snapshot,
 )
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
@@ -39,6 +40,7 @@ from edgefl.coordinator.runs.model_retention import EvaluatedModelSaver, ModelRe
 from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, restore_before_damage
 from edgefl.core.errors import JournalError, NotKeptError, StoreError, StrategyError
 from edgefl.core.types import TrainInstruction
+from edgefl.engine.assembly.privacy import get_private_mean
 from edgefl.engine.round_loop import LoopState, RunLog, run_rounds
 from edgefl.storage.journal.file_format import (
     RecordKind,
@@ -197,6 +199,8 @@ class RunExecutor:
         except NotKeptError as error:
             self.finish_history()  # the history up to here is kept nevertheless
             raise self._create_save_error(version, error) from error
+        if (privacy := get_private_mean(strategy)) is not None:
+            close_spend_recorder(privacy.recorder)
 
     def finish_history(self) -> None:
         """Writes the rest of the rows of a run that is over."""
@@ -223,6 +227,8 @@ class RunExecutor:
     def _run_rounds(self, on_turn: Callable[[Any, LoopState], None]) -> tuple[Any, str]:
         components, start = self.components, self.start
         loop_state = None
+        if not start.is_exact and (privacy := get_private_mean(components.strategy)) is not None:
+            privacy.recorder.restart(components.strategy.version(start.state))
         if start.snapshot is not None:
             start.snapshot.restore(components.policy)
             loop_state = start.snapshot.restore_loop_state(components.rounds)

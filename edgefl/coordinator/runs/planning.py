@@ -39,6 +39,7 @@ from edgefl.core.types import (
     TrainConfig,
     TrainInstruction,
 )
+from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean
 from edgefl.engine.evaluations import MIN_EVALUATORS
 from edgefl.engine.fleet_state import FleetState
 from edgefl.engine.progress import StoppingCriteria
@@ -382,7 +383,12 @@ def list_notes(run: RunComponents, examples: Sequence[int], blocks: Sequence[Ite
         examples: of each device that takes part.
         blocks: of each of them; none where its shard is not redundant.
     """
-    return list(filter(None, (explain_work(run, examples, blocks), explain_base(run))))
+    notes = (
+        explain_work(run, examples, blocks),
+        explain_base(run),
+        explain_privacy(run.config, get_private_mean(run.strategy)),
+    )
+    return list(filter(None, notes))
 
 
 def explain_base(run: RunComponents) -> str:

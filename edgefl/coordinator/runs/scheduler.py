@@ -22,7 +22,7 @@ from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs.checkpointing import Checkpointer
+from edgefl.coordinator.runs.checkpointing import Checkpointer, open_spend_recorder
 from edgefl.coordinator.runs.compilation import Compiler, may_compile, should_compile
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
@@ -79,12 +79,14 @@ from edgefl.core.errors import (
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.core.types import Json, Progress, StopRequested
 from edgefl.engine.assembly.normalisation import SCALES_ANALYSIS
+from edgefl.engine.assembly.privacy import get_private_mean
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.lineage import Lineage, save_run_record
 from edgefl.storage.repositories.records import RunRecord, RunStatus
 from edgefl.storage.rollback import record_resume
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import RunParticipationPolicy
+from edgefl.strategies.private_mean import SpendRecorder
 from edgefl.system.atomic_files import write_atomic
 from edgefl.system.processes import StoppedCallError
 
@@ -509,6 +511,14 @@ class RunScheduler:
             log.error("%s", error)  # noqa: TRY400 a line for the operator
             raise InterruptedRunError(str(error)) from None
 
+    def _open_spend_recorder(self, run_id: str, recorder: SpendRecorder) -> None:
+        """Continues the record of a private run's releases; one that has lost it waits for the operator."""
+        try:
+            open_spend_recorder(self._context.directory.runs / run_id, recorder)
+        except JournalError as error:
+            log.error("run %s cannot go on: %s", run_id, error)  # noqa: TRY400 a line for the operator
+            raise InterruptedRunError(str(error)) from error
+
     def _autonomous_marker(self, run_id: str) -> Path:
         """Returns the marker file of a run whose devices go on autonomously."""
         return self._context.directory.runs / run_id / "autonomous"
@@ -562,6 +572,8 @@ class RunScheduler:
 
         history = HistoryWriter(context.store, run_id, record_rows, context.metrics.on_checkpoint)
         folder = context.directory.runs / run_id / "journal"
+        if (privacy := get_private_mean(components.strategy)) is not None:
+            self._open_spend_recorder(run_id, privacy.recorder)
         damage = self._repair_journal(run_id)
         self._record_base(components, run_id)
         save_base(components, context.directory.bases)

@@ -53,6 +53,7 @@ from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.compiled import make_compiled_header
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
+from edgefl.engine.assembly.privacy import check_private
 from edgefl.engine.assembly.rules import choose_evaluation, make_divergence_rule, make_goal, make_policy
 from edgefl.engine.assembly.split import check_split_strategy, make_split_model, name_codec_errors
 from edgefl.engine.assembly.strategy import (
@@ -83,6 +84,8 @@ def build_run(config: RunConfig, run_id: str, *, bases: Path | None = None) -> R
     Raises:
         EdgeflError: the run file names something missing or unusable; nothing was started.
     """
+    if config.privacy.unit is not None:
+        check_private(config)
     run, conditions = _build_run(config, run_id, bases), config.conditions.to_json()
     return replace(run, header={**run.header, CONDITIONS_KEY: conditions}) if conditions else run
 

@@ -22,6 +22,7 @@ from edgefl.core.types import (
     Task,
     TrainConfig,
 )
+from edgefl.engine.assembly.privacy import get_private_mean
 from edgefl.engine.assembly.strategy import get_batch_size, get_inner_strategy, get_plan, list_recommended
 from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, StoppingCriteria
@@ -72,6 +73,7 @@ def make_goal(strategy: Strategy[Any], config: RunConfig, metrics: MetricSet) ->
                 f"run.until = {config.run.until!r} and run.accuracy = {accuracy:g} are one rule; give one"
             )
         accuracy, until = until.limit, None
+    privacy = get_private_mean(strategy)
     return StoppingCriteria(
         rounds=config.run.rounds,
         epochs=config.run.epochs,
@@ -87,6 +89,7 @@ def make_goal(strategy: Strategy[Any], config: RunConfig, metrics: MetricSet) ->
         until=until,
         accuracy_window=config.run.accuracy_window,
         trust_single_evaluation=config.run.trust_single_evaluation,
+        is_budget_spent=None if privacy is None else lambda version: not privacy.can_release(version + 1),
     )
 
 

@@ -18,6 +18,7 @@ from edgefl.core.types import (
     TensorKind,
     TrainConfig,
 )
+from edgefl.engine.assembly.privacy import make_private_mean
 from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.aggregation import ServerOptimizer
 from edgefl.strategies.registry import (
@@ -116,6 +117,7 @@ def get_versions_per_round(strategy: Strategy[Any], config: RunConfig) -> int | 
 def make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> RoundRules:
     server = config.server
     return RoundRules(
+        privacy=None if config.privacy.unit is None else make_private_mean(config, shapes),
         min_devices=config.devices.min,
         max_devices=config.devices.count,
         fraction=config.devices.fraction,

@@ -38,6 +38,7 @@ class OpenRound:
         num_retries: number of requests to other devices for missing slots.
         reduced: slot -> all-reduces behind its update, and whether that has tensors; see `collective_rounds`.
         resent: assignments that ask for the displacement of an earlier one, and that one.
+        below_clip: in a private round, device -> 1/2 where its update was not clipped, else -1/2.
     """
 
     fold: StreamingMean = field(default_factory=StreamingMean)
@@ -55,6 +56,7 @@ class OpenRound:
     num_retries: int = 0
     reduced: dict[str, tuple[int, bool]] = field(default_factory=dict)
     resent: dict[str, str] = field(default_factory=dict)
+    below_clip: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_received(self) -> int:
@@ -118,6 +120,7 @@ class RoundState:
         is_over: nothing more will be assigned.
         halvings: versions from which on the learning rate is half of what it was.
         num_holders: largest number of devices with blocks in a round of `redundant` so far.
+        clip: in a private run, most norm of an update of the open round; None before the first.
     """
 
     model: dict[str, Array]
@@ -131,6 +134,7 @@ class RoundState:
     is_over: bool = False
     halvings: tuple[int, ...] = ()
     num_holders: int = 0
+    clip: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from edgefl.core.types import (
 )
 from edgefl.strategies.aggregation import apply_step, copy_tensors
 from edgefl.strategies.participation import can_receive_work
+from edgefl.strategies.private_mean import PrivateMean, compute_clip_factor
 from edgefl.strategies.strategy_config import (
     MAX_WAIT_S,
     MIN_USED_IDS,
@@ -171,6 +172,8 @@ class SynchronousStrategy(Strategy[R]):
 
     def select_replacements(self, state: R, current_round: OpenRound, view: FleetView) -> Sequence[SlotRequest]:
         """Returns requests to other devices when none is waited for and too few have answered."""
+        if self.rules.privacy is not None:
+            return []  # who takes part must not depend on who answers
         if current_round.num_received and not self.can_close(current_round):
             if (holder := find_holder(current_round, view)) is not None:
                 state.attempt += 1
@@ -185,7 +188,32 @@ class SynchronousStrategy(Strategy[R]):
         if self.rules.collective is not None:
             total = self.rules.collective.reductions
             return compute_reduced(current_round, state.model, self.rules.server.buffers, total)
+        if self.rules.privacy is not None:
+            return self._release_mean(state, current_round, self.rules.privacy)
         return current_round.fold.compute_mean(state.model, self.rules.server.buffers)
+
+    def _release_mean(self, state: R, current_round: OpenRound, privacy: PrivateMean) -> Mapping[str, Array]:
+        current_round.fold.add_waiting(state.model)
+        released = privacy.release(
+            current_round.fold.total,
+            state.model,
+            version=state.version + 1,
+            clip=privacy.first_clip if state.clip is None else state.clip,
+            num_below=sum(current_round.below_clip.values()),
+        )
+        state.clip = released.clip
+        return released.displacement
+
+    def _weigh_update(self, state: R, current_round: OpenRound, update: Update) -> float | None:
+        """Returns the weight of an update; None where it does not count in a private round."""
+        if (privacy := self.rules.privacy) is None:
+            return self.compute_weight(update)
+        device_id, _ = current_round.assigned[update.assignment_id]
+        clip = privacy.first_clip if state.clip is None else state.clip
+        factor = None if device_id in current_round.below_clip else compute_clip_factor(update.tensors, clip)
+        if factor is not None:
+            current_round.below_clip[device_id] = 0.5 if factor == 1.0 else -0.5
+        return factor
 
     def move_model(self, state: R, closing: OpenRound) -> None:
         """Makes the next version's model from the updates of a round."""
@@ -193,6 +221,8 @@ class SynchronousStrategy(Strategy[R]):
 
     def can_close(self, current_round: OpenRound) -> bool:
         """Returns whether the updates of a round say how the model moves."""
+        if self.rules.privacy is not None:
+            return True  # by noise alone, where nobody was asked or answered
         return current_round.num_received > 0 and (self.rules.collective is None or has_displacement(current_round))
 
     # The Strategy.
@@ -207,8 +237,9 @@ class SynchronousStrategy(Strategy[R]):
             has_started = state.open or state.version > 0
             if not has_started and len(view.idle) < self.rules.min_devices:
                 break
+            num_attempts = state.attempt
             selected = self._select_devices(self.list_candidates(state, view), state)
-            if not selected:
+            if not selected and not (self._samples and state.attempt > num_attempts):
                 break
             state.open.append(OpenRound(since_s=None if state.open else view.now_s))
             instructions += self.open_round(state, selected, view)
@@ -224,13 +255,16 @@ class SynchronousStrategy(Strategy[R]):
         for open_round in state.open:
             _, slot = open_round.assigned.get(update.assignment_id, (None, None))
             if slot is not None and not open_round.fold.has_update(slot):
+                weight = self._weigh_update(state, open_round, update)
+                if weight is None:
+                    continue
                 self.on_update(state, open_round, update)
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
                     slot,
                     update,
-                    weight=self.compute_weight(update),
+                    weight=weight,
                     norm=self.compute_divisor(state, update),
                     part_group=self.get_part_group(slot),
                 )
@@ -240,7 +274,7 @@ class SynchronousStrategy(Strategy[R]):
         return state
 
     def ready(self, state: R, view: FleetView) -> bool:
-        if not state.open or not self.can_close(state.open[0]):
+        if not state.open or not self.can_close(state.open[0]) or self.is_budget_spent(state):
             return False
         oldest = state.open[0]
         if self.double_buffering and len(state.open) == 1 and not state.is_over:
@@ -264,6 +298,17 @@ class SynchronousStrategy(Strategy[R]):
         """Marks the run as over: rounds close as their updates arrive."""
         state.is_over = True
         return state
+
+    def is_budget_spent(self, state: R) -> bool:
+        """Returns whether another version would pass the run's privacy budget."""
+        return self.rules.privacy is not None and not self.rules.privacy.can_release(state.version + 1)
+
+    def facts(self, state: R) -> Mapping[str, float]:
+        privacy = self.rules.privacy
+        if privacy is None:
+            return {}
+        clip = privacy.first_clip if state.clip is None else state.clip
+        return {"epsilon": privacy.compute_spent(state.version), "clip_norm": clip}
 
     def halve_learning_rate(self, state: R) -> R:
         state.halvings = (*state.halvings, state.version)
@@ -339,10 +384,16 @@ class SynchronousStrategy(Strategy[R]):
             # 0.1 x 30 is above 3 in floating point, and must not become 4.
             limit = min(limit, math.ceil(self.rules.fraction * len(available) - TICK_S))
         state.attempt += bool(available)
+        if self.rules.privacy is not None and self._samples:
+            return self.rules.privacy.sample(available, state.version + 1)
         if limit >= len(available):
             return list(available)
         rng = derive_rng(self.rules.seed, "chosen", state.version, state.attempt)
         return [available[index] for index in np.sort(rng.permutation(len(available))[: max(1, limit)])]
+
+    @property
+    def _samples(self) -> bool:
+        return self.rules.privacy is not None and self.rules.privacy.sampling is not None
 
     def _list_with_capacity(self, state: R, view: FleetView) -> list[str]:
         """Returns idle devices, and those busy with the open round only; without silent ones of the last."""
@@ -412,7 +463,7 @@ class SynchronousStrategy(Strategy[R]):
         is_full = oldest.num_received == len(oldest.fold.expected)
         # With double buffering it waits for the next round, which waits for an available device.
         can_close = not self.double_buffering or len(state.open) > 1
-        if can_close and (oldest.is_abandoned or (self.double_buffering and is_full)):
+        if can_close and (oldest.is_abandoned or (is_full and (self.double_buffering or not oldest.order))):
             return 0.0  # it can be closed at once
         alarms = (oldest.alarm_s, compute_alarm_s(oldest, self.rules))
         wake_s = min([MAX_WAIT_S, *(alarm_s - now_s for alarm_s in alarms if alarm_s is not None)])

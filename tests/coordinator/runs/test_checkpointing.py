@@ -15,12 +15,18 @@ from edgefl.coordinator.runs.checkpointing import (
     CHECKPOINT_EVERY_VERSIONS,
     MAX_CHECKPOINT_INTERVAL_S,
     MIN_CHECKPOINT_INTERVAL_S,
+    PRIVACY_FILE,
     Checkpointer,
+    close_spend_recorder,
+    open_spend_recorder,
 )
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
+from edgefl.core.errors import JournalError
 from edgefl.engine.progress import PriorProgress
 from edgefl.storage.journal.wal_journal import WalJournal
+from edgefl.storage.state_serialisation import decode_state
 from edgefl.storage.store import Store
+from edgefl.strategies.private_mean import PrivacySpend, SpendRecorder
 
 
 class Site:
@@ -86,12 +92,52 @@ def test_rows_are_on_disk_before_the_checkpoint_is(
         WalJournal(directory.runs / "r" / "journal", lambda body: {}) as wal,
     ):
         store.add_run(run_id="r", name="n", task="t", strategy="s", config={}, seed=1, submitted_at=1.0)
-        synced, ledger, save = SyncedWal(store, monkeypatch), HistoryWriter(store, "r"), keeping.save_state
+        synced, recorder, save = SyncedWal(store, monkeypatch), HistoryWriter(store, "r"), keeping.save_state
         monkeypatch.setattr(keeping, "save_state", lambda *args: (seen.append(synced.is_whole), save(*args))[1])
-        ledger.add_event(EventRow(kind="hello", device_id=None, message="m", at=2.0))
+        recorder.add_event(EventRow(kind="hello", device_id=None, message="m", at=2.0))
         if is_written:
-            ledger.publish()
-            ledger.flush()
+            recorder.publish()
+            recorder.flush()
             assert not synced.is_whole
-        Checkpointer(directory, "r", wal=wal, history=ledger).save(PriorProgress(updates=1, bytes=2, seconds=3.0))
+        Checkpointer(directory, "r", wal=wal, history=recorder).save(PriorProgress(updates=1, bytes=2, seconds=3.0))
     assert seen == [True]
+
+
+def make_recorder() -> SpendRecorder:
+    return SpendRecorder(spend=PrivacySpend(key=b"k" * 32))
+
+
+def test_what_a_private_run_has_released_comes_back_as_it_was(tmp_path: Path) -> None:
+    first, again = make_recorder(), make_recorder()
+    open_spend_recorder(tmp_path / "r", first)
+    first.record(1, b"one")
+    first.record(2, b"two")
+    first.restart(1)
+    first.record(2, b"another")
+    assert (tmp_path / "r" / PRIVACY_FILE).stat().st_mode & 0o777 == 0o600
+    open_spend_recorder(tmp_path / "r", again)
+    assert again.spend == first.spend
+    assert (again.spend.sampled, again.spend.repeated, again.spend.newest) == (2, 1, 2)
+
+
+def test_the_key_of_a_private_run_that_is_over_is_gone_and_its_spend_is_not(tmp_path: Path) -> None:
+    recorder = make_recorder()
+    open_spend_recorder(tmp_path, recorder)
+    recorder.record(1, b"one")
+    close_spend_recorder(recorder)
+    saved = decode_state((tmp_path / PRIVACY_FILE).read_bytes(), PrivacySpend)
+    assert (saved.key, saved.sampled) == (b"", 1)
+    reopened = make_recorder()
+    open_spend_recorder(tmp_path, reopened)
+    assert len(reopened.spend.key) == 32
+    assert reopened.spend.key != b"k" * 32
+    assert reopened.spend.sampled == 1
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"x" * 99)])
+def test_a_private_run_whose_record_is_gone_does_not_go_on(tmp_path: Path, damage: Any) -> None:
+    open_spend_recorder(tmp_path, make_recorder())
+    with WalJournal(tmp_path / "journal", lambda _: {}):
+        damage(tmp_path / PRIVACY_FILE)
+        with pytest.raises(JournalError, match="it is not known how much privacy the run has spent"):
+            open_spend_recorder(tmp_path, make_recorder())

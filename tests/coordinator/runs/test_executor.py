@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,12 @@ from synced_wal import SyncedWal
 from edgefl.coordinator.directory import CoordinatorDirectory
 from edgefl.coordinator.execution.live_fleet import InterruptedRunError
 from edgefl.coordinator.execution.replay import RunClock
-from edgefl.coordinator.runs.checkpointing import NEW_INCARNATION_FILE, Checkpointer
+from edgefl.coordinator.runs.checkpointing import (
+    NEW_INCARNATION_FILE,
+    PRIVACY_FILE,
+    Checkpointer,
+    open_spend_recorder,
+)
 from edgefl.coordinator.runs.executor import RunExecutor
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
 from edgefl.coordinator.runs.history_writer import HistoryWriter
@@ -46,9 +52,16 @@ from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunStatus
 from edgefl.storage.rollback import record_resume
-from edgefl.storage.state_serialisation import count_encoded_updates, decode_tensors, encode_model, encode_state
+from edgefl.storage.state_serialisation import (
+    count_encoded_updates,
+    decode_state,
+    decode_tensors,
+    encode_model,
+    encode_state,
+)
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
+from edgefl.strategies.private_mean import PrivacySpend, PrivateMean, SpendRecorder
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.update_guard import UpdateGuard
@@ -544,3 +557,108 @@ def test_after_a_power_cut_the_history_has_all_that_the_checkpoint_knows(
         rows = [read_history(site.store, "updates", run="r") for site in stores]
     known = [sorted((row["assignment_id"], row["outcome"], row["applied_version"]) for row in each) for each in rows]
     assert known[0] == known[1]
+
+
+class PrivateSite:
+    """A private run; every life is that of one coordinator, which keeps each version's model that it has sent."""
+
+    def __init__(self, site: Site, *, budget: float = 1e9, sampling: float | None = None) -> None:
+        self.site, self.budget, self.sampling = site, budget, sampling
+        self.sent: dict[int, set[bytes]] = {}
+
+    def live(self, boards: Boards, goal: StoppingCriteria, before_save: Any = None) -> bool:
+        recorder = SpendRecorder(spend=PrivacySpend(key=b"k" * 32))
+        mean = PrivateMean(
+            first_clip=0.5, quantile=None, noise_multiplier=1.0, num_expected=8.0, epsilon=self.budget,
+            sampling=self.sampling, compute_epsilon=lambda sampled, repeated: float(sampled + repeated),
+            recorder=recorder,
+        )  # fmt: skip
+        open_spend_recorder(self.site.directory.runs / "r", recorder)
+        if before_save is not None:
+            recorder.save = before_save(recorder.save)
+        strategy = make_strategy("fedavg", {}, RoundRules(task=TASK, deadline_s=4.0, seed=1, privacy=mean))
+        goal = dataclasses.replace(goal, is_budget_spent=lambda version: not mean.can_release(version + 1))
+        send = boards.dispatch
+
+        def dispatch(orders: Sequence[Instruction], source: ModelProvider) -> None:
+            if any(isinstance(order, TrainInstruction) for order in orders):
+                self.sent.setdefault(source.version, set()).add(source.model()["weight"].tobytes())
+            send(orders, source)
+
+        boards.dispatch = dispatch  # type: ignore[method-assign]
+        try:
+            return self.site.drive(boards, made=Made(strategy=strategy, goal=goal))[1]
+        finally:
+            boards.dispatch = send  # type: ignore[method-assign]
+
+    def read_spend(self) -> PrivacySpend:
+        return decode_state((self.site.directory.runs / "r" / PRIVACY_FILE).read_bytes(), PrivacySpend)
+
+
+@pytest.mark.parametrize("sampling", [None, 0.5], ids=["all", "a sample"])
+@pytest.mark.parametrize("every", [2, 3, 5, 7])
+def test_a_private_run_that_is_killed_again_and_again_sends_one_model_of_each_version_and_spends_no_more(
+    stores: list[Site], every: int, sampling: float | None
+) -> None:
+    run, goal = PrivateSite(stores[0], sampling=sampling), StoppingCriteria(rounds=5)
+    boards, kills = Boards(FaultyFleet(1, faults={}), stops_at=every, dies=True), 0
+    while True:
+        try:
+            assert run.live(boards, goal)
+        except Killed:
+            kills, boards.stops_at = kills + 1, boards.waits + every
+        else:
+            break
+    assert kills >= 2
+    assert {version: len(models) for version, models in run.sent.items() if version} == dict.fromkeys(
+        [version for version in run.sent if version], 1
+    )
+    spend = run.read_spend()
+    assert (spend.sampled, spend.repeated, spend.key) == (5, 0, b"")
+
+
+@pytest.mark.parametrize("is_saved", [False, True], ids=["before it is recorded", "after it is recorded"])
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_a_coordinator_that_dies_at_the_record_of_a_release_never_releases_another_sum(
+    stores: list[Site], version: int, is_saved: bool
+) -> None:
+    run, goal, boards = PrivateSite(stores[0]), StoppingCriteria(rounds=5), Boards(FaultyFleet(1, faults={}))
+
+    def die_at(save: Any) -> Any:
+        def record(spend: PrivacySpend) -> None:
+            if spend.newest >= version:
+                if is_saved:
+                    save(spend)
+                raise Killed
+            save(spend)
+
+        return record
+
+    with pytest.raises(Killed):
+        run.live(boards, goal, die_at)
+    assert version not in run.sent, "no board has a model whose release is not recorded"
+    assert run.read_spend().sampled == version - (not is_saved)
+    assert run.live(boards, goal)
+    assert {len(models) for models in run.sent.values()} == {1}
+    spend = run.read_spend()
+    assert (spend.sampled, spend.repeated) == (5, 0)
+
+
+def test_what_a_later_life_makes_anew_counts_again_and_the_run_ends_at_its_budget(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    run, goal = PrivateSite(stores[0], budget=7.0), StoppingCriteria(rounds=50)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
+    with pytest.raises(Killed):
+        run.live(boards, goal)
+    assert (before := run.read_spend()).sampled >= 4
+    stores[0].begin_life(at=1e12)
+    again = Boards(FaultyFleet(2, faults={}))  # other updates
+    again.fleet.journal.arrived |= boards.fleet.journal.arrived
+    assert run.live(again, goal)
+    spend = run.read_spend()
+    assert spend.repeated > 0
+    assert before.sampled <= spend.sampled
+    assert spend.sampled + spend.repeated == 7, "all of the budget, and no more"

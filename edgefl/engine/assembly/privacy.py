@@ -1,0 +1,148 @@
+"""Makes the private mean of a run, and checks that nothing else of the run releases what devices hold."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from typing import Any
+
+from edgefl.compression.codec_selection import parse_auto_candidates
+from edgefl.core.config import RunConfig
+from edgefl.core.errors import ConfigError
+from edgefl.core.settings import Faults, format_setting
+from edgefl.core.types import ModelSpec, Strategy, TensorKind
+from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise
+from edgefl.strategies.private_mean import KEY_BYTES, PrivacySpend, PrivateMean, SpendRecorder
+from edgefl.strategies.strategy_config import RoundRules
+
+PRIVATE_STRATEGIES = ("fedavg", "fedprox", "ssgd")
+"""Strategies that use nothing of updates but their mean."""
+_HOW = 'privacy.unit = "device"'
+
+
+def check_private(config: RunConfig) -> None:
+    """Checks that a device changes nothing but its own, clipped update in the sum of a round.
+
+    Raises:
+        ConfigError: a setting compares devices, moves by what they measure, or sends more than updates.
+    """
+    if config.job.name:
+        raise ConfigError(f"[job] does not go with {_HOW}: its results are exact")
+    if config.strategy.name not in PRIVATE_STRATEGIES:
+        raise ConfigError(
+            f"strategy.name must be one of {', '.join(PRIVATE_STRATEGIES)} with {_HOW}, got "
+            f"{config.strategy.name!r}: only a mean of one update of each device has a bound that noise fits"
+        )
+    run, guard, faults = config.run, config.guard, Faults()
+    needs = {
+        "strategy.double_buffering": (
+            config.strategy.options.get("double_buffering", False),
+            False,
+            "two rounds would be open at a time",
+        ),
+        "guard.enabled": (guard.enabled, False, "it judges an update by those of others, and clips it already"),
+        "guard.max_norm": (guard.max_norm, None, "privacy.clip bounds an update"),
+        "run.min_updates": (run.min_updates, None, "one device's update would keep another's out"),
+        "run.on_divergence": (run.on_divergence, "warn", "the losses of devices have no noise"),
+        "devices.fraction": (config.devices.fraction, None, "give privacy.sampling, or devices.count"),
+        "aggregation.collective": (config.aggregation.collective, "coordinator", "no update is there to be clipped"),
+        "split.after": (config.split.after, None, "activations have no noise"),
+        "task.normalise": (config.task.get("normalise", "") == "fleet", False, "means and scales have no noise"),
+    }
+    for name, (found, needed, reason) in needs.items():
+        if found != needed:
+            right = "left out" if needed is None else format_setting(needed)
+            faults.messages.append(f"{name} must be {right} with {_HOW}, got {format_setting(found)}: {reason}")
+    if parse_auto_candidates(config.compression.up) is not None:
+        faults.messages.append(f"compression.up must be one codec with {_HOW}: auto goes by what devices measure")
+    if (run.accuracy is not None or run.until is not None) and run.evaluate_on not in {"coordinator", "evaluator"}:
+        faults.messages.append(
+            "run.evaluate_on must be coordinator or evaluator where run.accuracy or run.until ends a run with "
+            f"{_HOW}, got {run.evaluate_on!r}: what devices measure has no noise"
+        )
+    faults.check()
+
+
+def get_private_mean(strategy: Strategy[Any]) -> PrivateMean | None:
+    """Returns how a strategy makes its mean private, None where it does not."""
+    rules = getattr(strategy, "rules", None)
+    return rules.privacy if isinstance(rules, RoundRules) else None
+
+
+def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
+    """Returns the private mean of a run, with a record of its own.
+
+    Raises:
+        ConfigError: a setting is missing, or the model has tensors that noise does not fit.
+        MissingPackageError: dp-accounting is not installed.
+    """
+    privacy, rounds = config.privacy, config.run.rounds
+    assert privacy.epsilon is not None
+    assert privacy.delta is not None
+    for spec in shapes:
+        if spec.kind == TensorKind.BUFFER or spec.dtype not in {"float32", "float64"}:
+            what = "a buffer" if spec.kind == TensorKind.BUFFER else spec.dtype
+            raise ConfigError(
+                f"{_HOW} needs a model of float32 or float64 parameters alone: tensor {spec.name!r} is {what}; "
+                "take a model without running statistics"
+            )
+    if privacy.noise is None and rounds is None:
+        raise ConfigError("privacy.noise is missing: give it, or run.rounds, from which it is found")
+    num_expected = _count_expected(config)
+    noise = privacy.noise or find_noise(privacy.epsilon, privacy.delta, privacy.sampling, rounds or 1)
+    if compute_epsilon(noise, privacy.delta, privacy.sampling, 1, 0) > privacy.epsilon:
+        raise ConfigError(
+            f"privacy.noise = {noise:g} passes epsilon = {privacy.epsilon:g} in the first round; give more noise"
+        )
+    mean = PrivateMean(
+        first_clip=privacy.first_clip if privacy.clip == "adaptive" else float(privacy.clip),
+        quantile=privacy.quantile if privacy.clip == "adaptive" else None,
+        noise_multiplier=noise,
+        num_expected=num_expected,
+        epsilon=privacy.epsilon,
+        sampling=privacy.sampling,
+        compute_epsilon=partial(compute_epsilon, noise, privacy.delta, privacy.sampling),
+        recorder=SpendRecorder(spend=PrivacySpend(key=secrets.token_bytes(KEY_BYTES))),
+    )
+    if mean.quantile is not None and noise >= 2 * mean.count_noise:
+        raise ConfigError(
+            f'privacy.clip = "adaptive" needs more than {10 * noise:.0f} boards in a round at a noise multiplier of '
+            f"{noise:.3g}, expected are {num_expected:g}; give a number as privacy.clip"
+        )
+    return mean
+
+
+def _count_expected(config: RunConfig) -> float:
+    privacy, count = config.privacy, config.devices.count
+    if privacy.sampling is not None and count is not None:
+        raise ConfigError(
+            f"devices.count must be left out with privacy.sampling, got {count}: a sample has no fixed size"
+        )
+    if privacy.boards is None and (count is None or privacy.sampling is not None):
+        raise ConfigError(
+            "privacy.boards is missing: the number of devices that are expected, since the sum of a round is divided "
+            "by a number that does not depend on who answers"
+        )
+    if count is not None:
+        return float(count)
+    assert privacy.boards is not None
+    return privacy.boards * (privacy.sampling or 1.0)
+
+
+def explain_privacy(config: RunConfig, mean: PrivateMean | None) -> str:
+    """Returns one line on what a private run promises, and what not; empty for another."""
+    if mean is None:
+        return ""
+    privacy = config.privacy
+    how = (
+        f"take part with probability {privacy.sampling:g}"
+        if privacy.sampling is not None
+        else "are counted as if each was in every round, without amplification"
+    )
+    num_rounds = count_releases(mean.epsilon, privacy.delta or 0.0, mean.sampling, mean.noise_multiplier)
+    return (
+        f"each device's data has differential privacy in the models: epsilon {privacy.epsilon:g} at delta "
+        f"{privacy.delta:g}, noise "
+        f"multiplier {mean.noise_multiplier:.4g}, enough for {num_rounds} rounds; sums are divided by "
+        f"{mean.num_expected:g}, and devices {how}; metrics, counts, bytes, times and logs are not covered"
+    )

@@ -1,0 +1,112 @@
+"""Accounting of differential privacy: ε of releases, and the noise for a budget, by dp-accounting.
+
+Releases are Gaussian mechanisms, of all devices or of a Poisson sample of them, composed by Rényi differential
+privacy (Mironov, 2017; Mironov, Talwar, Zhang, 2019). Neighbours are fleets in which one device's updates are zeros.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from edgefl.core.errors import ConfigError, MissingPackageError, format_install_command
+
+NOISE_TOLERANCE = 1e-4
+"""Of a noise multiplier that is found for a budget; the one found is never too small."""
+
+
+@cache
+def compute_epsilon(noise: float, delta: float, sampling: float | None, sampled: int, repeated: int) -> float:
+    """Returns ε at `delta` of some releases.
+
+    Args:
+        noise: the noise multiplier, standard deviation over sensitivity.
+        delta: δ.
+        sampling: probability that a device takes part in a first release; None or 1 claims no amplification.
+        sampled: number of first releases.
+        repeated: number of further releases of the same versions, which are not amplified.
+
+    Raises:
+        MissingPackageError: dp-accounting is not installed.
+    """
+    if sampled + repeated == 0:
+        return 0.0
+    accounting = _import_accounting()
+    accountant = accounting.rdp.RdpAccountant()
+    with _quiet():
+        if sampled:
+            accountant.compose(_make_event(noise, sampling), sampled)
+        if repeated:
+            accountant.compose(_make_event(noise, None), repeated)
+        return float(accountant.get_epsilon(delta))
+
+
+@cache
+def find_noise(epsilon: float, delta: float, sampling: float | None, releases: int) -> float:
+    """Returns the least noise multiplier with which some releases fit into a budget.
+
+    Raises:
+        ConfigError: there is none.
+        MissingPackageError: dp-accounting is not installed.
+    """
+    accounting = _import_accounting()
+    try:
+        with _quiet():
+            noise = accounting.calibrate_dp_mechanism(
+                accounting.rdp.RdpAccountant,
+                lambda noise: accounting.SelfComposedDpEvent(_make_event(noise, sampling), releases),
+                epsilon,
+                delta,
+                tol=NOISE_TOLERANCE,
+            )
+    except accounting.mechanism_calibration.NoBracketIntervalFoundError:
+        raise ConfigError(
+            f"no noise keeps {releases} rounds within epsilon = {epsilon:g} at delta = {delta:g}; "
+            "give a larger budget"
+        ) from None
+    return float(noise)
+
+
+def count_releases(epsilon: float, delta: float, sampling: float | None, noise: float) -> int:
+    """Returns how many releases fit into a budget; at most a million."""
+
+    def is_within(number: int) -> bool:
+        return compute_epsilon(noise, delta, sampling, number, 0) <= epsilon
+
+    low, high = 0, 1
+    while high < 1_000_000 and is_within(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_within(middle) else (low, middle)
+    return low
+
+
+def _make_event(noise: float, sampling: float | None) -> Any:
+    accounting = _import_accounting()
+    event = accounting.GaussianDpEvent(noise)
+    return event if sampling is None or sampling == 1 else accounting.PoissonSampledDpEvent(sampling, event)
+
+
+def _import_accounting() -> Any:
+    try:
+        import dp_accounting  # noqa: PLC0415 only private runs need it
+        import dp_accounting.rdp  # noqa: PLC0415 likewise
+    except ModuleNotFoundError:
+        raise MissingPackageError(f"privacy needs dp-accounting: {format_install_command('dp_accounting')}") from None
+    return dp_accounting
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences a warning for each Rényi order that does not converge: ε is the least over the others."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,237 @@
+"""Differential privacy of devices: the sum of clipped updates with Gaussian noise, and a record of what was released.
+
+A round releases (sum of d min(1, C/|d|) + N(0, (zC)²)) / m over its updates d: the clip C bounds what one device can
+change, the divisor m is a setting, and not who has answered. Two fleets are neighbours when the updates of one device
+are replaced by zeros. So a device that is late or lost changes nothing about the noise.
+
+The noise comes from a key of the operating system and the sum itself: a replay repeats it, and another sum of the
+same version gets other noise, which counts as another release. Both are saved before a model leaves `release`.
+
+Source: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR 2018, fixed denominator;
+adaptive clipping: Andrew et al., Differentially Private Learning with Adaptive Clipping, NeurIPS 2021, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import hmac
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from edgefl.core.errors import StrategyError
+from edgefl.core.types import Array, SparseTensor, Tensors
+
+KEY_BYTES = 32
+KEPT_RELEASES = 1000
+"""Newest releases whose digest is kept; a replay goes back to the newest checkpoint but one, which is less."""
+CLIP_RATE = 0.2
+"""Rate by which the logarithm of the adaptive norm follows the quantile."""
+COUNT_SHARE = 20
+"""Standard deviation of the noise on the number of short updates, as one in so many of m."""
+_ROUNDING = 1.0 - 2.0**-20
+"""Factor of clipped updates, so that rounding to half or single precision leaves none above the norm."""
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A released version: digest of what was released, and the releases of both kinds up to it."""
+
+    digest: bytes
+    sampled: int
+    repeated: int
+
+
+@dataclass(slots=True, kw_only=True)
+class PrivacySpend:
+    """What a run has released, as it is saved.
+
+    Attributes:
+        key: of the noise, the samples and the digests; secret, and empty once the run is over.
+        sampled: releases of a version's first sum.
+        repeated: releases of a version that was released before, by another sum; they are never amplified.
+        newest: highest version that was released.
+        repeatable: up to this version a replay comes to the same sums.
+        releases: version -> its last release; the newest `KEPT_RELEASES`.
+    """
+
+    key: bytes
+    sampled: int = 0
+    repeated: int = 0
+    newest: int = 0
+    repeatable: int = 0
+    releases: dict[int, Release] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class SpendRecorder:
+    """Record of a run's releases; `save` makes it durable, and without it the record ends with the process."""
+
+    spend: PrivacySpend
+    save: Callable[[PrivacySpend], None] = lambda _: None
+
+    def record(self, version: int, digest: bytes) -> None:
+        """Records a release, durably; the same sum of the same version is no further one."""
+        spend, former = self.spend, self.spend.releases.get(version)
+        if former is not None and hmac.compare_digest(former.digest, digest):
+            return
+        if version > spend.newest:
+            spend.sampled, spend.newest = spend.sampled + 1, version
+        else:
+            spend.repeated += 1
+        spend.repeatable = version
+        spend.releases[version] = Release(digest=digest, sampled=spend.sampled, repeated=spend.repeated)
+        for old in sorted(spend.releases)[:-KEPT_RELEASES]:
+            del spend.releases[old]
+        self.save(spend)
+
+    def restart(self, version: int) -> None:
+        """Records that the versions behind this one will be made anew, from other updates."""
+        self.spend.repeatable = min(self.spend.repeatable, version)
+        self.save(self.spend)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateDisplacement:
+    """The released displacement, and the norm of the next round."""
+
+    displacement: dict[str, Array]
+    clip: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrivateMean:
+    """Mean of updates that keeps what one device holds private.
+
+    Attributes:
+        first_clip: C, the most norm of an update in the first round.
+        quantile: the share of updates that the norm follows; None keeps the norm.
+        noise_multiplier: z of a release, of all that it says.
+        num_expected: m, the divisor of the sum.
+        epsilon: the budget.
+        sampling: probability with which an idle device takes part; None where it is not drawn.
+        compute_epsilon: (first releases, repeated releases) -> ε that they have spent.
+        recorder: of this run.
+    """
+
+    first_clip: float
+    quantile: float | None
+    noise_multiplier: float
+    num_expected: float
+    epsilon: float
+    sampling: float | None
+    compute_epsilon: Callable[[int, int], float]
+    recorder: SpendRecorder
+
+    @property
+    def count_noise(self) -> float:
+        """The standard deviation of the noise on the number of updates below the norm."""
+        return self.num_expected / COUNT_SHARE
+
+    @property
+    def update_noise(self) -> float:
+        """The multiplier of the noise on the sum, where the number with an adaptive norm has its part of z.
+
+        Source: Theorem 1 of the paper.
+        """
+        if self.quantile is None:
+            return self.noise_multiplier
+        return 1.0 / math.sqrt(self.noise_multiplier**-2 - (2 * self.count_noise) ** -2)
+
+    def sample(self, available: Sequence[str], version: int) -> list[str]:
+        """Returns the devices that take part in making a version, each by itself; a run file does not tell which."""
+        assert self.sampling is not None
+        rng = np.random.default_rng(int.from_bytes(self._digest(struct.pack("<8sq", b"sampling", version))))
+        is_selected = rng.random(len(available)) < self.sampling
+        return [name for name, takes_part in zip(available, is_selected, strict=True) if takes_part]
+
+    def can_release(self, version: int) -> bool:
+        """Returns whether the budget is enough for a version, which it is where that was released before."""
+        spend = self.recorder.spend
+        if version <= spend.repeatable:
+            return True
+        is_first = version > spend.newest
+        return self._fits(spend.sampled + is_first, spend.repeated + (not is_first))
+
+    def compute_spent(self, version: int) -> float:
+        """Returns ε spent up to a version."""
+        spend = self.recorder.spend
+        release = spend.releases.get(version, spend) if version else Release(digest=b"", sampled=0, repeated=0)
+        return self.compute_epsilon(release.sampled, release.repeated)
+
+    def release(
+        self,
+        total: Mapping[str, Array],
+        model: Mapping[str, Array],
+        *,
+        version: int,
+        clip: float,
+        num_below: float,
+    ) -> PrivateDisplacement:
+        """Returns the noisy mean of a round; its spend is recorded before.
+
+        Args:
+            total: sum of the clipped updates; a tensor that is missing is 0.
+            model: tensors of which the displacement is.
+            version: that it leads to.
+            clip: C of this round.
+            num_below: sum of 1/2 for each update below the norm, and -1/2 for the others.
+
+        Raises:
+            StrategyError: it would pass the budget.
+        """
+        sums = {
+            name: np.array(total[name], dtype=np.float64) if name in total else np.zeros(tensor.shape)
+            for name, tensor in sorted(model.items())
+        }
+        scale = self.update_noise * clip
+        # All that a release depends on: the same noise at two scales would give the sum away.
+        settings = (clip, scale, num_below, self.count_noise, self.num_expected)
+        facts = struct.pack("<8sq5d", b"release", version, *settings)
+        digest = self._digest(facts, *(tensor.tobytes() for tensor in sums.values()))
+        self._record(version, digest)
+        rng = np.random.default_rng(int.from_bytes(self._digest(b"noise", digest)))
+        displacement = {
+            name: ((tensor + rng.normal(0.0, scale, tensor.shape)) / self.num_expected).astype(model[name].dtype)
+            for name, tensor in sums.items()
+        }
+        if self.quantile is not None:
+            share = (num_below + rng.normal(0.0, self.count_noise)) / self.num_expected + 0.5
+            clip *= math.exp(-CLIP_RATE * (min(1.0, max(0.0, share)) - self.quantile))
+        return PrivateDisplacement(displacement=displacement, clip=clip)
+
+    def _record(self, version: int, digest: bytes) -> None:
+        spend = self.recorder.spend
+        former = spend.releases.get(version)
+        if former is None or former.digest != digest:
+            is_first = version > spend.newest
+            if not self._fits(spend.sampled + is_first, spend.repeated + (not is_first)):
+                raise StrategyError(
+                    f"version {version} would pass the privacy budget of epsilon = {self.epsilon:g}: it was made "
+                    "before, from other updates, and a second release counts"
+                )
+        self.recorder.record(version, digest)
+
+    def _fits(self, sampled: int, repeated: int) -> bool:
+        return self.compute_epsilon(sampled, repeated) <= self.epsilon * (1.0 + _TOLERANCE)
+
+    def _digest(self, *parts: bytes) -> bytes:
+        code = hmac.new(self.recorder.spend.key, digestmod="sha256")
+        for part in parts:
+            code.update(part)
+        return code.digest()
+
+
+def compute_clip_factor(tensors: Tensors, clip: float) -> float | None:
+    """Returns the factor by which an update is shortened to `clip`, at most 1; None without a finite norm."""
+    total = 0.0
+    for tensor in tensors.values():
+        values = (tensor.values if isinstance(tensor, SparseTensor) else tensor).reshape(-1).astype(np.float64)
+        total += float(np.dot(values, values))
+    norm = math.sqrt(total) if math.isfinite(total) else math.inf
+    if math.isinf(norm):
+        return None
+    return 1.0 if norm <= clip else clip / norm * _ROUNDING

@@ -1,0 +1,166 @@
+"""What goes with `[privacy]` and what does not, each said in one line before any board is asked."""
+
+import logging
+import sys
+
+import pytest
+
+import edgefl
+from edgefl.core.config import parse_run
+from edgefl.core.errors import ConfigError, MissingPackageError
+from edgefl.engine.assembly.build import build_run
+from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean
+from edgefl.engine.privacy_accounting import compute_epsilon
+from edgefl.storage.queries.history import read_history
+from edgefl.storage.store import Store
+
+INSTALL = "dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt"
+
+
+@pytest.fixture
+def accounted():
+    pytest.importorskip("dp_accounting", reason=INSTALL)
+
+
+def tables(**sections):
+    base = {
+        "run": {"task": "digits", "rounds": 5},
+        "task": {"model": "logistic"},
+        "guard": {"enabled": False},
+        "privacy": {"unit": "device", "epsilon": 8.0, "delta": 1e-3, "clip": 1.0, "boards": 10},
+        "simulation": {"workers": 0},
+    }
+    return {name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}}
+
+
+def build(**sections):
+    return build_run(parse_run(tables(**sections)), "r")
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"strategy": {"name": "fedbuff"}}, "strategy.name must be one of fedavg, fedprox, ssgd with .*'fedbuff'"),
+        ({"strategy": {"name": "coordinate-median"}}, "strategy.name must be one of .*'coordinate-median'"),
+        ({"strategy": {"name": "fednova"}}, "strategy.name must be one of .*'fednova'"),
+        ({"strategy": {"name": "dsgd"}}, "strategy.name must be one of .*'dsgd'"),
+        ({"strategy": {"name": "statistics"}}, "strategy.name must be one of .*'statistics'"),
+        ({"strategy": {"double_buffering": True}}, "strategy.double_buffering must be false with"),
+        ({"guard": {"enabled": True}}, "guard.enabled must be false with .* it judges an update by those of others"),
+        ({"guard": {"max_norm": 1.0}}, "guard.max_norm must be left out"),
+        ({"run": {"min_updates": 3}}, "run.min_updates must be left out"),
+        ({"run": {"on_divergence": "halve"}}, "run.on_divergence must be 'warn'"),
+        ({"run": {"accuracy": 0.9}}, "run.evaluate_on must be coordinator or evaluator .*'auto'"),
+        ({"devices": {"fraction": 0.5}}, "devices.fraction must be left out"),
+        ({"compression": {"up": "auto"}}, "compression.up must be one codec"),
+        ({"aggregation": {"collective": "ring"}}, "aggregation.collective must be 'coordinator'"),
+        ({"split": {"after": "fc1"}}, "split.after must be left out"),
+        ({"task": {"normalise": "fleet"}}, "task.normalise must be false"),
+        ({"job": {"name": "sum"}, "run": {"task": "digits"}}, "job"),
+    ],
+)  # fmt: skip
+def test_what_gives_a_device_more_than_one_bounded_part_of_a_sum_is_refused(sections, line):
+    with pytest.raises(ConfigError, match=line):
+        build(**sections)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "line"),
+    [
+        ({"boards": None}, "privacy.boards is missing"),
+        ({"sampling": 0.1, "boards": None}, "privacy.boards is missing"),
+        ({"noise": 0.05}, "privacy.noise = 0.05 passes epsilon = 8 in the first round"),
+        ({"clip": "adaptive"}, "needs more than .* boards in a round at a noise multiplier"),
+    ],
+)
+def test_a_setting_without_which_the_sum_has_no_bound_is_asked_for(accounted, privacy, line):
+    found = tables()["privacy"] | privacy
+    with pytest.raises(ConfigError, match=line):
+        build_run(parse_run({**tables(), "privacy": {name: value for name, value in found.items() if value}}), "r")
+
+
+def test_a_sample_has_no_fixed_size(accounted):
+    with pytest.raises(ConfigError, match=r"devices.count must be left out with privacy.sampling, got 3"):
+        build(privacy={"sampling": 0.1}, devices={"count": 3})
+
+
+def test_noise_or_rounds_must_be_given(accounted):
+    with pytest.raises(ConfigError, match=r"privacy\.noise is missing"):
+        build_run(parse_run({**tables(), "run": {"task": "digits", "seconds": 60}}), "r")
+
+
+@pytest.mark.parametrize(
+    ("privacy", "line"),
+    [
+        ({"epsilon": 8.0}, "privacy.unit is missing"),
+        ({"unit": "device", "delta": 1e-5}, "privacy.epsilon is missing"),
+        ({"unit": "device", "epsilon": 1.0}, "privacy.delta is missing"),
+        ({"unit": "board", "epsilon": 1.0, "delta": 1e-5}, "privacy.unit"),
+        ({"unit": "device", "epsilon": float("nan"), "delta": 1e-5}, "privacy.epsilon"),
+    ],
+)
+def test_half_a_table_is_refused(privacy, line):
+    with pytest.raises(ConfigError, match=line):
+        parse_run({"run": {"task": "digits"}, "privacy": privacy})
+
+
+def test_a_run_file_comes_back_as_it_was_and_others_have_no_table():
+    config = parse_run(tables(privacy={"sampling": 0.25}))
+    assert parse_run(config.to_json()) == config
+    assert "privacy" not in parse_run({"run": {"task": "digits"}}).to_json()
+
+
+def test_without_the_package_a_private_run_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    compute_epsilon.cache_clear()
+    with pytest.raises(MissingPackageError, match=r"privacy needs dp-accounting: .*\[privacy\]"):
+        build(privacy={"noise": 1.0})
+
+
+def test_the_denominator_is_a_setting(accounted):
+    for sections, expected in [
+        ({"privacy": {"boards": 40}}, 40.0),
+        ({"privacy": {"boards": 40, "sampling": 0.25}}, 10.0),
+        ({"devices": {"count": 4}}, 4.0),
+    ]:
+        assert get_private_mean(build(**sections).strategy).num_expected == expected
+
+
+def test_a_dry_run_says_what_is_promised_and_what_is_not(accounted):
+    run = build(privacy={"noise": 4.0})
+    line = explain_privacy(run.config, get_private_mean(run.strategy))
+    assert "epsilon 8 at delta 0.001" in line
+    assert "without amplification" in line
+    assert "metrics, counts, bytes, times and logs are not covered" in line
+    assert explain_privacy(parse_run({"run": {"task": "digits"}}), None) == ""
+
+
+def simulate(tmp_path, devices=6, **sections):
+    result = edgefl.simulate(tables(**sections), devices=devices, scheme="iid", root=tmp_path)
+    with Store.open(tmp_path / "edgefl.db", read_only=True) as store:
+        return result, list(read_history(store, "rounds", run=result.run_id))
+
+
+def test_epsilon_stands_in_the_history_and_ends_at_the_budget(accounted, tmp_path):
+    result, rounds = simulate(tmp_path, privacy={"boards": 6})
+    spent = [row["facts"]["epsilon"] for row in rounds]
+    assert (result.reason, len(spent)) == ("rounds reached 5", 5)
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(8.0, abs=1e-2)
+    assert spent[-1] <= 8.0
+
+
+def test_a_run_ends_before_its_budget_would_be_passed(accounted, tmp_path):
+    result, rounds = simulate(tmp_path, run={"rounds": 50}, privacy={"noise": 3.0, "boards": 6})
+    assert (result.status, result.reason) == ("finished", "privacy budget")
+    last = len(rounds)
+    assert rounds[-1]["facts"]["epsilon"] <= 8.0 < compute_epsilon(3.0, 1e-3, None, last + 1, 0)
+
+
+def test_sampled_rounds_have_some_of_the_boards(accounted, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        _, rounds = simulate(tmp_path, run={"rounds": 12}, privacy={"sampling": 0.5, "boards": 6})
+    numbers = [row["num_updates"] for row in rounds]
+    assert len(numbers) == 12
+    assert len(set(numbers)) > 1
+    assert "take part with probability 0.5" in caplog.text
