@@ -559,19 +559,32 @@ def test_after_a_power_cut_the_history_has_all_that_the_checkpoint_knows(
     assert known[0] == known[1]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotedMean(PrivateMean):
+    """Keeps what it has released of each version, over all lives of a run."""
+
+    released: dict[int, set[bytes]]
+
+    def release(self, *tensors: Any, version: int, **options: Any) -> Any:
+        found = PrivateMean.release(self, *tensors, version=version, **options)
+        self.released.setdefault(version, set()).add(found.displacement["weight"].tobytes())
+        return found
+
+
 class PrivateSite:
     """A private run; every life is that of one coordinator, which keeps each version's model that it has sent."""
 
     def __init__(self, site: Site, *, budget: float = 1e9, sampling: float | None = None) -> None:
         self.site, self.budget, self.sampling = site, budget, sampling
         self.sent: dict[int, set[bytes]] = {}
+        self.released: dict[int, set[bytes]] = {}
 
     def live(self, boards: Boards, goal: StoppingCriteria, before_save: Any = None) -> bool:
         recorder = SpendRecorder(spend=PrivacySpend(key=b"k" * 32))
-        mean = PrivateMean(
+        mean = NotedMean(
             first_clip=0.5, quantile=None, noise_multiplier=1.0, num_expected=8.0, epsilon=self.budget,
             sampling=self.sampling, compute_epsilon=lambda sampled, repeated: float(sampled + repeated),
-            recorder=recorder,
+            recorder=recorder, released=self.released,
         )  # fmt: skip
         open_spend_recorder(self.site.directory.runs / "r", recorder)
         if before_save is not None:
@@ -610,9 +623,7 @@ def test_a_private_run_that_is_killed_again_and_again_sends_one_model_of_each_ve
         else:
             break
     assert kills >= 2
-    assert {version: len(models) for version, models in run.sent.items() if version} == dict.fromkeys(
-        [version for version in run.sent if version], 1
-    )
+    assert {version: len(sums) for version, sums in run.released.items()} == dict.fromkeys(range(1, 6), 1)
     spend = run.read_spend()
     assert (spend.sampled, spend.repeated, spend.key) == (5, 0, b"")
 
@@ -639,7 +650,7 @@ def test_a_coordinator_that_dies_at_the_record_of_a_release_never_releases_anoth
     assert version not in run.sent, "no board has a model whose release is not recorded"
     assert run.read_spend().sampled == version - (not is_saved)
     assert run.live(boards, goal)
-    assert {len(models) for models in run.sent.values()} == {1}
+    assert {len(sums) for sums in run.released.values()} == {1}
     spend = run.read_spend()
     assert (spend.sampled, spend.repeated) == (5, 0)
 
