@@ -30,6 +30,8 @@ BUFFER_BYTES = 32 * BLOCK_BYTES
 """Bytes of rows that are in memory while batches are made of them."""
 MAX_GAP_BYTES = 64 * 1024
 """Bytes between two rows that are rather read than skipped."""
+ORDER_BYTES = 64
+"""Bytes that the order of rows takes for each of them while they are read: of short rows more than the rows."""
 
 
 class FileRows:
@@ -104,7 +106,8 @@ class StoredArray(NDArrayOperatorsMixin):
 
     def select(self, rows: Array | slice) -> Array:
         """Returns these rows of it, still in their files."""
-        return StoredArray(self._parts, self._find_rows(rows).astype(_find_number_type(self._ends[-1]))).to_array()
+        kind = _find_number_type(self._ends[-1])
+        return StoredArray(self._parts, self._find_rows(rows).astype(kind, copy=False)).to_array()
 
     @classmethod
     def concatenate(cls, arrays: Sequence[Array]) -> Array:
@@ -135,11 +138,12 @@ class StoredArray(NDArrayOperatorsMixin):
     def _find_rows(self, rows: Array | slice) -> Array:
         """Returns the numbers of rows among those of all parts; raises as an array's index."""
         if isinstance(rows, slice):
-            chosen = np.arange(*rows.indices(len(self)))
+            chosen = np.arange(*rows.indices(len(self)), dtype=_find_number_type(len(self)))
         else:
             if rows.dtype == bool and len(rows) != len(self):
                 raise IndexError(f"a mask of {len(rows)} rows for {len(self)}")
-            chosen = np.flatnonzero(rows) if rows.dtype == bool else rows
+            is_mask = rows.dtype == bool
+            chosen = np.arange(len(self), dtype=_find_number_type(len(self)))[rows] if is_mask else rows
             if len(chosen) and not (-len(self) <= chosen.min() and chosen.max() < len(self)):
                 raise IndexError(f"rows {chosen.min()} to {chosen.max()} of {len(self)}")
             if len(chosen) and chosen.min() < 0:
@@ -206,12 +210,22 @@ class RowBuffer:
     def finish(self) -> Array:
         """Returns all rows, of which there must be one."""
         if self._file is None:
-            return np.concatenate(self._blocks)
+            return self._join()
         (like,) = self._blocks
         with self._file as file:
             file.flush()
             shape = (self._num_rows, *like.shape[1:])
             return StoredArray([FileRows(file.fileno(), "a temporary file", 0, shape, like.dtype)]).to_array()
+
+    def _join(self) -> Array:
+        """Returns the blocks as one array; each is given back when it is copied, so that none is there twice."""
+        joined = np.empty((self._num_rows, *self._blocks[0].shape[1:]), self._blocks[0].dtype)
+        stop = self._num_rows
+        while self._blocks:
+            block = self._blocks.pop()
+            joined[stop - len(block) : stop] = block
+            stop -= len(block)
+        return joined
 
 
 def _open_temporary() -> IO[bytes]:
@@ -257,18 +271,26 @@ def iterate_stored_batches(data: Dataset, batch_size: int, rng: Generator) -> It
     assert is_stored(data.inputs)
     row_bytes = data.inputs.row_bytes
     block_rows = max(1, BLOCK_BYTES // row_bytes)
-    buffer_rows = max(1, BUFFER_BYTES // row_bytes // batch_size) * batch_size
+    buffer_rows = max(1, BUFFER_BYTES // (row_bytes + ORDER_BYTES) // batch_size) * batch_size
     starts = rng.permutation(-(-len(data) // block_rows)) * block_rows
-    order, filled = np.empty(len(data), _find_number_type(len(data))), 0
-    for start in starts:
-        stop = min(start + block_rows, len(data))
-        order[filled : filled + stop - start] = np.arange(start, stop)
-        filled += stop - start
-    for first in range(0, len(data), buffer_rows):
-        plain = Dataset.take(data, order[first : first + buffer_rows])
+    blocks = (np.arange(start, min(start + block_rows, len(data))) for start in starts)
+    for rows in _regroup(blocks, buffer_rows):
+        plain = Dataset.take(data, rows)
         # As of the data's own class: if it augments, batches are augmented and not the buffer.
         held = replace(data, inputs=plain.inputs, targets=plain.targets, weights=plain.weights, groups=plain.groups)
         shuffled = rng.permutation(len(held))
         for start in range(0, len(held), batch_size):
             yield held.take(shuffled[start : start + batch_size])
         del plain, held  # before the next is read
+
+
+def _regroup(blocks: Iterator[Array], size: int) -> Iterator[Array]:
+    """Yields the numbers of all blocks in order, `size` at a time, and last what is left."""
+    waiting = np.empty(0, np.int64)
+    for block in blocks:
+        waiting = np.concatenate([waiting, block])
+        while len(waiting) >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+    if len(waiting):
+        yield waiting

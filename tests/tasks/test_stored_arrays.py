@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from edgefl.core.errors import DataError
 from edgefl.core.types import Dataset, TrainConfig, derive_rng
 from edgefl.tasks.augmentation import augment_batches
+from edgefl.tasks.datasets import shards
 from edgefl.tasks.datasets.array_files import read_npz
 from edgefl.tasks.datasets.shards import (
     MAX_BYTES_IN_MEMORY,
@@ -23,6 +25,7 @@ from edgefl.tasks.datasets.shards import (
 )
 from edgefl.tasks.learners.numpy_learner import DenseModel
 from edgefl.tasks.local_algorithms.local_training import train
+from edgefl.tasks.losses.registry import check_data
 from edgefl.tasks.stored_arrays import RowBuffer, StoredArray, is_stored, iterate_stored_batches, select_rows
 
 ROW_NUMBERS = 250
@@ -180,6 +183,39 @@ def test_a_large_folder_is_read_in_place_and_a_nan_in_it_has_its_row(tmp_path, l
         read_shard(str(folder), "own")
 
 
+@pytest.mark.parametrize("is_large", [True, False])
+def test_files_of_a_folder_keep_the_weights_of_those_that_have_them(tmp_path, monkeypatch, examples, is_large):
+    monkeypatch.setattr(shards, "MAX_BYTES_IN_MEMORY", 0 if is_large else MAX_BYTES_IN_MEMORY)
+    rows = examples.take(slice(0, 6))
+    write_npz(tmp_path / "0.npz", inputs=rows.inputs, labels=rows.targets)
+    write_npz(tmp_path / "1.npz", inputs=rows.inputs, labels=rows.targets, weights=np.arange(6.0))
+    data = read_shard(str(tmp_path), "own")
+    assert is_stored(data.inputs) == is_large
+    assert data.weights.tolist() == [1.0] * 6 + [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_million_short_rows_are_split_and_read_in_little_memory_beside_their_targets():
+    buffer, num_rows = RowBuffer(0), 2**20
+    buffer.add(np.arange(2 * num_rows, dtype=np.float32).reshape(num_rows, 2))
+    data = Dataset(inputs=buffer.finish(), targets=np.zeros(num_rows, np.int32))
+    tracemalloc.start()
+    try:
+        check_data(SimpleNamespace(name="own", loss="cross-entropy"), data)
+        checked_bytes = tracemalloc.get_traced_memory()[1]
+        training, test = split_train_test(data)
+        split_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        batches = iterate_stored_batches(training, 32, derive_rng(1))
+        next(batches)
+        read_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(training) + len(test) == num_rows
+    assert checked_bytes < 2 * num_rows  # no copy of all targets
+    assert split_bytes < 15 * num_rows  # rows' numbers and targets, and once more while they are chosen
+    assert read_bytes < 24 * num_rows  # those, and a buffer of 16 MB
+
+
 @pytest.mark.parametrize("batch_size", [7, 64, 100_000])
 def test_an_epoch_in_blocks_has_every_example_once_in_as_many_batches(large, examples, batch_size):
     data = read_shard(str(large), "own")
@@ -237,6 +273,20 @@ def test_rows_that_come_in_turn_are_in_memory_until_they_are_many():
     del found, buffer
     gc.collect()
     assert count_open_files() == before
+
+
+def test_rows_in_memory_are_not_there_twice_when_they_become_one_array():
+    buffer = RowBuffer(2**24)
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            buffer.add(np.full((1024, 32), number, np.float32))
+        before = tracemalloc.get_traced_memory()[0]
+        found = buffer.finish()
+        assert tracemalloc.get_traced_memory()[0] < 1.1 * before
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(found[::1024, 0], np.arange(64))
 
 
 def test_a_shard_that_there_is_no_room_for_is_one_line(tmp_path):

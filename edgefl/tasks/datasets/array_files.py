@@ -71,10 +71,11 @@ def read_npz(
     file: IO[bytes],
     names: Collection[str] | None = None,
     *,
+    optional: Collection[str] = (),
     in_place: Callable[[str], bool] | None = None,
     is_checked: bool = False,
 ) -> dict[str, Array]:
-    """Returns the arrays of an open `.npz` file by name; with `names`, these.
+    """Returns the arrays of an open `.npz` file by name; with `names`, these, and of the `optional` what it has.
 
     Those for whose name `in_place` is true stay in the file, as `StoredArray`, where they lie there unpacked and row
     by row. With `is_checked` their checksums are not computed.
@@ -92,7 +93,8 @@ def read_npz(
             _check_sizes(list(infos.values()), os.fstat(file.fileno()).st_size)
             if missing := sorted(set(names or ()) - set(infos)):
                 raise ValueError(f"it has no array {missing[0]!r}, only {', '.join(infos)[:200] or 'others'}")
-            requested = infos if names is None else {name: infos[name] for name in names}
+            found = None if names is None else (*names, *(name for name in optional if name in infos))
+            requested = infos if found is None else {name: infos[name] for name in found}
             return {
                 name: (
                     _store_member(file, archive, info, is_checked=is_checked)

@@ -1,6 +1,7 @@
 """Shards on disk: one `.npz` and its card (a JSON file with its metadata), or a growing folder of `.npz` files.
 
-`inputs` [n, ...], or `inputs.NAME` for each array by name, and `labels` [n] are stored raw (pixels as bytes); a task
+`inputs` [n, ...], or `inputs.NAME` for each array by name, `labels` [n] and, where examples have them, `weights` [n]
+are stored raw (pixels as bytes); a task
 turns them into features when it trains, so files stay small and a sample keeps its hash for ever. By that hash a
 device splits its data into a training and a test part.
 """
@@ -43,6 +44,7 @@ METADATA_VERSION = 1
 MAX_METADATA_BYTES = 4 * 1024 * 1024
 
 _ARRAYS = ("inputs", "labels")
+_WEIGHTS = "weights"
 _INPUT_PREFIX = "inputs."
 _SURVEYS: Mapping[str, Callable[..., Survey]] = {
     "audio": survey_sounds,
@@ -223,7 +225,7 @@ def list_shard_files(folder: Path) -> list[Path]:
 def write_shard(path: Path, data: Dataset, metadata: ShardMetadata) -> ShardMetadata:
     """Writes `.npz` and card, each whole or not at all, without weak examples; returns the card with its counts."""
     data = drop_weak(data)
-    weights = {} if data.weights is None else {"weights": data.weights}
+    weights = {} if data.weights is None else {_WEIGHTS: data.weights}
     with write_atomically(path) as file:
         arrays: dict[str, Any] = {**pack_inputs(data.inputs), "labels": data.targets, **weights}
         np.savez(file, **arrays)
@@ -275,7 +277,7 @@ def _read_cut_file(path: Path, task: Task) -> Dataset:
     if wrong := [name for name, array in arrays.items() if array.ndim == 0 or array.dtype.kind not in "fiub"]:
         raise DataError(f"{wrong[0]} of shard {path} must be numbers [n, ...], got {arrays[wrong[0]].dtype}")
     try:
-        return Dataset(inputs=unpack_inputs(arrays), targets=arrays["labels"], weights=arrays.get("weights"))
+        return Dataset(inputs=unpack_inputs(arrays), targets=arrays["labels"], weights=arrays.get(_WEIGHTS))
     except DataError as error:
         raise DataError(f"shard {path}: {error}") from None
 
@@ -369,7 +371,7 @@ def _read_file(
     if has_card:
         _check_card(path, task)
     arrays = _load_arrays(path, _ARRAYS, in_place=in_place, is_checked=has_card)
-    data = Dataset(inputs=arrays["inputs"], targets=arrays["labels"])
+    data = Dataset(inputs=arrays["inputs"], targets=arrays["labels"], weights=arrays.get(_WEIGHTS))
     _check_dataset(data, path, input_shape)
     _check_values(data, path, num_classes)
     return data
@@ -390,7 +392,8 @@ def _check_card(path: Path, task: str) -> ShardMetadata:
 def _load_arrays(path: Path, names: Collection[str] | None, *, in_place: bool, is_checked: bool) -> dict[str, Array]:
     try:
         with path.open("rb") as file:
-            return read_npz(file, names, in_place=_is_input if in_place else None, is_checked=is_checked)
+            in_place_inputs = _is_input if in_place else None
+            return read_npz(file, names, optional=(_WEIGHTS,), in_place=in_place_inputs, is_checked=is_checked)
     except (OSError, ValueError) as error:
         raise DataError(f"shard {path} is not a readable .npz file ({error}); copy it again") from None
 
@@ -428,8 +431,8 @@ def _concatenate(parts: list[Dataset], folder: Path) -> Dataset:
         raise DataError(f"the files of shard folder {folder} hold inputs of different shapes")
     if not any(is_stored(part.inputs) for part in parts):
         return Dataset.concatenate(parts)
-    stored = StoredArray.concatenate([part.inputs for part in parts])
-    return Dataset(inputs=stored, targets=np.concatenate([part.targets for part in parts]))
+    without = Dataset.concatenate([replace(part, inputs=np.empty((len(part), 0), np.uint8)) for part in parts])
+    return replace(without, inputs=StoredArray.concatenate([part.inputs for part in parts]))
 
 
 def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") -> tuple[Dataset, Dataset]:
@@ -444,11 +447,13 @@ def split_train_test(data: Dataset, test_fraction: float = 0.1, salt: str = "") 
     if not 0.0 <= test_fraction < 1.0:
         raise ConfigError(f"test fraction must be in [0, 1), got {test_fraction}")
     limit = np.uint64(test_fraction * 2.0**64)
-    parts = [hashes < limit for hashes in _iterate_sample_hashes(data.inputs, salt)]
-    in_test = np.concatenate([np.zeros(0, bool), *parts])
+    in_test, filled = np.zeros(len(data), bool), 0
+    for hashes in _iterate_sample_hashes(data.inputs, salt):
+        in_test[filled : filled + len(hashes)] = hashes < limit
+        filled += len(hashes)
     if data.weak is not None:
         in_test &= ~data.weak
-    return select_rows(data, np.flatnonzero(~in_test)), select_rows(data, np.flatnonzero(in_test))
+    return select_rows(data, ~in_test), select_rows(data, in_test)
 
 
 def drop_unlabelled(data: Dataset) -> Dataset:
@@ -459,7 +464,7 @@ def drop_unlabelled(data: Dataset) -> Dataset:
 
 def drop_weak(data: Dataset) -> Dataset:
     """Returns the examples whose targets are no guesses."""
-    return data if data.weak is None else select_rows(data, np.flatnonzero(~data.weak))
+    return data if data.weak is None else select_rows(data, ~data.weak)
 
 
 def compute_root_fraction(num_available: int, num_examples: int) -> float:

@@ -36,7 +36,8 @@ MAX_FILES = 100_000
 MAX_CELLS = 250_000_000
 """Numbers of a shard: 1 GB as float32."""
 MAX_SHOWN_COLUMNS, MAX_SHOWN_CHARS = 12, 400
-CHUNK_ROWS = 8192
+CHUNK_ROWS, CHUNK_CELLS = 8192, 65_536
+"""That are read at once, at most: a cell of CSV takes 60 bytes and more until it is a number."""
 NO_TIME = -1.0
 """Of a row whose time is none: it has no label."""
 CSV, PARQUET, ARROW = ".csv", ".parquet", ".arrow"
@@ -197,7 +198,7 @@ def iterate_table(  # noqa: PLR0913 one keyword for each option
         labels = (labels or ShardLabels()) if is_labelled else None
         read = [TIME_COLUMN if labels is not None and name == LABEL_COLUMN else name for name in texts]
         _check_columns(path, table, [*numbers, *read])
-        for found, cells in table.read_chunks(numbers, read, CHUNK_ROWS):
+        for found, cells in table.read_chunks(numbers, read, _count_chunk_rows(len(names))):
             words, has_label, weak = list(cells), np.ones(len(found), bool), np.zeros(len(found), bool)
             if labels is not None:
                 place = list(texts).index(LABEL_COLUMN)
@@ -235,7 +236,8 @@ def survey_table(path: Path, task: str, *, is_detailed: bool = False) -> Survey:
     count, columns = 0, dict[str, _Moments]()
     for file in list_table_files(path, task):
         with _leave_out_gone(file, path), _open_table(file) as table:
-            for num_rows, values in table.survey(CHUNK_ROWS, is_detailed=is_detailed):
+            chunk_rows = _count_chunk_rows(len(table.header))
+            for num_rows, values in table.survey(chunk_rows, is_detailed=is_detailed):
                 count += num_rows
                 for name, numbers in values:
                     columns.setdefault(name, _Moments()).add(numbers)
@@ -286,6 +288,10 @@ def is_gone(file: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def _count_chunk_rows(num_columns: int) -> int:
+    return min(CHUNK_ROWS, max(1, CHUNK_CELLS // max(1, num_columns)))
 
 
 def _make_size_error(path: Path, task: str) -> DataError:
@@ -401,10 +407,18 @@ class CsvTable(TableFile):
         yield rows
 
     def _convert(self, rows: list[list[str]], names: Sequence[str], first_row: int) -> Array:
-        cells = [[self._clean(cell) for cell in row[: len(names)]] for row in rows]
+        cells = [row[: len(names)] for row in rows]
+        with np.errstate(over="ignore"):
+            try:
+                found = np.array(cells, np.float64)
+            except ValueError:  # gaps, decimal commas, or text
+                cells = [[self._clean(cell) for cell in row] for row in cells]
+                found = self._convert_clean(cells, names, first_row)
+            return found.astype(np.float32).reshape(len(rows), len(names))
+
+    def _convert_clean(self, cells: list[list[str]], names: Sequence[str], first_row: int) -> Array:
         try:
-            with np.errstate(over="ignore"):
-                return np.array(cells, np.float64).astype(np.float32).reshape(len(rows), len(names))
+            return np.array(cells, np.float64)
         except ValueError:
             places = (
                 (name, row)

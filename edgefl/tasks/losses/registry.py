@@ -29,6 +29,8 @@ from edgefl.tasks.losses.value_losses import (
 
 CLASS_LOSSES = (CrossEntropy.name, SquaredError.name)
 """Losses of the built-in classifiers in NumPy."""
+CHECK_ROWS = 65_536
+"""Targets that are checked at once: a copy of all would be much of a small board's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,8 @@ def check_data(task: Task, data: Dataset) -> None:
         return
     num_outputs = getattr(getattr(task, "model", None), "num_outputs", None)
     try:
-        loss.convert_targets(data.targets, None if num_outputs is None else (len(data), num_outputs))
+        for start in range(0, max(1, len(data)), CHECK_ROWS):
+            targets = data.targets[start : start + CHECK_ROWS]
+            loss.convert_targets(targets, None if num_outputs is None else (len(targets), num_outputs))
     except TaskError as error:
         raise DataError(f"data of task {task.name}: {error}") from None

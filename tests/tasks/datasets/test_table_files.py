@@ -46,6 +46,21 @@ def test_rows_beyond_one_chunk_keep_their_order(tmp_path, monkeypatch):
     assert survey_table(path, "table").num_examples == 8
 
 
+def test_of_a_wide_table_fewer_rows_are_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "CHUNK_CELLS", 4)
+    path, sizes, read_rows = tmp_path / "a.csv", [], table_files.CsvTable._read_rows
+    path.write_text("a,b,c\n" + "1,2,3\n" * 7)
+
+    def count(*arguments):
+        for rows in read_rows(*arguments):
+            sizes.append(len(rows))
+            yield rows
+
+    monkeypatch.setattr(table_files.CsvTable, "_read_rows", count)
+    assert len(read(path, ["a", "b"])[0]) == 7
+    assert sizes == [2, 2, 2, 1]
+
+
 def test_hex_digits_that_look_like_huge_numbers_are_texts(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("a,check\n1,12e200\n2,07e300\n3,1f\n")
