@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from edgefl.core.clusters import name_in_stack
+from edgefl.core.clusters import is_stack, name_in_stack, split_stack
 from edgefl.core.config import RunConfig
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import (
@@ -196,7 +196,6 @@ def check_clusters(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec
         "split.after, whose boards have no whole network": config.split.after is not None,
         "aggregation.collective": config.aggregation.is_collective,
         "[adapt]": config.adapt.is_used,
-        "run.init, as its models begin from different weights": config.run.init is not None,
         "tensors that stay on the devices": any(not spec.shared for spec in shapes),
         "strategy.keep_optimizer, as a device may take another model": config.strategy.options.get("keep_optimizer"),
         "ef in compression.up, as a device may take another model": has_residuals,
@@ -209,8 +208,19 @@ def check_clusters(strategy: Strategy[Any], config: RunConfig, shapes: ModelSpec
     return num_clusters
 
 
-def make_first_stack(task: Task, seed: int, num_clusters: int) -> dict[str, Array]:
-    """Returns the first models of all clusters: that of the run's seed, and others from seeds that follow from it."""
+def make_first_models(task: Task, config: RunConfig, first: dict[str, Array], num_clusters: int) -> dict[str, Array]:
+    """Returns the stack of a run with clusters; `first` itself where there are none, or `run.init` has the stack.
+
+    Without `run.init` the first model is that of the run's seed, and the others are from seeds that follow from it.
+
+    Raises:
+        ConfigError: `run.init` has not as many models as the run.
+    """
+    if config.run.init is not None:
+        check_num_models(first, num_clusters)
+    if config.run.init is not None or not num_clusters:
+        return first
+    seed = config.run.seed
     seeds = [int(derive_rng(seed, "cluster", cluster).integers(2**31)) for cluster in range(1, num_clusters)]
     shapes = task.shapes()
     return {
@@ -218,6 +228,20 @@ def make_first_stack(task: Task, seed: int, num_clusters: int) -> dict[str, Arra
         for cluster, model in enumerate(task.init(each) for each in (seed, *seeds))
         for spec in shapes
     }
+
+
+def check_num_models(kept: Tensors, num_clusters: int) -> None:
+    """Raises a `ConfigError` where `run.init` has not a model for each cluster, or one without clusters."""
+    found = len(split_stack(kept)) if is_stack(kept) else 0
+    if found != num_clusters:
+        raise ConfigError(
+            f"run.init must be a file with {_count_models(num_clusters)}, as this run has; it has "
+            f"{_count_models(found)}"
+        )
+
+
+def _count_models(num_clusters: int) -> str:
+    return f"{num_clusters} models, one for each cluster" if num_clusters else "one model"
 
 
 def _find_file(config: RunConfig, bases: Path | None) -> Path:

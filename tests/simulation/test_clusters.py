@@ -6,7 +6,7 @@ from safetensors.numpy import save_file
 
 import edgefl
 from edgefl.coordinator.runs.planning import create_admission_requirements
-from edgefl.core.clusters import CLUSTER, add_cluster, split_stack
+from edgefl.core.clusters import CLUSTER, add_cluster, make_stack_shapes, split_stack
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError
 from edgefl.core.types import Update, UpdateMetrics
@@ -111,10 +111,47 @@ def test_what_does_not_go_with_clusters_is_told_before_the_first_round(changes, 
         build_run(parse_run(tables(**changes)), "r")
 
 
-def test_clusters_do_not_begin_from_one_model(tmp_path):
-    save_file(make_task("digits").init(7), tmp_path / "one.safetensors")
-    with pytest.raises(ConfigError, match=r"does not go with run.init, as its models begin from different weights"):
-        build_run(parse_run(tables(run={"init": str(tmp_path / "one.safetensors")})), "r")
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """The models of three clusters after a run."""
+    return simulate(tables(devices={"min": 3}), devices=3, root=tmp_path_factory.mktemp("kept")).model
+
+
+def test_a_later_run_goes_on_from_the_models_of_all_clusters(kept):
+    first, expected = build_run(parse_run(tables(run={"init": str(kept)})), "r").model, load_model_file(kept)
+    assert list(first) == [spec.name for spec in make_stack_shapes(make_task("digits").shapes(), 3)]
+    assert all(np.array_equal(tensor, expected[name]) for name, tensor in first.items())
+
+
+@pytest.mark.extended
+def test_boards_go_on_from_them_as_in_the_simulation(tmp_path, kept):
+    config = tables(run={"init": str(kept), "rounds": 2}, devices={"min": 3})
+    live = edgefl.run(config, devices=3, scheme="dirichlet:0.1", root=tmp_path / "live")
+    virtual = simulate(config, devices=3, root=tmp_path / "virtual")
+    assert live.model.read_bytes() == virtual.model.read_bytes() != kept.read_bytes()
+    assert list_choices(live) == list_choices(virtual)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "told"),
+    [
+        ("one", {}, "with 3 models, one for each cluster, as this run has; it has one model"),
+        ("three", {"strategy": {"clusters": 2}}, "with 2 models, .*; it has 3 models, one for each cluster"),
+        ("three", {"strategy": {"name": "fedavg"}}, "with one model, as this run has; it has 3 models"),
+        ("three", {"strategy": {"name": "fedavg"}, "adapt": {"frozen": ["fc1.*"]}}, "with one model, .*3 models"),
+        ("gap", {}, "run.init: tensor 'cluster-2/fc1.weight' must have shape .*, got none"),
+    ],
+)
+def test_a_run_begins_from_no_other_number_of_models(tmp_path, kept, file, changes, told):
+    three = load_model_file(kept)
+    gap = {name.replace("cluster-2", "cluster-7"): tensor for name, tensor in three.items()}
+    model = {"one": make_task("digits").init(7), "three": three, "gap": gap}[file]
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in model.items()}, tmp_path / "first.safetensors")
+    config = tables(run={"init": str(tmp_path / "first.safetensors")}, **changes)
+    if config["strategy"]["name"] == "fedavg":
+        del config["strategy"]["clusters"]
+    with pytest.raises(ConfigError, match=told):
+        build_run(parse_run(config), "r")
 
 
 @pytest.mark.parametrize("up", ["topk:0.1|int8", "sign", "lss:4", "dense|fp16|zstd"])

@@ -15,7 +15,7 @@ from edgefl.compression.error_feedback import has_error_feedback
 from edgefl.compression.peer_codec import PeerCodec, select_peer_tensors
 from edgefl.compression.registry import format_with_layers
 from edgefl.core.analyses import ANALYSES
-from edgefl.core.clusters import CLUSTERS_KEY, make_stack_shapes, make_update_shapes
+from edgefl.core.clusters import CLUSTERS_KEY, is_stack, make_stack_shapes, make_update_shapes, split_stack
 from edgefl.core.config import (
     RunConfig,
 )
@@ -45,9 +45,10 @@ from edgefl.engine.adapted_model import (
     check_clusters,
     check_head_epochs,
     check_local_tensors,
+    check_num_models,
     check_personal,
     make_adapted_model,
-    make_first_stack,
+    make_first_models,
 )
 from edgefl.engine.assembly.analysis import build_analysis
 from edgefl.engine.assembly.compiled import make_compiled_header
@@ -116,7 +117,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
     cluster_shapes = shapes if num_clusters else ()
     update_shapes = make_update_shapes(shapes) if num_clusters else shapes
     shapes = make_stack_shapes(shapes, num_clusters)
-    first = make_first_stack(task, config.run.seed, num_clusters) if num_clusters else first
+    first = make_first_models(task, config, first, num_clusters)
     with name_codec_errors("compression.down"):
         sends_changes, whole_spec = _parse_downlink(config)
         # Members of a collective have the next model already: what changed since is nothing.
@@ -285,7 +286,10 @@ def _make_first_model(
 
 
 def _load_initial_model(task: Task, config: RunConfig) -> dict[str, Array]:
-    """Returns the first whole model; tensors that stay on the devices may be the task's own, whatever `run.init`."""
+    """Returns the first whole model; tensors that stay on the devices may be the task's own, whatever `run.init`.
+
+    Of cluster models that a run has kept it is the stack.
+    """
     shapes = task.shapes()
     local = {spec.name for spec in shapes if not spec.shared}
     if config.run.init is None:
@@ -294,6 +298,10 @@ def _load_initial_model(task: Task, config: RunConfig) -> dict[str, Array]:
         from edgefl.storage.checkpoints import load_model_file  # noqa: PLC0415 a device that assembles needs no store
 
         model = load_model_file(Path(config.run.init))
+        if is_stack(model):
+            if config.adapt.is_used:
+                check_num_models(model, 0)
+            shapes = make_stack_shapes(shapes, len(split_stack(model)))
         if config.adapt.is_used:  # its local tensors are in no model that is kept, but in the first one of a run
             local |= {spec.name for spec in select_parts(config.adapt, shapes).trained if not spec.shared}
             own = {name: tensor for name, tensor in task.init(config.run.seed).items() if name in local}
