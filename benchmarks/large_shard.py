@@ -89,7 +89,8 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="[all]")
     parser.add_argument("--models", nargs="+", choices=tuple(BOUNDS_MB), default=tuple(BOUNDS_MB))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    args = options.parse(parser, megabytes=48, packed_megabytes=40, iterations=20, models=("mlp",))
+    quick = {"kinds": ("npz", "packed"), "models": ("mlp",)}
+    args = options.parse(parser, megabytes=48, packed_megabytes=40, iterations=20, **quick)
     adopt_orphans()
     rows: list[Row] = []
     try:
