@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from torch import nn
 
 from edgefl.core.types import Dataset, Task
-from edgefl.tasks.learners.torch_learner import TorchFactoryModel
+from edgefl.tasks.learners.torch_learner import TorchModel
+
+if TYPE_CHECKING:
+    import torch
 
 SIDE = 16
 LABELS = ("disc", "square", "cross")
 
 
-class Network(nn.Sequential):
-    """Maps [n, 1, 16, 16] pictures to [n, 3] logits."""
+def build_network() -> torch.nn.Module:
+    """Returns a module from [n, 1, 16, 16] pictures to [n, 3] logits."""
+    from torch import nn  # noqa: PLC0415 here, since boards may train a compiled form of it without torch
 
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(16 * 4 * 4, len(LABELS)),
-        )  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16 * 4 * 4, len(LABELS)),
+    )  # fmt: skip
 
 
 def grey(pictures: np.ndarray) -> np.ndarray:
@@ -34,12 +38,7 @@ class Shapes(Task):
     name = "shapes:Shapes"
     labels = LABELS
     defaults = {"learning_rate": 0.1, "batch_size": 16, "epochs": 1.0}  # noqa: RUF012 read only
-
-    def __init__(self) -> None:
-        model = TorchFactoryModel(
-            target="shapes:Network", num_classes=len(LABELS), input_shape=(1, SIDE, SIDE), prepare=grey
-        )
-        self.shapes, self.init, self.learner = model.shapes, model.init, model.learner
+    model, input_shape = TorchModel(build=build_network, prepare=grey), (SIDE, SIDE)
 
     def read(self, path: str) -> Dataset:
         """Returns the pictures of one `.npz` file."""
