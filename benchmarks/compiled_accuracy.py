@@ -150,7 +150,6 @@ def prepare(setup: TaskSetup, here: Path, data: Path | None) -> tuple[dict[str, 
             raise SystemExit(f"{setup.task} needs --data DIR or EDGEFL_DATA, with {setup.data}/")
         return {"task": dict(setup.task_options), "strategy": {"name": "fedavg", **setup.strategy}}, data / setup.data
     shutil.copytree(EXAMPLES / setup.example, here, dirs_exist_ok=True)
-    sys.path.insert(0, str(here))  # for a task of one's own, which is cut here
     environment = {
         **os.environ,
         **make_environment([here], setup.task),

@@ -252,10 +252,13 @@ def render(rows: Sequence[Row]) -> str:
             f"{row.kind:9}{row.model:7}{row.shard_bytes / 1e6:6.0f} MB"
             f"{row.peak_bytes / 1e6:7.0f} MB{row.bound_bytes / 1e6:5.0f} MB{row.seconds:6.0f} s  {fits}"
         )
-    peaks = {(row.kind, row.model): row.peak_bytes for row in sorted(rows, key=lambda row: row.shard_bytes)}
+    largest = {(row.kind, row.model): row for row in sorted(rows, key=lambda row: row.shard_bytes)}
     for model in dict.fromkeys(row.model for row in rows if row.kind == "packed"):
-        times = peaks["packed", model] / peaks["npz", model]
-        lines.append(f"{model}: {times:.1f} times the memory for the small shard read whole")
+        packed, in_file = largest["packed", model], largest["npz", model]
+        lines.append(
+            f"{model}: {packed.peak_bytes / in_file.peak_bytes:.1f} times the memory for "
+            f"{packed.shard_bytes / 1e6:.0f} MB read whole as for {in_file.shard_bytes / 1e6:.0f} MB in their file"
+        )
     return "\n".join(lines)
 
 

@@ -74,9 +74,17 @@ class DriftWatch:
         self._failed: dict[str, str] = {}
 
     def record_reference(
-        self, task: Task, name: str, options: Mapping[str, Scalar], load_data: Callable[[], Dataset]
+        self,
+        task: Task,
+        name: str,
+        options: Mapping[str, Scalar],
+        num_examples: int,
+        load_data: Callable[[], Dataset],
     ) -> None:
-        """Makes the reference of a task by its name, from its data, unless there is one or none is wanted."""
+        """Makes the reference of a task by its name, from its data, unless there is one or none is wanted.
+
+        `num_examples` is that of the shard as it is now; `load_data` is called where the reference is made of it.
+        """
         source = self._get_references().get(name)
         path = get_reference_path(self._folder, name)
         if source is None or self._failed.get(name) == source or (self._made.get(name) == source and path.exists()):
@@ -86,10 +94,9 @@ class DriftWatch:
         if found is not None and found.source == source:
             return
         try:
-            data = load_data()
-            of_reference = data if source == FIRST else load_task_data(task, source)
+            of_reference = load_data() if source == FIRST else load_task_data(task, source)
             reference = DriftReference(
-                source=source, options=options, num_examples=len(data), sample=_draw_sample(of_reference, name)
+                source=source, options=options, num_examples=num_examples, sample=_draw_sample(of_reference, name)
             )
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a confined process changes no modes
             write_atomic(path, encode_reference(reference))

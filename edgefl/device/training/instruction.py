@@ -267,7 +267,7 @@ class ReadinessHandler:
                 f"its task {name} has another model ({fingerprint}) than the coordinator's ({header['layout']}); "
                 "update the package that it comes from"
             )
-        self._task_cache.load_data(cached_task)
+        self._task_cache.check_data(cached_task)
 
     def _prepare(self, header: Json, body: bytes) -> None:
         self._prefetched = None

@@ -211,15 +211,19 @@ class TaskCache:
             self._record_reference(cached_task)
         else:
             cached_task.splits[test_fraction] = split_train_test(self.load_data(cached_task), test_fraction)
-            if not cached_task.blocks:
-                cached_task.data = None
+        if not cached_task.blocks:
+            cached_task.data = None
         return cached_task.splits[test_fraction]
+
+    def check_data(self, cached_task: CachedTask) -> None:
+        """Raises the errors of `load_data`; reads nothing that is in memory already."""
+        self._forget_outdated(cached_task)
+        if not cached_task.splits:
+            self.load_data(cached_task)
 
     def load_root_split(self, cached_task: CachedTask, num_root: int) -> tuple[Dataset, Dataset]:
         """Returns an evaluator's data to test on, and about `num_root` examples to train on, up to date."""
-        self._forget_outdated(cached_task)
-        if not cached_task.splits:
-            self.load_data(cached_task)  # it counts the examples
+        self.check_data(cached_task)  # it counts the examples
         rest, root = self.load_split(cached_task, compute_root_fraction(cached_task.num_certain, num_root))
         return drop_weak(rest), root
 
@@ -230,14 +234,15 @@ class TaskCache:
             cached_task.data, cached_task.splits, cached_task.shard_fingerprint = None, {}, fingerprint
 
     def _record_reference(self, cached_task: CachedTask) -> None:
-        if self._drift is None:
-            return
-        self._drift.record_reference(
-            cached_task.task,
-            cached_task.name,
-            cached_task.options,
-            lambda: cached_task.data or load_task_data(cached_task.task, self.get_shard_path(cached_task.name)),
-        )
+        def load() -> Dataset:
+            if cached_task.data is not None:
+                return cached_task.data
+            return load_task_data(cached_task.task, self.get_shard_path(cached_task.name))
+
+        if self._drift is not None:
+            self._drift.record_reference(
+                cached_task.task, cached_task.name, cached_task.options, cached_task.num_examples or 0, load
+            )
 
     def load_training(
         self, cached_task: CachedTask, test_fraction: float, on_batch: Callable[[], None] = lambda: None

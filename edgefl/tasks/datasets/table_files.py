@@ -352,6 +352,7 @@ class CsvTable(TableFile):
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open(newline="", encoding="utf-8-sig")
         self._lines = _Lines(self._file, path)
+        self._is_clean = True
         self._header: list[str] = []
 
     @property
@@ -410,8 +411,10 @@ class CsvTable(TableFile):
         cells = [row[: len(names)] for row in rows]
         with np.errstate(over="ignore"):
             try:
-                found = np.array(cells, np.float64)
-            except ValueError:  # gaps, decimal commas, or text
+                found = np.array(cells, np.float64) if self._is_clean else None
+            except ValueError:  # gaps, decimal commas, or text: in later chunks too, most likely
+                self._is_clean, found = False, None
+            if found is None:
                 cells = [[self._clean(cell) for cell in row] for row in cells]
                 found = self._convert_clean(cells, names, first_row)
             return found.astype(np.float32).reshape(len(rows), len(names))

@@ -33,7 +33,8 @@ def test_the_rows_of_a_shard_lie_in_memory_once_and_a_new_shard_takes_their_plac
 
     write(200)
     task = cache.get("digits", {})
-    assert len(cache.load_data(task)) == 200  # as the check before a run
+    cache.check_data(task)  # as before a run
+    assert len(task.data) == 200
     training, test = cache.load_split(task, 0.1)
     assert len(training) + len(test) == 200
     assert task.data is None
@@ -46,4 +47,8 @@ def test_the_rows_of_a_shard_lie_in_memory_once_and_a_new_shard_takes_their_plac
     training, test = cache.load_split(task, 0.1)
     assert len(training) + len(test) == 120
     assert len(task.splits) == 1
+    cache.check_data(task)  # as before a second run
+    assert task.data is None
     assert len(cache.load_data(task)) == task.num_examples == 120
+    assert cache.load_split(task, 0.1)[0] is training
+    assert task.data is None

@@ -86,6 +86,16 @@ def test_a_missing_number_is_refused_or_its_row_left_out(tmp_path, gap):
     assert read(path, ["a"])[0] == [[1.0], [3.0], [5.0]], "a column that nobody asked for may have gaps"
 
 
+def test_numbers_behind_a_gap_and_before_it_are_read_alike(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("a;b\n1;2\n3;4\n5;NA\n7;8\n9;10\n11;0,5\n")
+    with table_files.CsvTable(path) as table:
+        found = np.concatenate([numbers for numbers, _ in table.read_chunks(["a", "b"], [], 2)])
+    assert found[:, 0].tolist() == [1, 3, 5, 7, 9, 11]
+    assert np.isnan(found[2, 1])
+    assert np.delete(found[:, 1], 2).tolist() == [2, 4, 8, 10, 0.5]
+
+
 def test_a_missing_text_is_one_too(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("a,b\n1,x\n3,\n")
