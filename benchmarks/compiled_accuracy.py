@@ -48,6 +48,7 @@ class TaskSetup:
         example: a folder whose `make_data.py` makes the data; None for those of the data directory.
         data: within that folder, or that directory; already cut where there is no scheme.
         test: likewise, where the test data are not a part of the data set.
+        task_options: over those of the example's run file; None leaves one out.
     """
 
     task: str
@@ -71,7 +72,7 @@ SETUPS = {
     ),
     "audio": TaskSetup(
         task="audio", data="data/words", scheme="natural", example="keyword_spotting",
-        task_options={"model": "cnn-small"},
+        task_options={"model": "cnn-small", "hidden": None},
     ),
     "shapes": TaskSetup(
         task="shapes:Shapes", data="data", scheme=None, example="torch_images", test="data/test.npz"
@@ -129,7 +130,6 @@ def run_task(name: str, args: argparse.Namespace) -> list[Outcome]:
                 environment=make_environment([here], setup.task),
             ) as fleet:
                 for seed in args.seeds:
-                    print(f"{name}, {backend}, seed {seed}", file=sys.stderr, flush=True)
                     run = {
                         "task": setup.task, "rounds": args.rounds, "seed": seed, "backend": backend,
                         "evaluate_on": "coordinator", "evaluate_every": args.rounds,
@@ -137,9 +137,9 @@ def run_task(name: str, args: argparse.Namespace) -> list[Outcome]:
                     run_id = fleet.submit(parse_run({**tables, "run": run, "devices": {"min": NUM_DEVICES}}))
                     fleet.wait_for_run(run_id)
                     last = [row for row in fleet.list_history("rounds", run=run_id) if row["loss"] is not None][-1]
-                    outcomes.append(
-                        Outcome(task=name, backend=backend, seed=seed, accuracy=last["accuracy"], loss=last["loss"])
-                    )
+                    one = Outcome(task=name, backend=backend, seed=seed, accuracy=last["accuracy"], loss=last["loss"])
+                    print(one, file=sys.stderr, flush=True)
+                    outcomes.append(one)
         return outcomes
 
 
@@ -158,7 +158,8 @@ def prepare(setup: TaskSetup, here: Path, data: Path | None) -> tuple[dict[str, 
     subprocess.run([sys.executable, "make_data.py"], cwd=here, env=environment, check=True, stdout=subprocess.DEVNULL)
     tables = tomllib.loads((here / "run.toml").read_text())
     tables = {key: dict(table) for key, table in tables.items() if key not in {"run", "simulation", "compression"}}
-    tables["task"] = {**tables.get("task", {}), **setup.task_options}
+    task_options = {**tables.get("task", {}), **setup.task_options}
+    tables["task"] = {name: value for name, value in task_options.items() if value is not None}
     tables["strategy"] = {**tables["strategy"], **setup.strategy}
     return tables, here / setup.data
 
