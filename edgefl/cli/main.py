@@ -245,6 +245,8 @@ def edgefl(*, verbose: int, quiet: bool) -> None:
     logging.basicConfig(level=level, handlers=[handler])
     for noisy in ("httpx", "httpcore", "alembic", "fontTools", "matplotlib", "PIL"):
         logging.getLogger(noisy).setLevel(logging.WARNING if verbose < 2 else logging.DEBUG)
+    for secretive in ("aiobotocore", "botocore", "fsspec", "s3fs"):  # they log requests with what signs them
+        logging.getLogger(secretive).setLevel(logging.WARNING)
 
 
 def main(arguments: list[str] | None = None) -> Any:

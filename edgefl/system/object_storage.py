@@ -7,18 +7,28 @@ programs for S3 use. An object appears when its last part has come: it is the ol
 from __future__ import annotations
 
 import base64
+import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from edgefl.core.errors import DataError, NetworkError, NotAllowedError, NotFoundError, StoreError, UsageError
+from edgefl.core.errors import (
+    DataError,
+    EdgeflError,
+    NetworkError,
+    NotAllowedError,
+    NotFoundError,
+    StoreError,
+    UsageError,
+)
 from edgefl.core.safe_parsing import SHA256, parse_json
 from edgefl.system.atomic_files import compute_sha256, make_store_error, sync_directory, write_atomic
 
@@ -31,7 +41,9 @@ HASH_KEY = "sha256"
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]\Z")
 MAX_KEY_BYTES = 1024
-_MAX_STATE_BYTES = 64 * 1024
+_USER_OF_URL = re.compile(r"(?<=//).*@", re.DOTALL)
+_MAX_STATE_BYTES = 4 * 1024 * 1024
+"""A tag for each of `MAX_PARTS`, several times over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +65,17 @@ class ObjectAddress:
         return ObjectAddress(self.bucket, self.key + name) if not self.name else self
 
 
-def parse_address(text: str) -> ObjectAddress:
-    """Returns an address; raises a `UsageError` where it is none."""
+def parse_address(text: str, *, allow_folder: bool = True) -> ObjectAddress:
+    """Returns an address; raises a `UsageError` where it is none, or that of a folder which is not allowed."""
     bucket, _, key = text.removeprefix(SCHEME).partition("/")
+    address = ObjectAddress(bucket, key)
     is_key = len(key.encode(errors="replace")) <= MAX_KEY_BYTES and key.isprintable()
+    is_key = is_key and (allow_folder or address.name != "")
     if not text.startswith(SCHEME) or not _BUCKET.match(bucket) or not is_key:
         raise UsageError(
             f"an address of an object is {SCHEME}BUCKET/KEY, such as s3://lab/fleet.tar.gz; got {text!r:.80}"
         )
-    return ObjectAddress(bucket, key)
+    return address
 
 
 def upload_file(path: Path, address: ObjectAddress, *, replace: bool = False) -> ObjectAddress:
@@ -75,35 +89,40 @@ def upload_file(path: Path, address: ObjectAddress, *, replace: bool = False) ->
     Raises:
         UsageError: another object is there.
         MissingPackageError: s3fs is not installed.
+        NotFoundError: there is no such bucket.
         NetworkError: the storage cannot be reached, or answers nonsense.
         NotAllowedError: it does not let us.
-        StoreError: the file cannot be read, or changes meanwhile.
+        StoreError: the file cannot be read, or nothing be written beside it.
+        DataError: the file changes meanwhile.
     """
     address = address.join(path.name)
-    stored = _StoredObject(address)
     try:
-        sha256, size = compute_sha256(path), path.stat().st_size
-        found = stored.find()
-        if found is not None and found.sha256 == sha256:
+        key = _make_key(path, address)
+        state = _read_state(path)
+        if state is None or not key.items() <= state.items():
+            _abort(state)
+            state = {**key, "id": "", "tags": {}}
+            _write_state(path, state)
+        stored = _StoredObject(address)
+        try:
+            _send(stored, path, state, replace=replace)
+        except (DataError, UsageError):  # it will not go on
+            _abort(state)
             _get_state_path(path).unlink(missing_ok=True)
-            return address
-        if found is not None and not replace:
-            raise UsageError(f"there is another object at {address} already; name a new one")
-        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
-        if size <= part_bytes:
-            content = path.read_bytes()
-            _check_unchanged(path, hashlib.sha256(content).hexdigest(), sha256)
-            stored.call("put_object", Body=content, ContentMD5=_encode_md5(content), Metadata={HASH_KEY: sha256})
-        else:
-            _upload_parts(stored, path, sha256, part_bytes)
+            raise
+        _get_state_path(path).unlink(missing_ok=True)
     except OSError as error:
         raise StoreError(f"{path} cannot be sent: {error.strerror or error}") from None
     return address
 
 
-def has_object(address: ObjectAddress) -> bool:
-    """Returns whether an object is there; raises what `upload_file` does."""
-    return _StoredObject(address).find() is not None
+def has_open_upload(path: Path, address: ObjectAddress) -> bool:
+    """Returns whether a sending of this very file to this address has broken off, be it before its first byte."""
+    state = _read_state(path)
+    try:
+        return state is not None and _make_key(path, address.join(path.name)).items() <= state.items()
+    except OSError as error:
+        raise make_store_error(path, error) from None
 
 
 def download_file(
@@ -121,7 +140,7 @@ def download_file(
         NotFoundError: there is no such object.
         DataError: it is larger, changes meanwhile, or its content has another SHA-256.
         MissingPackageError, NetworkError, NotAllowedError: as `upload_file`.
-        StoreError: the file cannot be written.
+        StoreError: the file cannot be written, or another command fetches it.
     """
     stored = _StoredObject(address)
     found = stored.find()
@@ -133,7 +152,7 @@ def download_file(
     mark = hashlib.sha256(f"{address} {found.tag} {found.num_bytes}".encode()).hexdigest()[:12]
     partial = path.with_name(f".{path.name}.{mark}.part")
     try:
-        for other in path.parent.glob(f".{path.name}.*.part"):
+        for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
             if other != partial:
                 other.unlink()
         _fetch_parts(stored, found, partial)
@@ -160,7 +179,7 @@ class _StoredObject:
     """Place of an object; what goes wrong in the storage becomes an error of ours.
 
     Raises:
-        UsageError: its endpoint would be spoken to in the clear.
+        UsageError: its endpoint has a password in it, or would be spoken to in the clear.
     """
 
     def __init__(self, address: ObjectAddress) -> None:
@@ -169,9 +188,15 @@ class _StoredObject:
         self._address, self._storage = address, S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
         with self._errors():
             self._storage.connect()
-            endpoint = urlsplit(str(self._storage.s3.meta.endpoint_url))
+            url = str(self._storage.s3.meta.endpoint_url)
+            endpoint = urlsplit(url)
+        if "@" in url:
+            raise UsageError(
+                "AWS_ENDPOINT_URL must name no user and no password; "
+                "keys are in AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws"
+            )
         if endpoint.scheme != "https" and endpoint.hostname not in LOOPBACK_HOSTS:
-            raise UsageError(f"AWS_ENDPOINT_URL must be https:// or of this machine, got {endpoint.geturl()!r:.200}")
+            raise UsageError(f"AWS_ENDPOINT_URL must be https:// or of this machine, got {url!r:.200}")
 
     def __str__(self) -> str:
         return str(self._address)
@@ -182,8 +207,11 @@ class _StoredObject:
             try:
                 return self._storage.call_s3(method, Bucket=self._address.bucket, Key=self._address.key, **options)
             except FileNotFoundError as error:
-                if "bucket" in str(error):
-                    raise NotFoundError(f"{self._address}: {error}; make the bucket first") from None
+                response = getattr(error.__cause__, "response", None)
+                if response is None:  # no answer of the storage: a file of this machine's settings
+                    raise
+                if response["Error"].get("Code") == "NoSuchBucket":
+                    raise NotFoundError(f"{self._address}: there is no such bucket; make it first") from None
                 return None
 
     def find(self) -> _Object | None:
@@ -217,10 +245,13 @@ class _StoredObject:
         try:
             yield
         except PermissionError as error:
-            raise NotAllowedError(f"{self._address}: the storage does not allow it: {error}") from None
+            raise NotAllowedError(
+                f"{self._address}: the storage does not allow it: {_USER_OF_URL.sub('', str(error))}"
+            ) from None
         except (OSError, BotoCoreError, ClientError, LookupError, TypeError, ValueError) as error:
             raise NetworkError(
-                f"{self._address}: the storage cannot be used: {type(error).__name__}: {error}"
+                f"{self._address}: the storage cannot be used: {type(error).__name__}: "
+                + _USER_OF_URL.sub("", str(error))
             ) from None
 
 
@@ -252,55 +283,90 @@ def _get_state_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.upload")
 
 
-def _upload_parts(stored: _StoredObject, path: Path, sha256: str, part_bytes: int) -> None:
-    state_path = _get_state_path(path)
-    key = {"address": str(stored), HASH_KEY: sha256, "part_bytes": part_bytes}
-    upload_id = _read_state(state_path, key)
-    sent = None if upload_id is None else _list_sent(stored, upload_id)
+def _make_key(path: Path, address: ObjectAddress) -> dict[str, Any]:
+    """Returns what tells a sending from others: one that broke off goes on only where all of it is the same."""
+    part_bytes = max(PART_BYTES, -(-path.stat().st_size // MAX_PARTS))
+    return {"address": str(address), HASH_KEY: compute_sha256(path), "part_bytes": part_bytes}
+
+
+def _send(stored: _StoredObject, path: Path, state: dict[str, Any], *, replace: bool) -> None:
+    found, sha256 = stored.find(), state[HASH_KEY]
+    if found is not None and found.sha256 == sha256:
+        _abort(state)
+        return
+    if found is not None and not replace:
+        raise UsageError(f"there is another object at {stored} already; name a new one")
+    if path.stat().st_size > state["part_bytes"]:
+        _upload_parts(stored, path, state)
+        return
+    content = path.read_bytes()
+    _check_unchanged(path, hashlib.sha256(content).hexdigest(), sha256)
+    answer = stored.call("put_object", Body=content, ContentMD5=_encode_md5(content), Metadata={HASH_KEY: sha256})
+    _require(stored, answer)
+
+
+def _upload_parts(stored: _StoredObject, path: Path, state: dict[str, Any]) -> None:
+    sha256 = state[HASH_KEY]
+    sent = _list_sent(stored, state["id"]) if state["id"] else None
     if sent is None:
         answer = _require(stored, stored.call("create_multipart_upload", Metadata={HASH_KEY: sha256}))
-        upload_id = str(answer["UploadId"])
-        sent = {}
-        write_atomic(state_path, json.dumps({**key, "id": upload_id}).encode())
-    tags, digest = list[str](), hashlib.sha256()
+        sent, state["id"], state["tags"] = {}, str(answer["UploadId"]), {}
+        _write_state(path, state)
+    tags, digest = state["tags"], hashlib.sha256()
+    number = 0
     with path.open("rb") as file:
-        while content := file.read(part_bytes):
+        while content := file.read(state["part_bytes"]):
             digest.update(content)
-            tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
-            number = len(tags) + 1
-            if sent.get(number) != tag:
-                answer = stored.call(
-                    "upload_part",
-                    UploadId=upload_id,
-                    PartNumber=number,
-                    Body=content,
-                    ContentMD5=_encode_md5(content),
-                )
-                tag = str(_require(stored, answer)["ETag"])
-            tags.append(tag)
+            number += 1
+            # The storage's own tags, which are no MD5 where it encrypts.
+            if number in sent and sent[number] == tags.get(str(number)):
+                continue
+            answer = stored.call(
+                "upload_part",
+                UploadId=state["id"],
+                PartNumber=number,
+                Body=content,
+                ContentMD5=_encode_md5(content),
+            )
+            tags[str(number)] = str(_require(stored, answer)["ETag"])
+            _write_state(path, state)
     _check_unchanged(path, digest.hexdigest(), sha256)
-    parts = [{"PartNumber": number, "ETag": tag} for number, tag in enumerate(tags, 1)]
-    _require(stored, stored.call("complete_multipart_upload", UploadId=upload_id, MultipartUpload={"Parts": parts}))
-    state_path.unlink(missing_ok=True)
+    parts = [{"PartNumber": one, "ETag": tags[str(one)]} for one in range(1, number + 1)]
+    answer = stored.call("complete_multipart_upload", UploadId=state["id"], MultipartUpload={"Parts": parts})
+    # Where an answer was lost, it is asked for once more, of a sending that is over.
+    if answer is None and ((found := stored.find()) is None or found.sha256 != sha256):
+        _require(stored, answer)
 
 
 def _require(stored: _StoredObject, answer: Any) -> Any:
     if answer is None:
-        raise NetworkError(f"{stored}: the storage has it no longer; try again")
+        raise NetworkError(f"{stored}: the storage has no such object, sending or bucket; try again")
     return answer
 
 
-def _read_state(path: Path, key: dict[str, Any]) -> str | None:
-    """Returns the id of a sending of the same file to the same place that broke off."""
+def _abort(state: dict[str, Any] | None) -> None:
+    """Frees the room of the parts of a sending that does not go on, where the storage can be reached."""
+    if state is not None and state["id"]:
+        with suppress(EdgeflError):
+            stored = _StoredObject(parse_address(state["address"]))
+            stored.call("abort_multipart_upload", UploadId=state["id"])
+
+
+def _write_state(path: Path, state: dict[str, Any]) -> None:
+    write_atomic(_get_state_path(path), json.dumps(state).encode())
+
+
+def _read_state(path: Path) -> dict[str, Any] | None:
+    """Returns what is known of the last sending of a file that broke off, to wherever; None where nothing is."""
     try:
-        with path.open("rb") as file:
+        with _get_state_path(path).open("rb") as file:
             state = parse_json(file.read(_MAX_STATE_BYTES))
     except (OSError, ValueError):
         return None
-    if not isinstance(state, dict) or {name: state.get(name) for name in key} != key:
+    kinds = {"address": str, HASH_KEY: str, "part_bytes": int, "id": str, "tags": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in kinds.items()):
         return None
-    upload_id = state.get("id")
-    return upload_id if isinstance(upload_id, str) else None
+    return state
 
 
 def _list_sent(stored: _StoredObject, upload_id: str) -> dict[int, str] | None:
@@ -319,6 +385,10 @@ def _list_sent(stored: _StoredObject, upload_id: str) -> dict[int, str] | None:
 
 def _fetch_parts(stored: _StoredObject, found: _Object, partial: Path) -> None:
     with partial.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StoreError(f"another command fetches {stored} into {partial}; wait for it") from None
         partial.chmod(0o600)
         while (start := file.tell()) < found.num_bytes:
             file.write(stored.read(start, min(start + PART_BYTES, found.num_bytes), found.tag))

@@ -1,4 +1,5 @@
 import importlib
+import logging
 import shlex
 import shutil
 import sys
@@ -114,6 +115,15 @@ def test_an_error_is_one_line_on_stderr_and_its_exit_code(capsys, monkeypatch):
         main(["fails"])
     assert ended.value.code == 10
     assert capsys.readouterr() == ("", "edgefl: the store is gone; it was at /a look there\n")
+
+
+def test_what_signs_requests_to_a_storage_is_logged_at_no_verbosity(run, caplog):
+    caplog.set_level(logging.DEBUG)  # as -vv does
+    for name in ("botocore", "aiobotocore", "s3fs", "fsspec"):
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    run("-vv", "coordinator", "grafana")
+    names = ("botocore.auth", "botocore.endpoint", "aiobotocore.httpsession", "s3fs", "fsspec.asyn")
+    assert [name for name in names if logging.getLogger(name).isEnabledFor(logging.INFO)] == []
 
 
 def test_the_documented_exit_codes_are_those_of_the_classes():

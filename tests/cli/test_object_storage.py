@@ -14,6 +14,7 @@ from edgefl.coordinator.directory import init_directory, load_directory
 from edgefl.storage.checkpoints import save_model
 from edgefl.storage.store import Store
 from edgefl.system import object_storage
+from edgefl.system.atomic_files import compute_sha256
 
 pytestmark = pytest.mark.extended
 
@@ -45,6 +46,16 @@ def test_a_backup_whose_sending_broke_off_goes_on_and_is_restored_from_there(
     assert run(*backup).out == f"{file} is there, and goes on to be sent\nsent to s3://lab/monday/fleet.tar.gz\n"
     assert server.read("monday/fleet.tar.gz") == content == file.read_bytes()
     refused(backup, 2, "fleet.tar.gz exists already")
+    server.files.rm_file("lab/monday/fleet.tar.gz")  # what nothing says was on its way is not sent as today's
+    refused(backup, 2, "fleet.tar.gz exists already")
+    assert server.keys() == []
+    assert (
+        run(
+            "coordinator", "backup", "--dir", root, tmp_path / "next.tar.gz", "--to", "s3://lab/monday/fleet.tar.gz"
+        ).code
+        == 0
+    )
+    content = (tmp_path / "next.tar.gz").read_bytes()
     restored = run("coordinator", "restore", "s3://lab/monday/fleet.tar.gz", "--dir", tmp_path / "new" / "place")
     assert (restored.code, restored.err) == (0, "")
     assert load_directory(tmp_path / "new" / "place").fleet == "lab"
@@ -54,12 +65,21 @@ def test_a_backup_whose_sending_broke_off_goes_on_and_is_restored_from_there(
     assert not (tmp_path / "other").exists()
 
 
-def test_a_base_is_fetched_and_must_be_the_one_that_was_meant(run, refused, server, root, tmp_path):
+def test_a_base_is_fetched_and_must_be_the_one_that_was_meant(run, refused, server, root, tmp_path, monkeypatch):
     save_file({"fc.weight": np.ones((2, 3), np.float32)}, tmp_path / "fc.safetensors")
     server.write("fc.safetensors", (tmp_path / "fc.safetensors").read_bytes())
     add = ["base", "add", "s3://lab/fc.safetensors", "--name", "fc", "--dir", root]
     refused([*add, "--sha256", "0" * 64], 4, "must have SHA-256")
     refused(["base", "add", tmp_path / "fc.safetensors", "--dir", root, "--sha256", "0" * 64], 4, "must have SHA-256")
+    assert run("base", "list", "--dir", root, "--format", "json").rows == []
+    refused(["base", "add", "s3://lab/", "--dir", root], 2, "s3://BUCKET/KEY")
+    with monkeypatch.context() as patched:  # whatever another fetch has put there meanwhile
+        patched.setattr(
+            object_storage, "download_file", lambda _address, path, **_: save_file({"x": np.ones(1)}, path)
+        )
+        sha256 = compute_sha256(tmp_path / "fc.safetensors")
+        refused([*add, "--sha256", sha256], 4, "must have SHA-256")
+    assert run("base", "list", "--dir", root, "--format", "json").rows == []
     assert run(*add).code == 0
     (row,) = run("base", "list", "--dir", root, "--format", "json").rows
     assert (row["name"], row["num_parameters"]) == ("fc", 6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +42,9 @@ def add(*, file: Path | ObjectAddress, name: str | None, sha256: str | None, roo
     from edgefl.tasks.adaptation.base_file import MAX_BASE_BYTES  # noqa: PLC0415 likewise
 
     folder = load_directory(root).bases
-    with fetched_file(file, folder, ".fetched", max_bytes=MAX_BASE_BYTES, sha256=sha256) as path:
-        base = _open_catalogue(root).add(path, name)
+    fetch_name = f".fetched-{hashlib.sha256(str(file).encode()).hexdigest()[:SHORT_HASH_DIGITS]}"
+    with fetched_file(file, folder, fetch_name, max_bytes=MAX_BASE_BYTES, sha256=sha256) as path:
+        base = _open_catalogue(root).add(path, name, sha256=sha256)
     click.echo(
         f"{base.name or 'base'} is {base.sha256}: {base.num_tensors} tensors, {base.num_parameters} numbers, "
         f"{format_bytes(base.bytes_file)}"

@@ -332,16 +332,16 @@ def readdress(root: Path, port: int | None, hosts: tuple[str, ...]) -> None:
 def backup(root: Path, file: Path, *, without_models: bool, address: ObjectAddress | None) -> None:
     """Write the whole coordinator, its keys included, to FILE (.tar.gz); it may be running.
 
-    With --to, a FILE that is there and was not sent to its end is sent on, and not written anew.
+    With --to, a FILE that an earlier try wrote and did not send to its end is sent on, and not written anew.
     """
     from edgefl.cli.output import format_bytes  # noqa: PLC0415 fast start
     from edgefl.coordinator.backup import SECRETS_NOTICE, create_backup  # noqa: PLC0415 likewise
     from edgefl.coordinator.directory import load_directory  # noqa: PLC0415 likewise
     from edgefl.storage.database import get_sqlite_path  # noqa: PLC0415 likewise
-    from edgefl.system.object_storage import has_object  # noqa: PLC0415 likewise
+    from edgefl.system.object_storage import has_open_upload  # noqa: PLC0415 likewise
 
     directory = load_directory(root)
-    if address is not None and file.is_file() and not has_object(address.join(file.name)):
+    if address is not None and file.is_file() and has_open_upload(file, address):
         click.echo(f"{file} is there, and goes on to be sent")
         send_files(file, address)
         return

@@ -46,11 +46,17 @@ class BaseCatalogue:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def add(self, path: Path, name: str | None = None) -> Base:
+    def add(self, path: Path, name: str | None = None, *, sha256: str | None = None) -> Base:
         """Copies a safetensors file into the folder; one that is there undamaged only gets the name.
 
+        Args:
+            path: of the file.
+            name: for it; None for its SHA-256 alone.
+            sha256: that it must have; None for any.
+
         Raises:
-            DataError: it is no such file, holds no tensors, is larger than a device takes, or changes meanwhile.
+            DataError: it is no such file, holds no tensors, is larger than a device takes, has another SHA-256, or
+                changes meanwhile.
             UsageError: the name is no name, or another base has it.
             StoreError: it cannot be written.
         """
@@ -64,7 +70,7 @@ class BaseCatalogue:
             raise DataError(f"{path} has {size} bytes, a device takes {MAX_BASE_BYTES} at most")
         if not read_base_shapes(path):
             raise DataError(f"{path} holds no tensors")
-        sha256 = self._copy(path)
+        sha256 = self._copy(path, sha256)
         if name is not None:
             if names.get(name, sha256) != sha256:
                 raise UsageError(
@@ -110,11 +116,13 @@ class BaseCatalogue:
         path.unlink(missing_ok=True)
         return path.stem
 
-    def _copy(self, source: Path) -> str:
+    def _copy(self, source: Path, expected: str | None) -> str:
         """Copies a file under its SHA-256, which it returns; a damaged one that is there is replaced."""
         try:
             make_private_directory(self._folder)
             sha256 = compute_sha256(source)
+            if expected not in {None, sha256}:
+                raise DataError(f"{source} must have SHA-256 {expected}, got {sha256}; bring the file again")
             target = self._path(sha256)
             if target.is_file() and compute_sha256(target) == sha256:
                 return sha256

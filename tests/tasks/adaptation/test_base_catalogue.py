@@ -33,6 +33,10 @@ def test_a_base_is_copied_under_its_hash_and_found_by_its_name_and_its_hash(file
     assert catalogue.add(file, "fc") == base
     assert catalogue.list_bases() == [base]
     assert compute_digest(file) == compute_digest(path) == base.sha256
+    assert catalogue.add(file, "fc", sha256=base.sha256) == base
+    with pytest.raises(DataError, match="must have SHA-256 0000"):
+        catalogue.add(file, "other", sha256="0" * 64)
+    assert catalogue.list_bases() == [base]
 
 
 def test_a_damaged_base_is_repaired_by_the_good_file_and_a_file_that_changes_meanwhile_is_refused(
