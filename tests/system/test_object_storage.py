@@ -168,7 +168,7 @@ def test_a_whole_object_whose_last_answer_was_lost_is_enough(server, calls, path
     def call(self, method, **options):
         answer = plain(self, method, **options)
         if method == "complete_multipart_upload" and asks_again:
-            return plain(self, method, **options)
+            return None  # of the second time: there is no such sending
         if method == "complete_multipart_upload":
             raise NetworkError("lost")
         return answer
