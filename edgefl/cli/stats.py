@@ -176,11 +176,13 @@ def _measure_shards(name: str, settings: Mapping[str, Scalar], options: Json, pa
     from edgefl.tasks.analyses.analysis import read_result  # noqa: PLC0415 likewise
     from edgefl.tasks.analyses.registry import make_analysis  # noqa: PLC0415 likewise
     from edgefl.tasks.datasets.central import read_own_data  # noqa: PLC0415 likewise
+    from edgefl.tasks.datasets.shards import drop_unlabelled  # noqa: PLC0415 likewise
     from edgefl.tasks.registry import make_task  # noqa: PLC0415 likewise
 
     task = make_task(name, settings)
     analysis = make_analysis(task, "statistics", options)
-    model, data = analysis.make_model(), {str(path): read_own_data(task, path) for path in paths}
+    model = analysis.make_model()
+    data = {str(path): drop_unlabelled(read_own_data(task, path)) for path in paths}
     for _ in range(get_num_rounds("statistics") or 1):
         request = analysis.make_request(model)
         boards = (BoardSums(device_id=path, sums=analysis.measure(request, part)) for path, part in data.items())

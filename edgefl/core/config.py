@@ -437,8 +437,8 @@ class SimulationSection:
         examples: of each device where nothing is trained and so no data is cut.
         workers: processes that train; 0 trains in this one, None measures what is faster.
         accelerator: what they train on: cpu, cuda, or cuda:N. On a GPU the same run may differ in the last bits.
-        starts_at: when the run begins, by the clocks of its boards, such as 2026-01-05T18:00+01:00; without an offset
-            in UTC. Only `[conditions]` look at it.
+        starts_at: when the run begins, such as 2026-01-05T18:00+01:00; without an offset in UTC. Only `[conditions]`
+            look at it; their hours are in their own `zone`, without one in UTC, whatever the offset here.
     """
 
     devices: int = field(default=10, metadata={"at_least": 1})

@@ -133,7 +133,8 @@ class SimulatedConditions:
         self._starts_at_s, self._clock, self._num_boots = settings.starts_at_s, clock, 0
         self._facts, self._folder = TracedFacts(profile, clock), settings.folder / device_id
         self._folder.mkdir()
-        self._work, self._computed_s, self._update_bytes = ExitStack(), math.inf, 0
+        self._work, self._computed_s = ExitStack(), math.inf
+        self._update_bytes: int | None = None
         if profile.conditions != NO_CONDITIONS:
             save_conditions(self._folder, format_toml({"conditions": owners.to_json()}).encode())
         self._gate = self._boot()
@@ -183,11 +184,14 @@ class SimulatedConditions:
             raise ConditionsEndedError(blocker.reason, blocker)
         self._gate.charge_traffic(num_bytes)
 
-    def start_work(self) -> None:
-        """Begins a work of training; raises as `charge_download`, also where its update would not fit."""
+    def start_work(self, first_bytes: int) -> None:
+        """Begins a work of training; raises as `charge_download`, also where its update would not fit.
+
+        The size of an update is that of the last one, `first_bytes` where this boot has made none.
+        """
         self._computed_s = self._clock()
         self._work.enter_context(self._gate.work())
-        self._gate.require_traffic(self._update_bytes)
+        self._gate.require_traffic(first_bytes if self._update_bytes is None else self._update_bytes)
         self._gate.require()
 
     def continue_work(self) -> None:
@@ -208,14 +212,14 @@ class SimulatedConditions:
 
     def charge_upload(self, num_bytes: int) -> None:
         """Charges an update before its upload, which may be after the hours; raises as `charge_download`."""
+        self._update_bytes = num_bytes
         self._gate.require_network()
         self._gate.charge_traffic(num_bytes)
-        self._update_bytes = num_bytes
 
     def reboot(self) -> None:
         """Replaces the agent by that of a new boot, which knows only what is on disk."""
         self.end_work()
-        self._gate = self._boot()
+        self._gate, self._update_bytes = self._boot(), None
 
     def compute_next_check_s(self, blocker: Blocker | None) -> float:
         """Returns when an idle board looks again, in virtual seconds."""

@@ -266,14 +266,28 @@ class SimulatedFleet:
             self._event_queue.now_s = max(self.now_s, until_s)
         self._num_idle_waits = 0 if events or not self._event_queue.is_empty else self._num_idle_waits + 1
         if self._num_idle_waits > MAX_IDLE_WAITS:
-            num_trainers = sum(info.role == Role.TRAINER for info in self._state.devices.values())
-            raise RunFailedError(
-                f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
-                f"{len(self._devices)} devices are there, none of them is given work, "
-                "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unhealthy_policy, "
-                "and at whom the strategy itself asks"
-            )
+            raise self._make_idle_error()
         return events
+
+    def _make_idle_error(self) -> RunFailedError:
+        num_trainers = sum(info.role == Role.TRAINER for info in self._state.devices.values())
+        return RunFailedError(
+            f"nothing happens any more at {self.now_s:.0f} virtual seconds: {num_trainers} of "
+            f"{len(self._devices)} devices are there, none of them is given work, "
+            "and nobody will come back: look at [devices] min_memory_bytes, accelerator and unhealthy_policy, "
+            "and at whom the strategy itself asks"
+        )
+
+    def _make_blocked_error(self) -> RunFailedError:
+        """Returns why nothing happens though boards look: the conditions of the first one that is not free."""
+        for board in self._devices.values():
+            blocker = board.conditions.find_blocker() if board.conditions is not None and board.is_up else None
+            if blocker is not None:
+                return RunFailedError(
+                    f"nothing has happened for {MAX_BLOCKED_S / 86_400:g} virtual days: too few boards are free by "
+                    f"[conditions]; {board.device_id}: {format_blocker(blocker)}"
+                )
+        return self._make_idle_error()
 
     def _publish(self, event: Event) -> None:
         self._events.append(event)
@@ -354,14 +368,9 @@ class SimulatedFleet:
         if board.device_id in self._state.busy or not board.is_up:  # a board that works looks by itself
             self._schedule_check(board, None)
             return
-        blocker = board.conditions.find_blocker()
-        self._set_blocker(board, blocker)
+        self._set_blocker(board, board.conditions.find_blocker())
         if self.now_s - self._last_event_s > MAX_BLOCKED_S:
-            reason = "" if blocker is None else f"; {board.device_id}: {format_blocker(blocker)}"
-            raise RunFailedError(
-                f"nothing has happened for {MAX_BLOCKED_S / 86_400:g} virtual days: too few boards are free by "
-                f"[conditions]{reason}"
-            )
+            raise self._make_blocked_error()
 
     def _set_blocker(self, board: SimulatedDevice, blocker: Blocker | None) -> None:
         """Records what keeps a board from work, if anything."""
@@ -373,6 +382,8 @@ class SimulatedFleet:
 
     def _schedule_check(self, board: SimulatedDevice, blocker: Blocker | None) -> None:
         assert board.conditions is not None
+        if not board.is_up:
+            return  # it looks when it is back; checks of one that stays away would never end
         board.next_check_s = board.conditions.compute_next_check_s(blocker)
         self._event_queue.schedule(board.next_check_s, self._on_check_time, board)
 

@@ -160,7 +160,7 @@ class InstructionLifecycle:
             if work.is_completed:
                 continue
             device.start_work(work, self._event_queue.now_s)
-            if device.conditions is not None and not self._goes_on(work, device.conditions.start_work):
+            if not self._may_start(work):
                 return
             self._schedule_check(work)
             self._event_queue.schedule(work.due_s, self._on_compute_end, (work, work.due_s))
@@ -170,6 +170,15 @@ class InstructionLifecycle:
                 work.instruction.plan.node is None
             ):  # a node's training cannot be rolled back, so it runs when it is due
                 self._start_training(work)
+
+    def _may_start(self, work: InFlightWork) -> bool:
+        """Returns whether the conditions allow a work that is about to be computed; hands it back where not."""
+        conditions = work.device.conditions
+        if conditions is None:
+            return True
+        is_dense = (work.instruction.codec or "dense") == "dense"  # the update is as large as the model
+        first_bytes = work.download_bytes if is_dense else 0
+        return self._goes_on(work, lambda: conditions.start_work(first_bytes))
 
     def _start_training(self, work: InFlightWork) -> None:
         if not work.job.is_started:

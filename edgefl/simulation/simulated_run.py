@@ -24,6 +24,7 @@ from edgefl.core import extensions
 from edgefl.core.analyses import ANALYSES, has_result
 from edgefl.core.claims import CLAIM_BOUNDED, ClaimLimits
 from edgefl.core.clusters import parse_num_clusters
+from edgefl.core.conditions import NO_CONDITIONS
 from edgefl.core.config import (
     CompressionSection,
     DevicesSection,
@@ -37,6 +38,7 @@ from edgefl.core.errors import ConfigError
 from edgefl.core.protocol import EVALUATOR_NAME
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import DeviceInfo, Json, ModelSpec, Role, Scalar
+from edgefl.device.conditions.run_conditions import NO_RUN_CONDITIONS
 from edgefl.engine.assembly.build import build_run, make_run_task
 from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.normalisation import apply_scales, find_named_run, make_scales_run, should_find_scales
@@ -80,6 +82,8 @@ from edgefl.tasks.analyses.registry import parse_analysis
 from edgefl.tasks.registry import import_torch
 
 log = logging.getLogger(__name__)
+
+_FOLDER_PREFIX = "edgefl-conditions-"
 
 REFERENCE_STRATEGY = "local"
 DEFAULT_EXPECTED_ROUNDS = 20
@@ -335,11 +339,6 @@ class _Simulation:
             max_weight_ratio=self._config.guard.max_weight_ratio,
             test_fraction=self._config.run.local_test_fraction,
         )
-        conditions = ConditionSettings(
-            folder=Path(self._resources.enter_context(_make_memory_folder())),
-            starts_at_s=self._config.simulation.start.timestamp(),
-            run=self._config.conditions,
-        )
         fleet = SimulatedFleet(
             self._devices,
             backend=self._backend,
@@ -347,7 +346,7 @@ class _Simulation:
             settings=make_settings(self._config),
             evaluators=self._make_evaluators(),
             limits=limits,
-            conditions=conditions,
+            conditions=self._make_conditions(),
         )
         devices = [board.info for board in self._devices]
         history = SimulationHistory(store, self._config, devices, clock=lambda: fleet.now_s, on_change=on_change)
@@ -389,6 +388,18 @@ class _Simulation:
             if device.conditions is not None:
                 device.conditions.end_work()
         self._resources.close()
+
+    def _make_conditions(self) -> ConditionSettings | None:
+        """Returns the conditions of the run, and where the boards keep theirs; None where all are always free."""
+        run = self._config.conditions
+        owners = (board.profile.conditions for board in self._devices)
+        if run == NO_RUN_CONDITIONS and all(conditions == NO_CONDITIONS for conditions in owners):
+            return None
+        return ConditionSettings(
+            folder=Path(self._resources.enter_context(_make_memory_folder())),
+            starts_at_s=self._config.simulation.start.timestamp(),
+            run=run,
+        )
 
     def _make_downlink(self) -> SimulatedDownlink:
         assembled = self._components
@@ -448,8 +459,10 @@ def _write_result(record: RunRecord, sha256: str, root: Path) -> Path | None:
 
 def _make_memory_folder() -> tempfile.TemporaryDirectory[str]:
     """Returns a folder in memory, where this system has one: budgets are synced at each step of each board."""
-    memory = Path("/dev/shm")  # noqa: S108 the folder in it is private
-    return tempfile.TemporaryDirectory(prefix="edgefl-conditions-", dir=memory if memory.is_dir() else None)
+    try:
+        return tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX, dir="/dev/shm")
+    except OSError:
+        return tempfile.TemporaryDirectory(prefix=_FOLDER_PREFIX)
 
 
 def make_device_names(num_devices: int) -> list[str]:

@@ -2,12 +2,15 @@
 
 import gc
 import logging
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 import edgefl
 from edgefl.core.errors import ConfigError, RunFailedError
+from edgefl.simulation import simulated_run
 from edgefl.simulation.history_recorder import SIMULATION_EPOCH
 
 DAY_S, HOUR_S, ITERATION_S = 86_400.0, 3600.0, 120.0
@@ -22,15 +25,15 @@ processor_s = 7200
 """
 CAR = f"""[profile.car]
 {LINKS}
-charging = [[0, 1], [25000, 0], [61210, 1], [111700, 0], [150030, 1]]
-metered = [[0, 0], [25000, 1], [70000, 0], [111700, 1], [150030, 0]]
+charging = [[0, 1], [25100, 0], [61210, 1], [111700, 0], [150030, 1]]
+metered = [[0, 0], [25100, 1], [70000, 0], [111700, 1], [150030, 0]]
 [profile.car.conditions]
 charging = true
 unmetered = true
 [profile.car.conditions.day]
 traffic_mb = 1.0
 """
-CAR_SPANS = ((0, 25_000), (70_000, 111_700), (150_030, 3 * DAY_S))
+CAR_SPANS = ((0, 25_100), (70_000, 111_700), (150_030, 3 * DAY_S))
 OFFICE_SPANS = ((0, 0), (19 * HOUR_S, 31 * HOUR_S), (43 * HOUR_S, 55 * HOUR_S))  # from Monday 0 o'clock on
 
 
@@ -53,6 +56,20 @@ def simulate(tmp_path):
         return edgefl.simulate(config, devices=len(names), scheme="iid", root=tmp_path / "run")
 
     return run
+
+
+@pytest.fixture
+def folders(monkeypatch):
+    """Paths of the folders that simulations make for their boards."""
+    found, make = [], simulated_run._make_memory_folder
+
+    def record():
+        made = make()
+        found.append(Path(made.name))
+        return made
+
+    monkeypatch.setattr(simulated_run, "_make_memory_folder", record)
+    return found
 
 
 def list_works(result, device):
@@ -78,6 +95,20 @@ def sum_by_day(works):
     return [sum(max(0.0, min(b, hi) - max(a, lo)) for a, b in works) for lo, hi in pairwise(edges)]
 
 
+def sum_bytes_by_day(result):
+    """Returns what updates cost, lost ones too: a board's work costs the model, and once it is trained the update."""
+    rows = list_updates(result)
+    used = next(row for row in rows if row["outcome"] == "used")
+    return [
+        sum(
+            used["bytes_down"] + (used["bytes_up"] if row["outcome"] == "used" else 0)
+            for row in rows
+            if row["ended_at"] > row["dispatched_at"] and day <= row["ended_at"] / DAY_S < day + 1
+        )
+        for day in range(3)
+    ]
+
+
 def test_no_second_is_trained_outside_hours_and_no_budget_of_a_day_is_passed(simulate):
     result = simulate(OFFICE, ["office"])
     works = list_works(result, "device-01")
@@ -93,11 +124,7 @@ def test_a_trace_ends_work_after_the_iteration_under_way_and_no_byte_is_sent_ove
     assert count_outside_s(works, CAR_SPANS, ITERATION_S) == pytest.approx(0.0, abs=1e-3)
     sent = [row for row in list_updates(result) if row["outcome"] == "used"]
     assert count_outside_s([(row["ended_at"] - 1, row["ended_at"]) for row in sent], CAR_SPANS) == 0
-    by_day = [
-        sum(row["bytes_up"] + row["bytes_down"] for row in sent if day <= row["ended_at"] / DAY_S < day + 1)
-        for day in range(3)
-    ]
-    assert 0.5e6 < max(by_day) <= 1e6
+    assert 0.5e6 < max(sum_bytes_by_day(result)) <= 1e6
 
 
 def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_too(simulate):
@@ -114,7 +141,7 @@ def test_the_check_finds_boards_that_are_always_free(simulate):
     assert max(sum_by_day(works)) > 7200
 
 
-def test_the_conditions_of_the_run_hold_beside_the_boards_own_in_the_zone_of_its_start(simulate):
+def test_the_conditions_of_the_run_hold_beside_the_boards_own_in_utc_whatever_the_offset_of_its_start(simulate):
     result = simulate(
         OFFICE + f"[profile.free]\n{LINKS}", ["office", "free"],
         conditions={"hours": ["06:00-20:00"]}, simulation={"starts_at": "2026-01-05T01:00+01:00"},
@@ -129,11 +156,30 @@ def test_the_conditions_of_the_run_hold_beside_the_boards_own_in_the_zone_of_its
     assert count_outside_s(free, days) < 1e-3
 
 
-def test_a_run_that_ends_while_boards_work_leaves_nothing_behind(simulate, caplog):
+def test_a_run_that_ends_while_boards_work_leaves_nothing_behind(simulate, folders, caplog):
     simulate(OFFICE, ["office", "office"], days=19.1 / 24)
     assert "cannot be kept" not in caplog.text
     gc.collect()
     assert "cannot be kept" not in caplog.text
+    assert folders
+    assert not [path for path in folders if path.exists()]
+
+
+def test_boards_without_conditions_have_no_folder_and_one_is_made_elsewhere_where_memory_has_no_room(
+    simulate, folders, monkeypatch
+):
+    simulate(f"[profile.office]\n{LINKS}", ["office"], days=0.1)
+    assert folders == []
+    make = tempfile.TemporaryDirectory
+
+    def make_without_memory(**options):
+        if options.get("dir") == "/dev/shm":
+            raise OSError(28, "no space left on device")
+        return make(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", make_without_memory)
+    assert list_works(simulate(OFFICE, ["office"], days=0.9), "device-01")
+    assert len(folders) == 1
 
 
 def test_a_round_waits_for_the_night(simulate):

@@ -117,7 +117,7 @@ class Answerer(Generic[NewItem_contra]):
         self._stale_s = max(STALE_S, NUM_STALE * max(every_s, section.every_s))
         self._lock, self._has_new, self._stopping = threading.Lock(), threading.Event(), threading.Event()
         self._model: ModelFacts | None = None
-        self._last_s = self._answered_s = -math.inf
+        self._last_number, self._answered_s = 0, -math.inf
         self._times, self._num_forgotten = _read_times(folder, section.max_uncertain), 0
         self._saved_times, self._saved_s = self._times, clock()
         self._log = RateLimitedLog(log)
@@ -157,9 +157,9 @@ class Answerer(Generic[NewItem_contra]):
         """Asks about the newest row or file, once for each."""
         with self._lock:
             num_forgotten = self._num_forgotten
-        now_s, newest_s = self._clock(), self._newest.time_s
-        if newest_s not in {self._last_s, -math.inf} and now_s - newest_s <= self._stale_s:
-            self._last_s = newest_s
+        now_s, (number, newest_s) = self._clock(), self._newest.newest
+        if number != self._last_number and newest_s > -math.inf and now_s - newest_s <= self._stale_s:
+            self._last_number = number
             try:
                 self._answer(num_forgotten)
             except Exception as error:  # noqa: BLE001 the boundary of the thread: the next may have an answer
@@ -184,10 +184,11 @@ class Answerer(Generic[NewItem_contra]):
         self._model = model
         if question is None:
             return
+        self._last_number = question.number  # more may have come meanwhile
         found = self._client.predict(question)
         if (found.pop("model"), found.pop("deployment")) != (model.model, model.deployment):
             self._model = None  # a new one, which may look at other rows: the next question is for it
-            self._last_s = -math.inf
+            self._last_number = 0
             return
         answer = {
             "time": question.time_s,

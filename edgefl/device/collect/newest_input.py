@@ -46,12 +46,14 @@ class Question:
         content: text of rows, or a file.
         media_type: of it.
         time_s: of the newest row, or of the file.
+        number: how many rows or files had been added by then.
         noted: first and last time by which the shard's example is found; None where it has no use for a label.
     """
 
     content: bytes
     media_type: str
     time_s: float
+    number: int
     noted: tuple[float, float] | None
 
 
@@ -63,8 +65,8 @@ class NewestInput(Protocol[NewItem_contra]):
     """Source of questions. One thread adds to it, another reads."""
 
     @property
-    def time_s(self) -> float:
-        """Returns the time of the newest row or file; minus infinity before there is one."""
+    def newest(self) -> tuple[int, float]:
+        """Returns how many rows or files were added, and the newest one's time, minus infinity without one."""
         ...
 
     def add(self, item: NewItem_contra) -> None: ...
@@ -90,12 +92,12 @@ class NewestRows:
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns, self._lock = tuple(columns), threading.Lock()
         self._max_rows = max(1, min(MAX_ROWS, MAX_CELLS // len(self._columns)))
-        self._rows = deque[Row](maxlen=self._max_rows)
+        self._rows, self._num_added = deque[Row](maxlen=self._max_rows), 0
 
     @property
-    def time_s(self) -> float:
+    def newest(self) -> tuple[int, float]:
         with self._lock:
-            return self._rows[-1].time_s if self._rows else -math.inf
+            return self._num_added, self._rows[-1].time_s if self._rows else -math.inf
 
     def add(self, item: Sequence[Row]) -> None:
         with self._lock:
@@ -103,6 +105,7 @@ class NewestRows:
                 if self._rows and self._rows[-1].span != row.span:
                     self._rows.clear()  # no window over a gap
                 self._rows.append(row)
+            self._num_added += len(item)
 
     def clear(self) -> None:
         with self._lock:
@@ -114,13 +117,14 @@ class NewestRows:
         if model.num_rows > self._max_rows:
             raise ValueError(f"the model looks at {model.num_rows} rows, of {len(self._columns)} columns fit fewer")
         with self._lock:
-            window = list(self._rows)[-model.num_rows :]
+            window, number = list(self._rows)[-model.num_rows :], self._num_added
         if len(window) < model.num_rows:
             return None
         return Question(
             content=encode_lines(self._columns, window),
             media_type="text/csv",
             time_s=window[-1].time_s,
+            number=number,
             noted=(round_time(window[0].time_s), round_time(window[-1].time_s)),
         )
 
@@ -139,21 +143,27 @@ class NewestFile:
     """Newest file that came."""
 
     def __init__(self) -> None:
+        self._lock, self._num_added = threading.Lock(), 0
         self._newest: NewFile | None = None
 
     @property
-    def time_s(self) -> float:
-        newest = self._newest
-        return -math.inf if newest is None else newest.time_s
+    def newest(self) -> tuple[int, float]:
+        with self._lock:
+            return self._num_added, -math.inf if self._newest is None else self._newest.time_s
 
     def add(self, item: NewFile) -> None:
-        self._newest = item if len(item.content) <= MAX_FILE_BYTES else replace(item, content=b"")
+        with self._lock:
+            self._newest = item if len(item.content) <= MAX_FILE_BYTES else replace(item, content=b"")
+            self._num_added += 1
 
     def clear(self) -> None:
-        self._newest = None
+        with self._lock:
+            self._newest = None
 
     def make_question(self, model: ModelFacts) -> Question | None:
-        if (newest := self._newest) is None:
+        with self._lock:
+            newest, number = self._newest, self._num_added
+        if newest is None:
             return None
         if newest.suffix not in model.suffixes:
             raise ValueError(f"the model reads no {newest.suffix} files: deploy one of the task pictures or audio")
@@ -163,4 +173,6 @@ class NewestFile:
         if newest.kept is not None and newest.kept.label == UNLABELLED:
             noted = (read_file_time(newest.kept),) * 2
         media_type = MEDIA_TYPES[newest.suffix]
-        return Question(content=newest.content, media_type=media_type, time_s=newest.time_s, noted=noted)
+        return Question(
+            content=newest.content, media_type=media_type, time_s=newest.time_s, number=number, noted=noted
+        )

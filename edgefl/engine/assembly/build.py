@@ -55,7 +55,13 @@ from edgefl.engine.assembly.compiled import make_compiled_header
 from edgefl.engine.assembly.components import RunComponents, SplitModel
 from edgefl.engine.assembly.job import build_job
 from edgefl.engine.assembly.privacy import check_private
-from edgefl.engine.assembly.rules import choose_evaluation, make_divergence_rule, make_goal, make_policy
+from edgefl.engine.assembly.rules import (
+    check_consistency,
+    choose_evaluation,
+    make_divergence_rule,
+    make_goal,
+    make_policy,
+)
 from edgefl.engine.assembly.split import check_split_strategy, make_split_model, name_codec_errors
 from edgefl.engine.assembly.strategy import (
     check_slices,
@@ -137,6 +143,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
         _check_decentralised(config, task.shapes())
     plans_iterations = _plans_iterations(strategy)
     check_local_tensors(config.strategy.name, get_plan(strategy), shapes_on_board)
+    check_consistency(config, get_plan(strategy))
     check_head_epochs(get_plan(strategy), shapes_on_board, plans_iterations=plans_iterations)
     has_personal = check_personal(strategy, config, shapes_on_board, plans_iterations=plans_iterations)
     metrics = make_task_metrics(task, has_personal=has_personal)

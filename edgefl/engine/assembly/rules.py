@@ -34,6 +34,7 @@ from edgefl.strategies.update_guard import (
     MIN_DIRECTION_PEERS,
     UpdateGuard,
 )
+from edgefl.tasks.registry import BUILT_IN
 
 
 def choose_evaluation(
@@ -162,6 +163,27 @@ def make_selection(config: RunConfig) -> DeviceSelection:
         min_battery=devices.min_battery,
         unhealthy_policy=devices.unhealthy_policy,
     )
+
+
+def check_consistency(config: RunConfig, plan: object) -> None:
+    """Checks that examples without a label are read where they are trained on, and trained on where they are read.
+
+    Raises:
+        ConfigError: it is but one of the two; a task of one's own may read them without being told.
+    """
+    if config.run.task not in BUILT_IN or not isinstance(plan, TrainConfig):
+        return
+    is_read, is_trained = bool(config.task.get("unlabelled")), plan.consistency_weight is not None
+    if is_trained and not is_read:
+        raise ConfigError(
+            "strategy.consistency_weight is for examples without a label, which only the tasks pictures and audio "
+            f"read, with task.unlabelled = true; task {config.run.task} reads none here; set both or neither"
+        )
+    if is_read and not is_trained:
+        raise ConfigError(
+            "task.unlabelled reads examples without a label, which only strategy.consistency_weight trains on; "
+            "set both or neither"
+        )
 
 
 def make_divergence_rule(task: Task, config: RunConfig, strategy: Strategy[Any]) -> DivergenceRule:

@@ -14,7 +14,7 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.named_arrays import format_rows
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.central import load_central_data, read_own_data, read_test_data
-from edgefl.tasks.datasets.partitioning import parse_scheme, partition_rows
+from edgefl.tasks.datasets.partitioning import parse_scheme
 from edgefl.tasks.datasets.shards import (
     compute_root_fraction,
     compute_sample_hashes,
@@ -26,6 +26,8 @@ from edgefl.tasks.datasets.shards import (
 )
 
 _ROW_FIELDS = ("rows", "train", "test")
+_OPTIONAL = ("weights", "weak")
+"""Arrays that a pool may have; what its examples come from matters to the cutting alone."""
 _POOL_PREFIX = "pool-"
 """Before the names of the files of the pool's arrays."""
 
@@ -72,9 +74,7 @@ def partition_in_memory(  # noqa: PLR0913 the last five by name
     """
     parsed, central = parse_scheme(scheme), load_central_data(task, data, options, test)
     rng = derive_rng(seed, "shards", task, scheme)
-    partition = partition_rows(
-        parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups
-    )
+    partition = central.cut(parsed, num_devices, rng)
     blocks = partition.blocks or ({},) * num_devices
     return FleetData(
         pool=central.train,
@@ -152,8 +152,9 @@ def _split_shards(
 
 def save_data(folder: Path, data: FleetData) -> None:
     """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
-    weights = {} if data.pool.weights is None else {"weights": data.pool.weights}
-    for name, array in {**pack_inputs(data.pool.inputs), "targets": data.pool.targets, **weights}.items():
+    arrays = {**pack_inputs(data.pool.inputs), "targets": data.pool.targets}
+    arrays |= {name: array for name in _OPTIONAL if (array := getattr(data.pool, name)) is not None}
+    for name, array in arrays.items():
         np.save(folder / f"{_POOL_PREFIX}{name}.npy", array)
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
@@ -169,7 +170,8 @@ def load_data(folder: Path) -> FleetData:
         path.stem.removeprefix(_POOL_PREFIX): np.load(path, mmap_mode="r")
         for path in folder.glob(f"{_POOL_PREFIX}*.npy")
     }
-    pool = Dataset(inputs=unpack_inputs(arrays), targets=arrays["targets"], weights=arrays.get("weights"))
+    optional = {name: arrays.get(name) for name in _OPTIONAL}
+    pool = Dataset(inputs=unpack_inputs(arrays), targets=arrays["targets"], **optional)
     rows = {
         name: np.split(np.load(folder / f"{name}.npy"), np.load(folder / f"{name}-ends.npy")[:-1])
         for name in _ROW_FIELDS

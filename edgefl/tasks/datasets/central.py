@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.random import Generator
 
 from edgefl.core.errors import (
     ConfigError,
@@ -22,7 +23,13 @@ from edgefl.core.named_arrays import format_rows
 from edgefl.core.types import Array, Dataset, Scalar, Task, derive_rng
 from edgefl.tasks.datasets.array_files import read_image_set
 from edgefl.tasks.datasets.cifar import TRAIN_BATCHES, read_test_batch, read_train_batches
-from edgefl.tasks.datasets.partitioning import Partitioning, compute_strata, parse_scheme, partition_rows
+from edgefl.tasks.datasets.partitioning import (
+    Partitioning,
+    PartitionScheme,
+    compute_strata,
+    parse_scheme,
+    partition_rows,
+)
 from edgefl.tasks.datasets.shards import (
     ShardMetadata,
     drop_weak,
@@ -60,6 +67,21 @@ class CentralData:
     def classes(self) -> Array:
         """[n] whole numbers that schemes go by."""
         return self.train.targets if self.strata is None else self.strata
+
+    def cut(self, scheme: PartitionScheme, num_devices: int, rng: Generator) -> Partitioning:
+        """Returns the rows of each device's shard.
+
+        Raises:
+            ConfigError: the scheme cannot serve that many devices, or goes by labels that examples do not have.
+            DataError: the scheme is natural, and the data does not name the people of its rows.
+        """
+        unlabelled = self.train.find_unlabelled()
+        if unlabelled is not None and scheme.uses_labels:
+            raise ConfigError(
+                f"scheme {scheme.name} goes by labels, which {unlabelled.sum()} of {len(self.train)} examples do not "
+                "have; cut by iid or contiguous, or leave out task.unlabelled"
+            )
+        return partition_rows(scheme, labels=self.classes, num_devices=num_devices, rng=rng, groups=self.groups)
 
 
 def load_central_data(
@@ -258,9 +280,7 @@ def plan_shards(  # noqa: PLR0913 those of `create_shards`
     parsed = parse_scheme(scheme)
     central = load_central_data(task_name, data, options, test)
     rng = derive_rng(seed, "shards", task_name, scheme)
-    return central, partition_rows(
-        parsed, labels=central.classes, num_devices=num_devices, rng=rng, groups=central.groups
-    )
+    return central, central.cut(parsed, num_devices, rng)
 
 
 def _write_device_shard(

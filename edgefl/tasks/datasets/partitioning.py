@@ -47,6 +47,13 @@ class PartitionScheme:
     parameter: float = 0.0
     blocks: PartitionScheme | None = None
 
+    @property
+    def uses_labels(self) -> bool:
+        """Whether it goes by the classes of the rows."""
+        if self.name in _REDUNDANT:
+            return self.blocks is not None and self.blocks.uses_labels
+        return self.name not in {"natural", "iid", "contiguous"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partitioning:
