@@ -42,6 +42,22 @@ def test_it_prints_the_figures_of_columns_and_classes(run, shards):
     assert len(lines) == 3
 
 
+def test_files_without_a_class_count_for_none(run, tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install -e '.[pictures]'")
+    for folder, num in (("dark", 6), ("bright", 7), (".unlabelled", 8)):
+        (tmp_path / "shard" / folder).mkdir(parents=True)
+        for place in range(num):
+            picture = image.fromarray(np.full((8, 8), 10 * place, np.uint8))
+            picture.save(tmp_path / "shard" / folder / f"20260101T00000{place}.000-{place:016x}.png")
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[run]\ntask = "pictures"\n[task]\nlabels = ["dark", "bright"]\nsize = 8\nunlabelled = true\n'
+        "[strategy]\nconsistency_weight = 1.0\n"
+    )
+    result = json.loads(run("stats", file, "--shard", tmp_path / "shard", "--format", "json").out)
+    assert (result["rows"], result["classes"]) == (13, {"dark": 6, "bright": 7})
+
+
 def test_what_cannot_be_asked_is_one_line(run, shards, tmp_path):
     (path, _), _ = shards
     for words, code, said in (

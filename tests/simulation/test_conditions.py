@@ -36,15 +36,20 @@ traffic_mb = 1.0
 CAR_SPANS = ((0, 25_100), (70_000, 111_700), (150_030, 3 * DAY_S))
 OFFICE_SPANS = ((0, 0), (19 * HOUR_S, 31 * HOUR_S), (43 * HOUR_S, 55 * HOUR_S))  # from Monday 0 o'clock on
 
+MODEL = {"model": "logistic"}
+
 
 @pytest.fixture
 def simulate(tmp_path):
-    def run(profiles, names, *, days=3.0, conditions=None, simulation=None, **run_section):
+    def run(
+        profiles, names, *, days=3.0, conditions=None, simulation=None, model=MODEL, bookkeeping_only=False,
+        **run_section,
+    ):  # fmt: skip
         path = tmp_path / "profiles.toml"
         path.write_text(profiles)
         config = {
             "run": {"task": "digits", "seconds": days * DAY_S, "seed": 3, "evaluate_on": "none", **run_section},
-            "task": {"model": "logistic"},
+            "task": model,
             "strategy": {"iterations": 7},
             "devices": {"min": 1},
             "conditions": conditions or {},
@@ -53,7 +58,8 @@ def simulate(tmp_path):
                 **(simulation or {}),
             },
         }  # fmt: skip
-        return edgefl.simulate(config, devices=len(names), scheme="iid", root=tmp_path / "run")
+        root = tmp_path / f"run-{len([*tmp_path.iterdir()])}"  # runs of one store follow each other in time
+        return edgefl.simulate(config, devices=len(names), scheme="iid", root=root, bookkeeping_only=bookkeeping_only)
 
     return run
 
@@ -127,6 +133,17 @@ def test_a_trace_ends_work_after_the_iteration_under_way_and_no_byte_is_sent_ove
     assert 0.5e6 < max(sum_bytes_by_day(result)) <= 1e6
 
 
+def test_nothing_is_trained_whose_update_would_not_fit_from_the_first_work_on(simulate):
+    def spend(num_mb):
+        profiles = OFFICE.replace("processor_s = 7200", f"traffic_mb = {num_mb}")
+        return simulate(profiles, ["office"], model={}, task="mnist", bookkeeping_only=True)  # a model of 1.69 MB
+
+    tight = spend(3)  # a model, and no update of it
+    assert list_updates(tight)
+    assert sum(stop - begin for begin, stop in list_works(tight, "device-01")) < 1
+    assert sum_bytes_by_day(spend(10)) == [4 * 1_686_600] * 3  # two models and updates
+
+
 def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_too(simulate):
     result = simulate(CAR.partition("[profile.car.conditions.day]")[0], ["car"], days=0.4)
     sent = [(row["ended_at"] - 1, row["ended_at"]) for row in list_updates(result) if row["outcome"] == "used"]
@@ -193,6 +210,15 @@ def test_a_run_that_no_board_is_ever_free_for_fails_and_says_why(simulate, caplo
     never = f"[profile.hot]\n{LINKS}temperature_c = [[0, 90]]\n[profile.hot.conditions]\nmax_temperature_c = 60\n"
     with pytest.raises(RunFailedError, match=r"62 virtual days: .* it is at 90 °C, it trains up to 60 °C"):
         simulate(never, ["hot"], rounds=1, seconds=None)
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_boards_stay_away_ends(simulate):
+    with pytest.raises(RunFailedError, match=r"nothing happens any more at .* 0 of 1 devices are there"):
+        simulate(
+            OFFICE.replace("[profile.office]\n", "[profile.office]\noffline = [[86400, inf]]\n"), ["office"],
+            rounds=10_000, seconds=None,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from edgefl.core.conditions import Conditions, RunConditions
 from edgefl.core.errors import RunFailedError
 from edgefl.core.protocol import ANSWER_TIMEOUT_S
 from edgefl.core.types import (
@@ -36,6 +38,7 @@ from edgefl.simulation.backends.trainer import (
     TrainingJob,
     TrainingResult,
 )
+from edgefl.simulation.conditions import ConditionSettings
 from edgefl.simulation.device import SimulatedDevice
 from edgefl.simulation.faults import Fault, apply_faults
 from edgefl.simulation.fleet import MAX_CONSECUTIVE_LOSSES, MAX_IDLE_WAITS, SimulatedFleet, SimulationSettings
@@ -573,3 +576,11 @@ def test_every_evaluation_is_of_the_model_that_it_names() -> None:
     assert [(event.device_id, event.subject) for event in found] == asked
     assert [event.accuracy for event in found] == [0.0, 0.03, 0.07, 0.07, 0.0, 0.03]
     assert [event.bytes_down for event in found] == [0, 0, 0, 4, 4, 4]
+
+
+def test_a_run_whose_boards_are_all_free_and_not_chosen_does_not_blame_their_conditions(tmp_path: Path) -> None:
+    profile = replace(BOARD, conditions=Conditions(mains=True))
+    settings = ConditionSettings(folder=tmp_path, starts_at_s=0.0, run=RunConditions())
+    virtual = fleet([board(profile=profile)], conditions=settings)
+    with pytest.raises(RunFailedError, match="1 of 1 devices are there, none of them is given work"):
+        until(virtual, math.inf)

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from edgefl.device.collect.folder_collector import REPORT_S, FolderCollector
 from edgefl.device.collect.forgetting import ForgetRequest, write_forget_request
 from edgefl.device.collect.label_guesses import NotedGuesser
 from edgefl.device.collect.label_queue import LabelQueue, open_target
-from edgefl.device.collect.newest_input import MAX_FILE_BYTES, NewestFile
+from edgefl.device.collect.newest_input import MAX_FILE_BYTES, NewestFile, NewFile
 from edgefl.device.collect.row_store import StoreLimits
 from edgefl.device.collect.settings import AnswerSection, FolderSection
 from edgefl.device.collect.similar_pictures import SimilarPictures
@@ -102,6 +103,25 @@ def test_each_file_that_comes_is_answered_as_training_reads_it_also_one_that_is_
     assert [answer["class"] for answer in site.heard.answers] == [one["class"] for one in expected]
     assert len({answer["probability"] for answer in site.heard.answers}) == 5
     assert (site.heard.classes, site.counts["answer.errors"]) == (("dark", "bright"), 0)
+
+
+def test_two_files_of_one_time_are_answered_each_and_one_that_comes_meanwhile_once(tmp_path, board):
+    model = board.deploy("pictures", PICTURES)
+    with _site(tmp_path, board.client) as site:
+        answerer, pictures = site.answerer, [_luck(seed) for seed in (1, 2, 3)]
+        first = NewFile(content=b"", suffix=".png", time_s=site.now_s, kept=None)
+        files = [replace(first, content=_picture(levels)) for levels in pictures]
+        for file in files[:2]:
+            answerer.add(file)
+            answerer.step()
+        newer, ask = replace(files[2], time_s=site.now_s + 1), answerer._newest.make_question
+        answerer._newest.make_question = lambda facts: (answerer.add(newer), ask(facts))[1]
+        answerer.add(replace(files[0], time_s=site.now_s + 0.5))
+        answerer.step()
+        answerer._newest.make_question = ask
+        answerer.step()
+    expected = model.predict(np.stack(pictures)[:, None].astype(np.float32))
+    assert [answer["probability"] for answer in site.heard.answers] == [one["probability"] for one in expected]
 
 
 def test_sounds_are_answered_by_a_model_of_theirs_and_pictures_then_are_not(tmp_path, board):

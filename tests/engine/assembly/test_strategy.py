@@ -27,6 +27,30 @@ def test_a_strategy_takes_its_share_of_the_task_s_rate_unless_the_run_file_gives
     assert get_plan(run.strategy).learning_rate == rate
 
 
+@pytest.mark.parametrize(
+    ("task", "options", "weight", "message"),
+    [
+        ("pictures", {"unlabelled": True}, None, "task.unlabelled reads examples .* set both or neither"),
+        ("pictures", {}, 1.0, "consistency_weight is for examples .* set both or neither"),
+        ("digits", {}, 1.0, "task digits reads none here"),
+        ("pictures", {"unlabelled": True}, 1.0, None),
+    ],
+)
+def test_examples_without_a_label_are_read_where_they_are_trained_on_and_else_not(
+    task: str, options: dict[str, Any], weight: float | None, message: str | None
+) -> None:
+    tables: dict[str, Any] = {"run": {"task": task, "rounds": 1}, "task": dict(options), "strategy": {}}
+    if task == "pictures":
+        tables["task"] |= {"labels": ["dark", "bright"], "size": 8}
+    if weight is not None:
+        tables["strategy"]["consistency_weight"] = weight
+    if message is None:
+        assert get_plan(build_run(parse_run(tables), "r").strategy).consistency_weight == weight
+        return
+    with pytest.raises(ConfigError, match=message):
+        build_run(parse_run(tables), "r")
+
+
 def test_redundant_scales_the_task_s_rate_and_never_one_that_the_run_file_gives() -> None:
     def scales(**options: Any) -> bool:
         tables = {"run": {"task": "digits", "rounds": 1}, "strategy": {"name": "redundant", **options}}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import edgefl
 from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.types import Dataset, TrainConfig
 from edgefl.system.row_labels import WEAK_WEIGHT, LabelKind, LabelLine, append_row_labels
@@ -139,17 +140,22 @@ def test_a_block_of_each_picture_is_its_mean():
     assert min(counts) >= 1
 
 
-@pytest.mark.parametrize("model", ["linear", "cnn-small"])
-def test_files_without_a_class_are_read_for_it_and_change_the_model_of_either_backend(tmp_path, model):
+def _write_pictures(folder):
+    """Writes a shard of twelve pictures with a class and eight without."""
     image = pytest.importorskip("PIL.Image", reason="Pillow is not installed: pip install -e '.[pictures]'")
-    if model != "linear":
-        pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[torch]'")
     luck = np.random.default_rng(4)
-    for folder, num, low in (("dark", 6, 0), ("bright", 6, 128), (".unlabelled", 8, 100)):
-        (tmp_path / folder).mkdir()
+    for name, num, low in (("dark", 6, 0), ("bright", 6, 128), (".unlabelled", 8, 100)):
+        (folder / name).mkdir(parents=True)
         for place in range(num):
             picture = image.fromarray(luck.integers(low, low + 128, (16, 16), np.uint8))
-            picture.save(tmp_path / folder / f"20260101T00000{place}.000-{place:016x}.png")
+            picture.save(folder / name / f"20260101T00000{place}.000-{place:016x}.png")
+
+
+@pytest.mark.parametrize("model", ["linear", "cnn-small"])
+def test_files_without_a_class_are_read_for_it_and_change_the_model_of_either_backend(tmp_path, model):
+    if model != "linear":
+        pytest.importorskip("torch", reason="PyTorch is not installed: pip install -e '.[torch]'")
+    _write_pictures(tmp_path)
     line = LabelLine(since_s=1767225600.0, until_s=1767225600.0, label="bright", kind=LabelKind.WEAK)
     append_row_labels(tmp_path, [line])
     options = {"labels": "dark,bright", "size": 16, "channels": 1, "model": model}
@@ -171,3 +177,25 @@ def test_files_without_a_class_are_read_for_it_and_change_the_model_of_either_ba
         moves.append(_train(data, learner, **plan).displacement)
     assert all(np.isfinite(move).all() for move in moves[1].values())
     assert max(abs(moves[0][name] - moves[1][name]).max() for name in moves[0]) > 1e-4
+
+
+def test_worker_processes_train_on_them_as_this_one_does_and_no_scheme_of_labels_cuts_them(tmp_path):
+    _write_pictures(tmp_path / "data")
+
+    def simulate(workers, scheme="iid"):
+        config = {
+            "run": {"task": "pictures", "rounds": 2, "seed": 3, "evaluate_on": "none"},
+            "task": {
+                "labels": ["dark", "bright"], "size": 16, "channels": 1, "model": "linear", "unlabelled": True,
+            },
+            "strategy": {"iterations": 3, "consistency_weight": 1.0, "consistency_threshold": 0.0},
+            "simulation": {"workers": workers},
+        }  # fmt: skip
+        folder = tmp_path / f"{scheme}-{workers}"
+        return edgefl.simulate(config, devices=2, scheme=scheme, data=tmp_path / "data", root=folder)
+
+    losses = [[row["loss"] for row in simulate(workers).updates] for workers in (0, 1)]
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]
+    with pytest.raises(ConfigError, match=r"scheme dirichlet goes by labels, which 8 of .* cut by iid or contiguous"):
+        simulate(0, "dirichlet:0.5")
