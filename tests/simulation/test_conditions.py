@@ -43,6 +43,7 @@ MODEL = {"model": "logistic"}
 def simulate(tmp_path):
     def run(
         profiles, names, *, days=3.0, conditions=None, simulation=None, model=MODEL, bookkeeping_only=False,
+        compression=None,
         **run_section,
     ):  # fmt: skip
         path = tmp_path / "profiles.toml"
@@ -53,6 +54,7 @@ def simulate(tmp_path):
             "strategy": {"iterations": 7},
             "devices": {"min": 1},
             "conditions": conditions or {},
+            "compression": compression or {},
             "simulation": {
                 "profiles": names, "profile_file": str(path), "iteration_s": ITERATION_S, "workers": 0,
                 **(simulation or {}),
@@ -133,15 +135,16 @@ def test_a_trace_ends_work_after_the_iteration_under_way_and_no_byte_is_sent_ove
     assert 0.5e6 < max(sum_bytes_by_day(result)) <= 1e6
 
 
-def test_nothing_is_trained_whose_update_would_not_fit_from_the_first_work_on(simulate):
-    def spend(num_mb):
+def test_nothing_is_trained_whose_update_would_not_fit_and_one_that_did_not_is_the_size_of_the_next(simulate):
+    def spend(num_mb, down):
         profiles = OFFICE.replace("processor_s = 7200", f"traffic_mb = {num_mb}")
-        return simulate(profiles, ["office"], model={}, task="mnist", bookkeeping_only=True)  # a model of 1.69 MB
+        return simulate(
+            profiles, ["office"], model={}, task="mnist", bookkeeping_only=True, compression={"down": down}
+        )  # a model of 1.69 MB
 
-    tight = spend(3)  # a model, and no update of it
-    assert list_updates(tight)
-    assert sum(stop - begin for begin, stop in list_works(tight, "device-01")) < 1
-    assert sum_bytes_by_day(spend(10)) == [4 * 1_686_600] * 3  # two models and updates
+    assert sum_bytes_by_day(spend(10, "dense")) == [4 * 1_686_600] * 3  # two models and updates
+    works = list_works(spend(1, "int8"), "device-01")  # 0.42 MB down, and 1.69 MB up that never fit
+    assert len([begin for begin, end in works if end - begin > 1]) == 1
 
 
 def test_an_update_is_not_sent_over_a_metered_link_though_the_cable_was_pulled_too(simulate):
