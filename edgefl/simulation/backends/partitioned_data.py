@@ -152,10 +152,10 @@ def _split_shards(
 
 def save_data(folder: Path, data: FleetData) -> None:
     """Writes a fleet's data for other processes of this machine, which map it instead of copying it."""
-    arrays = {**pack_inputs(data.pool.inputs), "targets": data.pool.targets}
-    arrays |= {name: array for name in _OPTIONAL if (array := getattr(data.pool, name)) is not None}
-    for name, array in arrays.items():
-        np.save(folder / f"{_POOL_PREFIX}{name}.npy", array)
+    optional = {name: getattr(data.pool, name) for name in _OPTIONAL}
+    for name, array in {**pack_inputs(data.pool.inputs), "targets": data.pool.targets, **optional}.items():
+        if array is not None:
+            np.save(folder / f"{_POOL_PREFIX}{name}.npy", array)
     for name in _ROW_FIELDS:
         arrays = [getattr(shard, name) for shard in data.shards]
         np.save(folder / f"{name}.npy", np.concatenate(arrays).astype(np.int64))
