@@ -1,12 +1,14 @@
 """Accounting of differential privacy: ε of releases, and the noise for a budget, by dp-accounting.
 
 Releases are Gaussian mechanisms, of all devices or of a Poisson sample of them, composed by Rényi differential
-privacy (Mironov, 2017; Mironov, Talwar, Zhang, 2019). Neighbours are fleets in which one device's updates are zeros.
+privacy (Mironov, 2017; Mironov, Talwar, Zhang, 2019). Neighbours are fleets in one of which a device takes part in no
+round.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -34,7 +36,7 @@ def compute_epsilon(noise: float, delta: float, sampling: float | None, sampled:
     """
     if sampled + repeated == 0:
         return 0.0
-    accounting = _import_accounting()
+    accounting = import_accounting()
     accountant = accounting.rdp.RdpAccountant()
     with _quiet():
         if sampled:
@@ -52,7 +54,7 @@ def find_noise(epsilon: float, delta: float, sampling: float | None, releases: i
         ConfigError: there is none.
         MissingPackageError: dp-accounting is not installed.
     """
-    accounting = _import_accounting()
+    accounting = import_accounting()
     try:
         with _quiet():
             noise = accounting.calibrate_dp_mechanism(
@@ -86,27 +88,39 @@ def count_releases(epsilon: float, delta: float, sampling: float | None, noise: 
 
 
 def _make_event(noise: float, sampling: float | None) -> Any:
-    accounting = _import_accounting()
+    accounting = import_accounting()
     event = accounting.GaussianDpEvent(noise)
     return event if sampling is None or sampling == 1 else accounting.PoissonSampledDpEvent(sampling, event)
 
 
-def _import_accounting() -> Any:
+def import_accounting() -> Any:
+    """Returns dp-accounting, whose logger holds no stream of ours.
+
+    The handler of absl keeps the stderr of its import, and closes it with itself, as `logging.config` closes all
+    handlers: a stream that replaces stderr for a while would be closed under its owner.
+
+    Raises:
+        MissingPackageError: it is not installed.
+    """
     try:
         import dp_accounting  # noqa: PLC0415 only private runs need it
         import dp_accounting.rdp  # noqa: PLC0415 likewise
+        from absl import logging as absl_logging  # noqa: PLC0415 likewise
     except ModuleNotFoundError:
         raise MissingPackageError(f"privacy needs dp-accounting: {format_install_command('dp_accounting')}") from None
+    absl_logging.get_absl_handler().python_handler.stream = sys.__stderr__
     return dp_accounting
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silences a warning for each Rényi order that does not converge: ε is the least over the others."""
-    logger = logging.getLogger("absl")
+    logger, handler = logging.getLogger("absl"), logging.NullHandler()
     level = logger.level
     logger.setLevel(logging.ERROR)
+    logging.root.addHandler(handler)  # without any, absl would add one of its own to stderr, to stay
     try:
         yield
     finally:
+        logging.root.removeHandler(handler)
         logger.setLevel(level)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from edgefl.simulation.local_fleet import LocalFleet
 from edgefl.storage.state_serialisation import decode_state
 from edgefl.strategies.private_mean import PrivacySpend
 
-pytest.importorskip(
-    "dp_accounting", reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt"
-)
-
 
 @pytest.mark.extended
+@pytest.mark.skipif(
+    find_spec("dp_accounting") is None,
+    reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt",
+)
 def test_a_private_run_whose_coordinator_is_killed_goes_on_and_spends_nothing_twice(
     tools: Any, tmp_path: Path
 ) -> None:

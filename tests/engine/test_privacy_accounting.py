@@ -1,22 +1,48 @@
 """Epsilon of releases, against dp-accounting called directly and against published figures."""
 
 import math
+import subprocess
+import sys
+from importlib.util import find_spec
 
 import pytest
 
 from edgefl.core.errors import ConfigError
-from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise
+from edgefl.engine.privacy_accounting import compute_epsilon, count_releases, find_noise, import_accounting
 
-accounting = pytest.importorskip(
-    "dp_accounting", reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt"
-)
-rdp = pytest.importorskip(
-    "dp_accounting.rdp", reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt"
+pytestmark = pytest.mark.skipif(
+    find_spec("dp_accounting") is None,
+    reason="dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt",
 )
 
+STDERR_STAYS_OPEN = """
+import io, logging, logging.config, sys
+from edgefl.engine.privacy_accounting import compute_epsilon
+stderr = sys.stderr = io.StringIO()
+compute_epsilon(0.3, 1e-5, 0.1, 3, 1)  # some orders do not converge
+sys.stderr = sys.__stderr__
+assert logging.root.handlers == [], logging.root.handlers
+logging.config.dictConfig({"version": 1})
+assert not stderr.closed
+assert stderr.getvalue() == "", stderr.getvalue()
+print("and ours is not", end="", file=sys.__stderr__)
+"""
 
-def test_epsilon_is_that_of_the_events_composed_by_hand():
-    accountant = rdp.RdpAccountant()
+
+@pytest.fixture
+def accounting():
+    return import_accounting()
+
+
+def test_the_package_closes_no_stderr_of_others_and_adds_no_handler():
+    done = subprocess.run(
+        [sys.executable, "-c", STDERR_STAYS_OPEN], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "and ours is not")
+
+
+def test_epsilon_is_that_of_the_events_composed_by_hand(accounting):
+    accountant = accounting.rdp.RdpAccountant()
     for _ in range(7):
         accountant.compose(accounting.PoissonSampledDpEvent(0.05, accounting.GaussianDpEvent(1.3)))
     for _ in range(2):
@@ -24,9 +50,9 @@ def test_epsilon_is_that_of_the_events_composed_by_hand():
     assert compute_epsilon(1.3, 1e-5, 0.05, 7, 2) == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-9)
 
 
-def test_without_a_sample_nothing_is_amplified():
+def test_without_a_sample_nothing_is_amplified(accounting):
     for sampling in (None, 1.0):
-        accountant = rdp.RdpAccountant().compose(accounting.GaussianDpEvent(2.0), 30)
+        accountant = accounting.rdp.RdpAccountant().compose(accounting.GaussianDpEvent(2.0), 30)
         assert compute_epsilon(2.0, 1e-5, sampling, 30, 0) == pytest.approx(accountant.get_epsilon(1e-5), abs=1e-9)
     assert compute_epsilon(2.0, 1e-5, 0.1, 30, 0) < compute_epsilon(2.0, 1e-5, None, 30, 0) / 4
 
