@@ -6,6 +6,7 @@ EdgeflError                  1   anything below, or nothing more exact
 ├── DataError                4   a shard or data set that is damaged, foreign or missing
 ├── TaskError                5   an unknown task, or one that cannot run here (torch missing)
 ├── StrategyError            6   an unknown strategy, or one that broke its contract
+│   └── PrivacyBudgetError   9   a version that the privacy budget has no room for
 ├── CodecError               7   a body that cannot be decoded, or an unknown codec
 ├── MissingPackageError      8   a package of an extra that is not installed
 ├── StoreError               10  the database or a model file cannot be used
@@ -75,6 +76,12 @@ class TaskError(EdgeflError):
 
 class StrategyError(EdgeflError):
     exit_code = 6
+
+
+class PrivacyBudgetError(StrategyError):
+    """A version cannot be released within the privacy budget; the run's record says so from then on, and it ends."""
+
+    exit_code = 9
 
 
 class CodecError(EdgeflError):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol
 
-from edgefl.core.errors import StrategyError
+from edgefl.core.errors import PrivacyBudgetError, StrategyError
 from edgefl.core.types import (
     Array,
     ClippedUpdate,
@@ -497,7 +497,10 @@ def _aggregate_ready(  # noqa: PLR0913 the parts of a run, by name
         if instructions:  # the fleet sends the newest model: dispatch evaluations of this one first
             dispatch(*instructions)
             instructions = ()
-        _aggregate_once(provider, journal, progress)
+        try:
+            _aggregate_once(provider, journal, progress)
+        except PrivacyBudgetError:  # the goal says so, too, and ends the run with the model that it has
+            break
         policy.record_version(progress.version)
         if progress.rounds.is_round_end(progress.version):
             on_round_end(progress.rounds.get_round(progress.version))

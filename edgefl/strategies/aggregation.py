@@ -109,6 +109,7 @@ class StreamingMean:
         part_weights: of tensors of parts, the sum of weights over the runs of entries (start, end) that parts had.
         integers: displacement of counters, from the update with most examples.
         used: slot -> assignment id, in the order in which they were added.
+        precision: least dtype of sums of floats.
     """
 
     expected: list[str] = field(default_factory=list)
@@ -124,6 +125,7 @@ class StreamingMean:
     integers: dict[str, Array] = field(default_factory=dict)
     integers_examples: int = -1
     used: dict[str, str] = field(default_factory=dict)
+    precision: str = "float32"
 
     @property
     def num_received(self) -> int:
@@ -194,7 +196,7 @@ class StreamingMean:
         for name, like in model.items():
             if np.issubdtype(like.dtype, np.inexact):
                 # Half floats end at 65504, which a displacement times its number of examples soon exceeds.
-                kind = np.promote_types(like.dtype, np.float32)
+                kind = np.promote_types(like.dtype, np.dtype(self.precision))
                 displacement = require_tensor(update, name, like)
                 if part_group:
                     if is_repeated and not isinstance(displacement, SparseTensor):

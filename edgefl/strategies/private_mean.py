@@ -1,8 +1,9 @@
 """Differential privacy of devices: the sum of clipped updates with Gaussian noise, and a record of what was released.
 
 A round releases (sum of d min(1, C/|d|) + N(0, (zC)²)) / m over its updates d: the clip C bounds what one device can
-change, the divisor m is a setting, and not who has answered. Two fleets are neighbours when the updates of one device
-are replaced by zeros. So a device that is late or lost changes nothing about the noise.
+change, the divisor m is a setting, and not who has answered. Two fleets are neighbours when in one of them one device
+takes part in no round. So a device that is late or lost changes nothing about the noise, and the number of short
+updates, of halves with a sign, changes by 1/2.
 
 The noise comes from a key of the operating system and the sum itself: a replay repeats it, and another sum of the
 same version gets other noise, which counts as another release. Both are saved before a model leaves `release`.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from edgefl.core.errors import StrategyError
+from edgefl.core.errors import PrivacyBudgetError
 from edgefl.core.types import Array, SparseTensor, Tensors
 
 KEY_BYTES = 32
@@ -31,6 +32,8 @@ CLIP_RATE = 0.2
 """Rate by which the logarithm of the adaptive norm follows the quantile."""
 COUNT_SHARE = 20
 """Standard deviation of the noise on the number of short updates, as one in so many of m."""
+MAX_NOISE_RATIO = 1.2
+"""Most update noise over z with an adaptive norm: close to twice the noise of the count it grows without bound."""
 _ROUNDING = 1.0 - 2.0**-20
 """Factor of clipped updates, so that rounding to half or single precision leaves none above the norm."""
 _TOLERANCE = 1e-6
@@ -65,6 +68,11 @@ class PrivacySpend:
     repeatable: int = 0
     releases: dict[int, Release] = field(default_factory=dict)
 
+    def count_with(self, version: int) -> tuple[int, int]:
+        """Returns the first and the repeated releases, with another one of a version."""
+        is_first = version > self.newest
+        return self.sampled + is_first, self.repeated + (not is_first)
+
 
 @dataclass(slots=True, kw_only=True)
 class SpendRecorder:
@@ -78,11 +86,8 @@ class SpendRecorder:
         spend, former = self.spend, self.spend.releases.get(version)
         if former is not None and hmac.compare_digest(former.digest, digest):
             return
-        if version > spend.newest:
-            spend.sampled, spend.newest = spend.sampled + 1, version
-        else:
-            spend.repeated += 1
-        spend.repeatable = version
+        spend.sampled, spend.repeated = spend.count_with(version)
+        spend.newest, spend.repeatable = max(spend.newest, version), version
         spend.releases[version] = Release(digest=digest, sampled=spend.sampled, repeated=spend.repeated)
         for old in sorted(spend.releases)[:-KEPT_RELEASES]:
             del spend.releases[old]
@@ -141,6 +146,17 @@ class PrivateMean:
             return self.noise_multiplier
         return 1.0 / math.sqrt(self.noise_multiplier**-2 - (2 * self.count_noise) ** -2)
 
+    @property
+    def min_expected(self) -> float:
+        """The least m with which the noise on the sum is at most `MAX_NOISE_RATIO` times z; 0 for a fixed norm."""
+        if self.quantile is None:
+            return 0.0
+        return self.noise_multiplier * COUNT_SHARE / 2 / math.sqrt(1.0 - MAX_NOISE_RATIO**-2)
+
+    def get_clip(self, adapted: float | None) -> float:
+        """Returns C of a round, from the norm that the last one has led to; None before the first."""
+        return self.first_clip if adapted is None else adapted
+
     def sample(self, available: Sequence[str], version: int) -> list[str]:
         """Returns the devices that take part in making a version, each by itself; a run file does not tell which."""
         assert self.sampling is not None
@@ -150,11 +166,7 @@ class PrivateMean:
 
     def can_release(self, version: int) -> bool:
         """Returns whether the budget is enough for a version, which it is where that was released before."""
-        spend = self.recorder.spend
-        if version <= spend.repeatable:
-            return True
-        is_first = version > spend.newest
-        return self._fits(spend.sampled + is_first, spend.repeated + (not is_first))
+        return version <= self.recorder.spend.repeatable or self._has_room_for(version)
 
     def compute_spent(self, version: int) -> float:
         """Returns ε spent up to a version."""
@@ -181,44 +193,46 @@ class PrivateMean:
             num_below: sum of 1/2 for each update below the norm, and -1/2 for the others.
 
         Raises:
-            StrategyError: it would pass the budget.
+            PrivacyBudgetError: it would pass the budget.
         """
         sums = {
-            name: np.array(total[name], dtype=np.float64) if name in total else np.zeros(tensor.shape)
+            name: np.asarray(total[name], np.float64).reshape(-1) if name in total else np.zeros(tensor.size)
             for name, tensor in sorted(model.items())
         }
         scale = self.update_noise * clip
         # All that a release depends on: the same noise at two scales would give the sum away.
         settings = (clip, scale, num_below, self.count_noise, self.num_expected)
         facts = struct.pack("<8sq5d", b"release", version, *settings)
-        digest = self._digest(facts, *(tensor.tobytes() for tensor in sums.values()))
+        digest = self._digest(facts, *(flat.data for flat in sums.values()))
         self._record(version, digest)
         rng = np.random.default_rng(int.from_bytes(self._digest(b"noise", digest)))
-        displacement = {
-            name: ((tensor + rng.normal(0.0, scale, tensor.shape)) / self.num_expected).astype(model[name].dtype)
-            for name, tensor in sums.items()
-        }
+        displacement = {}
+        for name, flat in sums.items():
+            noisy = rng.normal(0.0, scale, flat.size)
+            noisy += flat
+            noisy /= self.num_expected
+            displacement[name] = noisy.reshape(model[name].shape).astype(model[name].dtype, copy=False)
         if self.quantile is not None:
             share = (num_below + rng.normal(0.0, self.count_noise)) / self.num_expected + 0.5
             clip *= math.exp(-CLIP_RATE * (min(1.0, max(0.0, share)) - self.quantile))
         return PrivateDisplacement(displacement=displacement, clip=clip)
 
     def _record(self, version: int, digest: bytes) -> None:
-        spend = self.recorder.spend
-        former = spend.releases.get(version)
-        if former is None or former.digest != digest:
-            is_first = version > spend.newest
-            if not self._fits(spend.sampled + is_first, spend.repeated + (not is_first)):
-                raise StrategyError(
-                    f"version {version} would pass the privacy budget of epsilon = {self.epsilon:g}: it was made "
-                    "before, from other updates, and a second release counts"
-                )
+        former = self.recorder.spend.releases.get(version)
+        if (former is None or former.digest != digest) and not self._has_room_for(version):
+            self.recorder.restart(version - 1)  # what was to be repeated here cannot be
+            raise PrivacyBudgetError(
+                f"version {version} would pass the privacy budget of epsilon = {self.epsilon:g}: it was made "
+                "before, from other updates, and a second release counts"
+            )
         self.recorder.record(version, digest)
 
-    def _fits(self, sampled: int, repeated: int) -> bool:
-        return self.compute_epsilon(sampled, repeated) <= self.epsilon * (1.0 + _TOLERANCE)
+    def _has_room_for(self, version: int) -> bool:
+        """Returns whether the budget is enough for another release of a version."""
+        spent = self.compute_epsilon(*self.recorder.spend.count_with(version))
+        return spent <= self.epsilon * (1.0 + _TOLERANCE)
 
-    def _digest(self, *parts: bytes) -> bytes:
+    def _digest(self, *parts: bytes | memoryview) -> bytes:
         code = hmac.new(self.recorder.spend.key, digestmod="sha256")
         for part in parts:
             code.update(part)

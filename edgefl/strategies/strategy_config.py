@@ -234,7 +234,8 @@ class RoundRules:
     """Round rules of a run file.
 
     Attributes:
-        min_devices: idle devices needed to open the first round; later ones continue with those that are left.
+        min_devices: idle devices needed to open the first round; later ones continue with those that are left. Of a
+            private run, the idle and busy ones that every round needs.
         max_devices: maximum of asked devices, None for all; drawn anew each round.
         fraction: likewise, as a fraction of the idle ones, rounded up.
         min_updates: k of n: the round closes when k updates are in, or with fewer when no device is left to ask; None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from strategy_turns import begun, update_of, view_of
 
-from edgefl.core.errors import StrategyError
+from edgefl.core.errors import PrivacyBudgetError, StrategyError
 from edgefl.strategies.private_mean import (
     KEPT_RELEASES,
     PrivacySpend,
@@ -246,6 +246,37 @@ def test_a_fleet_without_idle_boards_spends_nothing():
     assert not state.open
     assert decision.next_wake_s > 1
     assert not strategy.ready(state, view_of())
+
+
+@pytest.mark.parametrize("sampling", [None, 0.5])
+def test_no_round_opens_with_fewer_boards_than_the_run_asks_for_idle_or_busy(sampling):
+    strategy = make_strategy("fedavg", {}, RoundRules(privacy=private(sampling=sampling), min_devices=3))
+    state, _ = begun(strategy, START)
+    state = strategy.aggregate(state)
+    for view in (view_of("a"), view_of("a", "b"), view_of("a", busy={"b": ["evaluation"]})):
+        state, decision = strategy.assign(state, view)
+        assert (state.open, decision.instructions) == ([], ())
+        assert decision.next_wake_s > 1
+    assert not strategy.ready(state, view_of("a"))
+    state, _ = strategy.assign(state, view_of("a", "b", busy={"c": ["evaluation"]}))
+    assert len(state.open) == 1
+
+
+def test_the_sum_of_many_clipped_updates_differs_by_one_of_them():
+    # In single precision 2²⁴ + 1 is 2²⁴.
+    updates = {"a": step_of([2.0**24, 0, 0]), "b": step_of([1.0, 0, 0]), "c": step_of([-(2.0**24), 0, 0])}
+    state = play(fedavg(private(first_clip=2.0**30, noise=1e-18)), updates)
+    assert state.model["w"][0] == 0.5
+
+
+def test_a_version_that_is_made_anew_otherwise_than_it_was_to_be_ends_the_budget():
+    mean = private(epsilon=2.0)
+    for version in (1, 2):
+        mean.release({}, START, version=version, clip=1.0, num_below=0.0)
+    assert mean.can_release(2)
+    with pytest.raises(PrivacyBudgetError, match="version 2 would pass the privacy budget"):
+        mean.release({"b": np.ones(())}, START, version=2, clip=1.0, num_below=0.0)
+    assert (mean.can_release(1), mean.can_release(2)) == (True, False)
 
 
 def test_lost_boards_are_not_replaced():

@@ -104,7 +104,7 @@ def open_spend_recorder(folder: Path, recorder: SpendRecorder) -> None:
     try:
         recorder.spend = decode_state(path.read_bytes(), PrivacySpend)
     except FileNotFoundError:
-        if list_journal_files(folder / "journal"):
+        if list_journal_files(folder / "journal") or any((folder / "checkpoints").glob("*")):
             raise JournalError(
                 f"{path} is missing, so it is not known how much privacy the run has spent; put it back from a "
                 "backup, or submit the run anew"
@@ -125,6 +125,19 @@ def close_spend_recorder(recorder: SpendRecorder) -> None:
     """Forgets the key of a run that is over, by which its noise could be taken off."""
     recorder.spend.key = b""
     recorder.save(recorder.spend)
+
+
+def delete_noise_key(folder: Path) -> None:
+    """Deletes the key of a run that has failed; what it has spent stays, and another run changes nothing."""
+    path = folder / PRIVACY_FILE
+    try:
+        spend = decode_state(path.read_bytes(), PrivacySpend)
+        spend.key = b""
+        write_atomic(path, encode_state(spend))
+    except FileNotFoundError:
+        return
+    except (OSError, JournalError) as error:
+        log.warning("%s keeps the key of the run's noise; delete the file: %s", path, error)
 
 
 def create_run_snapshot(

@@ -16,6 +16,7 @@ any checkpoint it starts anew. Only where no checkpoint is intact it waits for t
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +36,7 @@ from edgefl.coordinator.runs.checkpointing import (
     create_run_snapshot,
 )
 from edgefl.coordinator.runs.history_recorder import HistoryRecorder
-from edgefl.coordinator.runs.history_writer import HistoryWriter
+from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.coordinator.runs.model_retention import EvaluatedModelSaver, ModelRetention
 from edgefl.coordinator.runs.recovery import RunStart, find_newest_checkpoint, restore_before_damage
 from edgefl.core.errors import JournalError, NotKeptError, StoreError, StrategyError
@@ -53,6 +54,7 @@ from edgefl.storage.journal.wal_journal import WalJournal, create_journal_file
 from edgefl.storage.repositories.records import RunRecord
 from edgefl.storage.state_serialisation import count_encoded_updates
 from edgefl.storage.store import Store
+from edgefl.strategies.private_mean import PrivacySpend, PrivateMean
 from edgefl.system.atomic_files import make_private_directory, sync_directory, write_atomic
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ JOURNAL_DAMAGED = "journal-damaged"
 """Event kind: the damage, and the quarantined files."""
 JOURNAL_REPLAYED = "journal-replayed"
 """Event kind: how far the intact entries before the damage were replayed."""
+PRIVACY_SPENT = "privacy-spent"
+"""Event kind: what a private run has spent that goes on from an older version."""
 QUARANTINE_PREFIX = "damaged"
 
 
@@ -227,8 +231,8 @@ class RunExecutor:
     def _run_rounds(self, on_turn: Callable[[Any, LoopState], None]) -> tuple[Any, str]:
         components, start = self.components, self.start
         loop_state = None
-        if not start.is_exact and (privacy := get_private_mean(components.strategy)) is not None:
-            privacy.recorder.restart(components.strategy.version(start.state))
+        if (privacy := get_private_mean(components.strategy)) is not None:
+            self._prepare_record(privacy)
         if start.snapshot is not None:
             start.snapshot.restore(components.policy)
             loop_state = start.snapshot.restore_loop_state(components.rounds)
@@ -256,6 +260,27 @@ class RunExecutor:
             divergence=components.divergence,
             on_divergence=self._log.record_divergence,
         )
+
+    def _prepare_record(self, privacy: PrivateMean) -> None:
+        """Has the journal synced before each release is recorded, and records what will be released anew.
+
+        After a power cut the sum of a recorded release must come back from the journal as it was.
+        """
+        recorder, version = privacy.recorder, self.components.strategy.version(self.start.state)
+        save = recorder.save
+
+        def save_behind_journal(spend: PrivacySpend) -> None:
+            self.wal.sync()
+            save(spend)
+
+        recorder.save = save_behind_journal
+        if self.start.is_exact:
+            return
+        recorder.restart(version)
+        if recorder.spend.newest > version:
+            spent = privacy.compute_epsilon(recorder.spend.sampled, recorder.spend.repeated)
+            message = f"epsilon {spent:.4g} is spent; versions behind {version} are made anew, and count again"
+            self.history.add_event(EventRow(kind=PRIVACY_SPENT, device_id=None, message=message, at=time.time()))
 
     def _on_replayed_turn(self, state: Any, loop_state: LoopState) -> None:
         self._last_turn = state, loop_state

@@ -22,7 +22,7 @@ from edgefl.coordinator.execution.replay import ReplayError, RunClock
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.messages import Reply
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.coordinator.runs.checkpointing import Checkpointer, open_spend_recorder
+from edgefl.coordinator.runs.checkpointing import Checkpointer, delete_noise_key, open_spend_recorder
 from edgefl.coordinator.runs.compilation import Compiler, may_compile, should_compile
 from edgefl.coordinator.runs.executor import (
     JOURNAL_DAMAGED,
@@ -550,6 +550,8 @@ class RunScheduler:
             status, reason = RunStatus.STOPPED, stop_reason
         if status is not RunStatus.INTERRUPTED:
             self._send_end(run_id)
+        if status is RunStatus.FAILED:
+            delete_noise_key(self._context.directory.runs / run_id)
         self._set_status(run_id, status, reason)
         return status
 

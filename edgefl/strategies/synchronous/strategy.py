@@ -21,6 +21,7 @@ from edgefl.core.types import (
     FinishEarlyInstruction,
     FleetView,
     Instruction,
+    Role,
     Strategy,
     Tensors,
     TrainConfig,
@@ -28,7 +29,7 @@ from edgefl.core.types import (
     Update,
     derive_rng,
 )
-from edgefl.strategies.aggregation import apply_step, copy_tensors
+from edgefl.strategies.aggregation import StreamingMean, apply_step, copy_tensors
 from edgefl.strategies.participation import can_receive_work
 from edgefl.strategies.private_mean import PrivateMean, compute_clip_factor
 from edgefl.strategies.strategy_config import (
@@ -198,7 +199,7 @@ class SynchronousStrategy(Strategy[R]):
             current_round.fold.total,
             state.model,
             version=state.version + 1,
-            clip=privacy.first_clip if state.clip is None else state.clip,
+            clip=privacy.get_clip(state.clip),
             num_below=sum(current_round.below_clip.values()),
         )
         state.clip = released.clip
@@ -209,8 +210,8 @@ class SynchronousStrategy(Strategy[R]):
         if (privacy := self.rules.privacy) is None:
             return self.compute_weight(update)
         device_id, _ = current_round.assigned[update.assignment_id]
-        clip = privacy.first_clip if state.clip is None else state.clip
-        factor = None if device_id in current_round.below_clip else compute_clip_factor(update.tensors, clip)
+        is_repeated = device_id in current_round.below_clip
+        factor = None if is_repeated else compute_clip_factor(update.tensors, privacy.get_clip(state.clip))
         if factor is not None:
             current_round.below_clip[device_id] = 0.5 if factor == 1.0 else -0.5
         return factor
@@ -234,16 +235,27 @@ class SynchronousStrategy(Strategy[R]):
         """Schedules the oldest round, and opens another while one more may be open."""
         instructions = self._schedule_open_round(state, state.open[0], view) if state.open else ()
         while len(state.open) < 1 + self.double_buffering:
-            has_started = state.open or state.version > 0
-            if not has_started and len(view.idle) < self.rules.min_devices:
+            if not self._has_enough_devices(state, view):
                 break
             num_attempts = state.attempt
             selected = self._select_devices(self.list_candidates(state, view), state)
             if not selected and not (self._samples and state.attempt > num_attempts):
                 break
-            state.open.append(OpenRound(since_s=None if state.open else view.now_s))
+            # In single precision the sum of many clipped updates differs by more than one of them.
+            fold = StreamingMean(precision="float32" if self.rules.privacy is None else "float64")
+            state.open.append(OpenRound(fold=fold, since_s=None if state.open else view.now_s))
             instructions += self.open_round(state, selected, view)
         return state, Decision(instructions=instructions, next_wake_s=self._compute_wake_s(state, view))
+
+    def _has_enough_devices(self, state: R, view: FleetView) -> bool:
+        """Returns whether a round may open: the first one with enough idle devices, the others with those left.
+
+        A private round always needs as many, idle or busy: one that hardly anybody takes part in spends as much.
+        """
+        if self.rules.privacy is not None:
+            busy = sum(view.devices[name].role == Role.TRAINER for name in view.busy if name in view.devices)
+            return len(view.idle) + busy >= self.rules.min_devices
+        return bool(state.open) or state.version > 0 or len(view.idle) >= self.rules.min_devices
 
     def receive(self, state: R, update: Update) -> R:
         """Adds an expected update; an unknown, late or repeated one changes nothing."""
@@ -307,8 +319,7 @@ class SynchronousStrategy(Strategy[R]):
         privacy = self.rules.privacy
         if privacy is None:
             return {}
-        clip = privacy.first_clip if state.clip is None else state.clip
-        return {"epsilon": privacy.compute_spent(state.version), "clip_norm": clip}
+        return {"epsilon": privacy.compute_spent(state.version), "clip_norm": privacy.get_clip(state.clip)}
 
     def halve_learning_rate(self, state: R) -> R:
         state.halvings = (*state.halvings, state.version)

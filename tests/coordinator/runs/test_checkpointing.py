@@ -23,6 +23,7 @@ from edgefl.coordinator.runs.checkpointing import (
 from edgefl.coordinator.runs.history_writer import EventRow, HistoryWriter
 from edgefl.core.errors import JournalError
 from edgefl.engine.progress import PriorProgress
+from edgefl.storage.checkpoints import save_state
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.state_serialisation import decode_state
 from edgefl.storage.store import Store
@@ -141,3 +142,9 @@ def test_a_private_run_whose_record_is_gone_does_not_go_on(tmp_path: Path, damag
         damage(tmp_path / PRIVACY_FILE)
         with pytest.raises(JournalError, match="it is not known how much privacy the run has spent"):
             open_spend_recorder(tmp_path, make_recorder())
+
+
+def test_a_private_run_that_has_a_checkpoint_and_nothing_else_does_not_go_on(tmp_path: Path) -> None:
+    save_state(tmp_path / "checkpoints", PriorProgress(updates=1, bytes=2, seconds=3.0), 7)
+    with pytest.raises(JournalError, match="it is not known how much privacy the run has spent"):
+        open_spend_recorder(tmp_path, make_recorder())

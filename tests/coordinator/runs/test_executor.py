@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +62,7 @@ from edgefl.storage.state_serialisation import (
 )
 from edgefl.storage.store import Store
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
-from edgefl.strategies.private_mean import PrivacySpend, PrivateMean, SpendRecorder
+from edgefl.strategies.private_mean import PrivacySpend, PrivateMean, Release, SpendRecorder
 from edgefl.strategies.registry import make_strategy
 from edgefl.strategies.strategy_config import RoundRules
 from edgefl.strategies.update_guard import UpdateGuard
@@ -673,3 +674,70 @@ def test_what_a_later_life_makes_anew_counts_again_and_the_run_ends_at_its_budge
     assert spend.repeated > 0
     assert before.sampled <= spend.sampled
     assert spend.sampled + spend.repeated == 7, "all of the budget, and no more"
+    events = read_history(stores[0].store, "events", run="r")
+    (said,) = (row["message"] for row in events if row["kind"] == "privacy-spent")
+    assert said.startswith(f"epsilon {before.sampled} is spent; versions behind ")
+
+
+def test_a_later_life_without_budget_ends_and_releases_nothing(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    run, goal = PrivateSite(stores[0], budget=7.0), StoppingCriteria(rounds=50)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
+    with pytest.raises(Killed):
+        run.live(boards, goal)
+    before = run.read_spend()
+    run.budget = float(before.sampled)
+    stores[0].begin_life(at=1e12)
+    again = Boards(FaultyFleet(2, faults={}))
+    again.fleet.journal.arrived |= boards.fleet.journal.arrived
+    assert run.live(again, goal)
+    assert again.asked == [], "no board works for what cannot be released"
+    assert (run.read_spend().sampled, run.read_spend().repeated) == (before.sampled, 0)
+
+
+@pytest.mark.parametrize("version", [1, 2, 4])
+def test_after_a_power_cut_the_journal_has_the_updates_of_each_recorded_release(
+    stores: list[Site], version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, goal, boards = PrivateSite(stores[0]), StoppingCriteria(rounds=5), Boards(FaultyFleet(1, faults={}))
+    synced, kept, sync = dict[Path, int](), dict[Path, int](), os.fdatasync
+
+    def note(handle: int) -> None:
+        sync(handle)
+        synced[Path(f"/proc/self/fd/{handle}").readlink()] = os.fstat(handle).st_size
+
+    def cut_at(save: Any) -> Any:
+        def record(spend: PrivacySpend) -> None:
+            save(spend)
+            if spend.newest >= version:
+                kept.update(synced)
+                raise Killed
+
+        return record
+
+    monkeypatch.setattr(os, "fdatasync", note)
+    with pytest.raises(Killed):
+        run.live(boards, goal, cut_at)
+    (journal,) = (stores[0].directory.runs / "r" / "journal").glob("*.wal")
+    os.truncate(journal, kept[journal.resolve()])
+    assert run.live(boards, goal)
+    assert {len(sums) for sums in run.released.values()} == {1}
+    assert (run.read_spend().sampled, run.read_spend().repeated) == (5, 0)
+
+
+def test_a_release_that_cannot_be_repeated_ends_a_run_whose_budget_is_spent(stores: list[Site]) -> None:
+    run, goal = PrivateSite(stores[0], budget=3.0), StoppingCriteria(rounds=5)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=2, dies=True)
+    with pytest.raises(Killed):
+        run.live(boards, goal)
+    spend = run.read_spend()
+    assert spend.newest == 0
+    other = {number: Release(digest=b"other", sampled=number, repeated=0) for number in (1, 2, 3)}
+    spent = dataclasses.replace(spend, sampled=3, newest=3, repeatable=3, releases=other)
+    (stores[0].directory.runs / "r" / PRIVACY_FILE).write_bytes(encode_state(spent))
+    assert run.live(boards, goal)
+    assert run.released == {}
+    assert (run.read_spend().sampled, run.read_spend().repeated, run.read_spend().key) == (3, 0, b"")

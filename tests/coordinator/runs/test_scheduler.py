@@ -27,6 +27,7 @@ from edgefl.coordinator.fleet.presence import PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.runs import compilation, stalls
+from edgefl.coordinator.runs.checkpointing import PRIVACY_FILE, open_spend_recorder
 from edgefl.coordinator.runs.recovery import MAX_CRASHES, RunStart, check_base, pin_base, record_base
 from edgefl.coordinator.runs.scheduler import COORDINATOR_STOPPED, RunContext, RunScheduler, _CurrentRun
 from edgefl.coordinator.runs.stalls import STOP_TIMEOUT_S, SlowCallWatchdog, format_running_call
@@ -43,7 +44,9 @@ from edgefl.storage.journal.record_encoding import CheckpointMark, TurnStarted
 from edgefl.storage.journal.wal_journal import WalJournal
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.repositories.records import RunRecord, RunStatus
+from edgefl.storage.state_serialisation import decode_state
 from edgefl.storage.store import Store
+from edgefl.strategies.private_mean import PrivacySpend, SpendRecorder
 from edgefl.strategies.update_guard import GuardState
 from edgefl.tasks.adaptation.base_catalogue import BaseCatalogue
 from edgefl.tasks.adaptation.base_file import encode_base
@@ -805,3 +808,16 @@ def test_a_run_goes_on_with_the_base_that_it_began_with_or_waits_for_it(
         worker._record_base(assemble(pin_base(config, "r", directory)), "r")
     with pytest.raises(UsageError, match="must go on with the base that it began with"):
         check_base(assemble(config), "r", directory)
+
+
+@pytest.mark.parametrize("status", [RunStatus.FAILED, RunStatus.INTERRUPTED])
+def test_the_noise_key_of_a_private_run_that_has_failed_is_deleted(
+    store: Store, worker: RunScheduler, tmp_path: Path, status: RunStatus
+) -> None:
+    add_run(store)
+    folder, recorder = tmp_path / "runs" / "r", SpendRecorder(spend=PrivacySpend(key=b"k" * 32))
+    open_spend_recorder(folder, recorder)
+    recorder.record(1, b"one")
+    worker._end_run("r", status, "because")
+    spend = decode_state((folder / PRIVACY_FILE).read_bytes(), PrivacySpend)
+    assert (spend.sampled, spend.key) == (1, b"" if status is RunStatus.FAILED else b"k" * 32)
