@@ -587,9 +587,19 @@ def test_a_simulation_knows_no_run_of_a_fleet(houses, tmp_path):
         edgefl.simulate({"run": {"task": "table"}, "task": task}, devices=houses, root=tmp_path / "runs")
 
 
-def test_wrong_settings_of_a_run_are_refused_before_its_scales_are_asked_for(houses, tmp_path):
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"strategy": {"name": "fedavg", "lerning_rate": 1}}, "learning_rate"),
+        (
+            {"privacy": {"unit": "device", "epsilon": 1.0, "delta": 1e-5, "boards": 2}, "guard": {"enabled": False}},
+            r"^task\.normalise must be left out",
+        ),
+    ],
+)
+def test_wrong_settings_of_a_run_are_refused_before_its_scales_are_asked_for(houses, tmp_path, wrong, line):
     task = {"columns": "pressure,flow", "target": "is_leak", "labels": "no,yes", "normalise": "fleet"}
-    tables = {"run": {"task": "table"}, "task": task, "strategy": {"name": "fedavg", "lerning_rate": 1}}
-    with pytest.raises(ConfigError, match="learning_rate"):
+    tables = {"run": {"task": "table"}, "task": task, **wrong}
+    with pytest.raises(ConfigError, match=line):
         edgefl.simulate(tables, devices=houses, root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from functools import partial
 from typing import Any
@@ -26,8 +27,6 @@ def check_private(config: RunConfig) -> None:
     Raises:
         ConfigError: a setting compares devices, moves by what they measure, or sends more than updates.
     """
-    if config.job.name:
-        raise ConfigError(f"[job] does not go with {_HOW}: its results are exact")
     if config.strategy.name not in PRIVATE_STRATEGIES:
         raise ConfigError(
             f"strategy.name must be one of {', '.join(PRIVATE_STRATEGIES)} with {_HOW}, got "
@@ -47,7 +46,10 @@ def check_private(config: RunConfig) -> None:
         "devices.fraction": (config.devices.fraction, None, "give privacy.sampling, or devices.count"),
         "aggregation.collective": (config.aggregation.collective, "coordinator", "no update is there to be clipped"),
         "split.after": (config.split.after, None, "activations have no noise"),
-        "task.normalise": (config.task.get("normalise", "") == "fleet", False, "means and scales have no noise"),
+        "task.normalise": (config.task.get("normalise") or None, None, "means and scales of the fleet have no noise"),
+        "run.epochs": (run.epochs, None, "it goes by numbers of examples, which have no noise"),
+        "run.updates": (run.updates, None, "it goes by who answers, which has no noise"),
+        "run.bytes": (run.bytes, None, "it goes by the sizes of updates, which have no noise"),
     }
     for name, (found, needed, reason) in needs.items():
         if found != needed:
@@ -104,10 +106,10 @@ def make_private_mean(config: RunConfig, shapes: ModelSpec) -> PrivateMean:
         compute_epsilon=partial(compute_epsilon, noise, privacy.delta, privacy.sampling),
         recorder=SpendRecorder(spend=PrivacySpend(key=secrets.token_bytes(KEY_BYTES))),
     )
-    if mean.quantile is not None and noise >= 2 * mean.count_noise:
+    if num_expected < mean.min_expected:
         raise ConfigError(
-            f'privacy.clip = "adaptive" needs more than {10 * noise:.0f} boards in a round at a noise multiplier of '
-            f"{noise:.3g}, expected are {num_expected:g}; give a number as privacy.clip"
+            f'privacy.clip = "adaptive" needs {math.ceil(mean.min_expected)} boards in a round at a noise multiplier '
+            f"of {noise:.3g}, expected are {num_expected:g}; give a number as privacy.clip"
         )
     return mean
 
@@ -139,10 +141,11 @@ def explain_privacy(config: RunConfig, mean: PrivateMean | None) -> str:
         if privacy.sampling is not None
         else "are counted as if each was in every round, without amplification"
     )
+    of_updates = "" if mean.quantile is None else f" ({mean.update_noise:.4g} on updates)"
     num_rounds = count_releases(mean.epsilon, privacy.delta or 0.0, mean.sampling, mean.noise_multiplier)
     return (
         f"each device's data has differential privacy in the models: epsilon {privacy.epsilon:g} at delta "
         f"{privacy.delta:g}, noise "
-        f"multiplier {mean.noise_multiplier:.4g}, enough for {num_rounds} rounds; sums are divided by "
+        f"multiplier {mean.noise_multiplier:.4g}{of_updates}, enough for {num_rounds} rounds; sums are divided by "
         f"{mean.num_expected:g}, and devices {how}; metrics, counts, bytes, times and logs are not covered"
     )

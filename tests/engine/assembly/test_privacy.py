@@ -2,24 +2,27 @@
 
 import logging
 import sys
+from importlib.util import find_spec
 
 import pytest
 
 import edgefl
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, MissingPackageError
+from edgefl.core.types import TensorKind, TensorSpec
 from edgefl.engine.assembly.build import build_run
-from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean
+from edgefl.engine.assembly.privacy import explain_privacy, get_private_mean, make_private_mean
 from edgefl.engine.privacy_accounting import compute_epsilon
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
-INSTALL = "dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt"
+IS_ACCOUNTED = find_spec("dp_accounting") is not None
 
 
 @pytest.fixture
 def accounted():
-    pytest.importorskip("dp_accounting", reason=INSTALL)
+    if not IS_ACCOUNTED:
+        pytest.skip("dp-accounting is not installed: pip install -e '.[privacy]' -c constraints.txt")
 
 
 def tables(**sections):
@@ -55,8 +58,13 @@ def build(**sections):
         ({"compression": {"up": "auto"}}, "compression.up must be one codec"),
         ({"aggregation": {"collective": "ring"}}, "aggregation.collective must be 'coordinator'"),
         ({"split": {"after": "fc1"}}, "split.after must be left out"),
-        ({"task": {"normalise": "fleet"}}, "task.normalise must be false"),
-        ({"job": {"name": "sum"}, "run": {"task": "digits"}}, "job"),
+        ({"task": {"normalise": "fleet"}}, "task.normalise must be left out .*'fleet'"),
+        ({"task": {"normalise": "run:scales"}}, "task.normalise must be left out .*'run:scales'"),
+        ({"run": {"until": "accuracy >= 0.9"}}, "run.evaluate_on must be coordinator or evaluator .*'auto'"),
+        ({"run": {"epochs": 3}}, "run.epochs must be left out"),
+        ({"run": {"updates": 3}}, "run.updates must be left out"),
+        ({"run": {"bytes": 3}}, "run.bytes must be left out"),
+        ({"job": {"name": "sum"}, "run": {"task": "digits"}}, "privacy means nothing beside job"),
     ],
 )  # fmt: skip
 def test_what_gives_a_device_more_than_one_bounded_part_of_a_sum_is_refused(sections, line):
@@ -70,7 +78,11 @@ def test_what_gives_a_device_more_than_one_bounded_part_of_a_sum_is_refused(sect
         ({"boards": None}, "privacy.boards is missing"),
         ({"sampling": 0.1, "boards": None}, "privacy.boards is missing"),
         ({"noise": 0.05}, "privacy.noise = 0.05 passes epsilon = 8 in the first round"),
-        ({"clip": "adaptive"}, "needs more than .* boards in a round at a noise multiplier"),
+        ({"clip": "adaptive"}, "needs .* boards in a round at a noise multiplier"),
+        (
+            {"clip": "adaptive", "noise": 2.0, "boards": 36},
+            "needs 37 boards in a round at a noise multiplier of 2,",
+        ),
     ],
 )
 def test_a_setting_without_which_the_sum_has_no_bound_is_asked_for(accounted, privacy, line):
@@ -117,6 +129,19 @@ def test_without_the_package_a_private_run_names_its_extra(monkeypatch):
         build(privacy={"noise": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        (TensorSpec(name="mean", shape=(3,), kind=TensorKind.BUFFER), "a buffer"),
+        (TensorSpec(name="mean", shape=(3,), dtype="float16"), "float16"),
+        (TensorSpec(name="mean", shape=(3,), dtype="int64"), "int64"),
+    ],
+)
+def test_a_model_with_tensors_that_noise_does_not_fit_is_refused(spec, found):
+    with pytest.raises(ConfigError, match=f"float32 or float64 parameters alone: tensor 'mean' is {found}"):
+        make_private_mean(parse_run(tables()), (TensorSpec(name="w", shape=(2,)), spec))
+
+
 def test_the_denominator_is_a_setting(accounted):
     for sections, expected in [
         ({"privacy": {"boards": 40}}, 40.0),
@@ -133,6 +158,9 @@ def test_a_dry_run_says_what_is_promised_and_what_is_not(accounted):
     assert "without amplification" in line
     assert "metrics, counts, bytes, times and logs are not covered" in line
     assert explain_privacy(parse_run({"run": {"task": "digits"}}), None) == ""
+    adaptive = build(privacy={"noise": 4.0, "clip": "adaptive", "boards": 74})
+    line = explain_privacy(adaptive.config, get_private_mean(adaptive.strategy))
+    assert "noise multiplier 4 (4.754 on updates)" in line
 
 
 def simulate(tmp_path, devices=6, **sections):
