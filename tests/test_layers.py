@@ -80,6 +80,7 @@ FORBIDDEN = {
     "terminal": ("device/flower/supernode.py", "import rich.table"),
     "matplotlib": ("coordinator/service.py", "import matplotlib"),
     "object-storage": ("coordinator/backup.py", "import fsspec"),
+    "privacy": ("coordinator/service.py", "import dp_accounting"),
     "segno": ("device/agent.py", "import segno"),
     "yaml": ("core/config.py", "import yaml"),
     "zstandard": ("device/agent.py", "import zstandard"),
