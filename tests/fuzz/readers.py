@@ -406,6 +406,7 @@ READERS: Mapping[str, Entry] = MappingProxyType(
 
 INSIDE: Mapping[str, str] = MappingProxyType(
     {
+        "core/config.py:SimulationSection.start": "a text of a run file, checked as its section is made",
         "system/object_storage.py:_read_state": "own state, at most 64 KB; whatever else is there counts as none",
         "system/row_labels.py:parse_example_time": "names of this board's files; others are a `ValueError`",
         "device/collect/microphone.py:compute_dbfs": "samples of a whole number of bytes, each of any value",
