@@ -316,7 +316,7 @@ class TrainConfig:
     is given twice: for the model that is sent, and for a personal copy that stays on the device (Ditto). So it is
     with `personal_mixture`, the first share of a copy that is trained in a mixture with the model (APFL). With
     `consistency_weight` examples without a label are trained on, too, with what the model says of them with at least
-    the probability `consistency_threshold` (FixMatch). With
+    the probability `consistency_threshold` (FixMatch), which is None without them. With
     `fallback_iterations` a progress report is a query, whose answer the device waits for: to go on, or to finish
     early. Where none comes, it finishes after so many iterations.
     """
@@ -333,7 +333,7 @@ class TrainConfig:
     personal_lambda: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1000})
     personal_mixture: float | None = field(default=None, metadata={"above": 0, "at_most": 1})
     consistency_weight: float | None = field(default=None, metadata={"above": 0, "at_most": 1000})
-    consistency_threshold: float = field(default=0.95, metadata={"at_least": 0, "at_most": 1})
+    consistency_threshold: float | None = field(default=None, metadata={"at_least": 0, "at_most": 1})
     options: Mapping[str, Scalar] = field(default_factory=dict)
     keeps_state: bool = False
     report_progress: bool = False

@@ -88,7 +88,7 @@ class StrategyConfig:
     personal_lambda: float | None = _copy_field("personal_lambda")
     personal_mixture: float | None = _copy_field("personal_mixture")
     consistency_weight: float | None = _copy_field("consistency_weight")
-    consistency_threshold: float = _copy_field("consistency_threshold")
+    consistency_threshold: float = _copy_field("consistency_threshold", default=0.95)
     keep_optimizer: bool = False
 
     summary: ClassVar[str] = ""
@@ -108,6 +108,8 @@ class StrategyConfig:
         values = {name: getattr(self, name) for name in _SHARED_FIELDS}
         if self.iterations is not None or self.seconds is not None:
             values["epochs"] = None
+        if self.consistency_weight is None:  # boards of an older release need not know what is not used
+            values["consistency_threshold"] = None
         plan = TrainConfig(algorithm=self.optimizer, keeps_state=self.keep_optimizer, **values)
         check_plan(plan)
         return plan

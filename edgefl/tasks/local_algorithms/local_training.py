@@ -125,14 +125,14 @@ def _make_consistent(algorithm: LocalAlgorithm, data: Dataset, plan: TrainConfig
     unlabelled = data.find_unlabelled()
     if unlabelled is None:
         return algorithm
-    if plan.consistency_weight is None:
+    weight, threshold = plan.consistency_weight, plan.consistency_threshold
+    if weight is None or threshold is None:
         raise ConfigError(
             f"{unlabelled.sum()} of {len(data)} examples have no label, which task.unlabelled reads for "
             "strategy.consistency_weight; set both or neither"
         )
     order, views = rng.spawn(2)
     batches = _iterate_batches(data, plan.batch_size, order, np.flatnonzero(unlabelled))
-    weight, threshold = plan.consistency_weight, plan.consistency_threshold
     return ConsistentAlgorithm(algorithm, batches, weight=weight, threshold=threshold, rng=views)
 
 

@@ -48,7 +48,14 @@ def _data(levels, num_labelled):
 
 
 def _train(data, learner, **plan):
-    settings = {"iterations": 1, "batch_size": 4, "learning_rate": 0.1, "consistency_weight": 3.0, **plan}
+    settings = {
+        "iterations": 1,
+        "batch_size": 4,
+        "learning_rate": 0.1,
+        "consistency_weight": 3.0,
+        "consistency_threshold": 0.95,
+        **plan,
+    }
     return train(
         learner, data, TrainConfig(**settings), np.random.default_rng(5), clock=lambda: 0.0,
         on_iteration=lambda *_: False,
