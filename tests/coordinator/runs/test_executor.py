@@ -656,20 +656,28 @@ def test_a_coordinator_that_dies_at_the_record_of_a_release_never_releases_anoth
     assert (spend.sampled, spend.repeated) == (5, 0)
 
 
+def die_behind_a_checkpoint(
+    stores: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> tuple[PrivateSite, PrivacySpend, Boards]:
+    """Returns a private run whose coordinator died, what it had spent, and boards that will send other updates."""
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
+    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
+    run = PrivateSite(stores[0], budget=7.0)
+    boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
+    with pytest.raises(Killed):
+        run.live(boards, StoppingCriteria(rounds=50))
+    stores[0].begin_life(at=1e12)
+    again = Boards(FaultyFleet(2, faults={}))
+    again.fleet.journal.arrived |= boards.fleet.journal.arrived
+    return run, run.read_spend(), again
+
+
 def test_what_a_later_life_makes_anew_counts_again_and_the_run_ends_at_its_budget(
     stores: list[Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
-    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
-    run, goal = PrivateSite(stores[0], budget=7.0), StoppingCriteria(rounds=50)
-    boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
-    with pytest.raises(Killed):
-        run.live(boards, goal)
-    assert (before := run.read_spend()).sampled >= 4
-    stores[0].begin_life(at=1e12)
-    again = Boards(FaultyFleet(2, faults={}))  # other updates
-    again.fleet.journal.arrived |= boards.fleet.journal.arrived
-    assert run.live(again, goal)
+    run, before, again = die_behind_a_checkpoint(stores, monkeypatch)
+    assert before.sampled >= 4
+    assert run.live(again, StoppingCriteria(rounds=50))
     spend = run.read_spend()
     assert spend.repeated > 0
     assert before.sampled <= spend.sampled
@@ -682,18 +690,9 @@ def test_what_a_later_life_makes_anew_counts_again_and_the_run_ends_at_its_budge
 def test_a_later_life_without_budget_ends_and_releases_nothing(
     stores: list[Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.CHECKPOINT_EVERY_VERSIONS", 3)
-    monkeypatch.setattr("edgefl.coordinator.runs.checkpointing.MIN_CHECKPOINT_INTERVAL_S", 0.0)
-    run, goal = PrivateSite(stores[0], budget=7.0), StoppingCriteria(rounds=50)
-    boards = Boards(FaultyFleet(1, faults={}), stops_at=45, dies=True)
-    with pytest.raises(Killed):
-        run.live(boards, goal)
-    before = run.read_spend()
+    run, before, again = die_behind_a_checkpoint(stores, monkeypatch)
     run.budget = float(before.sampled)
-    stores[0].begin_life(at=1e12)
-    again = Boards(FaultyFleet(2, faults={}))
-    again.fleet.journal.arrived |= boards.fleet.journal.arrived
-    assert run.live(again, goal)
+    assert run.live(again, StoppingCriteria(rounds=50))
     assert again.asked == [], "no board works for what cannot be released"
     assert (run.read_spend().sampled, run.read_spend().repeated) == (before.sampled, 0)
 
