@@ -11,7 +11,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import IO, Any, TypeGuard, cast
 
 import numpy as np
@@ -277,7 +277,7 @@ def iterate_stored_batches(data: Dataset, batch_size: int, rng: Generator) -> It
     for rows in _regroup(blocks, buffer_rows):
         plain = Dataset.take(data, rows)
         # As of the data's own class: if it augments, batches are augmented and not the buffer.
-        held = replace(data, inputs=plain.inputs, targets=plain.targets, weights=plain.weights, groups=plain.groups)
+        held = replace(data, **{item.name: getattr(plain, item.name) for item in fields(Dataset)})
         shuffled = rng.permutation(len(held))
         for start in range(0, len(held), batch_size):
             yield held.take(shuffled[start : start + batch_size])

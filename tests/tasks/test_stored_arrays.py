@@ -219,7 +219,8 @@ def test_a_million_short_rows_are_split_and_read_in_little_memory_beside_their_t
 @pytest.mark.parametrize("batch_size", [7, 64, 100_000])
 def test_an_epoch_in_blocks_has_every_example_once_in_as_many_batches(large, examples, batch_size):
     data = read_shard(str(large), "own")
-    numbered = Dataset(inputs=data.inputs, targets=np.arange(len(data)))
+    numbers = np.arange(len(data))
+    numbered = Dataset(inputs=data.inputs, targets=numbers, weak=numbers % 3 == 0)
     rng, orders = derive_rng(1), []
     for _ in range(2):
         batches = list(iterate_stored_batches(numbered, batch_size, rng))
@@ -228,6 +229,7 @@ def test_an_epoch_in_blocks_has_every_example_once_in_as_many_batches(large, exa
         orders.append(np.concatenate([batch.targets for batch in batches]))
         assert np.array_equal(np.sort(orders[-1]), np.arange(len(data)))
         assert all(np.array_equal(one.inputs[-1], examples.inputs[one.targets[-1]]) for one in batches[::9])
+        assert all(np.array_equal(one.weak, one.targets % 3 == 0) for one in batches)
     assert not np.array_equal(*orders)
 
 
