@@ -373,6 +373,11 @@ class TrainConfig:
             raise ConfigError(f"{table} needs exactly one of iterations, epochs and seconds, got {chosen or 'none'}")
         check_settings(self, table)
         self._check_personal(table)
+        self._check_consistency(table)
+
+    def _check_consistency(self, table: str) -> None:
+        if self.consistency_weight is None:
+            return
         unfit = {
             "scaffold": self.algorithm == Algorithm.SCAFFOLD,
             "gradient": self.algorithm == Algorithm.GRADIENT,
@@ -382,7 +387,7 @@ class TrainConfig:
             "collectives": self.collective is not None,
             "nodes of a graph": self.node is not None,
         }
-        if self.consistency_weight is not None and (found := [name for name, is_set in unfit.items() if is_set]):
+        if found := [name for name, is_set in unfit.items() if is_set]:
             raise ConfigError(f"{table}.consistency_weight does not go with {found[0]}; leave one of them out")
 
     def _check_personal(self, table: str) -> None:

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from edgefl.core.errors import PrivacyBudgetError
-from edgefl.core.types import Array, SparseTensor, Tensors
+from edgefl.core.types import Array, Tensors
+from edgefl.strategies.update_guard import compute_norm
 
 KEY_BYTES = 32
 KEPT_RELEASES = 1000
@@ -241,11 +242,7 @@ class PrivateMean:
 
 def compute_clip_factor(tensors: Tensors, clip: float) -> float | None:
     """Returns the factor by which an update is shortened to `clip`, at most 1; None without a finite norm."""
-    total = 0.0
-    for tensor in tensors.values():
-        values = (tensor.values if isinstance(tensor, SparseTensor) else tensor).reshape(-1).astype(np.float64)
-        total += float(np.dot(values, values))
-    norm = math.sqrt(total) if math.isfinite(total) else math.inf
-    if math.isinf(norm):
+    norm = compute_norm(tensors, precision="float64")
+    if not math.isfinite(norm):
         return None
     return 1.0 if norm <= clip else clip / norm * _ROUNDING

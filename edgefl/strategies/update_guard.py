@@ -717,13 +717,16 @@ def compute_agreements(gram: Array) -> Array:
     return cosines
 
 
-def compute_norm(tensors: Tensors) -> float:
-    """Returns the norm over all float tensors; NaN or infinite when an entry is."""
+def compute_norm(tensors: Tensors, *, precision: str = "float32") -> float:
+    """Returns the norm over all float tensors; NaN or infinite when an entry is.
+
+    A tensor's squares are added up in its own precision, or in `precision` where that is more.
+    """
     total = 0.0
     for tensor in tensors.values():
         values = _flat_values(tensor)
         if values.dtype.kind in "fc":
-            total += _square(values)
+            total += _square(values.astype(np.promote_types(values.dtype, precision), copy=False))
     return math.sqrt(total) if total >= 0 else math.nan
 
 
