@@ -21,6 +21,12 @@ def test_every_setting_of_the_device_is_in_its_plan():
     assert (plan.momentum, plan.weight_decay, plan.keeps_state) == (0.1, 0.2, True)
 
 
+def test_the_threshold_of_consistency_is_in_a_plan_with_consistency_alone():
+    assert StrategyConfig().plan().consistency_threshold is None, "a board of an older release does not know it"
+    assert StrategyConfig(consistency_weight=1.0).plan().consistency_threshold == 0.95
+    assert StrategyConfig(consistency_weight=1.0, consistency_threshold=0.5).plan().consistency_threshold == 0.5
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
