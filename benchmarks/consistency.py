@@ -50,8 +50,9 @@ def measure(data: Dataset, test: Dataset, weight: float | None, args: argparse.N
     learner: Any = task.learner(threads=1)
     learner.load(task.init(seed))
     plan = TrainConfig(
-        iterations=args.steps, batch_size=32, learning_rate=0.02, momentum=0.9, consistency_weight=weight
-    )
+        iterations=args.steps, batch_size=32, learning_rate=0.02, momentum=0.9, consistency_weight=weight,
+        consistency_threshold=None if weight is None else 0.95,
+    )  # fmt: skip
     rng = np.random.default_rng(seed)
     train(learner, data, plan, rng, clock=lambda: 0.0, on_iteration=lambda *_: False)
     return float(learner.evaluate(test)[1])
