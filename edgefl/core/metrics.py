@@ -218,20 +218,18 @@ def _combine(name: str, metric: Metric, sums: Sums) -> float:
 NO_METRICS = MetricSet(MappingProxyType({}))
 
 
-def make_metric_set(metrics: Mapping[str, Metric], num_outputs: int, *, has_single_targets: bool) -> MetricSet:
+def make_metric_set(metrics: Mapping[str, Metric], num_outputs: int, targets: Array) -> MetricSet:
     """Returns the metrics of a task whose model has so many outputs.
 
     Args:
         metrics: by name.
         num_outputs: of an example.
-        has_single_targets: an example has one target, such as a class, or the value that quantiles are of; else it
-            has one for each output.
+        targets: of no example, as the task has them.
 
     Raises:
         ConfigError: their sums are too many, or a metric cannot do with no example.
     """
     outputs = np.zeros((0, num_outputs), np.float32)
-    targets = np.zeros(0, np.int64) if has_single_targets else np.zeros((0, num_outputs), np.float32)
     try:
         layout = _list_layout(compute_sums(metrics, [(outputs, targets, None)]))
     except Exception as error:  # another author's metric may raise anything

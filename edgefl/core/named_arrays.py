@@ -25,29 +25,30 @@ class NamedArrays:
 
     Args:
         arrays: of numbers or truth values, as long as each other; names are those of Python's parameters.
+        what: they are, for messages.
 
     Raises:
         DataError: there are none or too many, a name is none of a parameter, one is no array of numbers, or they
             differ in length.
     """
 
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        _check_names([*arrays])
+    def __init__(self, arrays: Mapping[str, Any], *, what: str = "inputs") -> None:
+        _check_names([*arrays], what)
         for name, array in arrays.items():
             if isinstance(array, Mapping):
                 raise DataError(
-                    f"inputs {name!r} are a dict themselves; give its arrays names of their own, such as a_b"
+                    f"{what} {name!r} are a dict themselves; give its arrays names of their own, such as a_b"
                 )
             kind = getattr(getattr(array, "dtype", None), "kind", None)
             if kind is None or kind not in "fiub" or not getattr(array, "ndim", 0):
                 found = type(array).__name__ if kind is None else f"{array.dtype} {list(array.shape)}"
-                raise DataError(f"inputs {name!r} must be an array [n, ...] of numbers, got {found}")
+                raise DataError(f"{what} {name!r} must be an array [n, ...] of numbers, got {found}")
         self._arrays: dict[str, Any] = {name: arrays[name] for name in sorted(arrays)}
         first = next(iter(self._arrays))
         for name, array in self._arrays.items():
             if len(array) != len(self):
                 raise DataError(
-                    f"inputs {name!r} have {len(array)} rows and {first!r} {len(self)}; there must be as many"
+                    f"{what} {name!r} have {len(array)} rows and {first!r} {len(self)}; there must be as many"
                 )
 
     def __len__(self) -> int:
@@ -158,13 +159,13 @@ def _list_kinds(inputs: NamedArrays) -> tuple[tuple[str, str], ...]:
     return tuple((name, _KINDS[inputs[name].dtype.kind]) for name in inputs)
 
 
-def _check_names(names: Sequence[Any]) -> None:
+def _check_names(names: Sequence[Any], what: str) -> None:
     if not 0 < len(names) <= MAX_ARRAYS:
-        raise DataError(f"inputs by name must be 1 to {MAX_ARRAYS} arrays, got {len(names)}")
+        raise DataError(f"{what} by name must be 1 to {MAX_ARRAYS} arrays, got {len(names)}")
     for name in names:
         is_parameter = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
         if not is_parameter or name.startswith("_") or len(name) > MAX_NAME_LENGTH:
             raise DataError(
-                f"a name of inputs must be one of a parameter of Python, such as age, of at most {MAX_NAME_LENGTH} "
+                f"a name of {what} must be one of a parameter of Python, such as age, of at most {MAX_NAME_LENGTH} "
                 f"letters and not with _ first, got {str(name)[: MAX_NAME_LENGTH + 1]!r}"
             )

@@ -18,6 +18,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from edgefl.core.errors import ConfigError, TaskError
+from edgefl.core.heads import describe_loss, wrap_targets
 from edgefl.core.named_arrays import concatenate_inputs, wrap_inputs
 from edgefl.core.settings import check_settings
 
@@ -882,7 +883,8 @@ class Dataset:
     Attributes:
         inputs: [n, ...] numbers; those of a large shard stay in its files, and are read by row numbers or ranges.
             A dict of such arrays becomes `NamedArrays`, which are indexed likewise.
-        targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them.
+        targets: [n, ...] what the model is to say: classes, values or labels, as the task's loss takes them. A dict
+            of such arrays, one for each of several losses, becomes one structured array [n] with these names.
         weights: [n] factor of an example's loss and gradient, finite and at least 0; None for 1 each.
         groups: [n] whom or what an example comes from, for natural shards; None where that is not known.
         weak: [n] whether a target is a guess: such an example is trained on, and never tested on; None for none.
@@ -895,8 +897,9 @@ class Dataset:
     weak: Array | None = None
 
     def __post_init__(self) -> None:
-        """Raises a `DataError` where inputs are a dict of what are no arrays of the same length."""
+        """Raises a `DataError` where inputs or targets are a dict of what are no arrays of the same length."""
         object.__setattr__(self, "inputs", wrap_inputs(self.inputs))
+        object.__setattr__(self, "targets", wrap_targets(self.targets))
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -981,7 +984,8 @@ class Task(Protocol):
 
     A class that inherits from this one writes `name` and `read`, and has a `model` (`DenseModel`, `TorchModel`) that
     brings the other three methods; or it writes those itself. Its `loss` is the model's: a name, a `Loss`, or a
-    function of torch tensors (outputs, targets) that returns one number for each example. A method
+    function of torch tensors (outputs, targets) that returns one number for each example; or a dict of such, one for
+    each of several targets, of which `loss_weights` and `num_outputs` are dicts as well. A method
     `augment(inputs, targets, rng)`, where it has one, changes each batch that is trained on.
     """
 
@@ -1002,7 +1006,7 @@ class Task(Protocol):
 
     def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> Learner:
         """Returns a warm learner; `accelerator` is cpu or cuda, `threads` None leaves the backend's choice."""
-        loss = getattr(self, "loss", None)
+        loss = describe_loss(self)
         options = {} if loss is None else {"loss": loss}
         return _get_model(self).learner(accelerator=accelerator, threads=threads, **options)  # type: ignore[no-any-return]
 

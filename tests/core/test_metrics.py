@@ -9,7 +9,8 @@ from edgefl.tasks.metrics.registry import make_metric
 
 
 def make_set(*names, num_outputs=3, has_classes=True):
-    return make_metric_set({name: make_metric(name) for name in names}, num_outputs, has_single_targets=has_classes)
+    targets = np.zeros(0, np.int64) if has_classes else np.zeros((0, num_outputs), np.float32)
+    return make_metric_set({name: make_metric(name) for name in names}, num_outputs, targets)
 
 
 def body_of(metrics, seed, count=20):

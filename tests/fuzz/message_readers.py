@@ -319,7 +319,7 @@ def frames(_folder: Path) -> Reader:
 def metric_sums(_folder: Path) -> Reader:
     """The sums of metrics that a board answers an evaluation with."""
     names = ("f1-macro", "log-loss", "calibration-error")
-    metrics = make_metric_set({name: make_metric(name) for name in names}, 3, has_single_targets=True)
+    metrics = make_metric_set({name: make_metric(name) for name in names}, 3, np.zeros(0, np.int64))
     sums = compute_sums(metrics.metrics, [(np.eye(3), np.array([0, 1, 1]), None)])
     asked = EvaluateInstruction(assignment_id="e", device_id="pi", version=1, round=1)
     figures = {"num_examples": 3, "loss": 0.5, "accuracy": 0.5}

@@ -336,9 +336,9 @@ def _evaluate_models(  # noqa: PLR0913 the last two by name
 def _make_metrics(names: Sequence[str], task: Task) -> MetricSet:
     from edgefl.core.metrics import MetricSet  # noqa: PLC0415 fast start
     from edgefl.tasks.losses.registry import is_reconstruction  # noqa: PLC0415 fast start
-    from edgefl.tasks.metrics.registry import make_metric  # noqa: PLC0415 likewise
+    from edgefl.tasks.metrics.evaluation import make_metric_of  # noqa: PLC0415 likewise
 
-    metrics = {name: make_metric(name, getattr(task, "labels", ())) for name in names}
+    metrics = {name: make_metric_of(task, name) for name in names}
     return MetricSet(metrics, is_of_inputs=is_reconstruction(task))
 
 

@@ -28,7 +28,6 @@ from edgefl.tasks.datasets.shards import drop_weak, load_task_data, split_train_
 from edgefl.tasks.losses.class_losses import softmax
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import find_loss, has_classes
-from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.registry import CONFIGURED, make_task
 
@@ -518,7 +517,7 @@ def _compute_score(model: OnnxModel, data: Dataset, loss: Loss | None) -> float 
         return None
     if loss is None:
         return model.accuracy(Dataset(inputs=features, targets=data.targets))
-    if isinstance(loss, TorchOnlyLoss):
+    if loss.needs_torch:
         model.logits(features)
         return None
     targets = features.astype(np.float32) if isinstance(loss, Reconstruction) else data.targets

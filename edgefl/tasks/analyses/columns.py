@@ -13,6 +13,7 @@ from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import find_similar
 from edgefl.core.types import Array, Dataset, Task
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss, has_classes
 from edgefl.tasks.losses.value_losses import Quantile, Reconstruction
 from edgefl.tasks.stored_arrays import iterate_blocks
@@ -165,9 +166,9 @@ def count_targets(task: Task) -> int:
 
 
 def _count_target_values(task: Task) -> int:
-    """Returns the numbers of a target that is values: of quantiles one for all, of a reconstruction none."""
+    """Returns the numbers of values of a target: one for all quantiles, none with several losses."""
     loss, count = find_loss(task), count_targets(task)
-    if isinstance(loss, Reconstruction):
+    if isinstance(loss, Reconstruction | MultiTask):
         return 0
     return count // len(loss.quantiles) if isinstance(loss, Quantile) else count
 

@@ -22,6 +22,7 @@ from edgefl.tasks.analyses.moments import (
     to_fractions,
 )
 from edgefl.tasks.learners.numpy_learner import DenseModel
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.losses.value_losses import Quantile, Reconstruction
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on
@@ -108,10 +109,10 @@ class LinearRegression(Analysis):
                 f"linear-regression needs targets that are values; those of task {task.name} are classes"
             )
         loss = find_loss(task)
-        if isinstance(loss, Quantile | Reconstruction):
+        if isinstance(loss, Quantile | Reconstruction | MultiTask):
             raise ConfigError(
                 f"linear-regression needs a target for each output, and finds means; the loss of task {task.name} is "
-                f"{'quantile' if isinstance(loss, Quantile) else 'reconstruction'}, which rounds of training lower"
+                f"{loss.name}, which rounds of training lower"
             )
         _check_size(task, self._layer)
         size = self._layer.num_features + self._layer.num_outputs + 1

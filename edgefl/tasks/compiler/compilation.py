@@ -36,6 +36,7 @@ from edgefl.tasks.compiler.tracing import name_layers, trace
 from edgefl.tasks.compiler.translations.registry import TRANSLATIONS
 from edgefl.tasks.learners.torch_learner import TorchLearner
 from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.losses.torch_only_losses import Contrastive, Ctc
 from edgefl.tasks.losses.value_losses import Huber, Quantile, Reconstruction
@@ -145,6 +146,11 @@ def _make_learner(task: Task, batch_size: int, data: Dataset | None) -> TorchLea
     if (data is not None and isinstance(data.inputs, NamedArrays)) or not _takes_one_input(learner):
         raise TaskError(
             f"task {task.name} has inputs by name, and a compiled task takes one array; boards train it with torch"
+        )
+    if isinstance(learner.loss, MultiTask):
+        raise TaskError(
+            f"task {task.name} has losses of {learner.loss.list_names()}, and a compiled task has one; boards train "
+            "it with torch, or in NumPy by a DenseModel"
         )
     if isinstance(learner.loss, Ctc | Contrastive):
         raise TaskError(f"loss {learner.loss.name} of task {task.name} has no form for boards without torch")

@@ -38,6 +38,9 @@ from edgefl.tasks.datasets.shards import (
     split_train_test,
     write_shard,
 )
+from edgefl.tasks.losses.class_losses import CrossEntropy
+from edgefl.tasks.losses.multi_task import MultiTask
+from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.motionsense import FILE_NAME, read_motion_windows
 from edgefl.tasks.noop import make_noop_data
 from edgefl.tasks.registry import BUILT_IN, CONFIGURED, make_task
@@ -167,8 +170,17 @@ def _read_own_data(task: Task, path: Path, test_path: Path | None) -> CentralDat
         train, test = split_train_test(data, OWN_TEST_FRACTION, salt="central")
     else:
         train, test = data, read_test_data(task, test_path, data)
-    strata = None if is_of_classes(task, train) else compute_strata(train.targets)
+    strata = None if is_of_classes(task, train) else _find_strata(task, train.targets)
     return CentralData(train=train, test=test, source=path.name, groups=train.groups, strata=strata)
+
+
+def _find_strata(task: Task, targets: Array) -> Array:
+    """Returns [n] numbers that schemes go by, of several targets those of the first loss."""
+    loss = find_loss(task)
+    if not isinstance(loss, MultiTask):
+        return compute_strata(targets)
+    first, own = loss.heads[0], targets[loss.heads[0].name]
+    return own if isinstance(first.loss, CrossEntropy) else compute_strata(own)
 
 
 def find_data_folder(task: str, folder: Path | None) -> Path:

@@ -274,12 +274,17 @@ def _read_cut_file(path: Path, task: Task) -> Dataset:
     is_named = not any(name == _ARRAYS[0] for name in arrays) and any(map(_is_input, arrays))
     if missing := [name for name in _ARRAYS[is_named:] if name not in arrays]:
         raise DataError(f"shard {path} has no array {missing[0]!r}; cut it again")
-    if wrong := [name for name, array in arrays.items() if array.ndim == 0 or array.dtype.kind not in "fiub"]:
+    if wrong := [name for name, array in arrays.items() if array.ndim == 0 or not _has_numbers(name, array)]:
         raise DataError(f"{wrong[0]} of shard {path} must be numbers [n, ...], got {arrays[wrong[0]].dtype}")
     try:
         return Dataset(inputs=unpack_inputs(arrays), targets=arrays["labels"], weights=arrays.get(_WEIGHTS))
     except DataError as error:
         raise DataError(f"shard {path}: {error}") from None
+
+
+def _has_numbers(name: str, array: Array) -> bool:
+    """Returns whether an array of a file holds numbers; targets may hold some by name, which their losses check."""
+    return array.dtype.kind in "fiub" or (name == _ARRAYS[1] and array.dtype.names is not None and array.ndim == 1)
 
 
 def pack_inputs(inputs: Inputs) -> dict[str, Array]:
@@ -348,7 +353,7 @@ def check_shard(task: Task, path: str) -> ShardReport:
         missing_labels=missing,
         labels=labels,
         target_range=None
-        if has_classes or not data.targets.size
+        if has_classes or not data.targets.size or data.targets.dtype.names
         else (float(data.targets.min()), float(data.targets.max())),
     )
 

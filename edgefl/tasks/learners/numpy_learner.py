@@ -16,7 +16,6 @@ from edgefl.core.types import Array, Dataset, Inputs, ModelSpec, Tensor, TensorK
 from edgefl.tasks.learners import networks
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
-from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.onnx_graph import OnnxGraph
 from edgefl.tasks.preparation import Prepare, call_prepare, to_features
@@ -180,7 +179,7 @@ class NumpyLearner(ArrayLearner):
         """
         super().__init__(shapes, prepare, make_loss(loss))
         self._activation = ACTIVATIONS[activation]
-        if isinstance(self._loss, TorchOnlyLoss):
+        if self._loss.needs_torch:
             raise ConfigError(f"loss {self._loss.name} needs a model of torch; one in NumPy takes another loss")
         self._layers = [(spec.name, bias.name) for spec, bias in zip(shapes[::2], shapes[1::2], strict=True)]
         self._first_trained = 0

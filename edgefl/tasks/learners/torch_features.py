@@ -84,7 +84,7 @@ def _is_faithful(learner: TorchLearner, front: torch.nn.Module, rest: torch.nn.M
             return False
         again, alone = learner.apply(front, probe), learner.apply(front, probe[:1])
         learner.module.eval()
-        made, whole = rest(features), learner.apply(learner.module, probe)
+        made, whole = learner.join_outputs(rest(features)), learner.apply(learner.module, probe)
     return bool((features == again).all()) and all(
         np.allclose(one.cpu().numpy(), other.cpu().numpy(), rtol=RELATIVE_TOLERANCE, atol=TOLERANCE)
         for one, other in ((features[:1], alone), (made, whole))

@@ -28,6 +28,7 @@ from edgefl.tasks.learners import networks
 from edgefl.tasks.learners.numpy_learner import evaluate_in_batches, find_target
 from edgefl.tasks.learners.torch_losses import TorchLoss
 from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import LossLike, make_loss, select_targets
 from edgefl.tasks.losses.value_losses import Reconstruction
 from edgefl.tasks.onnx_graph import (
@@ -130,7 +131,8 @@ class TorchLearner:
 
         Args:
             module: maps a float32 batch to outputs [n, ...], such as logits [n, classes]. Inputs by name are its
-                keyword arguments, of which whole numbers are int64 and truth values bool.
+                keyword arguments, of which whole numbers are int64 and truth values bool. For losses by name it
+                returns a dict of outputs with their names, or these side by side.
             prepare: turns a batch of a shard's raw inputs into the module's input; None leaves it unchanged.
             accelerator: cpu, cuda or cuda:N.
             threads: torch threads of this whole process; None leaves torch's choice.
@@ -231,7 +233,7 @@ class TorchLearner:
         try:
             with self._torch.no_grad():
                 self.apply(self._module, features)
-        except (MemoryError, self._torch.OutOfMemoryError):  # says nothing of the inputs
+        except (MemoryError, self._torch.OutOfMemoryError, TaskError):  # says nothing of the inputs
             raise
         except Exception as error:  # a module of the user's own may raise anything
             name = type(self._module).__name__
@@ -265,7 +267,11 @@ class TorchLearner:
 
     def draw(self, graph: OnnxGraph, features: str, example: Array) -> str:
         """Adds the model to an ONNX graph and returns the name of its logits; raises as `add_torch_module`."""
-        return add_torch_module(self._module, graph, features, example)
+        joining = self._module.register_forward_hook(lambda _module, _inputs, outputs: self.join_outputs(outputs))
+        try:
+            return add_torch_module(self._module, graph, features, example)
+        finally:
+            joining.remove()
 
     def reseed(self, seed: int) -> None:
         """Seeds the module's random layers (dropout), via torch's only generator, that of the process."""
@@ -294,12 +300,24 @@ class TorchLearner:
 
     def apply(self, part: torch.nn.Module, inputs: Inputs) -> torch.Tensor:
         """Returns what a part of the network makes of prepared inputs, a dict of which are keyword arguments."""
-        outputs: torch.Tensor
         if isinstance(inputs, Mapping):
-            outputs = part(**{name: self._to_tensor(array) for name, array in inputs.items()})
-        else:
-            outputs = part(self._to_tensor(inputs))
-        return outputs
+            return self.join_outputs(part(**{name: self._to_tensor(array) for name, array in inputs.items()}))
+        return self.join_outputs(part(self._to_tensor(inputs)))
+
+    def join_outputs(self, outputs: Any) -> torch.Tensor:
+        """Returns what a module returned as one tensor: outputs by name side by side, in the order of the losses.
+
+        Raises:
+            TaskError: they have other names than the losses, or a loss needs another number of them.
+        """
+        joined: torch.Tensor
+        if not isinstance(self._loss, MultiTask) or not isinstance(outputs, Mapping):
+            joined = outputs
+            return joined
+        self._loss.check_outputs({name: tuple(output.shape) for name, output in outputs.items()})
+        parts = [outputs[head.name].reshape(-1, head.num_outputs) for head in self._loss.heads]
+        joined = self._torch.cat(parts, dim=1)
+        return joined
 
     def _to_tensor(self, array: Array) -> torch.Tensor:
         tensor: torch.Tensor = self._torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

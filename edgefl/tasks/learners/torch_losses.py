@@ -12,6 +12,7 @@ from edgefl.core.errors import TaskError
 from edgefl.core.types import Array
 from edgefl.tasks.losses.class_losses import IGNORED_CLASS, CrossEntropy
 from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.multi_task import LossHead, MultiTask
 from edgefl.tasks.losses.registry import FunctionLoss
 from edgefl.tasks.losses.torch_only_losses import BLANK, NUM_VIEWS, Contrastive, Ctc
 from edgefl.tasks.losses.value_losses import (
@@ -45,6 +46,9 @@ class TorchLoss:
     def __init__(self, loss: Loss, device: torch.device) -> None:
         self._loss, self._device, self._torch = loss, device, import_torch()
         self._functional = self._torch.nn.functional
+        self._heads: list[tuple[LossHead, TorchLoss]] = [
+            (head, TorchLoss(head.loss, device)) for head in (loss.heads if isinstance(loss, MultiTask) else ())
+        ]
 
     def compute_mean(self, outputs: torch.Tensor, targets: Array, weights: Array | None = None) -> torch.Tensor:
         """Returns the mean of weight times loss over the examples."""
@@ -67,6 +71,8 @@ class TorchLoss:
         Raises:
             TaskError: a user's function returns something else.
         """
+        if self._heads:
+            return self._compute_heads(outputs, targets)
         return self.compute_from(outputs, self._to_tensor(targets))
 
     def compute_from(self, outputs: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -93,6 +99,12 @@ class TorchLoss:
     def _compute_weighted(self, outputs: torch.Tensor, targets: Array, weights: Array | None) -> torch.Tensor:
         values = self.compute(outputs, targets)
         return values if weights is None else values * self._to_tensor(weights.astype(np.float32))
+
+    def _compute_heads(self, outputs: torch.Tensor, targets: Array) -> torch.Tensor:
+        total = outputs.new_zeros(len(outputs))
+        for head, loss in self._heads:
+            total = total + head.weight * loss.compute(outputs[:, head.columns], targets[head.name])
+        return total
 
     def _compute_cross_entropy(
         self, loss: CrossEntropy, outputs: torch.Tensor, classes: torch.Tensor

@@ -18,6 +18,11 @@ class Loss(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def needs_torch(self) -> bool:
+        """Whether it has no form in NumPy."""
+        return False
+
     @abstractmethod
     def convert_targets(self, targets: Array, shape: tuple[int, ...] | None) -> Array:
         """Returns targets as `compute` takes them.

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.heads import Head, describe_loss
 from edgefl.core.settings import suggest_name
 from edgefl.core.types import Array, Dataset, Task
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.loss import Loss, to_values
+from edgefl.tasks.losses.multi_task import MultiTask, make_head
 from edgefl.tasks.losses.torch_only_losses import Contrastive, Ctc, TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import (
     AbsoluteError,
@@ -46,8 +48,8 @@ class FunctionLoss(TorchOnlyLoss):
         return targets.astype(np.int64) if targets.dtype.kind in "iub" else values
 
 
-LossLike = str | Loss | Callable[[Any, Any], Any]
-"""How a task says its loss: by name, with settings as an object, or as a function of torch tensors."""
+LossLike = str | Loss | Callable[[Any, Any], Any] | Mapping[str, Any]
+"""How a task says its loss: by name, with settings as an object, as a function, or each or a `Head` by name."""
 
 BUILT_IN: Mapping[str, type[Loss]] = MappingProxyType(
     {
@@ -63,7 +65,7 @@ _NUMBER_SETTINGS = {Huber.name: "delta", Contrastive.name: "temperature"}
 """Losses with one number as setting, and its field."""
 
 
-def make_loss(loss: LossLike) -> Loss:
+def make_loss(loss: LossLike) -> Loss:  # noqa: C901, PLR0911 one line for each way to say it
     """Returns a loss from how a task says it: by a name, with settings as in `huber:2` or `quantile:0.1,0.9`.
 
     Raises:
@@ -72,6 +74,8 @@ def make_loss(loss: LossLike) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if not isinstance(loss, str):
+        if isinstance(loss, Mapping):
+            return _join_losses(loss)
         if callable(loss):
             return FunctionLoss(function=_unbind(loss))
         raise ConfigError(f"loss must be a name or a function of outputs and targets, got {loss!r:.100}")
@@ -91,6 +95,19 @@ def make_loss(loss: LossLike) -> Loss:
     if name in _NUMBER_SETTINGS and len(numbers) == 1:
         return BUILT_IN[name](**{_NUMBER_SETTINGS[name]: numbers[0]})
     raise ConfigError(f"loss {name} has no setting, got {loss!r:.100}")
+
+
+def _join_losses(losses: Mapping[str, Any]) -> MultiTask:
+    """Returns the losses of several targets as one; their outputs lie side by side in this order."""
+    made, start = [], 0
+    for name, loss in losses.items():
+        head = loss if isinstance(loss, Head) else Head(loss=loss)
+        try:
+            made.append(make_head(name, make_loss(head.loss), head, start))
+        except ConfigError as error:
+            raise ConfigError(f"loss of {name!r:.70}: {error}") from None
+        start = made[-1].columns.stop
+    return MultiTask(heads=tuple(made))
 
 
 def _unbind(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +130,7 @@ def find_loss(task: Task) -> Loss | None:
     Raises:
         ConfigError: there is no such loss.
     """
-    loss = getattr(task, "loss", None) or getattr(getattr(task, "model", None), "loss", None)
+    loss = describe_loss(task) or getattr(getattr(task, "model", None), "loss", None)
     return None if loss is None else make_loss(loss)
 
 

@@ -20,6 +20,10 @@ NUM_VIEWS = 2
 class TorchOnlyLoss(Loss):
     """A loss without a form in NumPy."""
 
+    @property
+    def needs_torch(self) -> bool:
+        return True
+
     def compute(self, outputs: Array, targets: Array) -> tuple[Array, Array]:  # noqa: ARG002 torch computes it
         raise ConfigError(f"loss {self.name} needs a model of torch; one in NumPy takes another loss")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,12 +10,24 @@ import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError, TaskError
 from edgefl.core.extensions import format_name
-from edgefl.core.metrics import MAX_METRICS, NO_METRICS, Array, Metric, MetricSet, Sums, compute_sums, make_metric_set
+from edgefl.core.heads import SEPARATOR, join_targets
+from edgefl.core.metrics import (
+    MAX_METRICS,
+    NO_METRICS,
+    Array,
+    Direction,
+    Metric,
+    MetricSet,
+    Sums,
+    compute_sums,
+    make_metric_set,
+)
 from edgefl.core.protocol import finite_or_none
 from edgefl.core.types import Dataset, Learner, Task
+from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.loss import Loss
+from edgefl.tasks.losses.multi_task import LossHead, MultiTask
 from edgefl.tasks.losses.registry import find_loss, is_reconstruction
-from edgefl.tasks.losses.torch_only_losses import TorchOnlyLoss
 from edgefl.tasks.losses.value_losses import Quantile
 from edgefl.tasks.metrics.registry import make_metric
 
@@ -41,7 +53,7 @@ def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
     labels that declares none has the accuracy.
 
     The model has as many outputs as the task says (`num_outputs`), else as it has `labels`, else as `DenseModel` has,
-    else one.
+    else one. Of several losses each metric is that of one target, such as `age/mae`.
 
     Raises:
         ConfigError: a metric is unknown, has another direction or none, or is of other outputs than the model's; or
@@ -65,29 +77,94 @@ def make_task_metrics(task: Task, *, has_personal: bool = False) -> MetricSet:
     labels = tuple(getattr(task, "labels", ()))
     metrics = {}
     for name, direction in declared.items():
-        metrics[name] = make_metric(str(name), labels)
+        metrics[name] = make_metric_of(task, str(name))
         if direction != metrics[name].direction:
             raise ConfigError(
                 f"task {task.name}: metric {format_name(str(name))} must have the direction "
                 f"{metrics[name].direction!r}, got {direction!r:.40}"
             )
-    of_model = getattr(getattr(task, "model", None), "num_outputs", None)
-    num_outputs = getattr(task, "num_outputs", None) or len(labels) or of_model or 1
-    if not isinstance(num_outputs, int) or not 1 <= num_outputs <= MAX_OUTPUTS:
-        raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {num_outputs!r:.40}")
+    num_outputs, targets = _describe_outputs(task, metrics, labels)
     if has_personal:
         metrics |= {f"{PERSONAL}{name}": metric for name, metric in metrics.items()}
+    return replace(make_metric_set(metrics, num_outputs, targets), is_of_inputs=is_reconstruction(task))
+
+
+def _describe_outputs(task: Task, metrics: Mapping[str, Metric], labels: Sequence[str]) -> tuple[int, Array]:
+    """Returns the number of a model's outputs, and the targets of no example; checks the metrics against the loss."""
     loss = find_loss(task)
-    is_single = bool(labels) or (isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1)
-    made = make_metric_set(metrics, num_outputs, has_single_targets=is_single)
-    if loss is not None and not labels and _trains_values(loss, num_outputs):
-        _check_values(task, metrics, loss, (1,) if is_single else (1, num_outputs), num_outputs)
-    return replace(made, is_of_inputs=is_reconstruction(task))
+    if isinstance(loss, MultiTask):
+        targets = {head.name: _make_no_targets(head.loss, head.num_outputs) for head in loss.heads}
+        for head in loss.heads:
+            own = {name: one for name, one in metrics.items() if isinstance(one, HeadMetric) and one.head == head}
+            of_head = {name: one.metric for name, one in own.items()}
+            _check_values(task, of_head, head.loss, targets[head.name], head.num_outputs)
+        return loss.num_outputs, join_targets(targets)
+    num_outputs = _count_outputs(task, labels)
+    no_targets = np.zeros(0, np.int64) if labels else _make_no_targets(loss, num_outputs)
+    if loss is not None and not labels:
+        _check_values(task, metrics, loss, no_targets, num_outputs)
+    return num_outputs, no_targets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadMetric(Metric):
+    """A metric of one of several targets, and of the outputs that are for it."""
+
+    head: LossHead
+    metric: Metric
+    direction: Direction
+
+    def partial(self, outputs: Array, targets: Array, weights: Array | None = None) -> dict[str, Array]:
+        if self.head.name not in (targets.dtype.names or ()):
+            raise TaskError(f"a metric is of the target {self.head.name!r}, and the data has none of that name")
+        own = targets[self.head.name]
+        if own.ndim == self.head.num_outputs == 1:
+            own = own[:, None]
+        return self.metric.partial(outputs[:, self.head.columns], own, weights)
+
+    def combine(self, sums: Sums) -> float:
+        return self.metric.combine(sums)
+
+
+def make_metric_of(task: Task, name: str) -> Metric:
+    """Returns the metric of that name for a task: of several losses `TARGET/METRIC`, such as `age/mae`.
+
+    Raises:
+        ConfigError: there is no such metric, or no such target.
+    """
+    loss = find_loss(task)
+    if not isinstance(loss, MultiTask):
+        return make_metric(name, getattr(task, "labels", ()))
+    target, _, metric = name.partition(SEPARATOR)
+    head = loss.find_head(target)
+    if head is None or not metric:
+        raise ConfigError(
+            f"task {task.name}: metric {format_name(name)} must be that of one target, such as "
+            f"{loss.heads[0].name}{SEPARATOR}{metric or target or 'mae'}; targets are {loss.list_names()}"
+        )
+    made = make_metric(metric)
+    return HeadMetric(head=head, metric=made, direction=made.direction)
+
+
+def _make_no_targets(loss: Loss | None, num_outputs: int) -> Array:
+    """Returns the targets of no example: one each for classes and the quantiles of a value, else one an output."""
+    is_single = isinstance(loss, CrossEntropy) or (
+        isinstance(loss, Quantile) and len(loss.quantiles) == num_outputs > 1
+    )
+    return np.zeros(0, np.int64) if is_single else np.zeros((0, num_outputs), np.float32)
+
+
+def _count_outputs(task: Task, labels: Sequence[str]) -> int:
+    of_model = getattr(getattr(task, "model", None), "num_outputs", None)
+    found = getattr(task, "num_outputs", None) or len(labels) or of_model or 1
+    if not isinstance(found, int) or not 1 <= found <= MAX_OUTPUTS:
+        raise ConfigError(f"task {task.name}: num_outputs must be 1 to {MAX_OUTPUTS}, got {found!r:.40}")
+    return found
 
 
 def _trains_values(loss: Loss, num_outputs: int) -> bool:
     """Returns whether targets are numbers, and cannot be classes; those of a function may be anything."""
-    if isinstance(loss, TorchOnlyLoss):
+    if loss.needs_torch:
         return False
     try:
         loss.convert_targets(np.full(1, 0.5, np.float32), None)
@@ -102,13 +179,12 @@ def _trains_values(loss: Loss, num_outputs: int) -> bool:
     return False
 
 
-def _check_values(
-    task: Task, metrics: Mapping[str, Metric], loss: Loss, target_shape: tuple[int, ...], num_outputs: int
-) -> None:
+def _check_values(task: Task, metrics: Mapping[str, Metric], loss: Loss, no_targets: Array, num_outputs: int) -> None:
     """Raises a `ConfigError` where a metric is not of numbers, which the task trains."""
-    for name, metric in metrics.items():
+    values = np.full((1, *no_targets.shape[1:]), 0.5, np.float32)
+    for name, metric in metrics.items() if _trains_values(loss, num_outputs) else ():
         try:
-            metric.partial(np.zeros((1, num_outputs), np.float32), np.full(target_shape, 0.5, np.float32))
+            metric.partial(np.zeros((1, num_outputs), np.float32), values)
         except TaskError as error:
             raise ConfigError(
                 f"task {task.name}: metric {format_name(name)} is none of values, which loss {loss.name} trains: "

@@ -26,6 +26,7 @@ from edgefl.tasks.analyses.trees.ensemble import (
 )
 from edgefl.tasks.analyses.trees.growth import Penalties, choose_edges, grow_level
 from edgefl.tasks.analyses.trees.histograms import COUNT, UNIT_BITS, find_level_fault, sum_level, to_whole
+from edgefl.tasks.losses.multi_task import MultiTask
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.losses.value_losses import BinaryCrossEntropy, Poisson, Reconstruction
 from edgefl.tasks.metrics.exact_sums import WIDTH, carry_on, is_carried_on, read_sum, sum_exactly
@@ -270,7 +271,7 @@ def _find_objective(task: Task) -> str:
     classes, loss = list_classes(task), find_loss(task)
     if len(classes) == 2:
         return LOGISTIC
-    if isinstance(loss, Poisson | BinaryCrossEntropy | Reconstruction):
+    if isinstance(loss, Poisson | BinaryCrossEntropy | Reconstruction | MultiTask):
         raise ConfigError(
             f"boosted-trees answers with a value of the target; loss {loss.name} of task {task.name} has other "
             "outputs; take mse, mae or huber, or cross-entropy with two labels"
