@@ -6,6 +6,7 @@ of them and of what is known of the board. A value that is not known holds for n
 
 from __future__ import annotations
 
+import heapq
 import re
 import zoneinfo
 from collections.abc import Iterator, Mapping, Sequence
@@ -343,11 +344,14 @@ def find_next_open_s(conditions: RunConditions, now_s: float) -> float | None:
     today = datetime.fromtimestamp(now_s, zone).date()
     starts = [parse_span(span)[0] for span in conditions.hours or ("00:00-24:00",)]
     days = [today + timedelta(days=number) for number in range(_SEARCH_DAYS)]
-    candidates = {_to_instant(day, start_s, zone, fold) for day in days for start_s in starts for fold in (0, 1)}
+    candidates = sorted(
+        _to_instant(day, start_s, zone, fold) for day in days for start_s in starts for fold in (0, 1)
+    )
     # Clocks change at a quarter of an hour: a span whose start is left out begins with the change.
     first = int(now_s // _SEARCH_STEP_S + 1) * _SEARCH_STEP_S
-    candidates |= {float(first + step) for step in range(0, _SEARCH_DAYS * _DAY_S, _SEARCH_STEP_S)}
-    return next((moment for moment in sorted(candidates) if moment > now_s and is_open(conditions, moment)), None)
+    changes = (float(first + step) for step in range(0, _SEARCH_DAYS * _DAY_S, _SEARCH_STEP_S))
+    moments = heapq.merge(candidates, changes)
+    return next((moment for moment in moments if moment > now_s and is_open(conditions, moment)), None)
 
 
 def _to_instant(day: date, second: int, zone: tzinfo | None, fold: int) -> float:

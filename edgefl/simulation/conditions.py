@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from edgefl.device.conditions.run_conditions import NO_RUN_CONDITIONS
 from edgefl.simulation.profiles import DeviceProfile, value_at
 
 POLL_S = 900.0
-"""How often an idle board looks at its conditions; at every step of its traces and when it said it is free."""
+"""How often an idle board looks at its conditions, and at every step of its traces; one that said when it is free,
+then."""
 MIN_INTERVAL_S = 1.0
 """Least time between two looks: by rounding a day may end a little after its end."""
 BOOT_S = 30.0
@@ -149,7 +150,10 @@ class SimulatedConditions:
             wall=lambda: self._starts_at_s + self._clock(),
             boot_time=lambda: self._clock() - booted_s,
         )
-        return ConditionGate(self._folder, clocks=clocks, facts=self._facts)
+        gate = ConditionGate(self._folder, clocks=clocks, facts=self._facts)
+        with suppress(ConditionsEndedError):
+            gate.admit(RUN_ID, self._run.to_json())
+        return gate
 
     def _check_known(self, name: str, owners: Conditions) -> None:
         both = replace(owners, max_temperature_c=owners.max_temperature_c or self._run.max_temperature_c)
@@ -166,13 +170,7 @@ class SimulatedConditions:
 
     def find_blocker(self) -> Blocker | None:
         """Returns why the board would not work for the run now; None where it would."""
-        blocker = self._gate.check()
-        if blocker is None:
-            try:
-                self._gate.admit(RUN_ID, self._run.to_json())
-            except ConditionsEndedError as error:
-                return error.blocker
-        return blocker
+        return self._gate.check() or self._gate.find_run_blocker(RUN_ID)
 
     def charge_download(self, num_bytes: int) -> None:
         """Charges a model before its download.
@@ -224,8 +222,8 @@ class SimulatedConditions:
     def compute_next_check_s(self, blocker: Blocker | None) -> float:
         """Returns when an idle board looks again, in virtual seconds."""
         now_s = self._clock()
+        if blocker is not None and blocker.free_at_s is not None:  # hours or a budget: nothing frees it before
+            return max(now_s + MIN_INTERVAL_S, blocker.free_at_s - self._starts_at_s)
         last_s, next_s = self._facts.find_near_steps()
         times = [(math.floor(now_s / POLL_S) + 1) * POLL_S, next_s, last_s + HOLD_S]
-        if blocker is not None and blocker.free_at_s is not None:
-            times.append(blocker.free_at_s - self._starts_at_s)
         return max(now_s + MIN_INTERVAL_S, min(at_s for at_s in times if at_s > now_s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class BudgetUsage:
         self._path, self._clocks, self._is_agent = folder / USAGE_FILE, clocks, is_agent
         self._used: dict[str, dict[str, float]] = {name: {} for name in PERIODS}
         self._period = dict.fromkeys(PERIODS, "")
+        self._rolled: tuple[tzinfo | None, float] = None, -math.inf
         self._ahead: dict[str, float] = {}
         self._margins = dict(FIRST_MARGINS)
         self._anchor_s, self._anchor_boot_s = clocks.wall(), clocks.boot_time()
@@ -182,7 +184,10 @@ class BudgetUsage:
 
     def _roll(self, zone: tzinfo | None) -> None:
         """Begins a new day or month; never an earlier one."""
-        is_new = False
+        rolled_zone, day_end_s = self._rolled
+        if zone is rolled_zone and self.now_s < day_end_s:
+            return
+        self._rolled, is_new = (zone, find_period_end_s("day", self.now_s, zone)), False
         for name in PERIODS:
             current = find_period(name, self.now_s, zone)
             if current > self._period[name]:

@@ -88,6 +88,7 @@ class ConditionGate:
     ) -> None:
         board, self._is_agent = board or BoardReader(), is_agent
         self._folder, self._facts = folder, facts or FactReader(board)
+        self._paths = {name: folder / name for name in (PAUSE_FILE, CONDITIONS_FILE)}  # made once: it looks often
         self._clocks = clocks or Clocks(boot_id=read_boot_id(board.root))
         self._lock = threading.RLock()
         self._stamps: dict[str, tuple[int, int] | None] = {}
@@ -339,7 +340,7 @@ class ConditionGate:
     def _reload(self) -> None:
         """Reads the files that have changed; a damaged one lets nothing be trained."""
         if self._has_changed(PAUSE_FILE):
-            self._pause = _read_pause(self._folder / PAUSE_FILE)
+            self._pause = _read_pause(self._paths[PAUSE_FILE])
         if not self._has_changed(CONDITIONS_FILE):
             return
         self._file_fault, self._held = "", {}
@@ -353,7 +354,7 @@ class ConditionGate:
 
     def _has_changed(self, name: str) -> bool:
         try:
-            status = (self._folder / name).stat()
+            status = self._paths[name].stat()
             stamp = (status.st_mtime_ns, status.st_ino)
         except OSError:
             stamp = None
