@@ -11,7 +11,7 @@ import io
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,8 @@ MIN_EXAMPLES = 100
 MAX_SAMPLES = 2000
 MAX_SAMPLE_BYTES = 8 * 1024**2
 FORMAT_VERSION = 1
+UNLABELLED = "unlabelled"
+"""Name of the array that says which examples have no label; left out where all have one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +130,11 @@ class DriftWatch:
         from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 boards without it need not have it loaded
 
         first_row = reference.num_examples if len(data) > reference.num_examples else 0
-        if len(data) - first_row < max(MIN_EXAMPLES, self._get_min_group()):
+        least = max(MIN_EXAMPLES, self._get_min_group())
+        if len(data) - first_row < least:
             return None
         newer = _draw_sample(data, name, first_row)
-        largest = measure_drift(task, reference.sample, newer)[0]
+        largest = measure_drift(task, reference.sample, newer, min_labelled=least)[0]
         return {
             "column": largest.name,
             "psi": round(largest.psi, 4),
@@ -172,10 +175,12 @@ def read_reference(path: Path) -> DriftReference:
     """
     try:
         with path.open("rb") as file:
-            arrays = read_npz(file, ("about", "inputs", "targets"))
+            arrays = read_npz(file, ("about", "inputs", "targets"), optional=(UNLABELLED,))
         about = parse_json(arrays["about"].tobytes())
         source, options, num_examples = about["source"], about["options"], about["num_examples"]
-        sample = Dataset(inputs=arrays["inputs"], targets=arrays["targets"])
+        unlabelled = arrays.get(UNLABELLED, np.zeros(len(arrays["targets"]), bool))
+        weights = np.where(unlabelled, np.float32(0), np.float32(1))
+        sample = Dataset(inputs=arrays["inputs"], targets=arrays["targets"], weights=weights, weak=unlabelled)
         is_right = (
             about["v"] == FORMAT_VERSION
             and isinstance(source, str)
@@ -184,6 +189,7 @@ def read_reference(path: Path) -> DriftReference:
             and sample.inputs.ndim > 0
             and sample.targets.ndim > 0
             and 0 < len(sample.inputs) == len(sample)
+            and (unlabelled.dtype, unlabelled.shape) == (bool, (len(sample),))
         )
     except FileNotFoundError:
         raise
@@ -202,12 +208,13 @@ def encode_reference(reference: DriftReference) -> bytes:
         "options": dict(reference.options),
         "num_examples": reference.num_examples,
     }
-    content = io.BytesIO()
+    content, unlabelled = io.BytesIO(), reference.sample.find_unlabelled()
     np.savez(
         content,
         about=np.array([*json.dumps(about).encode()], np.uint8),
         inputs=reference.sample.inputs,
         targets=reference.sample.targets,
+        **({} if unlabelled is None else {UNLABELLED: unlabelled}),
     )
     return content.getvalue()
 
@@ -220,5 +227,4 @@ def _draw_sample(data: Dataset, name: str, first_row: int = 0) -> Dataset:
     row_bytes = max(1, (data.inputs.nbytes + data.targets.nbytes) // len(data))
     size = min(count, MAX_SAMPLES, max(1, MAX_SAMPLE_BYTES // row_bytes))
     rows = np.sort(derive_rng("drift", name).choice(count, size, replace=False))
-    taken = data.take(first_row + rows)
-    return Dataset(inputs=taken.inputs, targets=taken.targets)
+    return replace(data.take(first_row + rows), groups=None)

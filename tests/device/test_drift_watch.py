@@ -8,6 +8,7 @@ import pytest
 from edgefl.core.types import Dataset
 from edgefl.device.drift_watch import MAX_SAMPLES, MIN_EXAMPLES, DriftWatch, get_reference_path, read_reference
 from edgefl.device.training.task_cache import TaskCache
+from edgefl.system.row_labels import UNLABELLED_FOLDER
 from edgefl.tasks.datasets.shards import ShardMetadata, write_shard
 
 RUNNING = {"columns": "speed,heat", "target": "wear"}
@@ -127,3 +128,31 @@ def test_a_reference_is_a_sample_however_large_the_shard_is(tmp_path):
     kept = read_reference(get_reference_path(tmp_path / "drift", "digits"))
     assert (len(kept.sample), kept.num_examples) == (MAX_SAMPLES, count)
     assert cache.measure_drift()["digits"]["psi"] == 0.0
+
+
+def test_pictures_without_a_class_are_no_drift_towards_the_first_class(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install '.[pictures]'")
+    shard, rng = tmp_path / "pictures", np.random.default_rng(6)
+
+    def add(folder, count, *, first=0, low=0):
+        place = shard / folder
+        place.mkdir(parents=True, exist_ok=True)
+        for number in range(first, first + count):
+            pixels = rng.integers(low, 256, (8, 8), np.uint8)
+            image.fromarray(pixels).save(place / f"{number:05}.png")
+
+    options = {"labels": "a,b", "size": 8, "channels": 1, "unlabelled": True}
+    watch = DriftWatch(tmp_path / "drift", lambda: {"pictures": "first"})
+    cache = TaskCache(lambda: {"pictures": str(shard)}, accelerator="cpu", threads=1, drift=watch)
+    for label in ("a", "b"):
+        add(label, 100)
+    add(UNLABELLED_FOLDER, 400)
+    cache.load_data(cache.get("pictures", options))
+    kept = read_reference(get_reference_path(tmp_path / "drift", "pictures")).sample
+    assert int(kept.find_unlabelled().sum()) == 400
+    add(UNLABELLED_FOLDER, 300, first=400)  # behind those of then, all of them without a class
+    assert cache.measure_drift()["pictures"]["psi"] < 0.2
+    for label in ("a", "b"):
+        add(label, 20, first=100)
+    add(UNLABELLED_FOLDER, 300, first=700, low=200)
+    assert cache.measure_drift()["pictures"]["column"] != "target"

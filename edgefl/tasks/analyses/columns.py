@@ -67,14 +67,17 @@ class Columns:
         return np.concatenate(found)
 
     def count_classes(self, data: Dataset) -> Array:
-        """Returns the number of examples of each class, [classes] int64.
+        """Returns the number of examples of each class, [classes] int64; those without a label are of none.
 
         Raises:
             DataError: a target is none of the classes.
         """
-        if not self.classes or not len(data):
+        if not self.classes:
+            return np.zeros(0, np.int64)
+        unlabelled = data.find_unlabelled()
+        targets = data.targets if unlabelled is None else data.targets[~unlabelled]
+        if not len(targets):
             return np.zeros(len(self.classes), np.int64)
-        targets = data.targets
         if targets.dtype.kind not in "iu" or targets.ndim != 1 or targets.min() < 0:
             raise DataError(f"targets must be numbers of classes, [n] from 0, got {targets.dtype} {targets.shape}")
         if targets.max() >= len(self.classes):

@@ -55,7 +55,7 @@ class JointDrift:
 
 
 def measure_drift(
-    task: Task, reference: Dataset, newer: Dataset, *, columns: str = "", bins: int = 10
+    task: Task, reference: Dataset, newer: Dataset, *, columns: str = "", bins: int = 10, min_labelled: int = 1
 ) -> list[ColumnDrift]:
     """Returns the drift of each column, the one with the largest index first.
 
@@ -65,6 +65,7 @@ def measure_drift(
         newer: what it is now.
         columns: names, numbers and ranges as of `edgefl stats`; empty for all, and for the classes.
         bins: cells of equal share in the reference, 2 to `MAX_BINS`.
+        min_labelled: the classes are left out where a side has fewer examples with a label, and others without.
 
     Raises:
         ConfigError: there is no such column, or they are too many.
@@ -82,7 +83,9 @@ def measure_drift(
     ]
     if chosen.classes and not columns.strip():
         classes = [chosen.count_classes(data) for data in (reference, newer)]
-        found.append(_describe_classes(*classes))
+        sides = zip(classes, (reference, newer), strict=True)
+        if all(counts.sum() >= min(min_labelled, len(data)) for counts, data in sides):
+            found.append(_describe_classes(*classes))
     return sorted(found, key=lambda column: -column.psi)
 
 

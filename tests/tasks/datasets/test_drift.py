@@ -77,6 +77,28 @@ def test_columns_of_a_series_are_its_channels_and_the_largest_drift_comes_first(
     assert [column.name for column in measure_drift(task, old, old, columns="y")] == ["y"]
 
 
+def test_examples_without_a_label_are_of_no_class():
+    task, rng = make_task("digits", {}), np.random.default_rng(3)
+
+    def make(num_labelled, num_unlabelled):
+        targets = np.append(np.arange(num_labelled) % 10, np.zeros(num_unlabelled, int))
+        weak = np.arange(len(targets)) >= num_labelled
+        pictures = rng.integers(0, 255, (len(targets), 8, 8), np.uint8)
+        return Dataset(inputs=pictures, targets=targets, weak=weak, weights=np.where(weak, 0, 1).astype(np.float32))
+
+    def find_classes(*sides, **options):
+        return [column for column in measure_drift(task, *sides, **options) if column.name == "target"]
+
+    (classes,) = find_classes(make(200, 0), make(100, 500))
+    assert (classes.num_reference, classes.num_newer, classes.psi) == (200, 100, 0.0)
+    assert len(measure_drift(task, make(200, 0), make(0, 500))) == 64
+    assert find_classes(make(200, 0), make(0, 500)) == []
+    assert find_classes(make(200, 0), make(19, 500), min_labelled=20) == []
+    assert find_classes(make(19, 500), make(200, 0), min_labelled=20) == []
+    assert find_classes(make(200, 0), make(20, 500), min_labelled=20)
+    assert find_classes(make(5, 0), make(20, 500), min_labelled=20), "all of them have one"
+
+
 def test_what_cannot_be_compared_is_refused():
     task = make_task("table", {"columns": "a", "target": "b"})
     some = Dataset(inputs=np.ones((3, 1), np.float32), targets=np.ones(3, np.float32))
