@@ -189,7 +189,8 @@ def read_reference(path: Path) -> DriftReference:
             and sample.inputs.ndim > 0
             and sample.targets.ndim > 0
             and 0 < len(sample.inputs) == len(sample)
-            and (unlabelled.dtype, unlabelled.shape) == (bool, (len(sample),))
+            and unlabelled.dtype == bool
+            and unlabelled.shape == (len(sample),)
         )
     except FileNotFoundError:
         raise
@@ -209,13 +210,13 @@ def encode_reference(reference: DriftReference) -> bytes:
         "num_examples": reference.num_examples,
     }
     content, unlabelled = io.BytesIO(), reference.sample.find_unlabelled()
-    np.savez(
-        content,
-        about=np.array([*json.dumps(about).encode()], np.uint8),
-        inputs=reference.sample.inputs,
-        targets=reference.sample.targets,
+    arrays = {
+        "about": np.array([*json.dumps(about).encode()], np.uint8),
+        "inputs": reference.sample.inputs,
+        "targets": reference.sample.targets,
         **({} if unlabelled is None else {UNLABELLED: unlabelled}),
-    )
+    }
+    np.savez(content, allow_pickle=False, **arrays)
     return content.getvalue()
 
 
