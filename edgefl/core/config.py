@@ -28,6 +28,7 @@ TimeoutPolicy = Literal["aggregate", "reassign", "none"]
 ResidualPolicy = Literal["periodic", "durable"]
 UnhealthyPolicy = Literal["smaller", "rest", "ignore"]
 DivergenceAction = Literal["warn", "halve", "stop"]
+SelectionRule = Literal["uniform", "utility"]
 CollectiveName = Literal["coordinator", "ring", "butterfly", "binary-blocks", "auto"]
 LabelsOn = Literal["coordinator", "device"]
 PrivacyUnit = Literal["device"]
@@ -511,6 +512,37 @@ class JobSection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionSection:
+    """`[selection]`: which devices a round asks, where `[devices]` says that it asks some (`count` or `fraction`).
+
+    Attributes:
+        rule: uniform, all alike; or utility: those with a high loss that answer in time, and some new ones, of a
+            synchronous strategy.
+        round_s: preferred duration of a round; slower devices have less utility. None is the median device's.
+        penalty: exponent by which a device that is slower than that has less; 0 does not look at it.
+        exploration: share of devices never asked before, in the first round.
+        exploration_decay: factor of that share with each round.
+        min_exploration: least share of them, as long as there are any.
+        clip: quantile of the devices' utilities above which one counts as that; 1 clips none.
+        fairness: how much of a device's utility is how seldom it was asked, in place of loss and time.
+    """
+
+    rule: SelectionRule = "uniform"
+    round_s: float | None = field(default=None, metadata={"above": 0, "at_most": 1e9})
+    penalty: float = field(default=2.0, metadata={"at_least": 0, "at_most": 10})
+    exploration: float = field(default=0.9, metadata={"at_least": 0, "at_most": 1})
+    exploration_decay: float = field(default=0.98, metadata={"above": 0, "at_most": 1})
+    min_exploration: float = field(default=0.2, metadata={"at_least": 0, "at_most": 1})
+    clip: float = field(default=0.95, metadata={"at_least": 0, "at_most": 1})
+    fairness: float = field(default=0.0, metadata={"at_least": 0, "at_most": 1})
+
+    def __post_init__(self) -> None:
+        changed = [item.name for item in fields(self) if getattr(self, item.name) != item.default]
+        if changed and self.rule == "uniform":
+            raise ConfigError(f'selection.{changed[0]} means nothing without selection.rule = "utility"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
     """One run file. `task` holds the options of the task that `run.task` names, which is the job's name in a job.
 
@@ -531,6 +563,7 @@ class RunConfig:
     split: SplitSection = field(default_factory=SplitSection)
     adapt: AdaptSection = field(default_factory=AdaptSection)
     conditions: RunConditions = field(default_factory=RunConditions)
+    selection: SelectionSection = field(default_factory=SelectionSection)
     simulation: SimulationSection = field(default_factory=SimulationSection)
 
     def __post_init__(self) -> None:
@@ -538,6 +571,8 @@ class RunConfig:
             raise ConfigError(
                 f"run.min_updates must be at most devices.count = {self.devices.count}, got {self.run.min_updates}"
             )
+        if self.selection.rule == "utility" and self.devices.count is None and self.devices.fraction is None:
+            raise ConfigError('selection.rule = "utility" needs devices.count or devices.fraction: all are asked')
         if (num_rounds := get_num_rounds(self.strategy.name, self.strategy.options)) is not None:
             object.__setattr__(self, "run", replace(self.run, rounds=num_rounds))
 
@@ -558,6 +593,7 @@ class RunConfig:
             "split": asdict(self.split),
             "adapt": adapt_to_json(self.adapt),
             **({"conditions": conditions} if (conditions := self.conditions.to_json()) else {}),
+            **({"selection": asdict(self.selection)} if self.selection.rule != "uniform" else {}),
             "simulation": {**asdict(self.simulation), "profiles": [*self.simulation.profiles]},
         }
         sections["job"].pop("options")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-from edgefl.core.config import TimeoutPolicy
+from edgefl.core.config import SelectionSection, TimeoutPolicy
 from edgefl.core.errors import ConfigError, StrategyError
 from edgefl.core.extensions import format_name
 from edgefl.core.settings import check_settings
@@ -255,6 +255,7 @@ class RoundRules:
         collective: how devices add up their updates; None where the coordinator does.
         server: optimiser from the mean displacement to the model's step.
         privacy: how the mean is made differentially private; None for the mean as it is.
+        selection: how devices are selected by utility; None for all alike.
         seed: of the selection of devices.
     """
 
@@ -273,4 +274,5 @@ class RoundRules:
     collective: CollectiveRules | None = None
     server: ServerOptimizer = field(default_factory=ServerOptimizer)
     privacy: PrivateMean | None = None
+    selection: SelectionSection | None = None
     seed: int = 0

@@ -9,6 +9,7 @@ from edgefl.core.config import (
     AggregationSection,
     CompressionSection,
     RunConfig,
+    SelectionSection,
     ServerSection,
     SplitSection,
 )
@@ -101,6 +102,7 @@ def _check_analysis_sections(config: RunConfig) -> None:
         "compression": (config.compression, CompressionSection()),
         "server": (config.server, ServerSection()),
         "aggregation": (config.aggregation, AggregationSection()),
+        "selection": (config.selection, SelectionSection()),
         "split": (config.split, SplitSection()),
         "adapt": (config.adapt, AdaptSection()),
         "run.init": (config.run.init, None),

@@ -57,6 +57,7 @@ from edgefl.engine.assembly.job import build_job
 from edgefl.engine.assembly.privacy import check_private
 from edgefl.engine.assembly.rules import (
     check_consistency,
+    check_selection,
     choose_evaluation,
     make_divergence_rule,
     make_goal,
@@ -116,6 +117,7 @@ def _build_run(config: RunConfig, run_id: str, bases: Path | None) -> RunCompone
     if config.aggregation.is_collective:
         check_collective(config)
     strategy = make_run_strategy(task, config, make_round_rules(config, shapes, up))
+    check_selection(config, strategy)
     with name_codec_errors("compression.up"):
         check_slices(config, strategy, trained)
     has_residuals = any(has_error_feedback(spec) for spec in ([up] if codecs is None else codecs.specs))

@@ -44,6 +44,7 @@ def check_private(config: RunConfig) -> None:
         "run.min_updates": (run.min_updates, None, "one device's update would keep another's out"),
         "run.on_divergence": (run.on_divergence, "warn", "the losses of devices have no noise"),
         "devices.fraction": (config.devices.fraction, None, "give privacy.sampling, or devices.count"),
+        "selection.rule": (config.selection.rule, "uniform", "the losses of devices have no noise"),
         "aggregation.collective": (config.aggregation.collective, "coordinator", "no update is there to be clipped"),
         "split.after": (config.split.after, None, "activations have no noise"),
         "task.normalise": (config.task.get("normalise") or None, None, "means and scales of the fleet have no noise"),

@@ -26,7 +26,9 @@ from edgefl.engine.assembly.privacy import get_private_mean
 from edgefl.engine.assembly.strategy import get_batch_size, get_inner_strategy, get_plan, list_recommended
 from edgefl.engine.divergence import DivergenceRule, make_advice
 from edgefl.engine.progress import EpochSize, MetricGoal, StoppingCriteria
+from edgefl.flower.strategy_options import is_flower_strategy
 from edgefl.strategies.participation import DeviceSelection, RunParticipationPolicy
+from edgefl.strategies.synchronous.redundant_shards import RedundantShards
 from edgefl.strategies.synchronous.scaffold import Scaffold
 from edgefl.strategies.synchronous.signsgd import SignSGD, compute_default_step
 from edgefl.strategies.synchronous.strategy import SynchronousStrategy
@@ -163,6 +165,22 @@ def make_selection(config: RunConfig) -> DeviceSelection:
         min_battery=devices.min_battery,
         unhealthy_policy=devices.unhealthy_policy,
     )
+
+
+def check_selection(config: RunConfig, strategy: Strategy[Any]) -> None:
+    """Checks that a run that selects devices by utility has rounds of one update a device.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    inner = get_inner_strategy(strategy)
+    has_rounds = isinstance(inner, SynchronousStrategy) and not isinstance(inner, RedundantShards)
+    has_rounds &= not is_flower_strategy(config.strategy.name)  # which selects by itself
+    if config.selection.rule == "utility" and not has_rounds:
+        raise ConfigError(
+            'selection.rule = "utility" is for strategies with rounds of one update a device, such as fedavg; '
+            f"{config.strategy.name} is none"
+        )
 
 
 def check_consistency(config: RunConfig, plan: object) -> None:

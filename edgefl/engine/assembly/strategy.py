@@ -131,6 +131,7 @@ def make_round_rules(config: RunConfig, shapes: ModelSpec, codec: str) -> RoundR
         task=config.run.task,
         test_fraction=config.run.local_test_fraction,
         collective=make_rules(config.aggregation),
+        selection=config.selection if config.selection.rule == "utility" else None,
         server=ServerOptimizer(
             kind=server.optimizer,
             learning_rate=server.learning_rate,

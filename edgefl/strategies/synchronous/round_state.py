@@ -14,6 +14,7 @@ from edgefl.core.errors import StrategyError
 from edgefl.core.types import Array, FleetView, Update
 from edgefl.strategies.aggregation import ServerMoments, StreamingMean
 from edgefl.strategies.strategy_config import TICK_S, RoundRules
+from edgefl.strategies.synchronous.utility_selection import SelectionRecord
 
 MAX_LISTED_DEVICES = 10
 """Maximum of devices named in a message."""
@@ -25,6 +26,7 @@ class OpenRound:
 
     Attributes:
         fold: the sum so far.
+        asked_s: assignment id -> when it was made, where devices are selected by utility.
         assigned: assignment id -> device and slot; `order` has its keys in dispatch order, `cursor` is behind those
             that are final.
         since_s: when the present wait began, None while nothing is waited for or the round before is still open.
@@ -42,6 +44,7 @@ class OpenRound:
     """
 
     fold: StreamingMean = field(default_factory=StreamingMean)
+    asked_s: dict[str, float] = field(default_factory=dict)
     assigned: dict[str, tuple[str, str]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     cursor: int = 0
@@ -121,6 +124,7 @@ class RoundState:
         halvings: versions from which on the learning rate is half of what it was.
         num_holders: largest number of devices with blocks in a round of `redundant` so far.
         clip: in a private run, most norm of an update of the open round; None before the first.
+        selections: device -> its record, where devices are selected by utility.
     """
 
     model: dict[str, Array]
@@ -135,6 +139,7 @@ class RoundState:
     halvings: tuple[int, ...] = ()
     num_holders: int = 0
     clip: float | None = None
+    selections: dict[str, SelectionRecord] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,12 @@ from edgefl.strategies.synchronous.round_state import (
     compute_alarm_s,
     make_timeout_error,
 )
+from edgefl.strategies.synchronous.utility_selection import (
+    record_selected,
+    record_silent,
+    record_update,
+    select_by_utility,
+)
 
 R = TypeVar("R", bound=RoundState)
 
@@ -265,12 +271,14 @@ class SynchronousStrategy(Strategy[R]):
         ]:
             del used_assignments[assignment_id]  # the device was notified with this assignment
         for open_round in state.open:
-            _, slot = open_round.assigned.get(update.assignment_id, (None, None))
+            device_id, slot = open_round.assigned.get(update.assignment_id, ("", None))
             if slot is not None and not open_round.fold.has_update(slot):
                 weight = self._weigh_update(state, open_round, update)
                 if weight is None:
                     continue
                 self.on_update(state, open_round, update)
+                if (asked_s := open_round.asked_s.get(update.assignment_id)) is not None:
+                    record_update(state.selections[device_id], update, asked_s)
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
@@ -301,6 +309,7 @@ class SynchronousStrategy(Strategy[R]):
         state.version, state.attempt = state.version + 1, 0
         state.used = tuple(closing.fold.used.values())
         state.silent = {device_id for device_id, slot in closing.assigned.values() if slot not in closing.fold.used}
+        record_silent(state.selections, state.silent)
         for assignment_id in state.used:
             device_id, _ = closing.assigned[assignment_id]
             state.used_assignments.setdefault(device_id, {})[assignment_id] = state.version
@@ -348,9 +357,16 @@ class SynchronousStrategy(Strategy[R]):
         if self.rules.collective is not None:
             collective = self._make_collective(state, devices, view)
             plans = {name: replace(plan, collective=collective) for name, plan in plans.items()}
-        return tuple(
+        instructions = tuple(
             self._make_instruction(state, current_round, request, plans[request.device_id]) for request in requests
         )
+        if self.rules.selection is not None:
+            for instruction in instructions:
+                info = view.devices.get(instruction.device_id)
+                if info is not None and info.role == Role.TRAINER:  # not the evaluator of fltrust
+                    current_round.asked_s[instruction.assignment_id] = view.now_s
+                    record_selected(state.selections, instruction.device_id, state.version + 1)
+        return instructions
 
     def _make_instruction(
         self, state: R, current_round: OpenRound, request: SlotRequest, plan: TrainConfig
@@ -400,6 +416,15 @@ class SynchronousStrategy(Strategy[R]):
         if limit >= len(available):
             return list(available)
         rng = derive_rng(self.rules.seed, "chosen", state.version, state.attempt)
+        if (selection := self.rules.selection) is not None:
+            return select_by_utility(
+                state.selections,
+                available,
+                max(1, limit),
+                settings=selection,
+                round_number=state.version + 1,
+                rng=rng,
+            )
         return [available[index] for index in np.sort(rng.permutation(len(available))[: max(1, limit)])]
 
     @property
