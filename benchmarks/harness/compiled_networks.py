@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from edgefl.core.config import AdaptSection
 from edgefl.core.types import Array, Dataset, ModelSpec, Task
 from edgefl.tasks.learners.torch_learner import TorchLearner, TorchModel
 from edgefl.tasks.registry import make_task
@@ -57,6 +58,18 @@ def _build_depth_wise() -> Any:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
+def _build_small_mobile() -> Any:
+    """The same blocks with group normalisation, whose statistics can be frozen, and two dense layers."""
+    from torch import nn  # noqa: PLC0415 see the first line
+
+    layers = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU6()]
+    for inputs, outputs, stride in BLOCKS:
+        layers += [nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs, bias=False), nn.GroupNorm(4, inputs)]
+        layers += [nn.ReLU6(), nn.Conv2d(inputs, outputs, 1, bias=False), nn.GroupNorm(4, outputs), nn.ReLU6()]
+    base = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    return nn.Sequential(base, nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
 def _make_gru() -> Task:
     columns = ("a", "b", "c", "d", "e", "f")
     return make_task(
@@ -70,4 +83,10 @@ NETWORKS: Mapping[str, Callable[[], Task]] = {
     "gru": _make_gru,
     "mlp": lambda: OwnNetwork(_build_mlp, (16,), "mse", ()),
     "depth-wise": lambda: OwnNetwork(_build_depth_wise, (3, 32, 32)),
+    "mobile-lora": lambda: OwnNetwork(_build_small_mobile, (3, 32, 32)),
 }
+ADAPTERS: Mapping[str, AdaptSection] = {
+    "mobile-lora": AdaptSection(method="lora", rank=4, targets=("1.weight",), shared=("3.*",)),
+    "vit-lora": AdaptSection(method="lora", rank=4, targets=("layers.*.self_attn.*weight",), shared=("head.*",)),
+}
+"""What is trained of a network, where that is not all: `[adapt]` of a run file."""

@@ -18,6 +18,7 @@ from edgefl.tasks.compiled.artefact import (
     parse_artefact,
 )
 from edgefl.tasks.compiled.board.graph_reader import read_graph
+from edgefl.tasks.compiled.board.pruned_graph import remove_outputs
 from edgefl.tasks.compiler.cache import parse_entry
 
 
@@ -112,6 +113,9 @@ def graphs(_folder: Path) -> Reader:
     model = _encode(1, 8) + _encode(2, "edgefl") + _encode(7, graph) + _encode(8, _encode(1, "") + _encode(2, 18))
 
     def feed(content: bytes) -> None:
-        read_graph(content, {"Gemm", "Constant", "ConstantOfShape", "Range", "Scan", "Neg"}, 18)
+        permitted = {"Gemm", "Constant", "ConstantOfShape", "Range", "Scan", "Neg"}
+        facts = read_graph(content, permitted, 18)
+        smaller = read_graph(remove_outputs(content, {"y"}), permitted, 18)
+        assert smaller.num_nodes <= facts.num_nodes
 
     return Reader(feed=feed, seeds=(Seed(content=model),), words=(b"\xff\xff\xff\xff\x0f", b"\x80" * 9, b"Loop"))

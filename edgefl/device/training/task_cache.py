@@ -172,13 +172,15 @@ class TaskCache:
         )
 
     def _make_graph_task(self, task: Task, plan: CompiledPlan, name: str, options: Mapping[str, Scalar]) -> Task:
-        from edgefl.tasks.compiled.board.graph_task import load_graph_task  # noqa: PLC0415 only for compiled tasks
+        from edgefl.device.hardware.providers import choose_provider  # noqa: PLC0415 only for compiled tasks
+        from edgefl.tasks.compiled.board.graph_task import load_graph_task  # noqa: PLC0415 likewise
 
         if self._bases is None:
             raise TaskError(f"task {task.name} trains by a compiled file, and this process has no folder for it")
         path = self._bases.fetch(plan)
         limit = read_available_memory_bytes() or MAX_ARENA_BYTES
-        return load_graph_task(task, path, name=name, options=options, max_arena_bytes=limit)
+        provider = choose_provider(path, accelerator=self._accelerator, threads=self._threads)
+        return load_graph_task(task, path, name=name, options=options, max_arena_bytes=limit, provider=provider)
 
     def _adapt_task(self, task: Task, plan: AdaptPlan) -> Task:
         if self._bases is None:

@@ -8,6 +8,8 @@ from typing import Any
 from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Array
 
+CPU = "CPUExecutionProvider"
+"""The provider that every build of onnxruntime has."""
 MAX_ARENA_BYTES = 2 * 1024**3
 """Most memory of a graph's own tensors, unless the caller knows better."""
 _POWERS_OF_TWO = 0
@@ -77,17 +79,24 @@ class Arena:
         Arena._registered = self
 
 
-def make_session(graph: bytes, threads: int | None, arena: Arena) -> Any:
+def list_providers() -> list[str]:
+    """Returns the names of the execution providers of this machine's onnxruntime, which may not all work."""
+    found: list[str] = _import_runtime().get_available_providers()
+    return found
+
+
+def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str = CPU) -> Any:
     """Returns a session of a checked graph.
 
     Args:
         graph: an ONNX file.
         threads: of the runtime; None for as many as there are cores.
         arena: where its tensors are.
+        provider: that runs the operators that it knows; the CPU's runs the others.
 
     Raises:
         TaskError: onnxruntime is missing.
-        DataError: it cannot load the graph.
+        DataError: it cannot load the graph, or has no such provider.
     """
     onnxruntime = _import_runtime()
     arena.register(onnxruntime)
@@ -102,11 +111,14 @@ def make_session(graph: bytes, threads: int | None, arena: Arena) -> Any:
     options.add_session_config_entry("session.use_env_allocators", "1")
     try:
         # Constants are folded while the graph is loaded, in memory that no arena bounds.
-        return onnxruntime.InferenceSession(
-            graph, options, providers=["CPUExecutionProvider"], disabled_optimizers=["ConstantFolding"]
+        session = onnxruntime.InferenceSession(
+            graph, options, providers=[*dict.fromkeys((provider, CPU))], disabled_optimizers=["ConstantFolding"]
         )
     except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
         raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None
+    if provider not in session.get_providers():  # it says so on a console at most, and takes another one
+        raise DataError(f"the compiled task cannot be loaded: onnxruntime has no {provider} here")
+    return session
 
 
 def _import_runtime() -> Any:

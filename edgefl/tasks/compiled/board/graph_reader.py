@@ -35,14 +35,20 @@ DTYPES: Mapping[int, str] = MappingProxyType(
     {1: "float32", 2: "uint8", 3: "int8", 6: "int32", 7: "int64", 9: "bool", 11: "float64"}
 )
 """Numbers of ONNX for the types that a graph may have."""
-_MODEL = {1: "ir", 2: "text", 3: "text", 4: "text", 5: "version", 6: "text", 7: "graph", 8: "opsets", 14: "texts"}
-_GRAPH = {1: "nodes", 2: "name", 5: "constants", 10: "text", 11: "inputs", 12: "outputs", 13: "infos", 16: "texts"}
-_NODE = {1: "inputs", 2: "outputs", 3: "name", 4: "operator", 5: "attributes", 6: "text", 7: "domain", 9: "texts"}
-_ATTRIBUTE = {
+MODEL_FIELDS = {
+    1: "ir", 2: "text", 3: "text", 4: "text", 5: "version", 6: "text", 7: "graph", 8: "opsets", 14: "texts"
+}  # fmt: skip
+GRAPH_FIELDS = {
+    1: "nodes", 2: "name", 5: "constants", 10: "text", 11: "inputs", 12: "outputs", 13: "infos", 16: "texts"
+}  # fmt: skip
+NODE_FIELDS = {
+    1: "inputs", 2: "outputs", 3: "name", 4: "operator", 5: "attributes", 6: "text", 7: "domain", 9: "texts"
+}  # fmt: skip
+ATTRIBUTE_FIELDS = {
     1: "name", 2: "float", 3: "number", 4: "bytes", 5: "tensor", 6: "graph", 7: "floats", 8: "numbers", 9: "strings",
     13: "text", 20: "kind",
 }  # fmt: skip
-_TENSOR = {
+TENSOR_FIELDS = {
     1: "dims", 2: "kind", 4: "floats", 5: "numbers32", 6: "strings", 7: "numbers", 8: "name", 9: "raw", 10: "doubles",
     12: "text", 13: "external", 14: "location",
 }  # fmt: skip
@@ -90,7 +96,7 @@ def read_graph(content: bytes, permitted: Collection[str], opset: int) -> GraphF
     """
     if len(content) > MAX_GRAPH_BYTES:
         raise DataError(f"it has {len(content)} bytes, at most {MAX_GRAPH_BYTES} are read")
-    model = read_message(memoryview(content), _MODEL, "model")
+    model = read_message(memoryview(content), MODEL_FIELDS, "model")
     for entry in model["opsets"]:
         found = read_message(entry, {1: "domain", 2: "version"}, "opset")
         if (domain := to_text(found.get("domain", b""))) or found.get("version") != opset:
@@ -98,7 +104,7 @@ def read_graph(content: bytes, permitted: Collection[str], opset: int) -> GraphF
     if len(model["opsets"]) != 1 or "graph" not in model:
         raise DataError(f"it must have one graph and one set of operators, got {len(model['opsets'])} sets")
     budget = _Budget(permitted)
-    graph = read_message(model["graph"], _GRAPH, "graph")
+    graph = read_message(model["graph"], GRAPH_FIELDS, "graph")
     _check_nodes(graph, budget, {}, depth=0)
     inputs, outputs = (_read_values(graph[side], side) for side in ("inputs", "outputs"))
     return GraphFacts(
@@ -117,7 +123,7 @@ def _check_nodes(graph: Fields, budget: _Budget, outer: Mapping[str, Array], *, 
         budget.num_nodes += 1
         if budget.num_nodes > MAX_NODES:
             raise DataError(f"it has more than {MAX_NODES} nodes")
-        node = read_message(entry, _NODE, "node")
+        node = read_message(entry, NODE_FIELDS, "node")
         operator = _read_operator(node, budget)
         attributes = _read_attributes(node, operator)
         inputs, outputs = ([to_text(name) for name in node[side]] for side in ("inputs", "outputs"))
@@ -149,7 +155,7 @@ def _check_steps(
         raise DataError(f"a node {operator} has a graph in it, only a Scan may")
     if depth or budget.num_scans > MAX_SCANS:
         raise DataError(f"Scans must not lie in each other, and be {MAX_SCANS} at most")
-    _check_nodes(read_message(body, _GRAPH, "graph"), budget, constants, depth=depth + 1)
+    _check_nodes(read_message(body, GRAPH_FIELDS, "graph"), budget, constants, depth=depth + 1)
 
 
 def _check_size(operator: str, inputs: list[str], constants: Mapping[str, Array]) -> None:
@@ -176,7 +182,7 @@ def _read_attributes(node: Fields, operator: str) -> dict[str, Fields]:
         raise DataError(f"a node {operator} has more than {MAX_ATTRIBUTES} attributes")
     found: dict[str, Fields] = {}
     for entry in node["attributes"]:
-        attribute = read_message(entry, _ATTRIBUTE, "attribute")
+        attribute = read_message(entry, ATTRIBUTE_FIELDS, "attribute")
         name = to_text(attribute.get("name", b""))
         if name in found:
             raise DataError(f"a node {operator} has attribute {name!r} twice")
@@ -200,7 +206,7 @@ def _get_constant(attributes: Mapping[str, Fields]) -> Array | None:
 
 def _read_tensor(entry: memoryview) -> tuple[str, Array | None]:
     """Returns a tensor's name and, if there are few, its values; checks that it has as many as its shape says."""
-    tensor = read_message(entry, _TENSOR, "tensor")
+    tensor = read_message(entry, TENSOR_FIELDS, "tensor")
     name, dtype = to_text(tensor.get("name", b"")), DTYPES.get(tensor.get("kind", 0))
     if tensor["external"] or tensor.get("location", 0):
         raise DataError(f"tensor {name!r} lies in another file; external data is not read")

@@ -9,7 +9,7 @@ from typing import Any
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, Scalar, Task
 from edgefl.tasks.compiled.artefact import CompiledTask
-from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES
+from edgefl.tasks.compiled.board.bound_graph import CPU, MAX_ARENA_BYTES
 from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
 from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
 from edgefl.tasks.losses.registry import find_loss
@@ -23,13 +23,21 @@ class GraphTask(Task):
         task: as it was made from the run's options.
         compiled: its checked file.
         max_arena_bytes: of the graphs' own tensors.
+        provider: of onnxruntime, that runs the training graph.
 
     Raises:
         TaskError: the file is of another model.
     """
 
-    def __init__(self, task: Task, compiled: CompiledTask, *, max_arena_bytes: int = MAX_ARENA_BYTES) -> None:
-        self._task, self._compiled, self._max_arena_bytes = task, compiled, max_arena_bytes
+    def __init__(
+        self,
+        task: Task,
+        compiled: CompiledTask,
+        *,
+        max_arena_bytes: int = MAX_ARENA_BYTES,
+        provider: str = CPU,
+    ) -> None:
+        self._task, self._compiled, self._max_arena_bytes, self._provider = task, compiled, max_arena_bytes, provider
         self._shapes = _find_shapes(task, compiled)
         check_model(compiled.manifest, self._shapes, task.name)
 
@@ -52,18 +60,33 @@ class GraphTask(Task):
     def read(self, path: str) -> Dataset:
         return self._task.read(path)
 
-    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> OnnxLearner:  # noqa: ARG002 on the CPU
-        """Returns a learner on the CPU; raises `TaskError` where only the task's own learner knows its loss."""
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> OnnxLearner:  # noqa: ARG002 the provider is known
+        """Returns a learner.
+
+        Raises:
+            TaskError: only the task's own learner knows its loss, or onnxruntime is missing.
+        """
         loss = find_loss(self._task)
         if loss is None:
             raise TaskError(f"task {self.name} has no loss that a compiled task could count with; give it one")
         return OnnxLearner(
-            self._compiled, get_prepare(self._task), loss, threads=threads, max_arena_bytes=self._max_arena_bytes
+            self._compiled,
+            get_prepare(self._task),
+            loss,
+            threads=threads,
+            max_arena_bytes=self._max_arena_bytes,
+            provider=self._provider,
         )
 
 
 def load_graph_task(
-    task: Task, path: Path, *, name: str, options: Mapping[str, Scalar], max_arena_bytes: int = MAX_ARENA_BYTES
+    task: Task,
+    path: Path,
+    *,
+    name: str,
+    options: Mapping[str, Scalar],
+    max_arena_bytes: int = MAX_ARENA_BYTES,
+    provider: str = CPU,
 ) -> GraphTask:
     """Returns a task that trains by the compiled one in a file; `name` and `options` are those of the run file.
 
@@ -73,7 +96,7 @@ def load_graph_task(
     """
     compiled = load_compiled_task(path)
     check_origin(compiled.manifest, name, options)
-    return GraphTask(task, compiled, max_arena_bytes=max_arena_bytes)
+    return GraphTask(task, compiled, max_arena_bytes=max_arena_bytes, provider=provider)
 
 
 def get_prepare(task: Task) -> Prepare:

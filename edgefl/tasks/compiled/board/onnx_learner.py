@@ -6,13 +6,13 @@ algorithm works on it. The graphs have been checked (`graph_check`) before they 
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from edgefl.core.errors import TaskError
+from edgefl.core.errors import DataError, TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, TensorKind, TensorSpec
 from edgefl.tasks.compiled.artefact import (
     BUFFER,
@@ -27,11 +27,14 @@ from edgefl.tasks.compiled.artefact import (
     WEIGHTS,
     CompiledTask,
 )
-from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES, Arena, BoundGraph, make_session
+from edgefl.tasks.compiled.board.bound_graph import CPU, MAX_ARENA_BYTES, Arena, BoundGraph, make_session
+from edgefl.tasks.compiled.board.pruned_graph import remove_outputs
 from edgefl.tasks.learners.numpy_learner import ArrayLearner, evaluate_in_batches
 from edgefl.tasks.losses.loss import Loss
 from edgefl.tasks.losses.registry import select_targets
 from edgefl.tasks.preparation import Prepare
+
+log = logging.getLogger(__name__)
 
 
 class OnnxLearner(ArrayLearner):
@@ -41,7 +44,7 @@ class OnnxLearner(ArrayLearner):
     the network normalises over the batch. A shorter part is filled up with its own examples, of weight 0.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 all but three by name
         self,
         compiled: CompiledTask,
         prepare: Prepare,
@@ -49,6 +52,8 @@ class OnnxLearner(ArrayLearner):
         *,
         threads: int | None = None,
         max_arena_bytes: int = MAX_ARENA_BYTES,
+        provider: str = CPU,
+        falls_back: bool = True,
     ) -> None:
         """Starts at zero weights.
 
@@ -58,6 +63,8 @@ class OnnxLearner(ArrayLearner):
             loss: of the task: it checks targets and counts what is right; the graph computes it.
             threads: of the runtime; None for as many as there are cores.
             max_arena_bytes: of the graphs' own tensors; a graph that needs more is refused when it is run.
+            provider: of onnxruntime, that runs the training graph; evaluation stays on the CPU.
+            falls_back: goes on by the CPU's where that provider fails.
 
         Raises:
             TaskError: onnxruntime is missing.
@@ -66,6 +73,7 @@ class OnnxLearner(ArrayLearner):
         self._model: ModelSpec = compiled.manifest.model
         super().__init__(self._model, prepare, loss)
         self._compiled, self._threads = compiled, threads
+        self._provider, self._falls_back = provider, falls_back
         self._arena = Arena(max_arena_bytes, compiled.manifest.peak_bytes)
         self._batch = _Batch(compiled)
         self._noise = [np.zeros(shape, np.float32) for shape in compiled.manifest.noise]
@@ -146,15 +154,25 @@ class OnnxLearner(ArrayLearner):
         self._batch.fill(features, targets, weights if total else None)
         for noise in self._noise:
             self._rng.random(dtype=np.float32, out=noise)
-        if self._training is None:
-            self._training = self._make_training()
-        outputs = self._training.run()
+        outputs = self._run_training()
         if len(features) > 1:  # as in torch: one example has no variance of its own
             for spec in self._model:
                 if f"{NEW}{spec.name}" in outputs:
                     self._tensors[spec.name][...] = outputs[f"{NEW}{spec.name}"]
         scale = total / len(features)
         return scale * float(outputs[LOSS]), scale
+
+    def _run_training(self) -> Mapping[str, Array]:
+        try:
+            if self._training is None:
+                self._training = self._make_training()
+            return self._training.run()
+        except DataError as error:
+            if self._provider == CPU or not self._falls_back:
+                raise
+            log.warning("provider %s failed, the CPU goes on: %s", self._provider, error)
+            self._provider, self._training = CPU, None
+            return self._run_training()
 
     def _scale_gradients(self, factor: float) -> None:
         if factor != 1.0:
@@ -174,11 +192,15 @@ class OnnxLearner(ArrayLearner):
                 LOSS: np.zeros((), np.float32),
                 OUTPUTS: np.zeros((self._batch.size, *self._compiled.manifest.output_shape), np.float32),
             }
-            self._evaluation = BoundGraph(self._make_session(self._compiled.evaluate), self._list_inputs(), outputs)
+            session = make_session(self._compiled.evaluate, self._threads, self._arena)
+            self._evaluation = BoundGraph(session, self._list_inputs(), outputs)
         return self._evaluation.run()[OUTPUTS]
 
     def _make_training(self) -> BoundGraph:
-        session = self._make_session(self._compiled.train)
+        graph = self._compiled.train
+        if frozen := {f"{GRADIENT}{name}" for name in self._parameters if name not in self._gradients}:
+            graph = remove_outputs(graph, frozen)
+        session = make_session(graph, self._threads, self._arena, self._provider)
         present = {output.name for output in session.get_outputs()}
         statistics = {
             f"{NEW}{spec.name}": np.zeros(spec.shape, spec.dtype)
@@ -196,9 +218,6 @@ class OnnxLearner(ArrayLearner):
             for spec in self._model
         }
         return {**tensors, **self._batch.arrays}
-
-    def _make_session(self, graph: bytes) -> Any:
-        return make_session(graph, self._threads, self._arena)
 
     def _compute_features(self, inputs: Array) -> Array:
         features = np.ascontiguousarray(self._prepare(inputs), dtype=np.float32)

@@ -97,6 +97,21 @@ def _read_varint(content: memoryview, place: int) -> tuple[int, int]:
     raise DataError("it is no ONNX file: a number has more than 64 bits")
 
 
+def encode_field(number: int, value: int | bytes | memoryview) -> bytes:
+    """Returns a field of a message: a number of 64 bits, or bytes."""
+    if isinstance(value, int):
+        return _encode_varint(number << 3) + _encode_varint(value & (1 << 64) - 1)
+    return b"".join([_encode_varint(number << 3 | 2), _encode_varint(len(value)), value])
+
+
+def _encode_varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])
+
+
 def unpack(entries: list[int | memoryview], kind: str, at_most: int = MAX_NUMBERS) -> list[Any]:
     """Returns repeated numbers, packed or not."""
     values: list[Any] = []

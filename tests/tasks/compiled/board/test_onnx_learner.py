@@ -88,6 +88,20 @@ def test_frozen_tensors_have_no_gradient_and_the_others_still_do():
         learner.freeze(["seen"])
 
 
+def test_what_only_a_frozen_tensor_needs_is_not_computed():
+    def spoil(model):
+        """Makes the gradient of the first layer one that cannot be computed."""
+        [node] = [node for node in model.graph.node if node.output == ["inner"]]
+        node.op_type, node.input[:] = "Expand", ["back", "too_large"]
+        model.graph.initializer.append(numpy_helper.from_array(np.array([7, 7, 7]), "too_large"))
+
+    learner, batch = make_learner(change_graph(make_compiled(), spoil)), make_examples(5)
+    with pytest.raises(DataError, match="cannot be"):
+        learner.gradient(batch)
+    learner.freeze(["fc1.weight", "fc1.bias"])
+    assert learner.gradient(batch) == make_learner().gradient(batch)
+
+
 def test_noise_is_drawn_from_the_seed():
     learner, batch = make_learner(make_compiled(has_noise=True)), make_examples(5)
 
