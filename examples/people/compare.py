@@ -11,23 +11,25 @@ from edgefl.core.config import load_run
 from edgefl.engine.run_summary import RunResult
 from edgefl.simulation.simulated_run import make_reference
 from edgefl.storage.checkpoints import load_model_file
+from edgefl.tasks.metrics.evaluation import evaluate, make_task_metrics
 from edgefl.tasks.registry import make_task
 
 CONFIG = load_run("run.toml")
+TASK = make_task("table", CONFIG.task)
+YEARS, CM = map(float, CONFIG.task["target_scale"].split(","))
 
 
-def measure_shares(result: RunResult, name: str) -> np.ndarray:
-    """Returns [3] shares of the windows of a file of which a model gets each label right."""
-    task = make_task("table", CONFIG.task)
-    learner, data = task.learner(), task.read(f"data/{name}.csv")
+def measure(result: RunResult, name: str) -> tuple[float, dict[str, float]]:
+    """Returns the loss of a model on a file, and its metrics by target."""
+    learner, metrics = TASK.learner(), make_task_metrics(TASK)
     learner.load(load_model_file(result.model))
-    return np.mean((learner.logits(data.inputs) > 0) == (data.targets > 0.5), axis=0)
+    found = evaluate(learner, TASK.read(f"data/{name}.csv"), metrics)
+    return found.loss, metrics.combine([found.sums])
 
 
-def show(title: str, shares: np.ndarray) -> None:
-    names = CONFIG.task["target"].split(",")
-    labels = ", ".join(f"{name} {share:.3f}" for name, share in zip(names, shares, strict=True))
-    print(f"{title}: {shares.mean():.3f} of the labels right; {labels}")
+def show(title: str, values: dict[str, float]) -> None:
+    years, cm = YEARS * values["age/mae"], CM * values["height/mae"]
+    print(f"{title}: sex right in {values['sex/accuracy']:.3f}, age to {years:.2f} years, height to {cm:.2f} cm")
 
 
 def main() -> None:
@@ -37,13 +39,16 @@ def main() -> None:
     reference = make_reference(replace(CONFIG, strategy=replace(CONFIG.strategy, options=options)))
     alone = edgefl.simulate(reference, root="history")
     of_known = edgefl.simulate(CONFIG, data="data/known.csv", root="history")
-    shares, central = measure_shares(together, "later"), measure_shares(alone, "later")
-    show("three devices, later walks", shares)
-    show("one with all data, later walks", central)
-    print(f"the fleet's {shares.mean() - central.mean():+.3f} to all data at one place")
-    show("three devices, people whom none has seen", measure_shares(of_known, "strangers"))
-    is_there = make_task("table", CONFIG.task).read("data/strangers.csv").targets.mean(axis=0)
-    show("the same people, if each label is guessed at its best", np.maximum(is_there, 1 - is_there))
+    (loss, of_fleet), (central_loss, of_one) = measure(together, "later"), measure(alone, "later")
+    show("three devices, later walks", of_fleet)
+    show("one with all data, later walks", of_one)
+    print(f"the fleet's loss is {loss / central_loss:.3f} of that of all data at one place")
+    show("three devices, people whom none has seen", measure(of_known, "strangers")[1])
+    there = TASK.read("data/strangers.csv").targets
+    share = there["sex"].mean()
+    spreads = {name: float(np.abs(there[name] - np.median(there[name])).mean()) for name in ("age", "height")}
+    best = {"sex/accuracy": max(share, 1 - share), **{f"{name}/mae": spread for name, spread in spreads.items()}}
+    show("the same people, if each answer is one for all at its best", best)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Cuts MotionSense's recordings of walking into windows, with three things that hold or do not of who walks.
+"""Cuts MotionSense's recordings of walking into windows, with sex, age and height of who walks.
 
 `data/walks.csv` has two walks of each person, `data/later.csv` a third; `data/known.csv` has all walks of 18 people,
 `data/strangers.csv` those of the other six.
@@ -20,10 +20,10 @@ LIMIT = 4.0
 
 
 def read_people(path: Path) -> dict[int, list[int]]:
-    """Returns number, sex, age group and size of each person, the last three as 0 or 1."""
+    """Returns number, sex (0 or 1), age in years and height in cm of each person."""
     with path.open(encoding="utf-8-sig") as file:
         return {
-            int(row["code"]): [int(row["code"]), int(row["gender"]), int(row["age"]) >= 28, int(row["height"]) >= 175]
+            int(row["code"]): [int(row["code"]), int(row["gender"]), int(row["age"]), int(row["height"])]
             for row in csv.DictReader(file)
         }
 
@@ -41,7 +41,7 @@ def main() -> None:
     table, is_later = np.concatenate(rows), np.concatenate(trials) == LATER_TRIAL
     is_stranger = table[:, 0] % 4 == 0
     chosen = {"walks": ~is_later, "later": is_later, "known": ~is_stranger, "strangers": is_stranger}
-    names = ["person", "is_male", "is_28_or_older", "is_175_cm_or_taller"]
+    names = ["person", "sex", "age", "height"]
     header = ",".join([*names, *(f"f{number}" for number in range(table.shape[1] - len(names)))])
     Path("data").mkdir(exist_ok=True)
     for name, is_in in chosen.items():

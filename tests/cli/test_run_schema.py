@@ -56,7 +56,7 @@ def test_lists_of_texts_and_of_numbers_are_options_of_a_task_that_takes_them(val
     table = {"columns": ["a", "b"], "target": "c", "means": [1, 2.5], "hidden": 8}
     assert validator.is_valid({"run": {"task": "table"}, "task": table})
     assert validator.is_valid({"run": {"task": "table"}, "task": {**table, "columns": "a,b"}})
-    for wrong in ({"means": ["a"]}, {"columns": [1]}, {"loss": ["mse"]}, {"columns": None}):
+    for wrong in ({"means": ["a"]}, {"columns": [1]}, {"model": ["mlp"]}, {"columns": None}):
         assert not validator.is_valid({"run": {"task": "table"}, "task": {**table, **wrong}}), wrong
     assert not validator.is_valid({"run": {"task": "table"}, "task": {"target": "c"}}), "without columns"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from edgefl.core.errors import DataError
+from edgefl.core.heads import SEPARATOR
 from edgefl.core.types import Array
 from edgefl.device.inference.onnx_model import read_task_input
 from edgefl.tasks.configured.options import ConfiguredTask
@@ -32,11 +33,18 @@ def write_rows(path: Path, lines: Sequence[Sequence[str]], task: ConfiguredTask)
     inputs = {*(task.columns or ()), *(task.channels or ())}
     targets = set(filter(None, task.shard_options.get("target", "").split(","))) - inputs
     kept = [place for place, name in enumerate(lines[0]) if name not in targets]
-    filled = [task.labels[0] if task.labels else "0"] * len(targets)
+    filled = [_find_any_label(task, name) for name in targets]
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         for number, line in enumerate(lines):
             writer.writerow([*(line[place] for place in kept), *(filled if number else targets)])
+
+
+def _find_any_label(task: ConfiguredTask, target: str) -> str:
+    """Returns what a target's column may hold: of classes the first."""
+    of_several = (label.partition(SEPARATOR) for label in task.shard_options.get("labels", "").split(","))
+    own = task.labels or tuple(label for name, _, label in of_several if name == target)
+    return own[0] if own else "0"
 
 
 def read_unlabelled(task: ConfiguredTask, path: Path) -> Array:

@@ -184,7 +184,7 @@ def audio(  # noqa: PLR0913 one keyword for each option of a run file
         raise ConfigError(f"model of task {NAME} must be one for spectrograms, such as cnn-small, got {model!r}")
     goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
     spectrogram = LogMel(sample_rate=sample_rate, num_samples=round(seconds * sample_rate), bands=mel_bands)
-    image = ImageFormat(1, mel_bands, goal.num_outputs, spectrogram.frames)
+    image = ImageFormat(1, mel_bands, goal.total_outputs, spectrogram.frames)
     prepare = spectrogram.make_prepare()
     read = partial(read_sound, sample_rate=sample_rate, num_samples=spectrogram.num_samples)
     rules = FolderRules(labels=goal.labels, others=others, group_before=group_before)

@@ -42,13 +42,20 @@ _RANGE = re.compile(r"(.*?)(\d{1,6})\.\.(\d{1,6})", re.DOTALL)
 class Goal:
     """What a model predicts: one of `labels`, or values, or its own input.
 
-    `loss` is None for the usual one of classes, `metrics` are names and directions, None for none.
+    `loss` is None for the usual one of classes, `metrics` are names and directions, None for none. Of several targets
+    with a loss each, losses, their weights and the numbers of outputs are by name.
     """
 
     labels: tuple[str, ...]
-    loss: str | None
+    loss: str | Mapping[str, str] | None
     metrics: Mapping[str, str] | None
-    num_outputs: int
+    num_outputs: int | Mapping[str, int]
+    loss_weights: Mapping[str, float] | None = None
+
+    @property
+    def total_outputs(self) -> int:
+        """Outputs of an example in all."""
+        return self.num_outputs if isinstance(self.num_outputs, int) else sum(self.num_outputs.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +99,19 @@ class ConfiguredTask(Task):
         return self.goal.labels
 
     @property
-    def loss(self) -> str | None:
+    def loss(self) -> str | Mapping[str, str] | None:
         return self.goal.loss
+
+    @property
+    def loss_weights(self) -> Mapping[str, float] | None:
+        return self.goal.loss_weights
 
     @property
     def metrics(self) -> Mapping[str, str] | None:
         return self.goal.metrics
 
     @property
-    def num_outputs(self) -> int:
+    def num_outputs(self) -> int | Mapping[str, int]:
         return self.goal.num_outputs
 
     def read(self, path: str) -> Dataset:
@@ -174,7 +185,7 @@ def check_range(option: str, value: float, low: float, high: float) -> None:
 
 
 def make_goal(
-    task: str, *, labels: Names, loss: str, metrics: Names, num_values: int = 0, num_inputs: int = 0
+    task: str, *, labels: Names, loss: Names, metrics: Names, num_values: int = 0, num_inputs: int = 0
 ) -> Goal:
     """Returns what a task predicts.
 
@@ -189,6 +200,7 @@ def make_goal(
     Raises:
         ConfigError: they do not fit each other, or one does not exist.
     """
+    loss = loss if isinstance(loss, str) else ",".join(loss)
     has_classes = labels or not num_inputs
     classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if has_classes else ()
     found = make_loss(loss or ("cross-entropy" if classes else "mse"))

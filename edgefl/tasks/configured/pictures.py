@@ -76,7 +76,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
     if channels not in {1, 3}:
         raise ConfigError(f"task.channels must be 1 for grey or 3 for colours, got {channels}")
     goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
-    image = ImageFormat(channels, size, goal.num_outputs)
+    image = ImageFormat(channels, size, goal.total_outputs)
     prepare = make_standardisation(
         np.float32(MAX_PIXEL) * split_numbers(NAME, "means", means, count=channels).reshape(-1, 1, 1),
         np.float32(MAX_PIXEL) * split_numbers(NAME, "scales", scales, count=channels, above=0.0).reshape(-1, 1, 1),

@@ -23,7 +23,6 @@ from edgefl.tasks.configured.options import (
     check_range,
     check_size,
     format_options,
-    make_goal,
     split_names,
     split_sizes,
 )
@@ -34,6 +33,7 @@ from edgefl.tasks.configured.table import (
     format_targets,
     make_dense_model,
     make_input_scaling,
+    make_table_goal,
     make_target_columns,
 )
 from edgefl.tasks.datasets.table_files import CSV, MAX_CELLS, PARQUET, TablePart, iterate_shard, weigh_weak
@@ -105,7 +105,8 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     horizon: int = 1,
     target: Names = "",
     labels: Names = "",
-    loss: str = "",
+    loss: Names = "",
+    loss_weights: Names = "",
     metrics: Names = "",
     model: str = "mlp",
     hidden: Numbers = DEFAULT_HIDDEN,
@@ -129,7 +130,9 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
         horizon: rows that the target has from there on, each column's values in the order of time.
         target: column of the class, or columns of the values.
         labels: names of the classes; none for values.
-        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target.
+        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target. Of several
+            targets `age/huber` is that of one.
+        loss_weights: of several targets with a loss each, `age/0.5`.
         metrics: by name; rmse and r2 of values.
         model: mlp or linear in NumPy, cnn or gru in torch.
         hidden: sizes of the hidden layers of mlp, or that of gru.
@@ -146,14 +149,15 @@ def series(  # noqa: PLR0913 one keyword for each option of a run file
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
     windows = _make_windows(len(names), window, step, ahead, horizon)
     targets = make_target_columns(
-        NAME, target, labels, group, target_mean, target_scale, inputs=names, is_forecast=ahead > 0
+        NAME, target, labels, group, target_mean, target_scale, inputs=names, loss=loss, is_forecast=ahead > 0
     )
     _check_forecast(targets, horizon)
     _check_augment(targets, window, time_shift, jitter)
-    goal = make_goal(
+    goal = make_table_goal(
         NAME,
-        labels=targets.labels,
+        targets,
         loss=loss,
+        loss_weights=loss_weights,
         metrics=metrics,
         num_inputs=len(names) * window,
         num_values=len(targets.numbers) * horizon,
@@ -197,8 +201,10 @@ def _make_windows(num_columns: int, window: int, step: int, ahead: int, horizon:
 
 def _check_forecast(targets: TargetColumns, horizon: int) -> None:
     """Raises a `ConfigError` where a horizon of several rows is not one of values, or they are too many."""
-    if horizon > 1 and not targets.numbers:
-        raise ConfigError(f"task.horizon of several rows is for a target of values without labels, got {horizon}")
+    if horizon > 1 and (targets.by_column is not None or not targets.numbers):
+        raise ConfigError(
+            f"task.horizon of several rows is for targets of values without labels and with one loss, got {horizon}"
+        )
     if (count := len(targets.numbers) * horizon) > MAX_FORECAST:
         raise ConfigError(
             f"task.horizon = {horizon} of {len(targets.numbers)} target columns are {count:,} values, at most are "
@@ -219,19 +225,19 @@ def _make_model(
     model: str, shape: tuple[int, int], goal: Goal, prepare: Prepare, *, hidden: Numbers, activation: str
 ) -> TrainableModel:
     if validate_choice(NAME, "model", model, (*MODELS, *NETWORKS)) in MODELS:
-        sizes = (shape[0] * shape[1], goal.num_outputs)
+        sizes = (shape[0] * shape[1], goal.total_outputs)
         return make_dense_model(NAME, model, hidden, activation, sizes=sizes, prepare=prepare)
-    if (goal.loss or "").startswith("reconstruction"):
+    if isinstance(goal.loss, str) and goal.loss.startswith("reconstruction"):
         raise ConfigError(f"a reconstruction needs model = mlp or linear, got {model!r}")
     if model == "cnn":
         if hidden != DEFAULT_HIDDEN:
             raise ConfigError(f"task.hidden is for the models mlp and gru, got {model!r}")
-        chain = networks.make_motion_cnn(shape[0], goal.num_outputs)
+        chain = networks.make_motion_cnn(shape[0], goal.total_outputs)
     else:
         units, *more = split_sizes("hidden", hidden)
         if more:
             raise ConfigError(f"task.hidden of the model gru must be one number, got {len(more) + 1}")
-        chain = networks.make_gru(shape[0], units, goal.num_outputs)
+        chain = networks.make_gru(shape[0], units, goal.total_outputs)
     network = make_chain_model(chain, prepare)
     check_size(NAME, network)
     return network
@@ -239,7 +245,7 @@ def _make_model(
 
 def _without_targets(targets: TargetColumns, windows: Windows) -> tuple[TargetColumns, Windows]:
     """Returns how rows are read and cut to predict what comes after them: the last window has no target yet."""
-    return replace(targets, columns=(), labels=()), replace(windows, ahead=0, horizon=1)
+    return replace(targets, columns=(), labels=(), by_column=None), replace(windows, ahead=0, horizon=1)
 
 
 def _read_windows(path: Path, columns: tuple[str, ...], targets: TargetColumns, windows: Windows) -> Dataset:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from edgefl.core.errors import ConfigError, DataError, TaskError
+from edgefl.core.heads import SEPARATOR, join_targets
 from edgefl.core.types import Array, Dataset, Scalar, concatenate_masks
 from edgefl.tasks.classification import validate_choice
 from edgefl.tasks.configured.options import (
@@ -17,6 +18,7 @@ from edgefl.tasks.configured.options import (
     MAX_LABELS,
     MAX_TARGETS,
     ConfiguredTask,
+    Goal,
     Names,
     Numbers,
     check_normalise,
@@ -27,6 +29,7 @@ from edgefl.tasks.configured.options import (
     split_numbers,
     split_sizes,
 )
+from edgefl.tasks.configured.several_targets import has_several, make_goal_of_several, split_labels
 from edgefl.tasks.datasets.table_files import TablePart, iterate_shard, weigh_weak
 from edgefl.tasks.learners.numpy_learner import ACTIVATIONS, DenseModel
 from edgefl.tasks.onnx_graph import OnnxGraph, register_node_builder
@@ -48,36 +51,53 @@ class TargetColumns:
     """Columns of what is predicted, and of whom or what a row comes from.
 
     Values become (value - mean) / scale, by column. A class is the label in its column, or where no label is a
-    number, the label's number from 0.
+    number, the label's number from 0. `by_column` has the labels of each of several targets with a loss each, none
+    for values.
     """
 
     columns: tuple[str, ...]
     labels: tuple[str, ...]
+    by_column: Mapping[str, tuple[str, ...]] | None = None
     group: str
     mean: tuple[float, ...]
     scale: tuple[float, ...]
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        return () if self.labels else self.columns
+        return tuple(name for name in self.columns if name not in self.classes)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Those of the columns that hold classes."""
+        if self.by_column is None:
+            return self.columns if self.labels else ()
+        return tuple(name for name in self.columns if self.by_column[name])
 
     @property
     def texts(self) -> tuple[str, ...]:
-        return (*(self.columns if self.labels else ()), *((self.group,) if self.group else ()))
+        return (*self.classes, *((self.group,) if self.group else ()))
 
     def is_known(self, label: str) -> bool:
         """Returns whether a class has this label, or there are no classes."""
         return not self.labels or make_label_finder(self.labels)(label) is not None
 
     def read_targets(self, part: TablePart, values: Array) -> Array:
-        """Returns [n] or [n, columns] targets of a file's rows; `values` are those of `numbers`."""
+        """Returns [n] or [n, columns] targets of a file's rows, or by name; `values` are those of `numbers`."""
         if self.labels:
-            whose = f"{part.path}: column {self.columns[0]!r}"
-            return read_labels(part.texts[0], self.labels, whose, first_row=part.first_row)
+            return self._read_labels(part, 0, self.labels)
         if not self.columns:
             return np.zeros(len(values), np.float32)
         targets: Array = (values - np.array(self.mean, np.float32)) / np.array(self.scale, np.float32)
+        if self.by_column is not None:
+            of_classes = {
+                name: self._read_labels(part, i, self.by_column[name]) for i, name in enumerate(self.classes)
+            }
+            return join_targets({**of_classes, **dict(zip(self.numbers, targets.T, strict=True))})
         return targets[:, 0] if len(self.columns) == 1 else targets
+
+    def _read_labels(self, part: TablePart, place: int, labels: tuple[str, ...]) -> Array:
+        whose = f"{part.path}: column {self.classes[place]!r}"
+        return read_labels(part.texts[place], labels, whose, first_row=part.first_row)
 
     def fill_unlabelled(self, part: TablePart) -> tuple[TablePart, Array]:
         """Returns rows with a label in each, the first where they have none, and [n] whether they have one."""
@@ -102,7 +122,8 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
     columns: Names,
     target: Names = "",
     labels: Names = "",
-    loss: str = "",
+    loss: Names = "",
+    loss_weights: Names = "",
     metrics: Names = "",
     model: str = "mlp",
     hidden: Numbers = DEFAULT_HIDDEN,
@@ -120,9 +141,11 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
     Args:
         columns: that are the model's inputs; `pixel_0..63` stands for 64 of them.
         target: column of the class, or columns of the values.
-        labels: names of the classes; none for values.
-        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target.
-        metrics: by name; rmse and r2 of values.
+        labels: names of the classes; none for values. Of several targets `sex/f,sex/m` are those of one.
+        loss: by name; cross-entropy of classes, mse of values, or `reconstruction` without a target. Of several
+            targets `age/huber` is that of one.
+        loss_weights: of several targets with a loss each, `age/0.5`; 1 for those not named.
+        metrics: by name; rmse and r2 of values. Of several targets with a loss each `age/mae`.
         model: mlp, or linear, which is called logistic as well.
         hidden: sizes of the hidden layers of mlp.
         activation: between layers: relu, tanh, sigmoid or gelu.
@@ -135,17 +158,18 @@ def table(  # noqa: PLR0913 one keyword for each option of a run file
         missing: whether a row with an empty cell is an error or left out.
     """
     names = split_names(NAME, "columns", columns, at_most=MAX_COLUMNS)
-    targets = make_target_columns(NAME, target, labels, group, target_mean, target_scale, inputs=names)
-    goal = make_goal(
+    targets = make_target_columns(NAME, target, labels, group, target_mean, target_scale, inputs=names, loss=loss)
+    goal = make_table_goal(
         NAME,
-        labels=targets.labels,
+        targets,
         loss=loss,
+        loss_weights=loss_weights,
         metrics=metrics,
         num_inputs=len(names),
         num_values=len(targets.numbers),
     )
     prepare = make_input_scaling(NAME, (len(names),), means=means, scales=scales, normalise=normalise)
-    dense = make_dense_model(NAME, model, hidden, activation, sizes=(len(names), goal.num_outputs), prepare=prepare)
+    dense = make_dense_model(NAME, model, hidden, activation, sizes=(len(names), goal.total_outputs), prepare=prepare)
     return ConfiguredTask(
         name=NAME,
         model=dense,
@@ -168,15 +192,21 @@ def make_target_columns(  # noqa: PLR0913 one for each option
     scale: Numbers,
     *,
     inputs: tuple[str, ...],
+    loss: Names | None = None,
     is_forecast: bool = False,
 ) -> TargetColumns:
     """Returns the columns of targets, checked; a forecast's may be inputs, which are those of earlier rows.
+
+    Several have a loss each where `labels` or `loss` say of which one they are; never with a `loss` of None.
 
     Raises:
         ConfigError: a class has not one column, a target is an input, or mean and scale make no sense.
     """
     columns = split_names(task, "target", target, at_most=MAX_TARGETS) if target else ()
-    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if labels else ()
+    is_several = loss is not None and has_several(columns, labels, loss)
+    by_column = split_labels(task, labels, columns) if is_several else None
+    is_single = bool(labels) and by_column is None
+    classes = split_names(task, "labels", labels, at_most=MAX_LABELS, at_least=2) if is_single else ()
     if classes and len(columns) != 1:
         raise ConfigError(f"task.target must name the one column of the labels, got {', '.join(columns) or 'none'}")
     if both := [name for name in (*(() if is_forecast else columns), group) if name in inputs]:
@@ -185,18 +215,36 @@ def make_target_columns(  # noqa: PLR0913 one for each option
         split_names(task, "group", (group,), at_most=1)
     if classes and (mean, scale) != (0.0, 1.0):
         raise ConfigError("task.target_mean and target_scale mean nothing with labels; leave them out")
-    means = split_numbers(task, "target_mean", mean, count=max(1, len(columns)))
-    scales = split_numbers(task, "target_scale", scale, count=max(1, len(columns)), above=0.0)
+    count = sum(not by_column[name] for name in columns) if by_column else len(columns)
+    means = split_numbers(task, "target_mean", mean, count=max(1, count))
+    scales = split_numbers(task, "target_scale", scale, count=max(1, count), above=0.0)
     return TargetColumns(
-        columns=columns, labels=classes, group=group, mean=tuple(means.tolist()), scale=tuple(scales.tolist())
+        columns=columns,
+        labels=classes,
+        by_column=by_column,
+        group=group,
+        mean=tuple(means[:count].tolist()) if by_column else tuple(means.tolist()),
+        scale=tuple(scales[:count].tolist()) if by_column else tuple(scales.tolist()),
     )
+
+
+def make_table_goal(
+    task: str, targets: TargetColumns, *, loss: Names, loss_weights: Names, metrics: Names, **counts: int
+) -> Goal:
+    """Returns what a model of rows predicts; `counts` and what it raises are as of `make_goal`."""
+    if targets.by_column is not None:
+        return make_goal_of_several(task, targets.by_column, loss=loss, weights=loss_weights, metrics=metrics)
+    if loss_weights:
+        raise ConfigError("task.loss_weights are of several targets with a loss each, such as loss = age/huber")
+    return make_goal(task, labels=targets.labels, loss=loss, metrics=metrics, **counts)
 
 
 def format_targets(targets: TargetColumns) -> dict[str, object]:
     """Returns the options of targets for the card of a cut shard."""
     return {
         "target": targets.columns,
-        "labels": targets.labels,
+        "labels": targets.labels
+        or tuple(f"{name}{SEPARATOR}{one}" for name, own in (targets.by_column or {}).items() for one in own),
         # One number where it is that of all columns, as on cards from when there was one for all.
         **{
             name: numbers[:1] if len(set(numbers)) == 1 else numbers

@@ -141,7 +141,7 @@ def text(  # noqa: PLR0913 one keyword for each option of a run file
     targets = make_target_columns(NAME, target, labels, group, 0.0, 1.0, inputs=(column,))
     goal = make_goal(NAME, labels=labels, loss=loss, metrics=metrics)
     drops_missing = missing == "drop"
-    sizes = (size, goal.num_outputs)
+    sizes = (size, goal.total_outputs)
     return ConfiguredTask(
         name=NAME,
         model=make_dense_model(NAME, model, hidden, activation, sizes=sizes, prepare=_scale_to_unit_length),

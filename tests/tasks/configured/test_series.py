@@ -218,7 +218,10 @@ def test_the_first_weights_of_gated_units_lie_where_torch_draws_them():
             {"columns": "a", "window": 8, "target": "t", "horizon": 2, "loss": "quantile:0.1,0.9"},
             "'quantile:0.1,0.9' has 2 quantiles, which are for one target value, got 2",
         ),
-        ({**STATES, "horizon": 2}, "task.horizon of several rows is for a target of values without labels, got 2"),
+        (
+            {**STATES, "horizon": 2},
+            "task.horizon of several rows is for targets of values without labels and with one loss, got 2",
+        ),
         ({"columns": "a", "window": 8, "target": "a"}, "task.columns must not name 'a'"),
         (
             {"columns": "a", "window": 8, "target": "t", "model": "lstm"},
