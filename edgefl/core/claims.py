@@ -30,7 +30,9 @@ DATA_DRIFTED = "data-drifted"
 """Kind of the event: what a device says of its data's drift is above `LARGE_DRIFT` for the first time."""
 LARGE_DRIFT = 0.25
 """Population stability index above which a change is commonly called large (Siddiqi, 2006)."""
-MAX_DRIFT_TASKS, MAX_DRIFT = 16, 1e6
+LARGE_JOINT_DRIFT, MAX_JOINT_P = 0.01, 0.002
+"""Discrepancy of all columns at once above which a change is large, where chance makes it seldom enough."""
+MAX_DRIFT_TASKS, MAX_DRIFT, MAX_MMD = 16, 1e6, 2.0
 MAX_NAME_CHARS = 80
 EXAMPLES_CHANGED = "examples-changed"
 """Kind of the event: a device reported another number of examples than before."""
@@ -274,13 +276,15 @@ def _count_possible_iterations(seconds: float, speeds: Mapping[str, DeviceThroug
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftClaim:
-    """What a device says of its newest data against its reference: the column that moved most.
+    """What a device says of its newest data against its reference: the column that moved most, and all at once.
 
     Attributes:
         column: its name.
         psi: population stability index, at least 0.
         ks: Kolmogorov-Smirnov statistic, 0 to 1; None of classes.
         num_reference, num_newer: examples of the two.
+        mmd: squared maximum mean discrepancy of all columns at once, -2 to 2; None of older releases.
+        p_value: how often chance alone makes it as large, 0 to 1; None as `mmd` is.
     """
 
     column: str
@@ -288,14 +292,20 @@ class DriftClaim:
     ks: float | None
     num_reference: int
     num_newer: int
+    mmd: float | None = None
+    p_value: float | None = None
 
     @property
     def is_large(self) -> bool:
-        return self.psi > LARGE_DRIFT
+        mmd, p_value = self.mmd or 0.0, 1.0 if self.p_value is None else self.p_value
+        return self.psi > LARGE_DRIFT or (mmd > LARGE_JOINT_DRIFT and p_value <= MAX_JOINT_P)
 
     def __str__(self) -> str:
         ks = "" if self.ks is None else f", ks {self.ks:.2g}"
-        return f"psi {self.psi:.2g}{ks} of {self.column}, {self.num_newer} examples against {self.num_reference}"
+        is_alone = self.mmd is None or self.p_value is None
+        joint = "" if is_alone else f", mmd {self.mmd:.2g} (p {self.p_value:.2g}) of all columns"
+        counts = f"{self.num_newer} examples against {self.num_reference}"
+        return f"psi {self.psi:.2g}{ks} of {self.column}{joint}, {counts}"
 
 
 def parse_drift_claim(value: object) -> DriftClaim | None:
@@ -303,11 +313,15 @@ def parse_drift_claim(value: object) -> DriftClaim | None:
     if not isinstance(value, Mapping):
         return None
     column, psi, ks = value.get("column"), value.get("psi"), value.get("ks")
+    mmd, p_value = value.get("mmd"), value.get("p_value")
     counts = [value.get(name) for name in ("num_reference", "num_newer")]
     is_right = (
         isinstance(column, str)
         and _is_number(psi, MAX_DRIFT)
         and (ks is None or _is_number(ks, 1.0))
+        and (mmd is None or _is_number(mmd, MAX_MMD, least=-MAX_MMD))
+        and (p_value is None or _is_number(p_value, 1.0))
+        and (mmd is None) == (p_value is None)
         and all(_is_number(count, MAX_EXAMPLES) and isinstance(count, int) for count in counts)
     )
     if not is_right:
@@ -318,11 +332,13 @@ def parse_drift_claim(value: object) -> DriftClaim | None:
         ks=None if ks is None else float(ks),
         num_reference=int(cast("int", counts[0])),
         num_newer=int(cast("int", counts[1])),
+        mmd=None if mmd is None else float(mmd),
+        p_value=None if p_value is None else float(p_value),
     )
 
 
 def parse_drift(facts: Mapping[str, Any]) -> dict[str, DriftClaim]:
-    """Returns `drift` of a device's capabilities by task, the largest first; drops what makes no sense."""
+    """Returns `drift` of a device's capabilities by task, large ones first; drops what makes no sense."""
     reported = facts.get("drift")
     if not isinstance(reported, Mapping):
         return {}
@@ -331,7 +347,7 @@ def parse_drift(facts: Mapping[str, Any]) -> dict[str, DriftClaim]:
         for task, value in itertools.islice(reported.items(), MAX_DRIFT_TASKS)
         if (claim := parse_drift_claim(value)) is not None
     }
-    return dict(sorted(claims.items(), key=lambda item: -item[1].psi))
+    return dict(sorted(claims.items(), key=lambda item: (not item[1].is_large, -item[1].psi)))
 
 
 def format_drift(claims: Mapping[str, DriftClaim]) -> str | None:
@@ -339,5 +355,5 @@ def format_drift(claims: Mapping[str, DriftClaim]) -> str | None:
     return "; ".join(f"{task}: {claim}" for task, claim in claims.items()) or None
 
 
-def _is_number(value: object, most: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+def _is_number(value: object, most: float, *, least: float = 0.0) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most

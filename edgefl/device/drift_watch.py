@@ -34,6 +34,8 @@ MIN_EXAMPLES = 100
 """Of fewer examples chance alone makes a large index."""
 MAX_SAMPLES = 2000
 MAX_SAMPLE_BYTES = 8 * 1024**2
+MAX_JOINT_EXAMPLES, MAX_JOINT_NUMBERS = 250, 250_000
+"""Of each side that are compared at once: a quarter of the memory that `edgefl data drift` takes."""
 FORMAT_VERSION = 1
 UNLABELLED = "unlabelled"
 """Name of the array that says which examples have no label; left out where all have one."""
@@ -107,7 +109,9 @@ class DriftWatch:
             log.warning("no reference for the drift of task %s: %s", name, error)
 
     def measure(self, shards: Mapping[str, str], *, without: Collection[str] = ()) -> Json:
-        """Returns by task the largest drift of a column, of tasks that have a reference and enough newer examples.
+        """Returns by task the largest drift of a column, and that of all at once.
+
+        It leaves out tasks that have no reference or too few newer examples.
 
         Newer are the examples behind those that the shard had at first, or all where it has no more than then.
         """
@@ -127,18 +131,23 @@ class DriftWatch:
         return drifts
 
     def _compare(self, task: Task, name: str, reference: DriftReference, data: Dataset) -> Json | None:
-        from edgefl.tasks.datasets.drift import measure_drift  # noqa: PLC0415 boards without it need not have it loaded
+        from edgefl.tasks.datasets import drift  # noqa: PLC0415 boards without it need not have it loaded
 
         first_row = reference.num_examples if len(data) > reference.num_examples else 0
         least = max(MIN_EXAMPLES, self._get_min_group())
         if len(data) - first_row < least:
             return None
         newer = _draw_sample(data, name, first_row)
-        largest = measure_drift(task, reference.sample, newer, min_labelled=least)[0]
+        largest = drift.measure_drift(task, reference.sample, newer, min_labelled=least)[0]
+        joint = drift.measure_joint_drift(
+            task, reference.sample, newer, max_examples=MAX_JOINT_EXAMPLES, max_numbers=MAX_JOINT_NUMBERS
+        )
         return {
             "column": largest.name,
             "psi": round(largest.psi, 4),
-            "ks": None if largest.ks is None else round(largest.ks, 4),
+            "ks": _round(largest.ks),
+            "mmd": _round(joint.mmd),
+            "p_value": _round(joint.p_value),
             "num_reference": reference.num_examples,
             "num_newer": len(data) - first_row,
         }
@@ -218,6 +227,10 @@ def encode_reference(reference: DriftReference) -> bytes:
     }
     np.savez(content, allow_pickle=False, **arrays)
     return content.getvalue()
+
+
+def _round(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _draw_sample(data: Dataset, name: str, first_row: int = 0) -> Dataset:

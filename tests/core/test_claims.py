@@ -181,6 +181,9 @@ def test_a_report_of_more_examples_counts_in_steps():
 DRIFT = {"column": "a", "psi": 0.5, "ks": None, "num_reference": 200, "num_newer": 100}
 
 
+JOINT = {**DRIFT, "psi": 0.1, "mmd": 0.02, "p_value": 0.002}
+
+
 def test_of_drifts_the_largest_comes_first_and_is_large_above_a_quarter():
     found = parse_drift({"drift": {"small": {**DRIFT, "psi": 0.25}, "large": DRIFT}})
     assert [(task, claim.is_large) for task, claim in found.items()] == [("large", True), ("small", False)]
@@ -190,10 +193,25 @@ def test_of_drifts_the_largest_comes_first_and_is_large_above_a_quarter():
     assert format_drift(parse_drift({})) is None
 
 
+def test_a_drift_of_all_columns_is_large_where_no_column_is_unless_chance_makes_it():
+    changes = {"both": {}, "small": {"mmd": 0.01}, "chance": {"p_value": 0.004}, "column": {"psi": 0.2, "mmd": 0.0}}
+    found = parse_drift({"drift": {task: {**JOINT, **change} for task, change in changes.items()}})
+    assert [task for task, claim in found.items() if claim.is_large] == ["both"]
+    assert next(iter(found)) == "both", "before those of a larger index that are not large"
+    assert str(found["both"]) == "psi 0.1 of a, mmd 0.02 (p 0.002) of all columns, 100 examples against 200"
+    assert parse_drift({"drift": {"below": {**JOINT, "mmd": -0.003}}})["below"].mmd == -0.003
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"column": 3},
+        {"mmd": math.nan, "p_value": 0.1},
+        {"mmd": -2.1, "p_value": 0.1},
+        {"mmd": 0.1, "p_value": 1.1},
+        {"mmd": 0.1},
+        {"p_value": 0.1},
+        {"mmd": "0.1", "p_value": 0.1},
         {"psi": math.nan},
         {"psi": -0.1},
         {"psi": True},

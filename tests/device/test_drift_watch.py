@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from edgefl.core.claims import LARGE_DRIFT, parse_drift_claim
 from edgefl.core.types import Dataset
 from edgefl.device.drift_watch import MAX_SAMPLES, MIN_EXAMPLES, DriftWatch, get_reference_path, read_reference
 from edgefl.device.training.task_cache import TaskCache
@@ -51,12 +52,38 @@ def test_the_rows_that_are_new_are_compared_with_those_of_the_first_work(board):
     still = board.cache.measure_drift()["table"]
     assert still["psi"] < 0.15
     assert (still["num_reference"], still["num_newer"]) == (400, 300)
+    assert abs(still["mmd"]) < 0.01
+    assert still["p_value"] > 0.01
     board.shard.write_text(board.shard.read_text().partition("\n")[0] + "\n" + make_rows(400))
     board.append(make_rows(200, heat=2.0, seed=3))
     moved = board.cache.measure_drift()["table"]
     assert (moved["column"], moved["num_newer"]) == ("heat", 200)
     assert moved["psi"] > 1.0
     assert moved["ks"] == pytest.approx(0.68, abs=0.1)  # 2 Φ(1) - 1
+    assert moved["mmd"] > 0.05
+    assert moved["p_value"] == 1 / 500
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(20))
+def test_over_seeds_columns_that_no_longer_go_together_are_large_and_the_same_data_is_not(seed, tmp_path):
+    rng = np.random.default_rng(100 + seed)
+
+    def make_line(sign):
+        speed, noise = rng.standard_normal((2, 400))
+        return "".join(f"{a:.4f},{sign * a + b:.4f},0\n" for a, b in zip(speed, noise, strict=True))
+
+    found = []
+    for sign in (1, -1):
+        shard, folder = tmp_path / f"{sign}.csv", tmp_path / f"drift{sign}"
+        shard.write_text("speed,heat,wear\n" + make_line(1))
+        watch = DriftWatch(folder, lambda: {"table": "first"})
+        cache = TaskCache(lambda: {"table": str(shard)}, accelerator="cpu", threads=1, drift=watch)  # noqa: B023
+        cache.load_data(cache.get("table", RUNNING))
+        shard.write_text(shard.read_text() + make_line(sign))
+        found.append(parse_drift_claim(cache.measure_drift()["table"]))
+    assert [claim.is_large for claim in found] == [False, True]
+    assert max(claim.psi for claim in found) <= LARGE_DRIFT
 
 
 def test_a_shard_that_has_no_more_rows_than_then_is_compared_as_a_whole(board):

@@ -89,14 +89,22 @@ def measure_drift(
     return sorted(found, key=lambda column: -column.psi)
 
 
-def measure_joint_drift(task: Task, reference: Dataset, newer: Dataset, *, columns: str = "") -> JointDrift:
-    """Returns the drift of all columns at once, on samples of at most `MAX_JOINT_EXAMPLES`; as `measure_drift`.
+def measure_joint_drift(
+    task: Task,
+    reference: Dataset,
+    newer: Dataset,
+    *,
+    columns: str = "",
+    max_examples: int = MAX_JOINT_EXAMPLES,
+    max_numbers: int = MAX_JOINT_NUMBERS,
+) -> JointDrift:
+    """Returns the drift of all columns at once, on samples of at most so many examples; as `measure_drift`.
 
     It finds what no column shows by itself, such as two that no longer go together. Each column counts in deviations
     of both sides together. A missing value is the mean, and that it is missing is a column of its own.
     """
     chosen = select_columns(task, columns, by_channel=True, option="--columns")
-    sides = [_read_sample(chosen, data) for data in (reference, newer)]
+    sides = [_read_sample(chosen, data, max_examples, max_numbers) for data in (reference, newer)]
     sizes = {"num_reference": len(sides[0]), "num_newer": len(sides[1])}
     if min(sizes.values()) < 2:
         return JointDrift(**sizes)
@@ -152,10 +160,10 @@ def _compute_kernel(examples: Array) -> Array:
     return kernel
 
 
-def _read_sample(chosen: Columns, data: Dataset) -> Array:
+def _read_sample(chosen: Columns, data: Dataset, max_examples: int, max_numbers: int) -> Array:
     """Returns [n, numbers] of some examples, the same for as many."""
     width = chosen.width * len(chosen.names)
-    size = min(len(data), MAX_JOINT_EXAMPLES, max(2, MAX_JOINT_NUMBERS // width))
+    size = min(len(data), max_examples, max(2, max_numbers // width))
     taken = data.take(np.sort(derive_rng("drift", "sample").choice(len(data), size, replace=False)))
     columns = [chosen.read(taken, column).reshape(size, -1) for column in range(len(chosen.names))]
     return np.concatenate(columns, axis=1)

@@ -7,7 +7,6 @@ import pytest
 
 from edgefl.core.errors import ConfigError, DataError
 from edgefl.core.types import Dataset
-from edgefl.tasks.datasets import drift
 from edgefl.tasks.datasets.drift import (
     compute_index,
     compute_ks,
@@ -152,10 +151,10 @@ def test_the_p_value_of_equal_distributions_is_small_as_seldom_as_it_says():
     assert 18 <= (found[:, 1] <= 0.5).sum() <= 42
 
 
-def joint(old, new):
+def joint(old, new, **bounds):
     task = make_task("table", {"columns": "a,b", "target": "c", "labels": "x,y"})
     sides = [Dataset(inputs=side, targets=np.zeros(len(side), int)) for side in (old, new)]
-    return measure_joint_drift(task, *sides)
+    return measure_joint_drift(task, *sides, **bounds)
 
 
 def test_columns_that_no_longer_go_together_are_found_where_each_is_as_before():
@@ -181,8 +180,8 @@ def test_what_is_missing_or_constant_counts_and_a_single_example_is_not_compared
     assert (joint(old, new[:1]).num_newer, joint(old, new[:1]).mmd) == (1, None)
 
 
-def test_only_samples_are_compared_at_once(monkeypatch):
+def test_only_samples_are_compared_at_once():
     rows = np.random.default_rng(8).normal(size=(900, 2))
     assert (joint(rows, rows).num_newer, joint(rows, rows).p_value > 0.5) == (500, True)
-    monkeypatch.setattr(drift, "MAX_JOINT_NUMBERS", 50)
-    assert joint(rows, rows).num_reference == 25
+    assert joint(rows, rows, max_numbers=50).num_reference == 25
+    assert joint(rows, rows, max_examples=30).num_newer == 30
