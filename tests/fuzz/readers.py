@@ -236,6 +236,14 @@ READERS: Mapping[str, Entry] = MappingProxyType(
             "tasks/datasets/arrow_files.py:_Message.read_values",
             "tasks/datasets/arrow_files.py:_read_classes",
         ),
+        "shard-parquet-pictures": _entry(
+            shard_readers.pictures_in_parquet,
+            "tasks/datasets/parquet_files.py:ParquetTable._read_classes",
+            "tasks/datasets/parquet_files.py:ParquetTable.read_pictures",
+        ),
+        "shard-arrow-pictures": _entry(
+            shard_readers.pictures_in_arrow, "tasks/datasets/arrow_files.py:ArrowTable.read_pictures"
+        ),
         "shard-arrow-state": _entry(shard_readers.arrow_folders, "tasks/datasets/arrow_files.py:_read_json"),
         "shard-motion": _entry(shard_readers.motion_sets, "tasks/motionsense.py:_load_arrays"),
         "data-gradient": _entry(

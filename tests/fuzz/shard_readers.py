@@ -206,6 +206,47 @@ def arrow_files(folder: Path) -> Reader:
     return Reader(feed=_of_file(folder, "a.arrow", read), seeds=seeds, words=words, most_bytes=64 * MIB)
 
 
+def pictures_in_parquet(folder: Path) -> Reader:
+    """Pictures and their classes in a Parquet file."""
+    return _read_picture_tables(folder, ".parquet")
+
+
+def pictures_in_arrow(folder: Path) -> Reader:
+    """Likewise in an Arrow file."""
+    return _read_picture_tables(folder, ".arrow")
+
+
+def _read_picture_tables(folder: Path, suffix: str) -> Reader:
+    import pyarrow as pa  # noqa: PLC0415 beside its use
+    from PIL import Image  # noqa: PLC0415 likewise
+    from pyarrow import parquet  # noqa: PLC0415 likewise
+
+    task = make_task("pictures", {"labels": "x,y", "size": 8})
+    info = {"features": {"label": {"names": ["x", "y"], "_type": "ClassLabel"}}}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    picture = io.BytesIO()
+    Image.new("RGB", (9, 9)).save(picture, "PNG")
+    rows = [{"bytes": picture.getvalue(), "path": None}] * 5
+    table = pa.table({"image": rows, "label": [0, 1, 0, 0, 1]}, metadata={"huggingface": json.dumps({"info": info})})
+
+    def save(**options: Any) -> Seed:
+        out = io.BytesIO()
+        if suffix == ".parquet":
+            parquet.write_table(table, out, **options)
+        else:
+            with pa.ipc.new_stream(out, table.schema) as stream:
+                stream.write_table(table, max_chunksize=3)
+        return Seed(content=out.getvalue())
+
+    def read(path: Path) -> None:
+        inspect_shard("pictures", str(path))
+        task.read(str(path))
+
+    seeds = (save(), save(use_dictionary=False, compression="none", row_group_size=2))
+    words = (b"\xff\xff\xff\x7f", b"\xfe\xff\xff\xff\x0f", b'"names":["x"]', b"\x05\0\0\0\0\0\0\0")
+    return Reader(feed=_of_file(folder, f"a{suffix}", read), seeds=seeds, words=words)
+
+
 def arrow_folders(folder: Path) -> Reader:
     """`state.json` of a folder of Arrow files."""
     (folder / "a.arrow").touch()

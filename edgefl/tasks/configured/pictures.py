@@ -1,14 +1,15 @@
-"""`pictures`: class folders of PNG and JPEG files; size, colours and classes stand in the run file."""
+"""`pictures`: class folders of PNG and JPEG files, or rows with them, by a run file alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from edgefl.core.errors import ConfigError
-from edgefl.core.types import Scalar
+from edgefl.core.types import Dataset, Scalar
 from edgefl.tasks.augmentation import make_picture_augment
 from edgefl.tasks.configured.image_models import make_image_model
 from edgefl.tasks.configured.options import (
@@ -21,7 +22,15 @@ from edgefl.tasks.configured.options import (
     split_numbers,
 )
 from edgefl.tasks.configured.table import DEFAULT_HIDDEN, make_standardisation
-from edgefl.tasks.datasets.class_folders import PICTURE_SUFFIXES, FolderRules, read_class_folders, read_picture
+from edgefl.tasks.datasets.class_folders import (
+    PICTURE_SUFFIXES,
+    FolderRules,
+    decode_picture,
+    list_picture_tables,
+    read_class_folders,
+    read_picture,
+    read_picture_tables,
+)
 from edgefl.tasks.learners.image_layers import ImageFormat
 
 NAME = "pictures"
@@ -46,6 +55,8 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
     others: str = "",
     group_before: str = "",
     unlabelled: bool = False,
+    column: str = "image",
+    target: str = "label",
     flip: bool = False,
     shift: int = 0,
     brightness: float = 0.0,
@@ -66,6 +77,8 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         others: label of files in folders of any other name; without it such folders are refused.
         group_before: text in files' names before which stands whom they are from, for natural shards.
         unlabelled: whether files that a collector keeps without a class are read, too, for `consistency_weight`.
+        column: name of the pictures' column, where the data is Parquet or Arrow files and no class folders.
+        target: of that of their classes.
         flip: mirrors each second picture that is trained on, left and right.
         shift: most pixels by which such a picture is moved in each direction, up to half of `size`.
         brightness: such a picture's pixels are multiplied by a factor within 1 ± brightness, 0 to 1.
@@ -82,13 +95,20 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
         np.float32(MAX_PIXEL) * split_numbers(NAME, "scales", scales, count=channels, above=0.0).reshape(-1, 1, 1),
     )
     read = partial(read_picture, size=size, channels=channels)
+    decode = partial(decode_picture, size=size, channels=channels)
     rules = FolderRules(labels=goal.labels, others=others, group_before=group_before)
+
+    def read_data(path: Path) -> Dataset:
+        if list_picture_tables(path):
+            return read_picture_tables(path, NAME, rules, decode, (column, target))
+        return read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read, has_unlabelled=unlabelled)
+
     return ConfiguredTask(
         name=NAME,
         model=make_image_model(NAME, model, image, prepare, hidden=hidden, activation=activation),
         input_shape=image.shape,
         goal=goal,
-        reader=lambda path: read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read, has_unlabelled=unlabelled),
+        reader=read_data,
         input_reader=lambda path: read(path)[None],
         input_suffixes=PICTURE_SUFFIXES,
         augment=make_picture_augment(flip=flip, shift=shift, brightness=brightness),

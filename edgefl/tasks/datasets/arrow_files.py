@@ -24,10 +24,17 @@ from edgefl.core.errors import DataError
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Json
-from edgefl.tasks.datasets.parquet_files import MAX_FILE_TEXT_BYTES, MAX_TEXT_CHARS
+from edgefl.tasks.datasets.parquet_files import (
+    MAX_FILE_TEXT_BYTES,
+    MAX_JSON_BYTES,
+    MAX_PICTURE_BYTES,
+    MAX_TEXT_CHARS,
+    PICTURE_BYTES,
+    PICTURE_ROWS,
+    parse_classes,
+)
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-MAX_JSON_BYTES = 1024**2
 MAX_METADATA_BYTES = 16 * 1024**2
 """Of one message of a stream, without its rows."""
 MAX_MESSAGES = 1_000_000
@@ -39,7 +46,7 @@ _SCHEMA, _DICTIONARY_BATCH, _RECORD_BATCH = 1, 2, 3
 """Kinds of messages."""
 _STRUCT_BYTES = 16
 """Of a node, which is a number of rows and one of nulls, and of a buffer, which is a place and a number of bytes."""
-_INT, _FLOAT, _BOOL = 2, 3, 6
+_INT, _FLOAT, _BOOL, _STRUCT = 2, 3, 6, 13
 _FLOATS = ("<f2", "<f4", "<f8")
 _OFFSETS = {4: "<i4", 5: "<i4", 19: "<i8", 20: "<i8"}
 """By kind of texts and bytes."""
@@ -129,6 +136,37 @@ class ArrowTable:
                         for place, name in enumerate(numbers):
                             found[:, place] = _read_numbers(batch, columns[name], start, stop)
                     yield found, [self._read_texts(batch, columns[name], start, stop) for name in texts]
+
+    def read_pictures(self, image: str, target: str) -> Iterator[tuple[bytes, str]]:
+        """Yields the file that lies in each row's picture, empty for none, and the row's class, likewise.
+
+        Raises:
+            DataError: a column holds no such thing, a picture is too large, or the file is damaged.
+        """
+        columns = {column.name: column for column in self._columns}
+        pictures, classes = columns[image], columns[target]
+        content = next((part for part in pictures.parts if part.name == PICTURE_BYTES), pictures)
+        if not content.is_text:
+            raise DataError(f"{self._path}: column {image!r} must hold pictures, and holds {pictures.what}")
+        if not (classes.is_number or classes.is_text):
+            raise DataError(f"{self._path}: column {target!r} must hold texts, and holds {classes.what}")
+        self._check_cells(2)
+        with self._explain_damage():
+            for batch in self._iterate_batches():
+                for start in range(0, batch.num_rows, PICTURE_ROWS):
+                    stop = min(batch.num_rows, start + PICTURE_ROWS)
+                    is_there = batch.read_validity(pictures, start, stop) & batch.read_validity(content, start, stop)
+                    offsets = batch.read_values(content, 1, content.form, start, stop + 1).tolist()
+                    words = self._read_texts(batch, classes, start, stop)
+                    for has_one, (first, last), word in zip(
+                        is_there.tolist(), itertools.pairwise(offsets), words, strict=True
+                    ):
+                        if last - first > MAX_PICTURE_BYTES:
+                            raise DataError(
+                                f"{self._path}: column {image!r} has a picture of {last - first:,} bytes, at most "
+                                f"{MAX_PICTURE_BYTES:,} are read"
+                            )
+                        yield batch.read_bytes(content, 2, first, last) if has_one else b"", word
 
     def survey(
         self, chunk_rows: int, *, is_detailed: bool
@@ -252,6 +290,7 @@ class _Column:
     """A column of the schema: its places among a batch's nodes and buffers, and what its values are.
 
     `form` is NumPy's type of numbers, of texts that of their offsets, `bool` for bits, and empty for all else.
+    `parts` are those of a struct.
     """
 
     name: str
@@ -260,6 +299,7 @@ class _Column:
     form: str
     is_text: bool
     what: str
+    parts: tuple[_Column, ...] = ()
 
     @property
     def is_number(self) -> bool:
@@ -395,23 +435,33 @@ def _parse_schema(schema: _FlatTable) -> tuple[_Column, ...]:
         raise ValueError("the other order of bytes")
     columns, num_nodes, num_buffers = list[_Column](), 0, 0
     for found in schema.tables(1):
-        kind = found.integer(2, 1)
-        form = "" if found.find(4) else _find_form(found, kind)
-        columns.append(
-            _Column(
-                name=_read_name(found),
-                node=num_nodes,
-                first_buffer=num_buffers,
-                form=form,
-                is_text=kind in _OFFSETS and bool(form),
-                what="categories" if found.find(4) else _KINDS[kind] if kind < len(_KINDS) else "an unknown type",
-            )
-        )
+        node, first_buffer = num_nodes, num_buffers
         for node_buffers in _iterate_nodes(found):
             num_nodes, num_buffers = num_nodes + 1, num_buffers + node_buffers
             if num_nodes > MAX_FIELDS:
                 raise ValueError("too many columns")
+        columns.append(_make_column(found, node, first_buffer))  # whose parts are known to be few
     return tuple(columns)
+
+
+def _make_column(found: _FlatTable, node: int, first_buffer: int, *, has_parts: bool = True) -> _Column:
+    kind, parts = found.integer(2, 1), list[_Column]()
+    form = "" if found.find(4) else _find_form(found, kind)
+    if kind == _STRUCT and has_parts:
+        num_nodes, num_buffers = node + 1, first_buffer + _NUM_BUFFERS[_STRUCT]
+        for child in found.tables(5):
+            parts.append(_make_column(child, num_nodes, num_buffers, has_parts=False))
+            below = list(_iterate_nodes(child))
+            num_nodes, num_buffers = num_nodes + len(below), num_buffers + sum(below)
+    return _Column(
+        name=_read_name(found),
+        node=node,
+        first_buffer=first_buffer,
+        form=form,
+        is_text=kind in _OFFSETS and bool(form),
+        what="categories" if found.find(4) else _KINDS[kind] if kind < len(_KINDS) else "an unknown type",
+        parts=tuple(parts),
+    )
 
 
 def _iterate_nodes(found: _FlatTable, depth: int = MAX_DEPTH) -> Iterator[int]:
@@ -459,16 +509,7 @@ def _read_classes(path: Path) -> Mapping[str, Sequence[str]]:
     """Returns the names of the classes of columns, of a `dataset_info.json`; none where it is not there."""
     if not path.is_file():
         return {}
-    features = _read_json(path).get("features")
-    found = features.items() if isinstance(features, dict) else ()
-    names = dict[str, Sequence[str]]()
-    for name, one in found:
-        if isinstance(one, dict) and one.get("_type") == "ClassLabel":
-            classes = one.get("names")
-            if not isinstance(classes, list) or not all(isinstance(word, str) for word in classes):
-                raise DataError(f"{path}: names of the classes of {escape_text(name)[:80]!r} must be a list of texts")
-            names[name] = classes
-    return names
+    return parse_classes(_read_json(path).get("features"), path)
 
 
 def _read_json(path: Path) -> Json:

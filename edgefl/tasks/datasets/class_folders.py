@@ -1,6 +1,7 @@
 """Class folders: one folder for each label, with the examples of that class as files; and the readers of such files.
 
-Pictures are PNG and JPEG files, sounds WAV files of whole numbers (PCM).
+Pictures are PNG and JPEG files, sounds WAV files of whole numbers (PCM). Pictures may also be a column of Parquet or
+Arrow files, as in folders of Hugging Face's `datasets`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import io
 import warnings
 import wave
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,19 @@ from edgefl.core.errors import ConfigError, DataError, EdgeflError, format_insta
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array, Dataset
 from edgefl.system.row_labels import UNLABELLED_FOLDER, has_labels, parse_example_time, read_row_labels
-from edgefl.tasks.datasets.table_files import Survey, is_gone, weigh_weak
+from edgefl.tasks.datasets.arrow_files import ArrowTable, list_arrow_files
+from edgefl.tasks.datasets.parquet_files import ParquetTable
+from edgefl.tasks.datasets.table_files import (
+    ARROW,
+    MAX_CELLS,
+    MAX_FILES,
+    PARQUET,
+    Survey,
+    check_columns,
+    is_gone,
+    survey_table,
+    weigh_weak,
+)
 from edgefl.tasks.registry import import_extra
 from edgefl.tasks.stored_arrays import BLOCK_BYTES, RowBuffer
 
@@ -108,34 +121,116 @@ def read_class_folders(
     if has_unlabelled:
         unlabelled = frozenset(_list_examples(path / UNLABELLED_FOLDER, suffixes)) - weak_files
         files += [(file, rules.labels[0]) for file in sorted(unlabelled)[: MAX_EXAMPLES - len(files)]]
-    inputs, block, kept = RowBuffer(), list[Array](), list[tuple[Path, str]]()
-    for file, label in files:
-        example = _read_present(file, read)
-        if example is None:
-            continue
-        if not kept and len(files) * example.size > MAX_VALUES:
-            raise DataError(
-                f"shard {path} of task {task} has {len(files)} files of {example.size} values each, at most "
-                f"{MAX_VALUES:,} are held; take fewer files, or smaller examples"
-            )
-        kept.append((file, label))
-        block.append(example)
-        if len(block) * example.nbytes >= BLOCK_BYTES:
-            inputs.add(np.stack(block))
-            block = []
-    if not kept:
+    kept = list[tuple[Path, str]]()
+
+    def iterate() -> Iterator[Array]:
+        for file, label in files:
+            example = _read_present(file, read)
+            if example is None:
+                continue
+            if not kept:
+                _check_values(path, task, len(files), example)
+            kept.append((file, label))
+            yield example
+
+    inputs = _stack(iterate())
+    if inputs is None:
         raise DataError(
             f"shard {path} of task {task} must be a folder with a folder for each class ({rules.format_labels()}), "
             f"with {' or '.join(suffixes)} files in it; there are none"
         )
-    if block:
-        inputs.add(np.stack(block))
     return Dataset(
-        inputs=inputs.finish(),
+        inputs=inputs,
         targets=np.array([rules.labels.index(label) for _, label in kept], np.int64),
         groups=rules.read_groups([file.stem for file, _ in kept]),
         **_weigh_files([file for file, _ in kept], weak_files, unlabelled),
     )
+
+
+def list_picture_tables(path: Path) -> list[Path]:
+    """Returns the Parquet or Arrow files that a shard of pictures consists of; none where it has class folders.
+
+    Raises:
+        DataError: it cannot be read, or holds several data sets.
+    """
+    if not path.is_dir():
+        return [path] if path.suffix in {PARQUET, ARROW} else []
+    files = sorted(path.glob(f"[!.]*{PARQUET}")) or list_arrow_files(path)
+    if len(files) > MAX_FILES:
+        raise DataError(f"{path} has {len(files)} files, at most are {MAX_FILES}")
+    return files
+
+
+def read_picture_tables(
+    path: Path, task: str, rules: FolderRules, decode: Callable[[bytes, str], Array], columns: tuple[str, str]
+) -> Dataset:
+    """Returns the rows of all files of `list_picture_tables`.
+
+    Args:
+        path: of the shard.
+        task: its name, for messages.
+        rules: what the names of classes say; there are no names of files.
+        decode: returns the example in a picture's bytes, of that name for messages.
+        columns: names of the pictures' and the classes'.
+
+    Raises:
+        DataError: there is no row, one has no picture or is of no class, or a file is damaged.
+    """
+    if rules.group_before:
+        raise DataError(
+            f"task.group_before is for files by name, and shard {path} of task {task} has rows; leave it out"
+        )
+    targets = list[int]()
+
+    def iterate() -> Iterator[Array]:
+        for file in list_picture_tables(path):
+            with _open_pictures(file) as table:
+                check_columns(file, table, columns)
+                for number, (content, word) in enumerate(table.read_pictures(*columns), 1):
+                    name = f"{file}, row {number}"
+                    label = rules.find_label(word) if word else ""
+                    if not (content and label):
+                        what = f"is none of the labels {rules.format_labels()}" if content else "is missing"
+                        raise DataError(f"{name}: {columns[1] if content else columns[0]} {what}")
+                    example = decode(content, name)
+                    targets.append(rules.labels.index(label))
+                    _check_values(path, task, len(targets), example)
+                    yield example
+
+    inputs = _stack(iterate())
+    if inputs is None:
+        raise DataError(f"shard {path} of task {task} holds no rows")
+    return Dataset(inputs=inputs, targets=np.array(targets, np.int64))
+
+
+def _open_pictures(file: Path) -> ArrowTable | ParquetTable:
+    try:
+        return (ArrowTable if file.suffix == ARROW else ParquetTable)(file, max_cells=MAX_CELLS)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _stack(examples: Iterable[Array]) -> Array | None:
+    """Returns the examples as one array, in a file where they are many; None where there is none."""
+    rows, block = RowBuffer(), list[Array]()
+    has_any = False
+    for example in examples:
+        has_any = True
+        block.append(example)
+        if len(block) * example.nbytes >= BLOCK_BYTES:
+            rows.add(np.stack(block))
+            block = []
+    if block:
+        rows.add(np.stack(block))
+    return rows.finish() if has_any else None
+
+
+def _check_values(path: Path, task: str, num_examples: int, example: Array) -> None:
+    if num_examples * example.size > MAX_VALUES:
+        raise DataError(
+            f"shard {path} of task {task} has {num_examples} examples of {example.size} values each, at most "
+            f"{MAX_VALUES:,} are held; take fewer, or smaller examples"
+        )
 
 
 def _weigh_files(files: list[Path], weak: Collection[Path], unlabelled: Collection[Path]) -> dict[str, Array]:
@@ -148,7 +243,9 @@ def _weigh_files(files: list[Path], weak: Collection[Path], unlabelled: Collecti
 def survey_class_folders(
     path: Path, task: str, *, is_detailed: bool = False, suffixes: Collection[str] = PICTURE_SUFFIXES
 ) -> Survey:
-    """Returns the number of files, in detail by folder; raises `DataError` where there are none."""
+    """Returns the number of files, in detail by folder, or of rows; raises `DataError` where there are none."""
+    if suffixes == PICTURE_SUFFIXES and list_picture_tables(path):
+        return survey_table(path, task, is_detailed=is_detailed)
     counts: dict[str, int] = {}
     for _, label in _iterate_files(path, task, suffixes, None):
         counts[label] = counts.get(label, 0) + 1
@@ -171,11 +268,19 @@ def read_picture(path: Path, *, size: int, channels: int) -> Array:
         DataError: it is no such picture, too large, damaged, or has more than 8 bits a channel.
         TaskError: Pillow is not installed.
     """
-    pillow = import_pillow()
+    import_pillow()
     _check_bytes(path)
-    mode = "L" if channels == 1 else "RGB"
-    resampling = pillow.Resampling.BILINEAR
-    pixels = _decode_picture(path, str(path), mode=mode, size=size, resampling=resampling, max_pixels=MAX_PIXELS)
+    return _fit_picture(path, str(path), size=size, channels=channels)
+
+
+def decode_picture(content: bytes, name: str, *, size: int, channels: int) -> Array:
+    """Returns what `read_picture` does, of a file's bytes; they have that name in messages."""
+    return _fit_picture(io.BytesIO(content), name, size=size, channels=channels)
+
+
+def _fit_picture(source: Path | io.BytesIO, name: str, *, size: int, channels: int) -> Array:
+    mode, resampling = "L" if channels == 1 else "RGB", import_pillow().Resampling.BILINEAR
+    pixels = _decode_picture(source, name, mode=mode, size=size, resampling=resampling, max_pixels=MAX_PIXELS)
     return pixels[None] if channels == 1 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from edgefl.core.errors import DataError, format_install_command
+from edgefl.core.safe_parsing import parse_json
 from edgefl.core.safe_text import escape_text
 from edgefl.core.types import Array
 from edgefl.tasks.registry import import_extra
@@ -37,6 +38,16 @@ MAX_TEXT_CHARS = 1_000_000
 MAX_FILE_TEXT_BYTES = 2**28
 """Of the texts that are read of one file, each as often as rows have it: a dictionary needs one copy in the file."""
 MAX_TYPE_CHARS = 200
+PICTURE_BYTES = "bytes"
+"""Part of a struct that is a picture's file, as Hugging Face's `datasets` writes it; beside it is its path."""
+PICTURE_ROWS = 32
+"""Rows of pictures that are read at once, at most."""
+MAX_PICTURE_BYTES = 64 * 1024**2
+MAX_JSON_BYTES = 1024**2
+MAX_DIGITS = 9
+"""Of a class's number."""
+FEATURES_KEY = b"huggingface"
+"""Of a file's metadata, with the names of its classes."""
 BUFFER_BYTES = 64 * 1024
 
 
@@ -96,6 +107,59 @@ class ParquetTable:
                     for place, name in enumerate(numbers):
                         found[:, place] = self._to_numbers(batch[name])
                 yield found, [self._to_texts(batch[name], name) for name in texts]
+
+    def read_pictures(self, image: str, target: str) -> Iterator[tuple[bytes, str]]:
+        """Yields what `ArrowTable.read_pictures` does."""
+        types, kind = self._arrow.types, self._schema.field(image).type
+        is_struct = types.is_struct(kind)
+        leaf = f"{image}.{PICTURE_BYTES}" if is_struct else image
+        value = kind.field(PICTURE_BYTES).type if is_struct and leaf in self._leaves else kind
+        if leaf not in self._leaves or not (types.is_binary(value) or types.is_large_binary(value)):
+            fault = escape_text(str(kind))[:MAX_TYPE_CHARS]
+            raise DataError(f"{self._path}: column {image!r} must hold pictures, and holds {fault}")
+        if fault := self._find_fault(target, is_text=True):
+            raise DataError(f"{self._path}: column {target!r} must hold texts, and holds {fault}")
+        self._check_cells(2)
+        names = self._read_classes().get(target)
+        with self._explain_damage():
+            for batch in self._iterate_batches([], [leaf, target], PICTURE_ROWS):
+                words = self._to_texts(batch[target], target)
+                if names is not None:
+                    words = [self._name_class(word, names, target) for word in words]
+                batch[image].validate(full=True)
+                pictures = self._compute.struct_field(batch[image], PICTURE_BYTES) if is_struct else batch[image]
+                for picture, word in zip(pictures, words, strict=True):
+                    yield self._to_bytes(picture, image), word
+
+    def _to_bytes(self, picture: Any, image: str) -> bytes:
+        value = picture.value if self._arrow.types.is_dictionary(picture.type) else picture
+        content = value.as_buffer() if value is not None and value.is_valid else b""
+        if len(content) > MAX_PICTURE_BYTES:
+            raise DataError(
+                f"{self._path}: column {image!r} has a picture of {len(content):,} bytes, at most "
+                f"{MAX_PICTURE_BYTES:,} are read"
+            )
+        return bytes(content)
+
+    def _name_class(self, word: str, names: Sequence[str], target: str) -> str:
+        """Returns the name of a class by its number, empty for -1 and a missing one."""
+        if word in {"", "-1"}:
+            return ""
+        if not word.isdecimal() or len(word) > MAX_DIGITS or int(word) >= len(names):
+            raise DataError(f"{self._path}: column {target!r} has a class of more than {len(names)}")
+        return names[int(word)]
+
+    def _read_classes(self) -> Mapping[str, Sequence[str]]:
+        """Returns the names of the classes of columns, as `datasets` keeps them in a file's metadata."""
+        content = (self._metadata.metadata or {}).get(FEATURES_KEY, b"{}")
+        if len(content) > MAX_JSON_BYTES:
+            raise DataError(f"{self._path} has more than {MAX_JSON_BYTES:,} bytes on its classes")
+        try:
+            found = parse_json(content)
+        except ValueError as error:
+            raise DataError(f"{self._path}: its classes cannot be read as JSON: {type(error).__name__}") from None
+        info = found.get("info") if isinstance(found, dict) else None
+        return parse_classes(info.get("features") if isinstance(info, dict) else None, self._path)
 
     def survey(
         self, chunk_rows: int, *, is_detailed: bool
@@ -256,14 +320,30 @@ class ParquetTable:
 
 
 def _find_leaves(schema: Any) -> Mapping[str, int]:
-    """Returns where the columns stand that are neither lists nor structs."""
+    """Returns where columns stand, of structs their parts, by `struct.part`; but no lists."""
     leaves = [schema.column(place) for place in range(len(schema.names))]
     counts = Counter(leaf.path for leaf in leaves)
     return {
         leaf.path: place
         for place, leaf in enumerate(leaves)
-        if leaf.max_repetition_level == 0 and leaf.name == leaf.path and counts[leaf.path] == 1
+        if leaf.max_repetition_level == 0 and counts[leaf.path] == 1
     }
+
+
+def parse_classes(features: object, path: Path) -> Mapping[str, Sequence[str]]:
+    """Returns the names of the classes of columns, of the features that `datasets` writes; none of anything else.
+
+    Raises:
+        DataError: they are no texts.
+    """
+    names = dict[str, Sequence[str]]()
+    for name, one in features.items() if isinstance(features, dict) else ():
+        if isinstance(one, dict) and one.get("_type") == "ClassLabel":
+            classes = one.get("names")
+            if not isinstance(classes, list) or not all(isinstance(word, str) for word in classes):
+                raise DataError(f"{path}: names of the classes of {escape_text(name)[:80]!r} must be a list of texts")
+            names[name] = classes
+    return names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

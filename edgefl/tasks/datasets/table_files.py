@@ -197,7 +197,7 @@ def iterate_table(  # noqa: PLR0913 one keyword for each option
         is_labelled = LABEL_COLUMN in texts and _has_labels_beside(path, table)
         labels = (labels or ShardLabels()) if is_labelled else None
         read = [TIME_COLUMN if labels is not None and name == LABEL_COLUMN else name for name in texts]
-        _check_columns(path, table, [*numbers, *read])
+        check_columns(path, table, [*numbers, *read])
         for found, cells in table.read_chunks(numbers, read, _count_chunk_rows(len(names))):
             words, has_label, weak = list(cells), np.ones(len(found), bool), np.zeros(len(found), bool)
             if labels is not None:
@@ -332,7 +332,7 @@ def _has_labels_beside(path: Path, table: TableFile) -> bool:
     return is_timed and LABEL_COLUMN not in table.header and has_labels(path.parent)
 
 
-def _check_columns(path: Path, table: TableFile, names: Sequence[str]) -> None:
+def check_columns(path: Path, table: TableFile, names: Sequence[str]) -> None:
     """Raises a `DataError` where one is missing or there twice."""
     for name in names:
         if (count := table.header.count(name)) != 1:
@@ -386,7 +386,13 @@ class CsvTable(TableFile):
     ) -> Iterator[tuple[int, Iterable[tuple[str, Array | None]]]]:
         for rows in self._read_rows(range(len(self._header)) if is_detailed else (), chunk_rows):
             columns = zip(self._header, zip(*rows, strict=True), strict=False)
-            yield len(rows), ((name, _parse_numbers(map(self._clean, cells))) for name, cells in columns)
+            yield len(rows), ((name, self._parse_column(cells)) for name, cells in columns)
+
+    def _parse_column(self, cells: Sequence[str]) -> Array | None:
+        """Returns [n] float64, None where a cell is a text."""
+        numbers = _parse_numbers(cells)
+        # Cleaning takes longer than parsing, and few files need it.
+        return _parse_numbers(map(self._clean, cells)) if numbers is None else numbers
 
     def _read_rows(self, columns: Sequence[int], chunk_rows: int) -> Iterator[list[list[str]]]:
         """Yields rows of these columns' cells, at most `chunk_rows` at once."""

@@ -112,7 +112,7 @@ def test_more_than_fits_into_memory_is_refused_after_one_file(tmp_path, monkeypa
     monkeypatch.setattr(class_folders, "MAX_VALUES", 1)
     for name in ("a.png", "b.png"):
         save_picture(tmp_path / "a" / name, np.zeros((2, 2)))
-    with pytest.raises(DataError, match="has 2 files of 1 values each, at most 1 are held"):
+    with pytest.raises(DataError, match="has 2 examples of 1 values each, at most 1 are held"):
         read(tmp_path, ("a", "b"))
 
 
