@@ -1,6 +1,6 @@
 """A shard larger than a board's memory: what a device process takes that trains on it.
 
-    python benchmarks/large_shard.py [--kinds npz packed csv parquet arrow table] [--models mlp cnn]
+    python benchmarks/large_shard.py [--kinds npz packed csv parquet arrow table pictures] [--models mlp cnn]
         [--megabytes 2048] [--packed-megabytes 128] [--iterations 300] [--json]
 
 One real device process of a real fleet (TLS, Mosquitto) trains on noise: PSS of its whole process tree, looked at
@@ -12,6 +12,7 @@ group that kills the process above it, page cache included. The kinds:
   `np.savez_compressed`, which are read whole.
 - `csv`, `parquet` (float64), `arrow` (float64, as of `save_to_disk`): rows of `series`, cut into windows of 50.
 - `table`: CSV rows of 64 columns, hence many examples; in NumPy alone.
+- `pictures`: a folder for each class, of PNG files of 160x160 pixels in colour, read as 64x64.
 
 The shards lie in a temporary folder that is removed afterwards: it needs room for the largest, and /var/tmp for half.
 """
@@ -35,6 +36,7 @@ from harness import options
 from harness.memory_limit import NoLimitError, limited
 from harness.process_trees import Meter, adopt_orphans, end_descendants
 from harness.round_report import machine
+from PIL import Image
 from pyarrow.parquet import ParquetWriter
 
 from edgefl.core.config import parse_run
@@ -51,7 +53,8 @@ FILE_BYTES = 256_000_000
 """Of each file of rows, about."""
 LOOK_S = 0.05
 WINDOW, SERIES_COLUMNS, TABLE_COLUMNS = 50, 6, 64
-KINDS = ("npz", "packed", "csv", "parquet", "arrow", "table")
+PICTURE_SIDE, EXAMPLE_SIDE = 160, 64
+KINDS = ("npz", "packed", "csv", "parquet", "arrow", "table", "pictures")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.iterdir())
+        return sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,10 @@ def write_shard(folder: Path, kind: str, num_bytes: int) -> Shard:
     if kind in {"npz", "packed"}:
         _write_windows(folder / "windows.npz", num_bytes // ROW_BYTES, is_packed=kind == "packed")
         return Shard(folder=folder, kind=kind, task="motionsense", options={})
+    if kind == "pictures":
+        _write_pictures(folder, num_bytes)
+        options = {"labels": list(LABELS), "size": EXAMPLE_SIDE}
+        return Shard(folder=folder, kind=kind, task="pictures", options=options)
     columns = [f"c{number}" for number in range(TABLE_COLUMNS if kind == "table" else SERIES_COLUMNS)]
     rng, written = np.random.default_rng(7), 0
     while written < num_bytes:
@@ -152,6 +159,18 @@ def _write_windows(path: Path, num_rows: int, *, is_packed: bool) -> None:
                 file.write((noise + of_block[:, None, None].astype(np.float32)).tobytes())
         with archive.open("labels.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array(file, labels)
+
+
+def _write_pictures(folder: Path, num_bytes: int) -> None:
+    """Writes noise, hence files of about as many bytes as pixels have; the classes in turn."""
+    rng, written, count = np.random.default_rng(7), 0, 0
+    for label in LABELS:
+        (folder / label).mkdir()
+    while written < num_bytes:
+        path = folder / LABELS[count % len(LABELS)] / f"{count:07}.png"
+        pixels = rng.integers(0, 256, (PICTURE_SIDE, PICTURE_SIDE, 3), np.uint8)
+        Image.fromarray(pixels).save(path, compress_level=0)
+        written, count = written + path.stat().st_size, count + 1
 
 
 def _iterate_rows(rng: np.random.Generator, num_columns: int) -> Iterator[tuple[Array, Array]]:

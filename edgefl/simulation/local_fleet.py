@@ -38,6 +38,8 @@ from edgefl.tasks.registry import make_task
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 600.0
+"""For `edgefl device join`, which reads all of a shard."""
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.1
 TERMINAL_STATUSES = frozenset({"finished", "stopped", "failed", "interrupted"})
@@ -235,8 +237,7 @@ class LocalFleet:
     def run_command(self, *arguments: str) -> str:
         """Returns the output of an `edgefl` command; raises `RunFailedError` when it failed."""
         process = self.start_command(arguments)
-        output, _ = process.communicate(timeout=START_TIMEOUT_S)
-        text = output.decode(errors="replace")
+        text = _read_output(process, f"edgefl {arguments[0]} {arguments[1]}", START_TIMEOUT_S)
         if process.returncode != 0:
             raise RunFailedError(f"edgefl {arguments[0]} {arguments[1]} failed: {text.strip()}")
         return text
@@ -249,9 +250,9 @@ class LocalFleet:
         processes = [(device, self._start_join(device, tokens[device.role])) for device in devices]
         failures = []
         for device, process in processes:
-            output, _ = process.communicate(timeout=START_TIMEOUT_S)
+            text = _read_output(process, f"the join of {device.name}", JOIN_TIMEOUT_S)
             if process.returncode != 0:
-                failures.append(f"{device.name} could not join: {output.decode(errors='replace').strip()}")
+                failures.append(f"{device.name} could not join: {text.strip()}")
         if failures:
             raise RunFailedError(failures[0])
 
@@ -437,6 +438,17 @@ def _partition_data(
     shards = [str(Path(path).resolve()) for path in devices]
     specs = (LocalDeviceSpec(name=f"device-{n:02}", shards={task: shard}) for n, shard in enumerate(shards, 1))
     return tuple(specs), {}
+
+
+def _read_output(process: subprocess.Popen[bytes], what: str, timeout_s: float) -> str:
+    """Returns what a command printed; ends it and raises `RunFailedError` where it takes longer."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise RunFailedError(f"{what} must end within {timeout_s:.0f} s, and did not") from None
+    return output.decode(errors="replace")
 
 
 def _build_result(fleet: LocalFleet, run: Json) -> RunResult:

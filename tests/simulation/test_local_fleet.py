@@ -4,6 +4,7 @@ import time
 import pytest
 
 from edgefl.core.errors import RunFailedError
+from edgefl.simulation import local_fleet
 from edgefl.simulation.local_fleet import LocalDeviceSpec, LocalFleet, find_free_port
 
 
@@ -29,6 +30,12 @@ def test_devices_find_the_coordinator_at_their_own_hosts_and_its_death_is_told_w
         fleet.kill("coordinator")
         with pytest.raises(RunFailedError, match="the coordinator ended with code -9"):
             fleet.wait_for_devices(1)
+
+
+def test_a_command_that_does_not_end_in_time_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_fleet, "START_TIMEOUT_S", 1e-3)
+    with pytest.raises(RunFailedError, match="edgefl device status must end within 0 s, and did not"):
+        LocalFleet(root=tmp_path, devices=[]).run_command("device", "status")
 
 
 def test_a_free_port_is_kept_from_all_but_those_who_ask_for_it():
