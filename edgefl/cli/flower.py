@@ -8,9 +8,10 @@ from pathlib import Path
 import click
 
 from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
-from edgefl.cli.sources import FOLDER_TYPE, PATH_TYPE
-from edgefl.core.errors import UnsoundError
+from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE, PATH_TYPE, make_client, make_path, url_option
+from edgefl.core.errors import UnsoundError, UsageError
 
+MAX_KEY_CHARS = 10_000
 FINDING_COLUMNS = ("verdict", "where", "what")
 
 
@@ -50,5 +51,27 @@ def pack(*, app: Path, out: Path) -> None:
     echo(
         f"sign it: edgefl signing sign {path} --kind pack --version {opened.version} --out {name}.bundle; "
         f"boards install it (edgefl devices install), and join in: edgefl device shard add {job} PATH",
+        err=True,
+    )
+
+
+@command.command("add-node")
+@click.argument("name")
+@click.argument("key", type=EXISTING_FILE_TYPE)
+@click.option("--app", "apps", multiple=True, required=True, help="A Flower app that it takes part in; repeatable.")
+@click.option("--group", "groups", multiple=True, help="A group of the device; repeatable.")
+@url_option
+def add_node(*, name: str, key: Path, apps: tuple[str, ...], groups: tuple[str, ...], url: str | None) -> None:
+    """Let a stock flower-supernode with the public KEY take part as device NAME."""
+    try:
+        text = key.read_text(encoding="ascii")[:MAX_KEY_CHARS]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{key} is no file with a public key: {error}") from None
+    jobs = [f"flower-{app.lower()}" for app in apps]
+    make_client(url).post(make_path("supernodes", name), {"key": text, "jobs": jobs, "groups": list(groups)})
+    echo(name)
+    echo(
+        "start it: flower-supernode --superlink HOST:PORT --root-certificates ca.pem "
+        f"--auth-supernode-private-key {key.with_suffix('')}; ca.pem lies in the coordinator's directory",
         err=True,
     )

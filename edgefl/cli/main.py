@@ -139,6 +139,7 @@ EXAMPLES = {
     "doctor": "doctor",
     "export flower-app": "export flower-app run.toml --out app",
     "field-report": "field-report --out report.zip",
+    "flower add-node": "flower add-node server-room node.pub --app quickstart-numpy",
     "flower check": "flower check quickstart-numpy",
     "flower pack": "flower pack quickstart-numpy",
     "fleet list": "fleet list",

@@ -41,6 +41,7 @@ from edgefl.coordinator.enrolment.enrolment_service import EnrolmentService, Ren
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import CloneRejected, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
+from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.fleet.telemetry_writer import TelemetryWriter
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.coordinator.monitoring.metrics import Monitoring
@@ -131,6 +132,7 @@ class Coordinator:
             if self._web is not None and self._web.num_ticks != num_ticks:
                 num_ticks = self._web.num_ticks
                 self.liveness.record_progress()
+            self._supernodes.tick()
             self._registry.tick()
             self._store_guard.run(self._flush)
             if self._store.database.damage is not None:  # a request met it, which was answered with an error
@@ -211,13 +213,15 @@ class Coordinator:
             monotonic=time.monotonic,
             is_device=lambda name: self._registry.get_device(name) is not None,
         )
+        self._supernodes = SuperNodePresence(self._registry, time.monotonic)
         self._superlink = SuperLink(
             on_reply=self._router.route_reply,
             observer=self._registry,
             on_rejected=self._record_rejection,
+            on_supernode=self._supernodes.on_request,
             folder=self._directory.root,
         )
-        self._members = Membership(self._store, self._superlink, self._registry)
+        self._members = Membership(self._store, self._superlink, self._registry, self._supernodes)
         self._members.restore()
         self._evaluator = CentralEvaluator(self._directory, self._store, self._members)
         self._drain_controller = DrainController(self._store, self._registry, self._send_command, time.time)
@@ -332,6 +336,7 @@ class Coordinator:
             ),
             rotation=self._rotation,
             remove_device=self._remove,
+            add_supernode=self._members.add_supernode,
             check_run=validator.check,
             plan_run=validator.plan,
             render_metrics=self._monitoring.metrics.render,

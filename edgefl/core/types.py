@@ -628,6 +628,10 @@ class Role(StrEnum):
     EVALUATOR = "evaluator"
 
 
+SUPERNODE = "supernode"
+"""In the store, role of a stock SuperNode of Flower, which trains, and has no agent of edgefl."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:
     """Fleet record of one device.

@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from edgefl.core.errors import ConfigError
+from edgefl.core.types import Scalar
 from edgefl.flower.app_folder import MAX_APP_BYTES, MAX_FILES, AppFolder, read_app
 from edgefl.system.zip_members import ZIP_ERRORS, find_member_fault, read_member
 
 CONTENT = ".info/CONTENT"
 """A line for each other file: path, SHA-256, length in bits."""
+_DATE = (2024, 1, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppBundle:
+    """A Flower app as stock SuperNodes fetch it.
+
+    Attributes:
+        app_id: publisher and name, with a slash between.
+        version: of the app.
+        content: the archive.
+        config: run configuration, with the changes of the run.
+    """
+
+    app_id: str
+    version: str
+    content: bytes
+    config: Mapping[str, Scalar]
+
+
+def make_bundle(app: AppFolder, config: Mapping[str, Scalar]) -> AppBundle:
+    """Returns the bundle of an app from a pack; equal files give equal bytes.
+
+    Raises:
+        ConfigError: a file cannot be read, or they are too large.
+    """
+    try:
+        files = {str(file): (app.root / file).read_bytes() for file in app.files}
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}), and belongs to the app") from None
+    if (num_bytes := sum(map(len, files.values()))) > MAX_APP_BYTES:
+        raise ConfigError(f"{app.root}: its files have {num_bytes} bytes, at most {MAX_APP_BYTES} are sent")
+    lines = [f"{name},{hashlib.sha256(body).hexdigest()},{8 * len(body)}" for name, body in files.items()]
+    files[CONTENT] = "\n".join(lines).encode()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for name, body in files.items():
+            archive.writestr(zipfile.ZipInfo(name, _DATE), body, zipfile.ZIP_DEFLATED)
+    publisher = app.content["tool"]["flwr"]["app"].get("publisher", "")
+    return AppBundle(
+        app_id=f"{publisher}/{app.name}", version=app.version, content=packed.getvalue(), config=dict(config)
+    )
 
 
 @contextmanager

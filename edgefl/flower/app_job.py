@@ -102,11 +102,11 @@ class FlowerApp(Job):
         except (Exception, SystemExit) as error:  # another author's code may raise anything
             reason = f"{type(error).__name__}: {error}"[:MAX_REASON_CHARS]
             log.warning("the ClientApp of %s failed", self.app.name, exc_info=True)
-            context.log(f"{_format_label(header, content)}: {reason}")
+            context.log(f"{format_label(header, content)}: {reason}")
             return encode_message({"error": code, "reason": reason})
         if reply.has_error():
             return encode_message({"error": reply.error.code, "reason": str(reply.error.reason)[:MAX_REASON_CHARS]})
-        context.log(f"{_format_label(header, content)}: {_format_metrics(reply)}")
+        context.log(f"{format_label(header, content)}: {format_metrics(reply.content)}")
         return encode_message({}, reply.content)
 
     def _load_client(self) -> Any:
@@ -270,13 +270,13 @@ def _make_message(header: Json, content: RecordDict, part: int) -> Message:
     return make_message(metadata=metadata, content=content)
 
 
-def _format_label(header: Json, content: RecordDict) -> str:
+def format_label(header: Json, content: RecordDict) -> str:
     """Returns what a message asks for, such as `train in round 3`."""
     rounds = [record[ROUND_KEY] for record in content.config_records.values() if ROUND_KEY in record]
     return f"{header.get('type')} in round {rounds[0]!r:.20}" if rounds else str(header.get("type"))
 
 
-def _format_metrics(reply: Message) -> str:
+def format_metrics(content: RecordDict) -> str:
     """Returns the numbers of a reply for the history, such as `num-examples 10, train_loss 0.5`."""
-    values = [(name, value) for record in reply.content.metric_records.values() for name, value in record.items()]
+    values = [(name, value) for record in content.metric_records.values() for name, value in record.items()]
     return ", ".join(f"{name} {value:.6g}" for name, value in values if isinstance(value, int | float)) or "done"

@@ -19,7 +19,7 @@ import anyio.to_thread
 import numpy as np
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from flwr.app import ConfigRecord, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Metadata, MetricRecord, RecordDict
 from flwr.app.message import make_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
@@ -27,6 +27,8 @@ from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.node_pb2 import Node
 from flwr.proto.run_pb2 import GetRunRequest
+from flwr.supercore.error import FlowerError
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id
 from flwr.supercore.primitives.asymmetric import sign_message
 from fuzz.reader import MIB, Form, Reader, Seed
 from google.protobuf.message import DecodeError
@@ -44,6 +46,7 @@ from edgefl.coordinator.service import Coordinator, StartOptions
 from edgefl.core.errors import EdgeflError
 from edgefl.core.protocol import (
     INSTANCE_HEADER,
+    JOB_LIMITS,
     KEY_HEADER,
     SIGNATURE_HEADER,
     SIGNED_HEADERS,
@@ -65,6 +68,8 @@ from edgefl.core.types import (
 from edgefl.device.flower.supernode import RequestSigner, SuperNode
 from edgefl.device.training.instruction import parse_instruction
 from edgefl.engine.assembly.build import build_run
+from edgefl.flower.app_bundle import AppBundle
+from edgefl.flower.app_messages import encode_envelope, encode_message
 from edgefl.simulation.local_fleet import find_free_port
 from edgefl.storage.checkpoints import save_model
 
@@ -331,6 +336,66 @@ def fleet_api(_folder: Path) -> Reader:
     )  # fmt: skip
     names = Seed(content=b"pull-messages", form=Form.TEXT, close=lambda found: found.replace(b"\n", b"") + b"\n")
     return Reader(feed=feed, seeds=(*seeds, header, names), most_bytes=32 * MIB, takes_seeds=False, close=port.close)
+
+
+def stock_replies(_folder: Path) -> Reader:
+    """An object of a stock SuperNode's reply, after a line with its place; those above it name it as it is."""
+    replies: list[Reply] = []
+    superlink = SuperLink(on_reply=replies.append, observer=NotedCalls())
+    node_id = superlink.register(b"a key", "node", is_supernode=True)
+    app = AppBundle(app_id="a/b", version="1.0.0", content=b"", config={})
+    run, state = superlink.open_run(lambda: app), superlink.state
+    header = {"assignment": "a", JOB_LIMITS: {"max_part_bytes": MIB}}
+    part = encode_envelope({}) + encode_message({"type": "train", "group": ""}, RecordDict())
+    content = RecordDict({"arrays": ArrayRecord({"w": Array(np.arange(4.0))}), "m": MetricRecord({"loss": 0.5})})
+
+    def make_objects() -> list[tuple[str, bytes]]:
+        """Objects of a reply to a new message, each after those that it names."""
+        for old in list(state.message_ins_store):
+            run.cancel(old)
+        asked = run.send(node_id, kind="train", header=header, body=prepare_body(part))
+        metadata = Metadata(
+            run_id=run._run_id, message_id="", src_node_id=node_id, dst_node_id=1, reply_to_message_id=asked,
+            group_id="", created_at=time.time(), ttl=3600.0, message_type="train",
+        )  # fmt: skip
+        reply = make_message(metadata=metadata, content=content)
+        return [(name, found.deflate()) for name, found in get_all_nested_objects(reply).items()]
+
+    def feed(data: bytes) -> None:
+        place, _, damaged = data.partition(b"\n")
+        objects, names, contents = make_objects(), dict[str, str](), dict[str, bytes]()
+        index = int(place) if place.isdigit() and len(place) < 3 else 0
+        for number, (name, whole) in enumerate(objects):
+            found = damaged if number == index else whole
+            for before, after in names.items():
+                found = found.replace(before.encode(), after.encode())
+            names[name] = get_object_id(found)
+            contents[names[name]] = found
+        *parts, root = names.values()
+        asked = next(iter(state.message_ins_store))
+        metadata = Metadata(
+            run_id=run._run_id, message_id=root, src_node_id=node_id, dst_node_id=1, reply_to_message_id=asked,
+            group_id="", created_at=time.time(), ttl=3600.0, message_type="train",
+        )  # fmt: skip
+        tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=part) for part in dict.fromkeys(parts)])
+        replies.clear()
+        session = state.start_session(run._run_id)
+        try:
+            message = make_message(metadata=metadata, content=RecordDict())
+            for name in state.store_message_and_object_tree(message, tree, session)[1]:
+                state.store_object(run._run_id, session, name, contents[name])
+        except FlowerError as error:
+            raise EdgeflError(str(error)) from None
+        (answer,) = replies
+        json.dumps(answer.header)
+        if "error" in answer.header:
+            raise EdgeflError(str(answer.header["error"]))
+
+    seeds = [
+        Seed(content=found, close=lambda found, number=number: b"%d\n%s" % (number, found))
+        for number, (_, found) in enumerate(make_objects())
+    ]
+    return Reader(feed=feed, seeds=tuple(seeds), most_bytes=32 * MIB, takes_seeds=False)
 
 
 def fleet_headers(_folder: Path) -> Reader:

@@ -155,10 +155,16 @@ READERS: Mapping[str, Entry] = MappingProxyType(
         "fleet-headers": _entry(
             api_readers.fleet_headers,
             "coordinator/flower/superlink.py:FlowerFleetServicer.authenticate",
-            "coordinator/flower/signatures.py:verify_request",
+            "coordinator/flower/signatures.py:_compute_age",
+            "coordinator/flower/signatures.py:_verify",
             "coordinator/flower/signatures.py:get_public_key",
             "coordinator/flower/signatures.py:_parse_public_key",
             "coordinator/flower/signatures.py:NonceMemory.add",
+        ),
+        "fleet-stock": _entry(
+            api_readers.stock_replies,
+            "coordinator/flower/superlink.py:_measure_object",
+            "coordinator/flower/superlink.py:SuperLink._decode_stock_reply",
         ),
         "fleet-replies": _entry(api_readers.replies, "strategies/peer_algorithms/gossip_node.py:decode_messages"),
         "fleet-instructions": _entry(
@@ -484,6 +490,7 @@ INSIDE: Mapping[str, str] = MappingProxyType(
         "coordinator/runs/recovery.py:_has_crashed_too_often": "a note of its own; a damaged one counts anew",
         "coordinator/runs/recovery.py:_load_final_incarnations": "a note of its own; rows replace a damaged one",
         "system/bundles/wheels.py:compute_unpacked_bytes": "the index of a wheel whose hash a signed manifest gave",
+        "flower/app_bundle.py:make_bundle": "writes",
         "system/bundles/keys.py:load_private_key": "the operator's own key, by the parser of join-certificates",
         "provision/payload.py:_check_signer_list": "the operator's own list, which boards read as bundle-signatures",
         "provision/payload.py:_load_public_key": "as bundle-keys, and refuses all but Ed25519",

@@ -31,6 +31,7 @@ class ApiContext:
         auth: finds out who calls, and has the sessions of pages.
         record_rejection: called for rejected requests.
         remove_device: removes a device from the fleet.
+        add_supernode: adds a stock SuperNode of Flower: name, key, jobs, groups.
         check_run: raises an EdgeflError for an invalid run file, and returns notes on a valid one.
         plan_run: the same, and returns the run's plan.
         render_metrics: returns the response to a scrape.
@@ -54,6 +55,7 @@ class ApiContext:
     split_runs: SplitRuns
     feed: Feed
     remove_device: Callable[[str], None]
+    add_supernode: Callable[..., None]
     check_run: Callable[[RunConfig], Json]
     plan_run: Callable[[RunConfig], Json]
     render_metrics: Callable[[], bytes]

@@ -74,6 +74,16 @@ def devices_router(context: ApiContext) -> APIRouter:
         context.remove_device(device)
         return {"v": PROTOCOL_VERSION, "device_id": device, "removed": True}
 
+    @router.post("/supernodes/{name}", dependencies=admin_only)
+    def add_supernode(
+        name: str,
+        key: Annotated[str, Body()],
+        jobs: Annotated[list[str], Body()],
+        groups: Annotated[list[str] | None, Body()] = None,
+    ) -> Json:
+        context.add_supernode(name, key, jobs=jobs, groups=groups or [])
+        return {"v": PROTOCOL_VERSION, "device_id": name, "jobs": jobs}
+
     @router.post("/certificates/rotate", dependencies=admin_only)
     def rotate_certificates() -> Json:
         return {"v": PROTOCOL_VERSION, "devices": context.rotation.rotate()}

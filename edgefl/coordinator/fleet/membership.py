@@ -9,20 +9,30 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_public_key,
+    load_ssh_public_key,
+)
 from starlette.requests import Request
 
-from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
+from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
+from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.core.claims import bound_reported_examples
-from edgefl.core.errors import NetworkError, NotAllowedError, NotFoundError
-from edgefl.core.protocol import Command, CommandKind, check_facts
-from edgefl.core.types import Json
+from edgefl.core.errors import NameTakenError, NetworkError, NotAllowedError, NotFoundError, UsageError
+from edgefl.core.protocol import EVALUATOR_NAME, RESERVED_NAMES, Command, CommandKind, check_facts, validate_slug
+from edgefl.core.types import SUPERNODE, Json, Role
 from edgefl.storage.queries.dashboard import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
 from edgefl.storage.queries.history import MAX_TIME
 from edgefl.storage.repositories.certificates import DEVICE_REMOVED
@@ -33,13 +43,18 @@ log = logging.getLogger(__name__)
 
 MAX_LIST_VERSION = 2**31
 EXPIRY_NOTICE_S = 14 * 86_400.0
+MAX_JOBS = 50
+"""Of apps that a stock SuperNode takes part in."""
+_JOB_NAME = re.compile(r"[\w.-]{1,80}\Z", re.ASCII)
 
 
 class Membership:
-    """Devices that have joined, kept equal in store, Flower and registry."""
+    """Devices that have joined, kept equal in store, Flower and registry; stock SuperNodes, too."""
 
-    def __init__(self, store: Store, superlink: SuperLink, registry: DeviceRegistry) -> None:
-        self._store, self._superlink, self._registry = store, superlink, registry
+    def __init__(
+        self, store: Store, superlink: SuperLink, registry: DeviceRegistry, supernodes: SuperNodePresence
+    ) -> None:
+        self._store, self._superlink, self._registry, self._supernodes = store, superlink, registry, supernodes
 
     def restore(self) -> None:
         """Restores the devices of the store when a coordinator starts."""
@@ -48,22 +63,27 @@ class Membership:
             if record.node_id is None:
                 self.add(record.device_id, record.public_key)
             else:
-                self._superlink.state.restore_node(record.node_id, record.public_key)
+                is_supernode = record.role == SUPERNODE
+                self._superlink.restore(record.node_id, record.public_key, is_supernode=is_supernode)
                 self._registry.add(
                     record.device_id,
                     node_id=record.node_id,
-                    role=record.role,
+                    role=Role.TRAINER if is_supernode else record.role,
                     groups=record.groups,
                     examples=record.examples,
                     facts=_get_valid_facts(capabilities.get(record.device_id)),
                     was_seen=record.presence is not None,
                 )
+                if is_supernode:
+                    is_present = record.presence in PRESENT_STATES
+                    self._supernodes.add(record.node_id, record.device_id, is_present=is_present)
 
     def add(self, device_id: str, public_key: bytes) -> None:
         """Adds a device that has just joined; it may do so twice."""
         record, capabilities = self._store.get_device(device_id), self._store.get_capabilities(device_id)
         examples = bound_reported_examples({}, capabilities.shards) if capabilities else dict(record.examples)
-        node_id = self._superlink.register(public_key, device_id)
+        is_supernode = record.role == SUPERNODE
+        node_id = self._superlink.register(public_key, device_id, is_supernode=is_supernode)
         if record.node_id is None:
             self._remove_previous(device_id, node_id)
             with self._store.batch(durable=True):
@@ -73,11 +93,39 @@ class Membership:
         self._registry.add(
             device_id,
             node_id=node_id,
-            role=record.role,
+            role=Role.TRAINER if is_supernode else record.role,
             groups=record.groups,
             examples=examples,
             facts=_get_valid_facts(capabilities),
         )
+        if is_supernode:
+            self._supernodes.add(node_id, device_id)
+
+    def add_supernode(self, name: str, key: str, *, jobs: Sequence[str], groups: Sequence[str]) -> None:
+        """Adds a stock SuperNode of Flower, which takes part in runs of these apps.
+
+        Args:
+            name: of the device.
+            key: its public key, in OpenSSH's form or PEM.
+            jobs: names of the apps' jobs.
+            groups: of the device.
+
+        Raises:
+            NameTakenError: a device has this name, or this key.
+            UsageError: the name, the key, a job or a group makes no sense.
+        """
+        if validate_slug(name) in {*RESERVED_NAMES, EVALUATOR_NAME}:
+            raise NameTakenError(f"the name {name!r} is reserved; choose another")
+        if not 1 <= len(jobs) <= MAX_JOBS:
+            raise UsageError(f"a SuperNode takes part in 1 to {MAX_JOBS} apps, got {len(jobs)}")
+        for one in (*jobs, *groups):
+            if not _JOB_NAME.match(one):
+                raise UsageError(
+                    f"an app or group must be 1 to 80 of letters, digits, '.', '_' and '-', got {one!a:.90}"
+                )
+        public_key = parse_supernode_key(key)
+        self._store.add_supernode(name, public_key, groups=groups, examples=dict.fromkeys(jobs, 0), at=time.time())
+        self.add(name, public_key)
 
     def update_key(self, device_id: str, public_key: bytes) -> None:
         """Replaces the signing key of a device; the former one is no longer valid."""
@@ -99,7 +147,9 @@ class Membership:
             self._store.record_event(
                 DEVICE_REMOVED, "its certificate and its key count no more", at=now, device_id=device_id
             )
-        self._superlink.remove(self._registry.remove(device_id))
+        node_id = self._registry.remove(device_id)
+        self._superlink.remove(node_id)
+        self._supernodes.remove(node_id)
 
     def get_signer(self, request: Request) -> str:
         """Returns the device that signed a request.
@@ -117,6 +167,26 @@ class Membership:
         previous_node_id = self._registry.remove(device_id)
         if previous_node_id is not None and previous_node_id != node_id:
             self._superlink.state.remove_node(previous_node_id)
+
+
+def parse_supernode_key(text: str) -> bytes:
+    """Returns a SuperNode's public key as its requests name it: PEM.
+
+    Raises:
+        UsageError: it is no public key of a curve of NIST, as Flower asks for.
+    """
+    content = text.strip().encode(errors="replace")
+    try:
+        load = load_ssh_public_key if content.startswith(b"ecdsa-") else load_pem_public_key
+        key = load(content)
+    except (ValueError, UnsupportedAlgorithm):
+        key = None
+    if not isinstance(key, EllipticCurvePublicKey) or not key.curve.name.startswith("secp"):
+        raise UsageError(
+            "the public key of a SuperNode must be one of ECDSA, in OpenSSH's form or PEM, got "
+            f"{text[:40]!a}; make one: ssh-keygen -t ecdsa -b 384 -N '' -f node"
+        )
+    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _get_valid_facts(record: CapabilitiesRecord | None) -> Json | None:

@@ -84,6 +84,9 @@ class FleetServicer(Protocol):
             NotAllowedError: nobody whom we know, or not now.
         """
 
+    def signs_bodies(self, node_id: int) -> bool:
+        """Returns whether a node's signatures cover its bodies; those of a stock SuperNode do not."""
+
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response to one request, for any error too; may block unless in `INLINE_METHODS`.
 
@@ -293,7 +296,8 @@ class FleetApi:
             await send_response(send, 404, encode_error("Not Found"))
         else:
             limit_bytes = MAX_PUSH_OBJECT_BYTES if name == PUSH_OBJECT else MAX_REQUEST_BYTES
-            is_hashed = name != PUSH_OBJECT  # whose content the servicer hashes, as its id
+            # The servicer hashes the content of a pushed object, as its id.
+            is_hashed = name != PUSH_OBJECT and self._servicer.signs_bodies(node_id)
             with SpooledRequestBody(self._folder, is_hashed=is_hashed) as body:
                 if not await read_chunks(request, receive, limit_bytes, body.append):
                     self._on_rejected(

@@ -57,6 +57,11 @@ class ReplyAssembler(Generic[R]):
         with self._lock:
             self._partial[session_id] = reply, set(missing_ids)
 
+    def get(self, session_id: str) -> R | None:
+        """Returns the reply of a session, while chunks of it are missing."""
+        with self._lock:
+            return self._partial[session_id][0] if session_id in self._partial else None
+
     def add_object(self, session_id: str, object_id: str) -> R | None:
         """Returns the reply of a session if this was its last missing chunk."""
         with self._lock:

@@ -55,20 +55,39 @@ def verify_request(request: Request, key: bytes, *, now_s: float) -> tuple[str, 
         KeyError, ValueError, TypeError: a header is missing or malformed.
     """
     headers, scope = request.headers, request.scope
-    signed_at = dt.datetime.fromisoformat(headers[TIMESTAMP_HEADER])
+    age_s = _compute_age(request, now_s)
+    path = bytes(scope.get("raw_path") or scope["path"].encode())
+    target = b"?".join(part for part in (path, scope["query_string"]) if part).decode("ascii")
+    _verify(request, key, make_signed_request(request.method, target, headers))
+    return headers[NONCE_HEADER], now_s - age_s
+
+
+def verify_timestamp(request: Request, key: bytes, *, now_s: float) -> None:
+    """Checks a request of a stock SuperNode, which signs its time alone, with this key.
+
+    Raises:
+        NotAllowedError: the signature is wrong, or too old.
+        KeyError, ValueError, TypeError: a header is missing or malformed.
+    """
+    _compute_age(request, now_s)
+    _verify(request, key, request.headers[TIMESTAMP_HEADER].encode("ascii"))
+
+
+def _compute_age(request: Request, now_s: float) -> float:
+    """Returns how many seconds ago a request was signed."""
+    signed_at = dt.datetime.fromisoformat(request.headers[TIMESTAMP_HEADER])
     age_s = (dt.datetime.fromtimestamp(now_s, dt.UTC) - signed_at).total_seconds()
     if not -MAX_AHEAD_S < age_s < MAX_AGE_S:
         raise NotAllowedError("its signature is of another time")
-    path = bytes(scope.get("raw_path") or scope["path"].encode())
-    target = b"?".join(part for part in (path, scope["query_string"]) if part).decode("ascii")
-    signature = base64.b64decode(headers[SIGNATURE_HEADER], validate=True)
+    return age_s
+
+
+def _verify(request: Request, key: bytes, content: bytes) -> None:
+    signature = base64.b64decode(request.headers[SIGNATURE_HEADER], validate=True)
     try:
-        _parse_public_key(key).verify(
-            signature, make_signed_request(request.method, target, headers), ECDSA(SHA256())
-        )
+        _parse_public_key(key).verify(signature, content, ECDSA(SHA256()))
     except InvalidSignature:
         raise NotAllowedError("its key or its signature does not count") from None
-    return headers[NONCE_HEADER], now_s - age_s
 
 
 @lru_cache(maxsize=MAX_CACHED_KEYS)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from fastapi import HTTPException
-from flwr.app import ConfigRecord, Message, Metadata, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.app.message.arraychunk import ArrayChunk
 from flwr.common.constant import (
@@ -42,8 +42,18 @@ from flwr.supercore.constant import (
 from flwr.supercore.date import now
 from flwr.supercore.error import ApiErrorCode, FlowerError
 from flwr.supercore.error.catalog import API_ERROR_MAP
-from flwr.supercore.inflatable.inflatable_object import get_object_body, get_object_id
-from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import (
+    UnexpectedObjectContentError,
+    get_all_nested_objects,
+    get_object_body,
+    get_object_head_values_from_object_content,
+    get_object_id,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, validate_object_content
+from flwr.supercore.object_store import NoObjectInStoreError
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.federation import NoOpFederationManager
@@ -65,8 +75,15 @@ from edgefl.coordinator.flower.fleet_api import (
     encode_error,
 )
 from edgefl.coordinator.flower.messages import PreparedBody, Reply, ReplyAssembler, SpooledBytes, spool_to_disk
-from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request
-from edgefl.core.errors import NetworkError, NotAllowedError
+from edgefl.coordinator.flower.signatures import NonceMemory, get_public_key, verify_request, verify_timestamp
+from edgefl.coordinator.flower.stock_messages import (
+    MAX_TREE_DEPTH,
+    MAX_TREE_OBJECTS,
+    StockInstruction,
+    encode_stock_reply,
+    read_part,
+)
+from edgefl.core.errors import DataError, NetworkError, NotAllowedError
 from edgefl.core.protocol import (
     BODY_HASH_HEADER,
     CHUNK_BYTES,
@@ -81,6 +98,7 @@ from edgefl.core.protocol import (
 )
 from edgefl.core.safe_parsing import parse_json
 from edgefl.core.types import Json
+from edgefl.flower.app_bundle import AppBundle
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +111,8 @@ MAX_CACHED_CHUNKS = 4
 """Maximum number of cached encoded model chunks, each of at most `protocol.CHUNK_BYTES`."""
 
 Handler = Callable[[Any, Any], Any]
+OnSuperNode = Callable[[int, str, tuple[str, ...] | None], None]
+"""(node, method, assignments that it has pulled, None if it pulled none) -> None"""
 
 _HANDLERS: Mapping[str, Handler] = {
     "activate-node": fleet_handlers.activate_node,
@@ -177,9 +197,15 @@ class NotifyingLinkState(InMemoryLinkState):
         self.chunk_store, self._on_reply = store, on_reply
         self.partial_replies = ReplyAssembler[Message]()
         self._undelivered: dict[int, dict[str, None]] = {}
+        self.supernodes: set[int] = set()
+        self.stock_instructions: dict[str, StockInstruction] = {}
 
     def store_message_and_object_tree(self, message: Message, object_tree: Any, session_id: str) -> Any:
-        if not _is_valid_tree(object_tree):
+        is_stock = message.metadata.src_node_id in self.supernodes
+        if is_stock and _count_objects(object_tree) > MAX_TREE_OBJECTS:
+            self._cleanup_push_session(session_id, cleanup_messages=False)
+            raise _make_rejection(f"a reply has at most {MAX_TREE_OBJECTS} objects, {MAX_TREE_DEPTH} deep")
+        if not is_stock and not _is_valid_tree(object_tree):
             self._cleanup_push_session(session_id, cleanup_messages=False)
             raise _make_rejection(f"a reply has at most {MAX_BODY_BYTES} bytes, in one row of pieces")
         stored, missing = super().store_message_and_object_tree(message, object_tree, session_id)
@@ -188,7 +214,8 @@ class NotifyingLinkState(InMemoryLinkState):
         if not stored:  # unpatched Flower answers 200 and drops the reply silently
             self._cleanup_push_session(session_id, cleanup_messages=False)
             raise _make_rejection("reply refused")
-        if (message.has_content() and RECORD_BODY in message.content) or not missing:
+        is_inline = not is_stock and message.has_content() and RECORD_BODY in message.content
+        if is_inline or not missing:
             self._cleanup_push_session(session_id, cleanup_messages=False)
             self._on_reply(message)
             return stored, []
@@ -201,6 +228,7 @@ class NotifyingLinkState(InMemoryLinkState):
                 f"a piece of a reply has at most {MAX_OBJECT_BYTES} bytes, got {len(object_content)}"
             )
         _check_object(object_id, object_content)
+        self._count_stock_bytes(session_id, len(object_content))
         self._extend_session(session_id)
         stored = bool(super().store_object(run_id, session_id, object_id, object_content))
         if not stored:
@@ -211,6 +239,13 @@ class NotifyingLinkState(InMemoryLinkState):
         else:
             self.chunk_store.spool(object_id)
         return True
+
+    def _count_stock_bytes(self, session_id: str, num_bytes: int) -> None:
+        """Refuses more of a stock SuperNode's reply than the run takes, before it is kept."""
+        reply = self.partial_replies.get(session_id)
+        instruction = self.stock_instructions.get(reply.metadata.reply_to_message_id) if reply else None
+        if instruction is not None and not instruction.add_received(num_bytes):
+            raise _make_rejection(f"a reply has at most {instruction.max_bytes} bytes: raise job.max_part_bytes")
 
     def store_message_ins(self, message: Message) -> str | None:
         with self.lock:
@@ -259,6 +294,7 @@ class NotifyingLinkState(InMemoryLinkState):
             self.object_store.delete(reply_id)
         self.object_store.delete(instruction_id)
         self.delete_messages({instruction_id})
+        self.stock_instructions.pop(instruction_id, None)
 
     def get_run_status(self, run_ids: set[int]) -> Any:
         """Rejects runs of an earlier coordinator; unpatched Flower fails with a KeyError."""
@@ -313,6 +349,7 @@ class NotifyingLinkState(InMemoryLinkState):
     def remove_node(self, node_id: int) -> None:
         """Removes a device; its key gets 401 from now on and may be registered again later."""
         with self.lock:
+            self.supernodes.discard(node_id)
             node = self.nodes.pop(node_id, None)
             if node is not None:
                 self.node_public_key_to_node_id.pop(node.public_key, None)
@@ -323,6 +360,42 @@ def _is_valid_tree(tree: Any) -> bool:
     """Returns whether a device may push an object tree: a first chunk with the others as its children."""
     is_flat = not any(child.children for child in tree.children)
     return is_flat and (1 + len(tree.children)) * CHUNK_BYTES <= MAX_BODY_BYTES
+
+
+def _count_objects(tree: Any, depth: int = 1) -> int:
+    """Returns how many objects a tree has; more than are allowed where it is too deep."""
+    if depth > MAX_TREE_DEPTH:
+        return MAX_TREE_OBJECTS + 1
+    return 1 + sum(_count_objects(child, depth + 1) for child in tree.children)
+
+
+def _measure_object(object_id: str, contents: Mapping[str, bytes], sizes: dict[str, int], depth: int = 1) -> int:
+    """Returns the bytes of an object with all that it refers to, each as often as it does.
+
+    Args:
+        object_id: of the object.
+        contents: of all objects.
+        sizes: of those measured before; it is updated.
+        depth: of the object.
+
+    Raises:
+        KeyError, IndexError, ValueError, TypeError, AttributeError: an object is missing, or makes no sense.
+    """
+    if depth > MAX_TREE_DEPTH:
+        raise ValueError(f"its objects are more than {MAX_TREE_DEPTH} deep")
+    if object_id not in sizes:
+        content = contents[object_id]
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind == Array.__qualname__:
+            children = [children[i] for i in parse_json(get_object_body(content, Array))["arraychunk_ids"]]
+        elif kind in _TABLES:
+            children = list(parse_json(get_object_body(content, _TABLES[kind])).values())
+        measured = (_measure_object(child, contents, sizes, depth + 1) for child in children)
+        sizes[object_id] = len(content) + sum(measured)
+    return sizes[object_id]
+
+
+_TABLES: Mapping[str, Any] = {kind.__qualname__: kind for kind in (ArrayRecord, RecordDict)}
 
 
 def _make_rejection(reason: str) -> FlowerError:
@@ -339,8 +412,8 @@ class FlowerFleetServicer:
 
     methods = frozenset(_HANDLERS)
 
-    def __init__(self, state: InMemoryLinkState) -> None:
-        self._state = state
+    def __init__(self, state: NotifyingLinkState, on_supernode: OnSuperNode) -> None:
+        self._state, self._on_supernode = state, on_supernode
         self._nonces = NonceMemory(now().timestamp())
         self._cached_answers: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
@@ -357,11 +430,17 @@ class FlowerFleetServicer:
             if node_id is None:
                 raise NotAllowedError("its key or its signature does not count")
             now_s = now().timestamp()
+            if node_id in self._state.supernodes:
+                verify_timestamp(request, key, now_s=now_s)
+                return int(node_id)
             nonce, signed_s = verify_request(request, key, now_s=now_s)
             self._nonces.add(node_id, nonce, signed_s=signed_s, now_s=now_s)
         except (KeyError, ValueError, TypeError):
             raise NotAllowedError("a header of its signature is missing or malformed") from None
         return int(node_id)
+
+    def signs_bodies(self, node_id: int) -> bool:
+        return node_id not in self._state.supernodes
 
     def handle(self, request: Request, method: str, body: bytes) -> FleetResponse:
         """Returns the response of a handler; every error becomes one, since this is the boundary.
@@ -375,10 +454,10 @@ class FlowerFleetServicer:
         try:
             message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
             message.ParseFromString(body)
-            self._check_node(request, message)
+            node_id = self._check_node(request, message)
             if method == PUSH_MESSAGES:
                 _check_sender(message)
-            elif method == PUSH_OBJECT:
+            elif method == PUSH_OBJECT and self.signs_bodies(node_id):
                 _check_push_hash(request, message)
             reply = _HANDLERS[method](message, self._state)
             content = (
@@ -398,10 +477,14 @@ class FlowerFleetServicer:
             log.debug("a request to %s failed", method, exc_info=True)
             return FleetResponse(status=500, content=encode_error("Internal server error."))
         pulled = [item.metadata.message_id for item in reply.messages_list] if method == PULL_MESSAGES else []
+        if node_id in self._state.supernodes:
+            sent = self._state.stock_instructions
+            held = tuple(sent[name].assignment for name in pulled if name in sent)
+            self._on_supernode(node_id, method, held if method == PULL_MESSAGES else None)
         return FleetResponse(status=200, content=content, instruction_id=pulled[-1] if pulled else None)
 
-    def _check_node(self, request: Request, message: Any) -> None:
-        """Checks that a request is about the device that signed it, and that this is registered."""
+    def _check_node(self, request: Request, message: Any) -> int:
+        """Returns the device that signed a request, after checking that it is about this one, and registered."""
         key = get_public_key(request)
         node_id = self._state.get_node_id_by_public_key(key)
         if isinstance(message, ActivateNodeRequest):
@@ -410,8 +493,9 @@ class FlowerFleetServicer:
             is_own = (
                 node_id is not None and node_id == (message.node if hasattr(message, "node") else message).node_id
             )
-        if not is_own:
+        if node_id is None or not is_own:
             raise HTTPException(401, "Invalid SuperNode authentication")
+        return int(node_id)
 
     def _encode_cached(self, object_id: str, answer: Any) -> bytes:
         """Returns the encoded response with a model's chunk, cached for all devices that fetch it.
@@ -455,7 +539,7 @@ def _check_object(object_id: str, content: bytes) -> None:
         if get_object_id(content) == object_id:
             validate_object_content(content)
             return
-    except ValueError:
+    except (ValueError, UnexpectedObjectContentError):
         raise NotAllowedError("its object is malformed") from None
     raise NotAllowedError("its object is not the one that was signed")
 
@@ -474,6 +558,7 @@ class SuperLink:
             event loop.
         observer: called for every authenticated request.
         on_rejected: called with the kind of request, the request, its node if known, and the reason.
+        on_supernode: called with every request of a stock SuperNode, once it is handled.
         folder: where large replies are spooled; None for the system's temporary files.
     """
 
@@ -483,21 +568,28 @@ class SuperLink:
         on_reply: Callable[[Reply], None],
         observer: RequestObserver,
         on_rejected: OnRejected = lambda _what, _request, _node, _detail: None,
+        on_supernode: OnSuperNode = lambda _node, _method, _held: None,
         folder: Path | None = None,
     ) -> None:
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it logs every push, and our own rejections
         self.state = NotifyingLinkState(NoOpFederationManager(), ChunkStore(folder), self._on_message)
         self._on_reply = on_reply
-        self.api = FleetApi(FlowerFleetServicer(self.state), observer, on_rejected, folder)
+        self.api = FleetApi(FlowerFleetServicer(self.state, on_supernode), observer, on_rejected, folder)
 
-    def register(self, public_key: bytes, name: str) -> int:
+    def restore(self, node_id: int, public_key: bytes, *, is_supernode: bool = False) -> None:
+        """Restores a known device under its node id; a stock SuperNode signs and is sent messages as Flower does."""
+        self.state.restore_node(node_id, public_key)
+        if is_supernode:
+            self.state.supernodes.add(node_id)
+
+    def register(self, public_key: bytes, name: str, *, is_supernode: bool = False) -> int:
         """Returns the node id of a new device; the same key gets the same id again."""
         known_id = self.state.get_node_id_by_public_key(public_key)
         if known_id is not None:
             return int(known_id)
         node_id = int(self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, public_key, 0, name=name))
         # Flower takes no messages for a node that was never active; the MQTT status may arrive before its activation.
-        self.state.restore_node(node_id, public_key)
+        self.restore(node_id, public_key, is_supernode=is_supernode)
         return node_id
 
     def remove(self, node_id: int | None) -> None:
@@ -505,15 +597,19 @@ class SuperLink:
         if node_id is not None:
             self.state.remove_node(node_id)
 
-    def open_run(self) -> FlowerRun:
-        return FlowerRun(self.state)
+    def open_run(self, make_bundle: Callable[[], AppBundle] | None = None) -> FlowerRun:
+        """Opens a run; `make_bundle` returns its app for stock SuperNodes, which take part in no other."""
+        return FlowerRun(self.state, self._on_reply, None if make_bundle is None else make_bundle())
 
     def _on_message(self, message: Message) -> None:
         """Moves a complete reply out of Flower's state to `on_reply`; a malformed one as an error."""
         metadata = message.metadata
         try:
-            header, body = self._decode_reply(message)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            if metadata.src_node_id in self.state.supernodes:
+                header, body = self._decode_stock_reply(message)
+            else:
+                header, body = self._decode_reply(message)
+        except (LookupError, ValueError, TypeError, AttributeError, DecodeError, NoObjectInStoreError) as error:
             log.warning("node %s sent a malformed reply: %r", metadata.src_node_id, error)
             header, body = {"error": f"malformed reply: {error!r}"}, b""
         finally:
@@ -530,6 +626,26 @@ class SuperLink:
                 bytes_up=bytes_up,
                 bytes_down=bytes_down,
             )
+        )
+
+    def _decode_stock_reply(self, message: Message) -> tuple[Json, bytes]:
+        """Returns header and body of a stock SuperNode's reply, as a board's would be."""
+        metadata, store = message.metadata, self.state.object_store
+        instruction = self.state.stock_instructions[metadata.reply_to_message_id]
+        contents: dict[str, bytes] = {}
+        pending = [store.get_object_tree(metadata.message_id)]
+        while pending:
+            tree = pending.pop()
+            contents[tree.object_id] = store.get(tree.object_id) or b""
+            pending += tree.children
+        if _measure_object(metadata.message_id, contents, {}) > instruction.max_bytes:
+            raise ValueError(f"it has more than {instruction.max_bytes} bytes: raise job.max_part_bytes")
+        reply = inflate_object_from_contents(metadata.message_id, contents)
+        if not isinstance(reply, Message):
+            raise TypeError(f"it is a {type(reply).__name__}, not a Message")
+        error = (reply.error.code, str(reply.error.reason)) if reply.has_error() else None
+        return encode_stock_reply(
+            instruction, None if error else reply.content, error, elapsed_s=time.monotonic() - instruction.sent_s
         )
 
     def _decode_reply(self, message: Message) -> tuple[Json, bytes]:
@@ -551,12 +667,25 @@ class SuperLink:
 
 
 class FlowerRun:
-    """One Flower run, open until `close`; sends the messages of a run."""
+    """One Flower run, open until `close`; sends the messages of a run.
 
-    def __init__(self, state: NotifyingLinkState) -> None:
-        self._state = state
+    Args:
+        state: of all runs.
+        on_reply: called with what is answered here for stock SuperNodes.
+        bundle: the app of the run; None where it is no Flower app.
+    """
+
+    def __init__(
+        self, state: NotifyingLinkState, on_reply: Callable[[Reply], None], bundle: AppBundle | None = None
+    ) -> None:
+        self._state, self._on_reply, self._has_bundle = state, on_reply, bundle is not None
+        app_id, version, config = "edgefl/run", "1.0.0", dict[str, Any]()
+        fab_hash = ""
+        if bundle is not None:
+            app_id, version, config = bundle.app_id, bundle.version, dict(bundle.config)
+            fab_hash = state.store_fab(Fab(hash_str="", content=bundle.content, verifications={}))
         self._run_id = state.create_run(
-            "edgefl/run", "1.0.0", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+            app_id, version, fab_hash, config, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
         )
         self._task_id = cast("int", state.get_run_info(run_ids=[self._run_id])[0].primary_task_id)
         state.claim_task(self._task_id)
@@ -575,33 +704,75 @@ class FlowerRun:
             The instruction id that the reply will name.
 
         Raises:
-            NetworkError: Flower rejected it (unknown node, finished run).
+            NetworkError: Flower rejected it (unknown node, finished run), or a stock SuperNode cannot do it.
         """
+        if node_id in self._state.supernodes:
+            return self._send_stock(node_id, header, body)
         message_id = os.urandom(32).hex()
-        metadata = Metadata(
+        content = RecordDict({RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)})})
+        if body.inline is not None:
+            content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: body.inline})
+        tree = ObjectTree(object_id=message_id, children=[ObjectTree(object_id=i) for i in body.chunk_ids])
+        metadata = self._make_metadata(node_id, kind, message_id)
+        self._store(tree, dict(zip(body.chunk_ids, body.chunks, strict=True)), metadata, content)
+        return message_id
+
+    def _send_stock(self, node_id: int, header: Mapping[str, Any], body: PreparedBody) -> str:
+        """Queues a message of an app for a stock SuperNode; what is asked before it is answered here."""
+        if not self._has_bundle:
+            raise NetworkError("a stock SuperNode takes part in runs of Flower apps alone")
+        if "phase" in header:
+            message_id = os.urandom(32).hex()
+            ready = {"assignment": header["assignment"], "ready": True}
+            self._on_reply(
+                Reply(node_id=node_id, instruction_id=message_id, header=ready, body=b"", bytes_up=0, bytes_down=0)
+            )
+            return message_id
+        joined = b"".join(get_object_body(chunk, ArrayChunk) for chunk in body.chunks)
+        try:
+            part, content = read_part(joined if body.inline is None else body.inline)
+        except DataError as error:
+            raise NetworkError(str(error)) from None
+        metadata = self._make_metadata(node_id, str(part["type"]), "", str(part["group"]))
+        with no_object_id_recompute():
+            message = make_message(metadata=metadata, content=content)
+            objects = {name: found.deflate() for name, found in get_all_nested_objects(message).items()}
+            tree = get_object_tree(message)
+        message_id = str(tree.object_id)
+        self._state.stock_instructions[message_id] = StockInstruction.create(header, part, content, time.monotonic())
+        metadata = self._make_metadata(node_id, metadata.message_type, message_id, metadata.group_id)
+        try:
+            self._store(tree, objects, metadata, RecordDict())
+        except NetworkError:
+            del self._state.stock_instructions[message_id]
+            raise
+        return message_id
+
+    def _make_metadata(self, node_id: int, kind: str, message_id: str, group_id: str = "") -> Metadata:
+        return Metadata(
             run_id=self._run_id,
             message_id=message_id,
             src_node_id=SUPERLINK_NODE_ID,
             dst_node_id=node_id,
             reply_to_message_id="",
-            group_id="",
+            group_id=group_id,
             created_at=max(time.time(), EARLIEST_MESSAGE_S),
             ttl=MESSAGE_TTL_S,
             message_type=kind,
         )
-        content = RecordDict({RECORD_HEADER: ConfigRecord({FIELD_JSON: json.dumps(header)})})
-        if body.inline is not None:
-            content[RECORD_BODY] = ConfigRecord({FIELD_BYTES: body.inline})
-        tree = ObjectTree(object_id=message_id, children=[ObjectTree(object_id=i) for i in body.chunk_ids])
+
+    def _store(self, tree: ObjectTree, objects: Mapping[str, bytes], metadata: Metadata, content: RecordDict) -> None:
+        """Stores a message with the objects in its tree that are not there yet."""
         store = self._state.chunk_store
         missing = set(store.preregister(self._run_id, tree))
-        for chunk_id, chunk in zip(body.chunk_ids, body.chunks, strict=True):
-            if chunk_id in missing:
-                store.put_local(chunk_id, chunk)
+        for object_id, stored in objects.items():
+            if object_id in missing:
+                store.put_local(object_id, stored)
         if self._state.store_message_ins(make_message(metadata=metadata, content=content)) is None:
-            store.delete(message_id)
-            raise NetworkError(f"Flower refused an instruction for node {node_id}: unknown node or finished run")
-        return message_id
+            store.delete(metadata.message_id)
+            raise NetworkError(
+                f"Flower refused an instruction for node {metadata.dst_node_id}: unknown node or finished run"
+            )
 
     def is_known(self, instruction_id: str) -> bool:
         """Returns whether Flower still has the instruction: not answered, cancelled or rejected."""

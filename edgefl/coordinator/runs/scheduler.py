@@ -705,7 +705,7 @@ class RunScheduler:
                 context.idle_runs.remove(run_id)
 
         transport, requirements = (
-            context.superlink.open_run(),
+            context.superlink.open_run(components.make_bundle),
             create_admission_requirements(components, start.previous_devices, is_resumed=start.is_exact),
         )
         fleet = LiveFleet(

@@ -25,6 +25,7 @@ from edgefl.core.types import (
 from edgefl.engine.adapted_model import AdaptedModel
 from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.flower.app_bundle import AppBundle
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
 from edgefl.tasks.analyses.analysis import Analysis
 from edgefl.tasks.network_cut import NetworkCut
@@ -65,6 +66,7 @@ class RunComponents:
         decode: body of an update -> displacement.
         encode_input: part -> its input, in a job; None in a training.
         read_reply: what a reply of a Flower app says; None for all else.
+        make_bundle: () -> a Flower app for stock SuperNodes; None for all else.
         divergence: what follows when the loss diverges, oscillates or stands still.
         metrics: that the task declares beside accuracy.
         needs_torch: devices without torch can neither train nor evaluate the task.
@@ -92,6 +94,7 @@ class RunComponents:
     divergence: DivergenceRule
     encode_input: Callable[[int], bytes] | None = None
     read_reply: Callable[[Update], ReplyMetrics] | None = None
+    make_bundle: Callable[[], AppBundle] | None = None
     metrics: MetricSet = NO_METRICS
     needs_torch: bool = False
     usual_epochs: float = 1.0

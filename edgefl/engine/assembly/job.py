@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.rules import make_selection
 from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
+from edgefl.flower.app_bundle import AppBundle, make_bundle
 from edgefl.flower.app_job import FlowerApp
 from edgefl.strategies.job_strategy import RESULT, JobStrategy
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
@@ -64,10 +66,12 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
     strategy: Strategy[Any]
     make_input: Callable[[int], bytes]
     read_reply: Callable[[Update], ReplyMetrics] | None = None
+    make_app_bundle: Callable[[], AppBundle] | None = None
     if isinstance(job, FlowerApp):
         from edgefl.flower import app_strategy as flower  # noqa: PLC0415 Flower is heavy
 
         read_reply = flower.read_reply
+        make_app_bundle = partial(make_bundle, job.app, job.run_config)
         app_strategy = _make_app_strategy(config, run_id, job, bases)
         strategy, make_input = app_strategy, app_strategy.make_input
     else:
@@ -110,6 +114,7 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
         needs_torch=is_torch_task(job),
         encode_input=make_input,
         read_reply=read_reply,
+        make_bundle=make_app_bundle,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from sqlalchemy import ColumnElement, Connection, Row, func, insert, select, update
 
 from edgefl.core.errors import NameTakenError, NotFoundError, TokenExpiredError, TokenInvalidError, TokenUsedError
+from edgefl.core.types import SUPERNODE
 from edgefl.storage.database import Repository
 from edgefl.storage.repositories.records import (
     CapabilitiesRecord,
@@ -194,6 +195,39 @@ class FleetRepository(Repository):
             elif values:
                 connection.execute(update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values))
         return self.get_device(device_id)
+
+    def add_supernode(
+        self,
+        device_id: str,
+        public_key: bytes,
+        *,
+        groups: Sequence[str],
+        examples: Mapping[str, int],
+        at: float,
+    ) -> None:
+        """Adds a stock SuperNode of Flower; `examples` names the jobs that it takes part in.
+
+        Raises:
+            NameTakenError: a device of the fleet has this name, or this key.
+        """
+        values: dict[str, Any] = {
+            "public_key": public_key, "node_id": None, "role": SUPERNODE, "groups": sorted(set(groups)),
+            "joined_at": at, "removed_at": None, "last_seen_at": None, "presence": None, "examples": dict(examples),
+            "certificate_serial": None, "version": None,
+        }  # fmt: skip
+        with self.database.write(durable=True) as connection:
+            row = _find_device_row(connection, device_id)
+            if row is not None and row.removed_at is None:
+                raise NameTakenError(
+                    f"a device is called {device_id!r} already; choose another name, or take it out first: "
+                    f"edgefl devices remove {device_id}"
+                )
+            if (holder := find_key_holder(connection, public_key, device_id)) is not None:
+                raise NameTakenError(f"this key is that of {holder!r}; make another one")
+            if row is None:
+                connection.execute(insert(DeviceTable), {"device_id": device_id, **values})
+            else:
+                connection.execute(update(DeviceTable).where(DeviceTable.device_id == device_id).values(**values))
 
     def list_devices(self, *, include_removed: bool = False) -> list[StoredDevice]:
         """Returns the devices of the fleet by name; with `include_removed`, also removed ones."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from noted_calls import NotedCalls
 from small_fleet import SmallFleet, enroll
@@ -14,9 +14,11 @@ from small_fleet import SmallFleet, enroll
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
+from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.flower.superlink import SuperLink
-from edgefl.core.errors import NotFoundError
+from edgefl.core.errors import NameTakenError, NotFoundError, UsageError
 from edgefl.core.protocol import Command, CommandKind
+from edgefl.core.types import Role
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
@@ -36,7 +38,8 @@ class Site:
     def restart(self) -> None:
         self.superlink = SuperLink(on_reply=lambda _: None, observer=NotedCalls())
         self.registry = DeviceRegistry(PresenceTracker(), lambda: 0.0)
-        self.members = Membership(self.store, self.superlink, self.registry)
+        self.supernodes = SuperNodePresence(self.registry, lambda: 0.0)
+        self.members = Membership(self.store, self.superlink, self.registry, self.supernodes)
 
     def join(self, name: str, key: bytes) -> int | None:
         enroll(self.store, name, key=key)
@@ -225,3 +228,44 @@ def test_a_device_that_is_not_in_the_fleet_cannot_be_asked(drain_site: DrainSite
     ask: Any = getattr(drain_site.draining, action)
     with pytest.raises(NotFoundError, match="'nobody'"):
         ask("nobody")
+
+
+def test_a_supernode_is_a_trainer_of_its_apps_and_is_the_same_after_a_restart(site: Site) -> None:
+    public = ec.generate_private_key(ec.SECP384R1()).public_key()
+    pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    site.members.add_supernode(
+        "node", public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode(), jobs=["flower-a"], groups=["x"]
+    )
+    node_id = site.knows(pem)
+    for _ in range(2):
+        device = site.registry.get_device("node")
+        assert device is not None
+        assert (device.role, device.tasks, device.groups) == (Role.TRAINER, ("flower-a",), ("x",))
+        assert site.superlink.state.supernodes == {node_id}
+        site.restart()
+        site.members.restore()
+    site.members.remove("node")
+    assert site.knows(pem) is None
+    assert site.superlink.state.supernodes == set()
+    site.members.add_supernode("node", pem.decode(), jobs=["flower-a"], groups=[])
+
+
+def test_what_is_no_supernode_is_refused(site: Site) -> None:
+    pem, curve = new_key().decode(), ec.generate_private_key(ec.BrainpoolP256R1()).public_key()
+    others = [
+        ed25519.Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH),
+        curve.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        b"ecdsa-sha2-nistp384 AAAA",
+        b"",
+    ]
+    for key in others:
+        with pytest.raises(UsageError, match="public key of a SuperNode must be one of ECDSA"):
+            site.members.add_supernode("node", key.decode(), jobs=["flower-a"], groups=[])
+    for name, jobs in (("Node", ["a"]), ("node", []), ("node", ["a"] * 51), ("node", ["a b"])):
+        with pytest.raises(UsageError):
+            site.members.add_supernode(name, pem, jobs=jobs, groups=[])
+    site.members.add_supernode("node", pem, jobs=["a"], groups=[])
+    site.join("pi", new_key())
+    for name, key in (("node", new_key().decode()), ("other", pem), ("pi", new_key().decode()), ("coordinator", pem)):
+        with pytest.raises(NameTakenError):
+            site.members.add_supernode(name, key, jobs=["a"], groups=[])

@@ -48,6 +48,9 @@ class Calls:
             raise NotAllowedError("nobody knows it")
         return 7
 
+    def signs_bodies(self, _node_id: int) -> bool:
+        return True
+
     def handle(self, _request: Request, name: str, body: bytes) -> FleetResponse:
         self.asked.append((name, body))
         if name == PUSH_MESSAGES:
