@@ -168,6 +168,7 @@ EXAMPLES = {
     "model evaluate": "model evaluate latest --shard shards/test.npz",
     "model export": "model export best --out model.onnx",
     "model list": "model list",
+    "model register": "model register best --mlflow http://127.0.0.1:5000 --name digits --alias champion",
     "model show": "model show latest",
     "provision jetson": "provision jetson --name orin-01 --out card",
     "provision raspberry-pi": "provision raspberry-pi --boot /media/bootfs --name pi-01",

@@ -11,11 +11,13 @@ import io
 import math
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol, cast
 from urllib.parse import urlsplit
 
@@ -32,12 +34,13 @@ BATCH_VALUES, BATCH_SETTINGS = 1_000, 100
 """What MLflow takes in one request."""
 ROUND = "round"
 """Metric that every point has; MLflow is asked by it which rounds it holds."""
-RUN_TAG, SUPERSEDED_TAG = "edgefl.run", "edgefl.superseded"
+RUN_TAG, SUPERSEDED_TAG, SHA256_TAG = "edgefl.run", "edgefl.superseded", "edgefl.sha256"
 FINAL_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _QUALITIES = ("loss", "accuracy", "train_loss", "node_accuracy", "worst_node_accuracy")
 _BOARD_MEANS, _BOARD_MAXIMA = ("compute_s", "send_s", "wait_s", "staleness"), ("max_temperature_c",)
 _COSTS = ("seconds", "bytes_up", "bytes_down", "num_updates", "num_devices")
 _UNUSABLE = re.compile(r"[^\w.-]|\A\.+\Z", re.ASCII)
+_REGISTERED = re.compile(rf"[\w.-]{{1,{MAX_NAME_CHARS}}}", re.ASCII)
 
 
 class RoundReader(Protocol):
@@ -234,6 +237,15 @@ def clean_name(name: str) -> str:
     return _UNUSABLE.sub("_", name)[:MAX_NAME_CHARS]
 
 
+def check_registered_name(option: str, text: str) -> None:
+    """Checks the name of a registered model, or an alias; raises `UsageError` where a registry would not take it."""
+    if not _REGISTERED.fullmatch(text):
+        raise UsageError(
+            f"{option} must have 1 to {MAX_NAME_CHARS} letters, digits, dots, dashes or underscores, got "
+            f"{text!r:.100}"
+        )
+
+
 def flatten_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the settings of nested tables that have a value, by names with dots; lists are texts."""
     flat: dict[str, Any] = {}
@@ -369,8 +381,56 @@ class MlflowTracker:
             else:
                 self._client.update_run(found, status="RUNNING")
         except MlflowException as error:
-            lines = str(error).strip().splitlines() or ["it refuses"]
-            raise NetworkError(f"MLflow at {self.url}: {lines[0]:.300}") from None
+            raise self._make_error(error) from None
+
+    def register_model(self, run_id: str, file: Path, name: str, facts: Mapping[str, str], alias: str | None) -> int:
+        """Makes an ONNX file a version of a registered model, and returns the version's number.
+
+        A version that has the facts already is taken, so that what was killed is done again without a second one.
+
+        Args:
+            run_id: of a run that was recorded; its run on the server keeps the file.
+            file: the ONNX file.
+            name: of the registered model, which is made where it is missing; `check_registered_name` has passed it.
+            facts: tags of the version, among them `SHA256_TAG`.
+            alias: name that the version takes over from another one, likewise; None for no alias.
+
+        Raises:
+            NetworkError: the server cannot be reached, or refuses.
+        """
+        from mlflow.exceptions import MlflowException  # noqa: PLC0415 an extra
+
+        try:
+            version = self._find_version(name, facts) or self._create_version(self._runs[run_id], file, name, facts)
+            if alias:
+                self._client.set_registered_model_alias(name, alias, str(version))
+        except (MlflowException, OSError) as error:  # requests' errors are OSErrors
+            raise self._make_error(error) from None
+        return version
+
+    def _find_version(self, name: str, facts: Mapping[str, str]) -> int | None:
+        if not self._client.search_registered_models(f"name = '{name}'"):
+            self._client.create_registered_model(name)
+        versions = self._client.search_model_versions(f"name = '{name}'")
+        return next((int(one.version) for one in versions if facts.items() <= one.tags.items()), None)
+
+    def _create_version(self, run: str, file: Path, name: str, facts: Mapping[str, str]) -> int:
+        from mlflow.onnx import save_model  # noqa: PLC0415 an extra; it needs onnx and pandas, others
+
+        model, place = import_module("onnx").load(file), f"models/{facts[SHA256_TAG]}"
+        with TemporaryDirectory() as folder:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # MLflow's own, of its type hints
+                save_model(
+                    model, f"{folder}/model", signature=_make_signature(model), pip_requirements=["onnxruntime"],
+                    onnx_execution_providers=["CPUExecutionProvider"], metadata=dict(facts),
+                )  # fmt: skip
+            self._client.log_artifacts(run, f"{folder}/model", place)
+        created = self._client.create_model_version(name, f"runs:/{run}/{place}", run, tags=dict(facts))
+        return int(created.version)
+
+    def _make_error(self, error: Exception) -> NetworkError:
+        lines = str(error).strip().splitlines() or ["it refuses"]
+        return NetworkError(f"MLflow at {self.url}: {lines[0]:.300}")
 
     def _open_run(self, run: TrackedRun, points: Sequence[Point]) -> dict[str, set[int]]:
         """Finds or makes the server's run, and returns the rounds that it holds of each metric."""
@@ -428,3 +488,23 @@ class MlflowTracker:
 
 def _to_ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _make_signature(model: Any) -> Any:
+    """Returns the types and shapes of an ONNX model's inputs and outputs; a size that varies is -1."""
+    from mlflow.models import ModelSignature  # noqa: PLC0415 an extra
+    from mlflow.types import Schema, TensorSpec  # noqa: PLC0415 likewise
+
+    to_dtype = import_module("onnx.helper").tensor_dtype_to_np_dtype
+    inputs, outputs = (
+        Schema([
+            TensorSpec(
+                to_dtype(value.type.tensor_type.elem_type),
+                tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim),
+                value.name,
+            )
+            for value in values
+        ])
+        for values in (model.graph.input, model.graph.output)
+    )  # fmt: skip
+    return ModelSignature(inputs, outputs)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 import plotted_store as made
 import pytest
 
+import edgefl
 from edgefl.cli.main import main
 from edgefl.core.errors import DataError, MissingPackageError, NetworkError, StoreError, UsageError
 from edgefl.history import tracking
@@ -237,6 +239,12 @@ def test_a_package_that_is_missing_and_a_command_that_names_no_tracker_are_told(
         main(["history", "track", "--dir", str(tmp_path)])
     assert ended.value.code == 2
     assert "--tensorboard DIR, --mlflow URL, --otlp URL" in capsys.readouterr().err
+    words = ["model", "register", "best", "--dir", str(tmp_path), "--mlflow", "http://127.0.0.1:1"]
+    for names in (["--name", "a/b"], ["--name", "a", "--alias", "it's"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, *names])
+        assert ended.value.code == 2
+        assert f"{names[-2]} must have 1 to 200 letters" in capsys.readouterr().err
     for url, words in {"htp://x": "URL of a server", "mlruns": "URL of a server", "http://a:b@c": "no login"}.items():
         with pytest.raises(UsageError, match=words):
             MlflowTracker(url)
@@ -327,3 +335,44 @@ def test_a_server_of_mlflow_has_runs_settings_and_points_and_may_be_killed(store
             made.add_synchronous(rolled_back, "one", rounds=2)
             HistoryTracking(PageReader(rolled_back), [tracker]).update()
         assert read_mlflow(tracker) == [(1, 0.1), (2, 0.2)], "the other run is superseded"
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(300)
+@needs_server
+def test_a_model_becomes_one_version_of_mlflow_that_answers_as_the_task_does(tmp_path, monkeypatch, capsys):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'edgefl-fleet[track]'")
+    datasets = pytest.importorskip(
+        "sklearn.datasets", reason="scikit-learn is not installed: pip install 'edgefl-fleet[demo]'"
+    )
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    home, settings = tmp_path / "home", {"run": {"task": "digits", "rounds": 1}, "simulation": {"devices": 2}}
+    runs = [edgefl.simulate({**settings, "strategy": {"learning_rate": rate}}, root=home) for rate in (0.1, 0.2)]
+    scores = {run.run_id: run.rounds[-1]["accuracy"] for run in runs}
+    first, second = scores
+    with started_server(tmp_path) as (url, _process):
+
+        def register(run):
+            words = ["--mlflow", url, "--name", "digits", "--alias", "champion", "--dir", str(home), "--run", run]
+            with pytest.raises(SystemExit) as ended:
+                main(["model", "register", "latest", *words])
+            return ended.value.code
+
+        with monkeypatch.context() as interrupted:  # between the upload and the version
+            interrupted.setattr(
+                "mlflow.MlflowClient.create_model_version", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+            )
+            assert register(first) == 1
+        assert [register(run) for run in (first, first, second)] == [0, 0, 0], capsys.readouterr().err
+        tracker = MlflowTracker(url)
+        versions = tracker._client.search_model_versions("name = 'digits'")
+        held = {tracker._client.get_run(one.run_id).data.tags[tracking.RUN_TAG]: one.version for one in versions}
+        assert held == {first: "1", second: "2"}
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+        with warnings.catch_warnings(action="ignore"):
+            model = mlflow.pyfunc.load_model("models:/digits@champion")
+        images, labels = datasets.load_digits(return_X_y=True)
+        logits = model.predict({"inputs": images.reshape(-1, 8, 8).astype("float32")})["logits"]
+    assert (logits.argmax(axis=1) == labels).mean() == pytest.approx(scores[second], abs=0.1)
+    assert model.metadata.signature.inputs.inputs[0].shape == (-1, 8, 8)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -166,6 +168,63 @@ def export(  # noqa: PLR0913 one per option
         _export_merged(model_of, out, "with a board's own tensors" if cluster is None else f"of cluster {cluster}")
     if address is not None:
         send_files(out, address, replace=True)
+
+
+@command.command()
+@click.argument("model")
+@run_option
+@click.option("--mlflow", required=True, metavar="URL", help="A server, such as http://127.0.0.1:5000.")
+@click.option("--name", required=True, help="The registered model, which is made where it is missing.")
+@click.option("--alias", help="Name that the version takes over, such as champion.")
+@click.option("--experiment", default="edgefl", show_default=True, help="Where the model's run is tracked.")
+@click.option("--shard", type=click.Path(path_type=Path), help="Real data to check the onnx file with.")
+@part_option
+@local_option
+@cluster_option
+@allow_module_option
+@source_options
+def register(  # noqa: PLR0913 one per option
+    *,
+    model: str,
+    run: str | None,
+    mlflow: str,
+    name: str,
+    alias: str | None,
+    experiment: str,
+    shard: Path | None,
+    part: str | None,
+    local: Path | None,
+    cluster: int | None,
+    source: Source,
+) -> None:
+    """Make MODEL, as an onnx file, a version of a registered model of MLflow.
+
+    Its run is tracked there first, as `edgefl history track --run RUN --mlflow URL` does. A MODEL is registered once,
+    however often this is said.
+    """
+    from edgefl.history.tracking import (  # noqa: PLC0415 fast start
+        SHA256_TAG,
+        HistoryTracking,
+        MlflowTracker,
+        check_registered_name,
+    )
+
+    check_registered_name("--name", name)
+    if alias is not None:
+        check_registered_name("--alias", alias)
+    tracker, row = MlflowTracker(mlflow, experiment), source.find_model(model, run)
+    echo(_format_title(row))
+    facts = {SHA256_TAG: row["sha256"], "edgefl.task": row["task"], "edgefl.round": str(row["round"])}
+    if cluster is not None:
+        facts["edgefl.cluster"] = str(cluster)
+    if local is not None:
+        facts["edgefl.local_sha256"] = sha256(local.read_bytes()).hexdigest()
+    with TemporaryDirectory() as folder:
+        file, shard = Path(folder) / "model.onnx", shard or find_coordinator_shard(source.directory, row["task"])
+        _export_onnx(row, load_model(source, row, local, cluster), file, quantise=False, shard=shard, part=part)
+        HistoryTracking(source, [tracker], row["run_id"]).update()
+        version = tracker.register_model(row["run_id"], file, name, facts, alias)
+    click.echo(f"version {version} of {name}{f', {alias}' if alias else ''}: {mlflow}")
 
 
 @command.command()
