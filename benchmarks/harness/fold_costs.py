@@ -45,12 +45,15 @@ KEPT = 10
 MAX_RATIO, MAX_MODELS = 1.6, 3.0
 ROBUST_RULES = {"multi-krum": {}, "trimmed-mean": {}, "geometric-median": {"neighbours": True}}
 NUM_ROBUST_UPDATES = 20
+RESNET_ELEMENTS = 9_444_864
+"""Of the convolutions and vectors below at their full widths; fewer make them narrower."""
 
 
 def resnet_shapes(num_elements: int) -> ModelSpec:
     """Returns tensors like those of a ResNet-18, with about so many entries: many, and a few large ones."""
-    widths = [64, 64, 128, 128, 256, 256, 512, 512]
-    shapes = [(wide, narrow, 3, 3) for narrow, wide in itertools.pairwise([64, *widths])]
+    scale = min(1.0, math.sqrt(num_elements / RESNET_ELEMENTS))
+    widths = [max(1, round(scale * width)) for width in (64, 64, 128, 128, 256, 256, 512, 512)]
+    shapes = [(wide, narrow, 3, 3) for narrow, wide in itertools.pairwise([widths[0], *widths])]
     shapes = [shape for shape in shapes for _ in range(2)] + [(width,) for width in widths for _ in range(4)]
     whole = sum(math.prod(shape) for shape in shapes)
     shapes.append((max(1, num_elements - whole),))
