@@ -415,9 +415,10 @@ class MlflowTracker:
         return next((int(one.version) for one in versions if facts.items() <= one.tags.items()), None)
 
     def _create_version(self, run: str, file: Path, name: str, facts: Mapping[str, str]) -> int:
-        from mlflow.onnx import save_model  # noqa: PLC0415 an extra; it needs onnx and pandas, others
+        import onnx  # noqa: PLC0415 an extra
+        from mlflow.onnx import save_model  # noqa: PLC0415 an extra; it needs pandas, another one
 
-        model, place = import_module("onnx").load(file), f"models/{facts[SHA256_TAG]}"
+        model, place = onnx.load(file), f"models/{facts[SHA256_TAG]}"
         with TemporaryDirectory() as folder:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # MLflow's own, of its type hints
                 save_model(
@@ -494,12 +495,12 @@ def _make_signature(model: Any) -> Any:
     """Returns the types and shapes of an ONNX model's inputs and outputs; a size that varies is -1."""
     from mlflow.models import ModelSignature  # noqa: PLC0415 an extra
     from mlflow.types import Schema, TensorSpec  # noqa: PLC0415 likewise
+    from onnx.helper import tensor_dtype_to_np_dtype  # noqa: PLC0415 likewise
 
-    to_dtype = import_module("onnx.helper").tensor_dtype_to_np_dtype
     inputs, outputs = (
         Schema([
             TensorSpec(
-                to_dtype(value.type.tensor_type.elem_type),
+                tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type),
                 tuple(dim.dim_value if dim.dim_value > 0 else -1 for dim in value.type.tensor_type.shape.dim),
                 value.name,
             )
