@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgefl.core.errors import ConfigError, DataError
-from edgefl.core.named_arrays import NamedArrays
+from edgefl.core.named_arrays import NamedArrays, is_parameter
 
 MAX_HEADS = 64
 MAX_HEAD_OUTPUTS = 1_000_000
@@ -32,16 +32,21 @@ class Head:
 
 
 def describe_loss(task: Any) -> Any:
-    """Returns a task's own loss as its model takes it, of several by name a `Head` each; None where it has none.
+    """Returns a task's own loss as its model takes it; None where it has none.
+
+    Of several by name, which may be the model's own, it is a `Head` each.
 
     Raises:
         ConfigError: `loss_weights` or `num_outputs` are none for these losses.
     """
     loss, weights, outputs = (getattr(task, name, None) for name in ("loss", "loss_weights", "num_outputs"))
     whose = f"task {getattr(task, 'name', type(task).__name__)}"
+    of_model = getattr(getattr(task, "model", None), "loss", None)
+    if loss is None and isinstance(of_model, Mapping):
+        loss = of_model
     if not isinstance(loss, Mapping):
-        if weights is not None or isinstance(outputs, Mapping):
-            what = "num_outputs by name are" if weights is None else "loss_weights are"
+        if isinstance(weights, Mapping) or isinstance(outputs, Mapping):  # a list may be for a loss of the task's own
+            what = "loss_weights are" if isinstance(weights, Mapping) else "num_outputs by name are"
             raise ConfigError(f"{whose}: {what} for several losses by name, and its loss is {loss!r:.60}")
         return loss
     if not 0 < len(loss) <= MAX_HEADS:
@@ -75,6 +80,11 @@ def _check_names(what: str, found: Any, losses: Mapping[str, Any]) -> Mapping[st
     return found
 
 
+def is_target(name: str) -> bool:
+    """Returns whether a target can have a name: that of a parameter of Python in ASCII."""
+    return is_parameter(name) and name.isascii()
+
+
 def join_targets(targets: Mapping[str, Any]) -> NDArray[Any]:
     """Returns arrays [n, ...] by name as one structured array [n], whose fields have their names, in their order.
 
@@ -83,11 +93,11 @@ def join_targets(targets: Mapping[str, Any]) -> NDArray[Any]:
             they differ in length.
     """
     arrays = NamedArrays({name: targets[name] for name in targets}, what="targets").to_dict()
-    if wrong := [name for name in arrays if not name.isascii()]:
+    if wrong := [name for name in arrays if not is_target(name)]:
         raise DataError(f"a name of targets must be in ASCII, got {wrong[0]!a:.70}")
-    # Aligned, so that torch takes the fields of one example.
+    # Not aligned: NumPy leaves padding as it was in memory when it copies, and equal targets have equal bytes.
     fields = [(name, array.dtype, array.shape[1:]) for name, array in arrays.items()]
-    joined = np.empty(len(next(iter(arrays.values()))), np.dtype(fields, align=True))
+    joined = np.empty(len(next(iter(arrays.values()))), np.dtype(fields))
     for name, array in arrays.items():
         joined[name] = array
     return joined

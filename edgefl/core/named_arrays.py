@@ -107,6 +107,12 @@ class NamedArrays:
         raise TaskError(f"inputs are arrays by name ({', '.join(self)}), and what is asked of them takes one array")
 
 
+def is_parameter(name: object) -> bool:
+    """Returns whether an array can have a name: that of a parameter of Python, not too long and without _ first."""
+    is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+    return is_name and not str(name).startswith("_") and len(str(name)) <= MAX_NAME_LENGTH
+
+
 def wrap_inputs(inputs: Any) -> Any:
     """Returns inputs as a `Dataset` has them: a dict of arrays as `NamedArrays`, all else as it is."""
     return NamedArrays(inputs) if isinstance(inputs, Mapping) else inputs
@@ -139,10 +145,11 @@ def list_arrays(inputs: Any) -> list[NDArray[Any]]:
 
 
 def format_row_shape(inputs: Any) -> str:
-    """Returns names and shape of one example, such as `[8, 8]` or `age [], image [8, 8]`."""
-    if not isinstance(inputs, NamedArrays):
+    """Returns names and shape of one example, such as `[8, 8]` or `age [], image [8, 8]`, of targets by name too."""
+    if not isinstance(inputs, NamedArrays) and not inputs.dtype.names:
         return str([*inputs.shape[1:]])
-    return ", ".join(f"{name} {[*inputs[name].shape[1:]]}" for name in inputs)
+    names = inputs if isinstance(inputs, NamedArrays) else sorted(inputs.dtype.names)
+    return ", ".join(f"{name} {[*inputs[name].shape[1:]]}" for name in names)
 
 
 def format_rows(inputs: Any) -> str:
@@ -163,8 +170,7 @@ def _check_names(names: Sequence[Any], what: str) -> None:
     if not 0 < len(names) <= MAX_ARRAYS:
         raise DataError(f"{what} by name must be 1 to {MAX_ARRAYS} arrays, got {len(names)}")
     for name in names:
-        is_parameter = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-        if not is_parameter or name.startswith("_") or len(name) > MAX_NAME_LENGTH:
+        if not is_parameter(name):
             raise DataError(
                 f"a name of {what} must be one of a parameter of Python, such as age, of at most {MAX_NAME_LENGTH} "
                 f"letters and not with _ first, got {str(name)[: MAX_NAME_LENGTH + 1]!r}"

@@ -103,7 +103,11 @@ class TorchLoss:
     def _compute_heads(self, outputs: torch.Tensor, targets: Array) -> torch.Tensor:
         total = outputs.new_zeros(len(outputs))
         for head, loss in self._heads:
-            total = total + head.weight * loss.compute(outputs[:, head.columns], targets[head.name])
+            # A copy, for torch takes no field of one example in the midst of others.
+            of_head, expected = outputs[:, head.columns], targets[head.name].copy()
+            if isinstance(head.loss, FunctionLoss) and head.num_outputs == expected.ndim == 1:
+                of_head = of_head[:, 0]  # the shape of the targets: a user's function would broadcast to [n, n]
+            total = total + head.weight * loss.compute(of_head, expected)
         return total
 
     def _compute_cross_entropy(

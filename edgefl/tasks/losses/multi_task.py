@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgefl.core.errors import ConfigError, TaskError
-from edgefl.core.heads import Head, join_targets
+from edgefl.core.heads import Head, is_target, join_targets
+from edgefl.core.named_arrays import MAX_NAME_LENGTH
 from edgefl.core.types import Array
 from edgefl.tasks.losses.class_losses import CrossEntropy
 from edgefl.tasks.losses.loss import Loss
@@ -118,8 +119,11 @@ def make_head(name: object, loss: Loss, head: Head, start: int) -> LossHead:
     Raises:
         ConfigError: the name is none of a parameter of Python, the loss is none for it, or needs other outputs.
     """
-    if not isinstance(name, str) or not name.isidentifier() or not name.isascii() or name.startswith("_"):
-        raise ConfigError(f"a target needs the name of a parameter of Python, such as age, got {name!r:.60}")
+    if not isinstance(name, str) or not is_target(name):
+        raise ConfigError(
+            f"a target needs the name of a parameter of Python, such as age, of at most {MAX_NAME_LENGTH} letters in "
+            f"ASCII, got {name!r:.70}"
+        )
     if isinstance(loss, MultiTask | Ctc | Contrastive | Reconstruction):
         raise ConfigError(f"{loss.name} cannot be one of several; give the task that loss alone")
     usual = len(loss.quantiles) if isinstance(loss, Quantile) else 1

@@ -119,6 +119,22 @@ def test_given_test_data_must_be_of_the_shapes_that_are_trained_on(orchard, monk
             read_test_data(make_task(NAME), orchard, data)
 
 
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"a": np.zeros(3)}, r"targets of .* are a \[\] each, those .* are a \[\], b \[2\]"),
+        ({"a": np.zeros(3), "b": np.zeros((3, 4))}, r"targets of .* are a \[\], b \[4\] each, those .* b \[2\]"),
+    ],
+)
+def test_given_test_data_must_have_the_targets_by_name_that_are_trained_on(tmp_path, monkeypatch, targets, message):
+    train, test = (
+        Dataset(inputs=np.zeros((3, 2)), targets=one) for one in ({"a": np.zeros(3), "b": np.zeros((3, 2))}, targets)
+    )
+    monkeypatch.setattr("edgefl.tasks.datasets.central.read_own_data", lambda *_: test)
+    with pytest.raises(DataError, match=message):
+        read_test_data(make_task("digits"), tmp_path, train)
+
+
 def test_natural_shards_are_the_groups_that_the_reader_names(orchard, tmp_path):
     fleet = partition_in_memory(NAME, "natural", 4, data=orchard, seed=3, test_fraction=0.1)
     held = [set(fleet.pool.take(shard.rows).groups) for shard in fleet.shards]

@@ -203,12 +203,69 @@ def test_a_loss_of_ones_own_for_one_target_gets_its_own_types():
 
 
 @pytest.mark.parametrize(
+    ("shape", "own"),
+    [
+        ((300,), lambda outputs, targets: torch.nn.functional.l1_loss(outputs, targets, reduction="none")),
+        ((300, 1), lambda outputs, targets: ((outputs - targets) ** 2).mean(dim=1)),
+    ],
+)
+def test_a_loss_of_ones_own_for_one_value_is_that_of_this_target_alone(shape, own):
+    class One(Network):
+        def forward(self, x):
+            return super().forward(x)["age"].reshape(-1, *shape[1:])
+
+    age = TARGETS["age"].reshape(shape)
+    several, alone = TorchPeople(), TorchPeople()
+    several.loss = {**People.loss, "age": own}
+    several.loss_weights = {"activity": 0, "sizes": 0}
+    alone.loss, alone.loss_weights, alone.num_outputs, alone.model = own, None, None, TorchModel(build=One)
+    ours, theirs = several.learner(), alone.learner()
+    theirs.load(ours.read())
+    data = some_data()
+    by_name = Dataset(inputs=data.inputs, targets={**TARGETS, "age": age}, weights=data.weights)
+    expected = theirs.gradient(Dataset(inputs=data.inputs, targets=age, weights=data.weights))
+    assert ours.gradient(by_name) == pytest.approx(expected, rel=1e-6)
+    for part in ("weight", "bias"):
+        ages = (learner.gradients[f"heads.age.{part}"] for learner in (ours, theirs))
+        np.testing.assert_allclose(*ages, atol=1e-6)
+    assert ours.gradient(by_name.take(slice(7, 8))) > 0.0  # one example, in the midst of others
+
+
+def test_equal_targets_have_equal_bytes_whatever_was_in_memory_before():
+    found = set()
+    for turn in range(2):
+        junk = [np.full(num_bytes, turn + 1, np.uint8) for num_bytes in range(300 * 21, 300 * 33, 300)]
+        del junk
+        data = Dataset(inputs=INPUTS, targets=TARGETS)
+        parts = [data, data.take(data.targets["activity"] < 2), Dataset.concatenate([data, data])]
+        found.add(b"".join(part.targets.tobytes() for part in parts))
+    assert len(found) == 1
+
+
+def test_losses_by_name_may_be_those_of_the_model():
+    task = People()
+    task.loss, task.model = None, DenseModel(sizes=(4, 6), loss=People.loss)
+    task_learner, learner = task.learner(), People().learner()
+    for one in (task_learner, learner):
+        one.load(People().init(1))
+    assert find_loss(task) == find_loss(People())
+    assert task_learner.gradient(some_data()) == learner.gradient(some_data())
+
+
+def test_a_task_with_one_loss_may_have_weights_of_its_own():
+    task = type("Older", (People,), {"loss": "mse", "loss_weights": [1, 2], "num_outputs": 6})()
+    assert find_loss(task).name == "mse"
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"loss": {**People.loss, "age": "hubr"}}, "loss of 'age': there is no loss 'hubr'; did you mean huber"),
         ({"loss": {**People.loss, "age": "ctc"}}, "loss of 'age': ctc cannot be one of several"),
         ({"loss": {}}, "losses by name must be 1 to 64, got 0"),
         ({"loss": {"my age": "mse"}, "loss_weights": None, "num_outputs": None}, "name of a parameter of Python"),
+        ({"loss": {"class": "mse"}, "loss_weights": None, "num_outputs": None}, "a target needs the name of"),
+        ({"loss": {"a" * 65: "mse"}, "loss_weights": None, "num_outputs": None}, "of at most 64 letters in ASCII"),
         ({"num_outputs": {"sizes": 2}}, "cross-entropy needs two outputs or more, got 1; say the number of classes"),
         ({"num_outputs": {"activity": 2.5}}, "num_outputs['activity'] must be from 1 to 1,000,000, got 2.5"),
         ({"num_outputs": 6}, "num_outputs must be by the names of the losses, activity, age, sizes, got 6"),
