@@ -7,13 +7,14 @@ are wanted are read here before.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -177,10 +178,10 @@ class ParquetTable:
                 for batch in self._iterate_batches([name], [], chunk_rows):
                     yield 0, [(name, self._to_numbers(batch[name]))]
 
-    def _open(self, texts: Sequence[str] = (), metadata: Any = None) -> Any:
+    def _open(self, texts: Sequence[str] = (), metadata: Any = None, file: Any = None) -> Any:
         # Texts as a dictionary: one long text with a short number for each row would else be copied for each.
         return self._parquet.ParquetFile(
-            self._file,
+            self._file if file is None else file,
             metadata=metadata,
             read_dictionary=list(texts) or None,
             buffer_size=BUFFER_BYTES,
@@ -229,7 +230,11 @@ class ParquetTable:
     def _iterate_batches(self, numbers: Sequence[str], texts: Sequence[str], chunk_rows: int) -> Iterator[Any]:
         """Yields the rows, and raises a `ValueError` where there are more than the footer says."""
         columns, num_rows = [*numbers, *texts], 0
+        without_pages = self._open(metadata=self._metadata, file=_NoPages(self._size))
         for group in range(self._metadata.num_row_groups):
+            # pyarrow's `RowGroupMetaData.column` ends the process where the footer is damaged; reading raises.
+            with contextlib.suppress(_PagesAskedError):
+                next(without_pages.iter_batches(1, row_groups=[group], columns=columns, use_threads=False), None)
             file = self._open(self._check_pages(self._metadata.row_group(group), columns, texts), self._metadata)
             self._words = {}
             for batch in file.iter_batches(chunk_rows, row_groups=[group], columns=columns, use_threads=False):
@@ -317,6 +322,30 @@ class ParquetTable:
                 f"{self._path} cannot be read as Parquet ({type(error).__name__}): it is damaged or encrypted, or "
                 "pyarrow does not know how it is written; write it again"
             ) from error
+
+
+class _PagesAskedError(Exception):
+    """What `_NoPages` raises."""
+
+
+class _NoPages(io.RawIOBase):
+    """A file of so many bytes whose pages cannot be read, for what is checked before."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes, self._place = num_bytes, 0
+
+    def seek(self, offset: int, start: int = os.SEEK_SET, /) -> int:
+        self._place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._num_bytes}[start]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, _size: int = -1, /) -> NoReturn:
+        raise _PagesAskedError
 
 
 def _find_leaves(schema: Any) -> Mapping[str, int]:

@@ -279,6 +279,19 @@ def test_a_footer_that_says_fewer_rows_than_there_are_is_no_way_around_the_bound
         read(path, ["a"])
 
 
+@pytest.mark.parametrize("damaged", ["a", "b"])
+def test_a_footer_with_levels_that_its_columns_have_not_is_refused_and_does_not_end_the_process(tmp_path, damaged):
+    path = write(tmp_path / "a.parquet", {"a": np.arange(9), "b": np.arange(9)}, store_schema=False)
+    content, levels = path.read_bytes(), b"\x29\x06\x19\x26\x00\x12"  # none of repetition, two of definition
+    assert content.count(levels) == 2
+    place = content.index(levels) if damaged == "a" else content.rindex(levels)
+    path.write_bytes(content[:place] + b"\x29\x26\x00\x12\x19\x06" + content[place + len(levels) :])
+    with pytest.raises(DataError, match=r"cannot be read as Parquet \(OSError\): it is damaged"):
+        read(path, ["a", "b"])
+    with pytest.raises(DataError, match=r"cannot be read as Parquet \(OSError\)"):
+        survey_table(path, "table", is_detailed=True)
+
+
 @pytest.mark.parametrize(("name", "bound"), [("MAX_PAGES", 49), ("MAX_UNPACKED_BYTES", 49 * 80)])
 def test_pages_of_all_groups_of_rows_count_since_they_may_be_the_same(tmp_path, monkeypatch, name, bound):
     path = write(tmp_path / "a.parquet", {"a": np.arange(500.0)}, row_group_size=10, use_dictionary=False)
