@@ -74,7 +74,7 @@ def test_it_trains_on_arm64_without_torch_to_the_weights_of_this_machine(folder:
 def enter_board(folder: Path) -> list[str]:
     """Returns the words before a Python program that an emulated processor runs, with the folder at /mnt.
 
-    The board's own root: onnxruntime looks for the processor in /sys, and this machine's has another one.
+    The board's own root: outside of it onnxruntime was seen to crash, maybe for what /sys says of the processor.
     """
     root = cache.image("arm64")
     shutil.copy(str(shutil.which(EMULATOR)), folder / EMULATOR)
