@@ -15,6 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +35,8 @@ BATCH_VALUES, BATCH_SETTINGS = 1_000, 100
 """What MLflow takes in one request."""
 ROUND = "round"
 """Metric that every point has; MLflow is asked by it which rounds it holds."""
-RUN_TAG, SUPERSEDED_TAG, SHA256_TAG = "edgefl.run", "edgefl.superseded", "edgefl.sha256"
+TAGS = "edgefl."
+RUN_TAG, SUPERSEDED_TAG, SHA256_TAG = f"{TAGS}run", f"{TAGS}superseded", f"{TAGS}sha256"
 FINAL_STATUSES = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _QUALITIES = ("loss", "accuracy", "train_loss", "node_accuracy", "worst_node_accuracy")
 _BOARD_MEANS, _BOARD_MAXIMA = ("compute_s", "send_s", "wait_s", "staleness"), ("max_temperature_c",)
@@ -383,16 +385,16 @@ class MlflowTracker:
         except MlflowException as error:
             raise self._make_error(error) from None
 
-    def register_model(self, run_id: str, file: Path, name: str, facts: Mapping[str, str], alias: str | None) -> int:
+    def register_model(self, run_id: str, file: Path, name: str, facts: dict[str, str], alias: str | None) -> int:
         """Makes an ONNX file a version of a registered model, and returns the version's number.
 
-        A version that has the facts already is taken, so that what was killed is done again without a second one.
+        A version that has just these facts is taken, so that what was killed is done again without a second one.
 
         Args:
             run_id: of a run that was recorded; its run on the server keeps the file.
             file: the ONNX file.
             name: of the registered model, which is made where it is missing; `check_registered_name` has passed it.
-            facts: tags of the version, among them `SHA256_TAG`.
+            facts: tags of the version, which are no other version's; their names begin with `TAGS`.
             alias: name that the version takes over from another one, likewise; None for no alias.
 
         Raises:
@@ -408,17 +410,18 @@ class MlflowTracker:
             raise self._make_error(error) from None
         return version
 
-    def _find_version(self, name: str, facts: Mapping[str, str]) -> int | None:
+    def _find_version(self, name: str, facts: dict[str, str]) -> int | None:
         if not self._client.search_registered_models(f"name = '{name}'"):
             self._client.create_registered_model(name)
         versions = self._client.search_model_versions(f"name = '{name}'")
-        return next((int(one.version) for one in versions if facts.items() <= one.tags.items()), None)
+        own = {one.version: {tag: text for tag, text in one.tags.items() if tag.startswith(TAGS)} for one in versions}
+        return next((int(version) for version, held in own.items() if held == facts), None)
 
     def _create_version(self, run: str, file: Path, name: str, facts: Mapping[str, str]) -> int:
         import onnx  # noqa: PLC0415 an extra
         from mlflow.onnx import save_model  # noqa: PLC0415 an extra; it needs pandas, another one
 
-        model, place = onnx.load(file), f"models/{facts[SHA256_TAG]}"
+        model, place = onnx.load(file), f"models/{sha256(repr(sorted(facts.items())).encode()).hexdigest()}"
         with TemporaryDirectory() as folder:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # MLflow's own, of its type hints
                 save_model(

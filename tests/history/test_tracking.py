@@ -250,6 +250,22 @@ def test_a_package_that_is_missing_and_a_command_that_names_no_tracker_are_told(
             MlflowTracker(url)
 
 
+def test_a_board_s_own_model_is_another_version_than_the_shared_one():
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'edgefl-fleet[track]'")
+    shared, others = {"edgefl.sha256": "12"}, {"by": "somebody"}
+    held = [
+        SimpleNamespace(version="1", tags={**shared, "edgefl.cluster": "0"}),
+        SimpleNamespace(version="2", tags={**shared, **others}),
+    ]
+    tracker = MlflowTracker("http://127.0.0.1:1")
+    tracker._client = SimpleNamespace(
+        search_registered_models=lambda _filter: ["digits"], search_model_versions=lambda _filter: held
+    )
+    assert tracker._find_version("digits", shared) == 2
+    assert tracker._find_version("digits", {**shared, "edgefl.cluster": "0"}) == 1
+    assert tracker._find_version("digits", {**shared, "edgefl.cluster": "1"}) is None
+
+
 @contextmanager
 def started_server(folder):
     with socket.socket() as free:

@@ -221,7 +221,8 @@ def register(  # noqa: PLR0913 one per option
         facts["edgefl.local_sha256"] = sha256(local.read_bytes()).hexdigest()
     with TemporaryDirectory() as folder:
         file, shard = Path(folder) / "model.onnx", shard or find_coordinator_shard(source.directory, row["task"])
-        _export_onnx(row, load_model(source, row, local, cluster), file, quantise=False, shard=shard, part=part)
+        tensors = load_model(source, row, local, cluster)
+        _export_onnx(row, tensors, file, quantise=False, shard=shard, part=part, title=name)
         HistoryTracking(source, [tracker], row["run_id"]).update()
         version = tracker.register_model(row["run_id"], file, name, facts, alias)
     click.echo(f"version {version} of {name}{f', {alias}' if alias else ''}: {mlflow}")
@@ -285,8 +286,15 @@ def _is_test_shard(path: Path) -> bool:
     return path.is_file() and get_metadata_path(path).exists() and read_metadata(path).scheme == TEST_SCHEME
 
 
-def _export_onnx(
-    row: Json, tensors: dict[str, Array], out: Path, *, quantise: bool, shard: Path | None, part: str | None
+def _export_onnx(  # noqa: PLR0913 all but three by name
+    row: Json,
+    tensors: dict[str, Array],
+    out: Path,
+    *,
+    quantise: bool,
+    shard: Path | None,
+    part: str | None,
+    title: str = "",
 ) -> None:
     from edgefl.tasks.export.model_export import export_onnx  # noqa: PLC0415 onnx and torch are slow to load
 
@@ -302,7 +310,7 @@ def _export_onnx(
         model_sha256=row["sha256"],
     )
     click.echo(
-        f"{out}: {format_bytes(report.bytes_file)}, ONNX opset {report.opset}, {report.inputs} "
+        f"{title or out}: {format_bytes(report.bytes_file)}, ONNX opset {report.opset}, {report.inputs} "
         f"-> {report.output_name} [n, {report.num_classes}]"
     )
     origin = "made-up inputs, since no --shard was given" if shard is None else f"inputs of {shard}"

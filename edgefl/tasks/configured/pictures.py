@@ -100,7 +100,7 @@ def pictures(  # noqa: PLR0913 one keyword for each option of a run file
 
     def read_data(path: Path) -> Dataset:
         if list_picture_tables(path):
-            return read_picture_tables(path, NAME, rules, decode, (column, target))
+            return read_picture_tables(path, NAME, rules, decode, (column, target), has_unlabelled=unlabelled)
         return read_class_folders(path, NAME, rules, PICTURE_SUFFIXES, read, has_unlabelled=unlabelled)
 
     return ConfiguredTask(

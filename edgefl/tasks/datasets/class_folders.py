@@ -162,7 +162,13 @@ def list_picture_tables(path: Path) -> list[Path]:
 
 
 def read_picture_tables(
-    path: Path, task: str, rules: FolderRules, decode: Callable[[bytes, str], Array], columns: tuple[str, str]
+    path: Path,
+    task: str,
+    rules: FolderRules,
+    decode: Callable[[bytes, str], Array],
+    columns: tuple[str, str],
+    *,
+    has_unlabelled: bool = False,
 ) -> Dataset:
     """Returns the rows of all files of `list_picture_tables`.
 
@@ -172,14 +178,20 @@ def read_picture_tables(
         rules: what the names of classes say; there are no names of files.
         decode: returns the example in a picture's bytes, of that name for messages.
         columns: names of the pictures' and the classes'.
+        has_unlabelled: whether the task takes files without a class, which rows cannot be.
 
     Raises:
-        DataError: there is no row, one has no picture or is of no class, or a file is damaged.
+        DataError: there is no row, one has no picture or is of no class, a file is damaged, or the folder has class
+            folders too.
     """
-    if rules.group_before:
-        raise DataError(
-            f"task.group_before is for files by name, and shard {path} of task {task} has rows; leave it out"
-        )
+    for option, is_used in {"group_before": rules.group_before, "unlabelled": has_unlabelled}.items():
+        if is_used:
+            raise DataError(
+                f"task.{option} is for files by name, and shard {path} of task {task} has rows; leave it out"
+            )
+    if folders := [name for name in rules.labels if (path / name).is_dir()]:
+        table = list_picture_tables(path)[0].name
+        raise DataError(f"shard {path} of task {task} has the class folder {folders[0]!r} and {table}; keep one")
     targets = list[int]()
 
     def iterate() -> Iterator[Array]:

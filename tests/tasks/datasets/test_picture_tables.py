@@ -124,6 +124,11 @@ def test_rows_without_a_class_of_the_task_are_of_the_others(tmp_path):
     assert read(folder, labels="dog,none", others="none").targets.tolist() == [1, 0, 1]
     with pytest.raises(DataError, match="group_before is for files by name"):
         read(folder, group_before="_")
+    with pytest.raises(DataError, match="unlabelled is for files by name"):
+        read(folder, unlabelled=True)
+    (folder / NAMES[1]).mkdir()
+    with pytest.raises(DataError, match=r"has the class folder 'dog' and data-00000-of-00001\.arrow; keep one"):
+        read(folder)
 
 
 def make_bomb():
