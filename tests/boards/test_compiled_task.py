@@ -37,6 +37,8 @@ def why_not() -> str | None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a compiled task, its first weights and a shard of 40 patterns under noise."""
+    if reason := why_not():
+        pytest.skip(reason)
     pytest.importorskip("torch", reason="needs torch: pip install '.[train]'")
     pytest.importorskip("onnxscript", reason="needs onnxscript: pip install '.[export]'")
     from edgefl.tasks.compiler.compilation import compile_task  # noqa: PLC0415 with torch
@@ -55,8 +57,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_trains_on_arm64_without_torch_to_the_weights_of_this_machine(folder: Path) -> None:
-    if reason := why_not():
-        pytest.skip(reason)
     family = get_platform("pi-cp313")
     cross_install(family, parse_lock(load_lock_text(family, "")), cache.wheels(family), folder / "site")
     shutil.copytree(REPOSITORY / "edgefl", folder / "site" / "edgefl")

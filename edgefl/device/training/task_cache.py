@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 MAX_TASKS = 2
 MAX_VERSION_FILES = 200_000
 MAX_LISTED_BLOCKS = 10
+PROVIDERS_FILE = "providers.json"
+"""In the device's state directory."""
 MAX_ARENA_BYTES = 2 * 1024**3
 """Of a compiled task's tensors, where the machine does not say what is free."""
 
@@ -96,9 +98,11 @@ class TaskCache:
         bases: files of what is trained on; None where there are none.
         get_min_group: returns the least number of examples that an analysis may be about.
         drift: watches the data; None where nothing does.
+        providers_file: remembers by which provider of onnxruntime a compiled task trains; None: by the CPU's.
+        should_stop: ends a trial of such a provider.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 all but one by name
         self,
         shards: Callable[[], Mapping[str, str]],
         *,
@@ -107,8 +111,10 @@ class TaskCache:
         bases: BaseFiles | None = None,
         get_min_group: Callable[[], int] = lambda: DEFAULT_MIN_GROUP,
         drift: DriftWatch | None = None,
+        providers_file: Path | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._bases = bases
+        self._bases, self._providers_file, self._should_stop = bases, providers_file, should_stop
         self._shards, self._accelerator, self._threads = shards, accelerator, threads
         self._get_min_group, self._drift = get_min_group, drift
         self._cached: OrderedDict[str, CachedTask] = OrderedDict()
@@ -172,15 +178,25 @@ class TaskCache:
         )
 
     def _make_graph_task(self, task: Task, plan: CompiledPlan, name: str, options: Mapping[str, Scalar]) -> Task:
-        from edgefl.device.hardware.providers import choose_provider  # noqa: PLC0415 only for compiled tasks
+        from edgefl.device.hardware.providers import ProviderChoice  # noqa: PLC0415 only for compiled tasks
         from edgefl.tasks.compiled.board.graph_task import load_graph_task  # noqa: PLC0415 likewise
+        from edgefl.tasks.compiled.board.onnx_learner import open_cpu  # noqa: PLC0415 likewise
 
         if self._bases is None:
             raise TaskError(f"task {task.name} trains by a compiled file, and this process has no folder for it")
         path = self._bases.fetch(plan)
         limit = read_available_memory_bytes() or MAX_ARENA_BYTES
-        provider = choose_provider(path, accelerator=self._accelerator, threads=self._threads)
-        return load_graph_task(task, path, name=name, options=options, max_arena_bytes=limit, provider=provider)
+        choice = self._providers_file and ProviderChoice(
+            path,
+            self._providers_file,
+            accelerator=self._accelerator,
+            threads=self._threads,
+            should_stop=self._should_stop,
+        )
+        open_provider = choice.open if choice else open_cpu
+        return load_graph_task(
+            task, path, name=name, options=options, max_arena_bytes=limit, open_provider=open_provider
+        )
 
     def _adapt_task(self, task: Task, plan: AdaptPlan) -> Task:
         if self._bases is None:

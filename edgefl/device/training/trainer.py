@@ -69,7 +69,7 @@ from edgefl.device.training.instruction import (
 )
 from edgefl.device.training.job_worker import is_part, run_part
 from edgefl.device.training.split_exchange import CoordinatorExchange, ExchangeLink
-from edgefl.device.training.task_cache import CachedTask, TaskCache
+from edgefl.device.training.task_cache import PROVIDERS_FILE, CachedTask, TaskCache
 from edgefl.strategies.peer_algorithms.gossip_node import decode_messages
 from edgefl.tasks.augmentation import AUGMENT, augment_batches
 from edgefl.tasks.datasets.shards import drop_unlabelled, drop_weak
@@ -161,6 +161,9 @@ class DeviceTrainer:
             bases=self._bases,
             get_min_group=get_min_group,
             drift=DriftWatch(state_dir / DRIFT_FOLDER, get_drift_references, get_min_group),
+            # A confined process, which has no source, cannot start the trial of a provider.
+            providers_file=None if get_source is None else state_dir / PROVIDERS_FILE,
+            should_stop=lambda: not self._should_continue_fetching(),
         )
         self._client_state = ClientState(state_dir)
         self._training_lock = threading.Lock()

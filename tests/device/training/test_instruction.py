@@ -1,6 +1,8 @@
 """What a device answers before a run, with the real trainer and a real shard."""
 
+import hashlib
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,11 +11,17 @@ from gated_jobs import Greeting
 
 from edgefl import __version__
 from edgefl.compression.codec import make_codec
+from edgefl.core.config import BASE_SUFFIX
 from edgefl.core.errors import TaskError
-from edgefl.core.protocol import model_fingerprint
+from edgefl.core.protocol import COMPILED_KEY, model_fingerprint
 from edgefl.core.types import derive_rng
+from edgefl.device.hardware import providers
 from edgefl.device.training.instruction import LEASE_S, FullModelRequiredError, ReadinessHandler
 from edgefl.device.training.trainer import DeviceTrainer
+from edgefl.system.processes import StoppedCallError
+from edgefl.tasks.compiled.board import graph_task
+from edgefl.tasks.compiled.board.bound_graph import CPU
+from edgefl.tasks.compiled.plan import CompiledPlan
 from edgefl.tasks.registry import make_task
 
 RUN = {"v": 2, "run": "r", "task": "digits", "options": {}, "seed": 7, "test_fraction": 0.1, "residuals": "periodic"}
@@ -26,8 +34,7 @@ def shards(tmp_path):
     return {"digits": str(digit_shard(tmp_path / "digits.npz", 64))}
 
 
-@pytest.fixture
-def trainer(tmp_path, shards):
+def make_trainer(tmp_path, shards, **options):
     return DeviceTrainer(
         device_id="pi",
         role="trainer",
@@ -36,7 +43,13 @@ def trainer(tmp_path, shards):
         threads=1,
         state_dir=tmp_path,
         on_progress=lambda *_: None,
+        **options,
     )
+
+
+@pytest.fixture
+def trainer(tmp_path, shards):
+    return make_trainer(tmp_path, shards)
 
 
 def can(**changes):
@@ -50,6 +63,39 @@ def prepare(version=0):
 
 def body():
     return make_codec("dense", TASK.shapes()).encode(MODEL, derive_rng(0))
+
+
+@pytest.mark.parametrize("is_confined", [False, True])
+def test_providers_are_tried_at_the_first_step_not_by_the_question_and_never_where_confined(
+    tmp_path, shards, monkeypatch, is_confined
+):
+    opened, stops = [], []
+
+    def load(task, *_, open_provider, **_options):
+        opened.append(open_provider)
+        return task
+
+    def call(_module, _request, *, should_stop, **_options):
+        stops.append(should_stop)
+        raise StoppedCallError("stopped")
+
+    present = ["XnnpackExecutionProvider", CPU]
+    choice = partial(providers.ProviderChoice, available=lambda: present, call=call)
+    monkeypatch.setattr(providers, "ProviderChoice", choice)
+    monkeypatch.setattr(graph_task, "load_graph_task", load)
+    trainer = make_trainer(tmp_path, shards, get_source=None if is_confined else lambda: None)
+    content = b"a compiled task"
+    plan = CompiledPlan(hashlib.sha256(content).hexdigest(), len(content), is_for_all=True)
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / f"{plan.sha256}{BASE_SUFFIX}").write_bytes(content)
+    reply, _ = trainer.train(can(**{COMPILED_KEY: plan.to_json()}), b"")
+    assert (reply["ready"], len(opened), stops) == (True, 1, [])
+    with opened[0]() as provider:
+        assert provider == CPU
+    assert len(stops) == (0 if is_confined else 1)
+    assert [stop() for stop in stops] == [False] * len(stops)
+    trainer.abort()
+    assert [stop() for stop in stops] == [True] * len(stops)
 
 
 def training(**changes):

@@ -12,6 +12,8 @@ CPU = "CPUExecutionProvider"
 """The provider that every build of onnxruntime has."""
 MAX_ARENA_BYTES = 2 * 1024**3
 """Most memory of a graph's own tensors, unless the caller knows better."""
+MEMORY_LIMITS = {"CUDAExecutionProvider": "gpu_mem_limit", "TensorrtExecutionProvider": "trt_max_workspace_size"}
+"""Settings by which providers bound memory of their own, in bytes."""
 _POWERS_OF_TWO = 0
 """How the arena grows beyond its first block."""
 MIN_BLOCK_BYTES, MAX_BLOCK_BYTES, TIMES_ESTIMATE = 1 << 20, 256 << 20, 2
@@ -60,7 +62,7 @@ class Arena:
             max_bytes: of all of them; a graph that needs more is refused when it is run.
             estimate_bytes: what they take by the file's own word.
         """
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         # Tensors share one block as they come and go. Of what is too large only a 32nd is written.
         block_bytes = max(MIN_BLOCK_BYTES, TIMES_ESTIMATE * estimate_bytes)
         self._block_bytes = min(block_bytes, MAX_BLOCK_BYTES, max_bytes)
@@ -71,7 +73,7 @@ class Arena:
             return
         kinds = onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, onnxruntime.OrtMemType.DEFAULT
         config = onnxruntime.OrtArenaCfg({
-            "max_mem": self._max_bytes,
+            "max_mem": self.max_bytes,
             "arena_extend_strategy": _POWERS_OF_TWO,
             "initial_chunk_size_bytes": self._block_bytes,
         })  # fmt: skip
@@ -85,6 +87,11 @@ def list_providers() -> list[str]:
     return found
 
 
+def get_runtime_version() -> str:
+    """Returns the version of this machine's onnxruntime."""
+    return str(_import_runtime().__version__)
+
+
 def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str = CPU) -> Any:
     """Returns a session of a checked graph.
 
@@ -92,7 +99,8 @@ def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str 
         graph: an ONNX file.
         threads: of the runtime; None for as many as there are cores.
         arena: where its tensors are.
-        provider: that runs the operators that it knows; the CPU's runs the others.
+        provider: that runs the operators that it knows; the CPU's runs the others. One that has memory of its own
+            may take as much as the arena.
 
     Raises:
         TaskError: onnxruntime is missing.
@@ -109,10 +117,12 @@ def make_session(graph: bytes, threads: int | None, arena: Arena, provider: str 
     options.enable_mem_pattern = False
     # An arena of the process's own can be bounded: shapes that a graph computes are in no file that could be checked.
     options.add_session_config_entry("session.use_env_allocators", "1")
+    limit = {MEMORY_LIMITS[provider]: str(arena.max_bytes)} if provider in MEMORY_LIMITS else {}
+    providers: list[Any] = [(provider, limit), CPU] if limit else [*dict.fromkeys((provider, CPU))]
     try:
         # Constants are folded while the graph is loaded, in memory that no arena bounds.
         session = onnxruntime.InferenceSession(
-            graph, options, providers=[*dict.fromkeys((provider, CPU))], disabled_optimizers=["ConstantFolding"]
+            graph, options, providers=providers, disabled_optimizers=["ConstantFolding"]
         )
     except Exception as error:  # noqa: BLE001 onnxruntime's errors have no class in common but this one
         raise DataError(f"the compiled task cannot be loaded: {str(error).splitlines()[0]:.300}") from None

@@ -9,9 +9,9 @@ from typing import Any
 from edgefl.core.errors import TaskError
 from edgefl.core.types import Array, Dataset, ModelSpec, Scalar, Task
 from edgefl.tasks.compiled.artefact import CompiledTask
-from edgefl.tasks.compiled.board.bound_graph import CPU, MAX_ARENA_BYTES
+from edgefl.tasks.compiled.board.bound_graph import MAX_ARENA_BYTES
 from edgefl.tasks.compiled.board.graph_check import check_model, check_origin, load_compiled_task
-from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner
+from edgefl.tasks.compiled.board.onnx_learner import OnnxLearner, OpenProvider, open_cpu
 from edgefl.tasks.losses.registry import find_loss
 from edgefl.tasks.preparation import Prepare, to_features
 
@@ -23,7 +23,7 @@ class GraphTask(Task):
         task: as it was made from the run's options.
         compiled: its checked file.
         max_arena_bytes: of the graphs' own tensors.
-        provider: of onnxruntime, that runs the training graph.
+        open_provider: of onnxruntime, that runs the training graph.
 
     Raises:
         TaskError: the file is of another model.
@@ -35,9 +35,10 @@ class GraphTask(Task):
         compiled: CompiledTask,
         *,
         max_arena_bytes: int = MAX_ARENA_BYTES,
-        provider: str = CPU,
+        open_provider: OpenProvider = open_cpu,
     ) -> None:
-        self._task, self._compiled, self._max_arena_bytes, self._provider = task, compiled, max_arena_bytes, provider
+        self._task, self._compiled = task, compiled
+        self._max_arena_bytes, self._open_provider = max_arena_bytes, open_provider
         self._shapes = _find_shapes(task, compiled)
         check_model(compiled.manifest, self._shapes, task.name)
 
@@ -60,7 +61,7 @@ class GraphTask(Task):
     def read(self, path: str) -> Dataset:
         return self._task.read(path)
 
-    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> OnnxLearner:  # noqa: ARG002 the provider is known
+    def learner(self, *, accelerator: str = "cpu", threads: int | None = None) -> OnnxLearner:  # noqa: ARG002 a provider says it
         """Returns a learner.
 
         Raises:
@@ -75,7 +76,7 @@ class GraphTask(Task):
             loss,
             threads=threads,
             max_arena_bytes=self._max_arena_bytes,
-            provider=self._provider,
+            open_provider=self._open_provider,
         )
 
 
@@ -86,7 +87,7 @@ def load_graph_task(
     name: str,
     options: Mapping[str, Scalar],
     max_arena_bytes: int = MAX_ARENA_BYTES,
-    provider: str = CPU,
+    open_provider: OpenProvider = open_cpu,
 ) -> GraphTask:
     """Returns a task that trains by the compiled one in a file; `name` and `options` are those of the run file.
 
@@ -96,7 +97,7 @@ def load_graph_task(
     """
     compiled = load_compiled_task(path)
     check_origin(compiled.manifest, name, options)
-    return GraphTask(task, compiled, max_arena_bytes=max_arena_bytes, provider=provider)
+    return GraphTask(task, compiled, max_arena_bytes=max_arena_bytes, open_provider=open_provider)
 
 
 def get_prepare(task: Task) -> Prepare:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -36,6 +37,14 @@ from edgefl.tasks.preparation import Prepare
 
 log = logging.getLogger(__name__)
 
+OpenProvider = Callable[[], AbstractContextManager[str]]
+"""Returns the name of a provider, for the time of its first session and step: `DataError` says that one failed."""
+
+
+def open_cpu() -> AbstractContextManager[str]:
+    """Returns the CPU's provider."""
+    return nullcontext(CPU)
+
 
 class OnnxLearner(ArrayLearner):
     """A `Learner` over float32 arrays, whose gradients the graph writes where they stay.
@@ -52,7 +61,7 @@ class OnnxLearner(ArrayLearner):
         *,
         threads: int | None = None,
         max_arena_bytes: int = MAX_ARENA_BYTES,
-        provider: str = CPU,
+        open_provider: OpenProvider = open_cpu,
         falls_back: bool = True,
     ) -> None:
         """Starts at zero weights.
@@ -63,7 +72,8 @@ class OnnxLearner(ArrayLearner):
             loss: of the task: it checks targets and counts what is right; the graph computes it.
             threads: of the runtime; None for as many as there are cores.
             max_arena_bytes: of the graphs' own tensors; a graph that needs more is refused when it is run.
-            provider: of onnxruntime, that runs the training graph; evaluation stays on the CPU.
+            open_provider: called at the first step, for the one of onnxruntime that runs the training graph;
+                evaluation stays on the CPU.
             falls_back: goes on by the CPU's where that provider fails.
 
         Raises:
@@ -73,7 +83,7 @@ class OnnxLearner(ArrayLearner):
         self._model: ModelSpec = compiled.manifest.model
         super().__init__(self._model, prepare, loss)
         self._compiled, self._threads = compiled, threads
-        self._provider, self._falls_back = provider, falls_back
+        self._open_provider, self._provider, self._falls_back = open_provider, CPU, falls_back
         self._arena = Arena(max_arena_bytes, compiled.manifest.peak_bytes)
         self._batch = _Batch(compiled)
         self._noise = [np.zeros(shape, np.float32) for shape in compiled.manifest.noise]
@@ -164,14 +174,16 @@ class OnnxLearner(ArrayLearner):
 
     def _run_training(self) -> Mapping[str, Array]:
         try:
-            if self._training is None:
+            if self._training is not None:
+                return self._training.run()
+            with self._open_provider() as self._provider:
                 self._training = self._make_training()
-            return self._training.run()
+                return self._training.run()
         except DataError as error:
             if self._provider == CPU or not self._falls_back:
                 raise
             log.warning("provider %s failed, the CPU goes on: %s", self._provider, error)
-            self._provider, self._training = CPU, None
+            self._open_provider, self._training = open_cpu, None
             return self._run_training()
 
     def _scale_gradients(self, factor: float) -> None:

@@ -41,6 +41,7 @@ def remove_outputs(content: bytes, names: Collection[str]) -> bytes:
         node = read_message(entry, NODE_FIELDS, "node")
         if not needed.isdisjoint(map(to_text, node["outputs"])):
             needed.update(_list_read(node))
+            needed.discard("")  # an input that is left out; nodes have such outputs as well
             nodes.append(entry)
     graph["nodes"] = nodes[::-1]
     graph["constants"] = [entry for entry in graph["constants"] if _read_tensor_name(entry) in needed]

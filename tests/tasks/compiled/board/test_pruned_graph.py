@@ -64,6 +64,16 @@ def test_what_the_steps_of_a_scan_read_around_them_stays():
     np.testing.assert_array_equal(run(smaller, {"x": x})["y"], 6 * x)
 
 
+def test_an_input_that_is_left_out_keeps_no_node_whose_output_is_left_out():
+    nodes = [
+        helper.make_node("Dropout", ["x"], ["unread", ""]),
+        helper.make_node("Clip", ["x", "", "most"], ["y"]),
+    ]
+    constants = {"most": np.array(2, np.float32)}
+    content = make_model(nodes, {"x": (FLOAT, [3])}, {"y": (FLOAT, [3]), "unread": (FLOAT, [3])}, constants=constants)
+    assert list_written(remove_outputs(content, {"unread"})) == {"y"}
+
+
 def test_what_is_no_graph_is_refused():
     with pytest.raises(DataError, match="no ONNX file"):
         remove_outputs(b"\x0a\xff", {"y"})
