@@ -1,7 +1,8 @@
 """Presence of stock SuperNodes: they know no MQTT, so their requests stand for a board's status and heartbeats.
 
 An idle SuperNode asks for messages every three seconds. One whose ClientApp works says nothing but Flower's own
-heartbeat, every 30 seconds, and asks again when it has answered.
+heartbeat, every 30 seconds, and asks again when it has answered. So one that asks before is another process with the
+same key.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 IDLE_S, BUSY_S = 6.0, 35.0
 """How long a SuperNode is present after a request: while it asks for messages, and while its ClientApp works."""
+CONFIRM = "confirm-message-received"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,6 +33,11 @@ class _SuperNode:
     session_no: int = 1
     seq: int = 0
     held_ids: tuple[str, ...] = ()
+    has_asked: bool = False
+    """For messages; until then it may be at work on one of an earlier coordinator."""
+    is_at_work: bool = False
+    """It has the whole message, and has not answered."""
+    was_warned: bool = False
 
 
 class SuperNodePresence:
@@ -58,7 +65,7 @@ class SuperNodePresence:
             self._nodes.pop(node_id or 0, None)
 
     def on_request(self, node_id: int, method: str, held_ids: tuple[str, ...] | None) -> None:
-        """Records a handled request.
+        """Records a request that was handled; a reply also before that.
 
         Args:
             node_id: that signed it.
@@ -70,12 +77,14 @@ class SuperNodePresence:
             node = self._nodes.get(node_id)
             if node is None:
                 return
-            if held_ids is not None:  # a SuperNode asks again only once it has answered, or lost, what it had
-                node.held_ids, node.next_s = held_ids, now_s
+            if held_ids is not None:
+                self._record_pull(node, held_ids, now_s)
             if method == "activate-node":
                 node.boot_id, node.session_no, node.held_ids = uuid.uuid4().hex, node.session_no + 1, ()
-                node.seq, node.started_s, node.next_s = 0, now_s, now_s
-            node.alive_until_s = now_s + (BUSY_S if node.held_ids else IDLE_S)
+                node.seq, node.started_s, node.next_s, node.has_asked = 0, now_s, now_s, True
+            if method in {"activate-node", CONFIRM, "push-messages"}:
+                node.is_at_work = method == CONFIRM
+            node.alive_until_s = now_s + (BUSY_S if node.held_ids or not node.has_asked else IDLE_S)
             if method == "deactivate-node":
                 node.alive_until_s = now_s
             device_id, boot_id, session_no = node.device_id, node.boot_id, node.session_no
@@ -85,6 +94,21 @@ class SuperNodePresence:
             self._registry.record_status(
                 device_id, StatusMessage(state=state, boot_id=boot_id, session_no=session_no)
             )
+
+    @staticmethod
+    def _record_pull(node: _SuperNode, held_ids: tuple[str, ...], now_s: float) -> None:
+        """Records what a SuperNode holds from now on: one that asks again has answered, or lost, what it had."""
+        node.has_asked = True
+        if node.is_at_work and not held_ids:
+            if not node.was_warned:
+                node.was_warned = True
+                log.warning(
+                    "the SuperNode of %s asks for messages while it works on one: another process has its key; stop "
+                    "it, and add it with a key of its own",
+                    node.device_id,
+                )
+            return
+        node.held_ids, node.next_s, node.is_at_work = held_ids, now_s, False
 
     def tick(self) -> None:
         """Sends the heartbeats that are due; called about twice a second."""

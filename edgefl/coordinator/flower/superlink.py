@@ -455,6 +455,8 @@ class FlowerFleetServicer:
             message = PROTOBUF_REQUEST_TYPES[("POST", FLEET_PREFIX + method)]()
             message.ParseFromString(body)
             node_id = self._check_node(request, message)
+            if method == PUSH_MESSAGES and node_id in self._state.supernodes:  # a refused reply, too, ends its work
+                self._on_supernode(node_id, method, None)
             if method == PUSH_MESSAGES:
                 _check_sender(message)
             elif method == PUSH_OBJECT and self.signs_bodies(node_id):

@@ -95,6 +95,38 @@ def test_one_that_an_earlier_coordinator_saw_last_may_be_at_work(
         assert site.wait(20.0) is DevicePresence.GONE
 
 
+def test_one_at_work_while_its_coordinator_starts_again_stays_present_by_its_heartbeats() -> None:
+    site = Site(is_present=True)
+    site.wait(10.0)
+    for _ in range(4):
+        site.ask("send-node-heartbeat")
+        assert site.wait(30.0) is DevicePresence.ONLINE
+    site.ask()
+    assert site.wait(25.0) is DevicePresence.GONE
+
+
+def test_a_second_process_with_its_key_is_told_of_and_takes_nothing_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    site = Site()
+    site.ask("activate-node")
+    for number in (1, 2):
+        num_before = len(site.held())
+        site.ask(held=(f"run/{number}",))
+        site.ask("confirm-message-received")
+        for _ in range(3):
+            site.ask()
+            site.wait(3.0)
+        assert set(site.held()[num_before:]) == {(f"run/{number}",)}
+    assert [record.getMessage().partition(":")[0] for record in caplog.records if record.levelname == "WARNING"] == [
+        "the SuperNode of node asks for messages while it works on one"
+    ]
+    site.ask("push-messages")
+    site.ask()
+    site.wait(1.0)
+    assert site.held()[-1] == ()
+
+
 def test_a_removed_supernode_is_told_of_no_more() -> None:
     site = Site(is_present=True)
     site.presence.remove(NODE)
