@@ -259,7 +259,7 @@ def _start_fleet(example: Example, app: AppFolder, root: Path, data: Path | None
             shutil.copytree(data / example.files, files, copy_function=os.link)
         else:
             files.mkdir()
-        devices.append(LocalDeviceSpec(name=f"board-{number}", shards={get_job_name(app): str(files)}))
+        devices.append(LocalDeviceSpec(name=f"board-{number}", shards={get_job_name(app.name): str(files)}))
     paths = [str(site), os.environ.get("PYTHONPATH", "")]
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "EDGEFL_CONFINE": "auto"}
     return LocalFleet(root=root / "fleet", devices=devices, environment=environment)

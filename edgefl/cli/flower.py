@@ -11,7 +11,7 @@ from edgefl.cli.output import FullHelpGroup, echo, format_option, print_rows
 from edgefl.cli.sources import EXISTING_FILE_TYPE, FOLDER_TYPE, PATH_TYPE, make_client, make_path, url_option
 from edgefl.core.errors import UnsoundError, UsageError
 
-MAX_KEY_CHARS = 10_000
+MAX_KEY_BYTES = 10_000
 FINDING_COLUMNS = ("verdict", "where", "what")
 
 
@@ -47,7 +47,7 @@ def pack(*, app: Path, out: Path) -> None:
     with open_app(app) as opened:
         path = write_app_wheel(opened, out)
     echo(str(path))
-    name, job = opened.name, get_job_name(opened)
+    name, job = opened.name, get_job_name(opened.name)
     echo(
         f"sign it: edgefl signing sign {path} --kind pack --version {opened.version} --out {name}.bundle; "
         f"boards install it (edgefl devices install), and join in: edgefl device shard add {job} PATH",
@@ -63,12 +63,20 @@ def pack(*, app: Path, out: Path) -> None:
 @url_option
 def add_node(*, name: str, key: Path, apps: tuple[str, ...], groups: tuple[str, ...], url: str | None) -> None:
     """Let a stock flower-supernode with the public KEY take part as device NAME."""
+    from edgefl.coordinator.fleet.supernode_keys import parse_supernode_key  # noqa: PLC0415 fast start
+    from edgefl.flower.app_job import get_job_name  # noqa: PLC0415 likewise
+
     try:
-        text = key.read_text(encoding="ascii")[:MAX_KEY_CHARS]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{key} is no file with a public key: {error}") from None
-    jobs = [f"flower-{app.lower()}" for app in apps]
-    make_client(url).post(make_path("supernodes", name), {"key": text, "jobs": jobs, "groups": list(groups)})
+        with key.open("rb") as file:
+            content = file.read(MAX_KEY_BYTES)
+    except OSError as error:
+        raise UsageError(f"{key} cannot be read: {error.strerror}") from None
+    try:
+        public_key = parse_supernode_key(content.decode(errors="replace")).decode()
+    except UsageError as error:
+        raise UsageError(f"{key}: {error}") from None
+    jobs = [get_job_name(app) for app in apps]
+    make_client(url).post(make_path("supernodes", name), {"key": public_key, "jobs": jobs, "groups": list(groups)})
     echo(name)
     echo(
         "start it: flower-supernode --superlink HOST:PORT --root-certificates ca.pem "

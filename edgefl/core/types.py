@@ -630,6 +630,8 @@ class Role(StrEnum):
 
 SUPERNODE = "supernode"
 """In the store, role of a stock SuperNode of Flower, which trains, and has no agent of edgefl."""
+APP_JOB_PREFIX = "flower-"
+"""Of the names of Flower apps' jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

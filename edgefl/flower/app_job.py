@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from edgefl.core.config import RunConfig, parse_run
 from edgefl.core.errors import ConfigError, DataError, StoreError, TaskError
 from edgefl.core.safe_parsing import parse_toml
-from edgefl.core.types import Json, Scalar
+from edgefl.core.types import APP_JOB_PREFIX, Json, Scalar
 from edgefl.flower.app_folder import CONFIG_FILE, AppFolder, flatten_config, read_app
 from edgefl.system.atomic_files import write_atomic
 from edgefl.tasks.job import Job, JobContext
@@ -194,15 +194,15 @@ def make_app_run(
     options = {"fingerprint": compute_fingerprint(app), "run_config": run_config}
     table: Json = {
         "run": {"name": name or app.name},
-        "job": {"name": get_job_name(app), **{key: value for key, value in options.items() if value}},
+        "job": {"name": get_job_name(app.name), **{key: value for key, value in options.items() if value}},
         "devices": {"min": num_boards, "ready_s": LOAD_S, **({"groups": list(groups)} if groups else {})},
     }
     return parse_run(table)
 
 
-def get_job_name(app: AppFolder) -> str:
+def get_job_name(app_name: str) -> str:
     """Returns the name of an app's job, in run files and of boards' shards."""
-    return f"flower-{app.name.lower()}"
+    return f"{APP_JOB_PREFIX}{app_name.lower()}"
 
 
 def load_component(root: Path, reference: str) -> Any:

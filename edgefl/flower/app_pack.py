@@ -61,7 +61,7 @@ def write_app_wheel(app: AppFolder, out: Path) -> Path:
         f"{project}/{APP_FOLDER}/{CONFIG_FILE}": tomli_w.dumps(app.content).encode(),
         f"{info}/METADATA": metadata.encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: edgefl\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[edgefl.tasks]\n{get_job_name(app)} = {project}:App\n".encode(),
+        f"{info}/entry_points.txt": f"[edgefl.tasks]\n{get_job_name(app.name)} = {project}:App\n".encode(),
     }
     record = io.StringIO()
     rows = [(name, f"sha256={_compute_digest(content)}", len(content)) for name, content in files.items()]

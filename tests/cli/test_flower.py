@@ -3,6 +3,8 @@
 import sys
 import zipfile
 
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from flower_apps import PROJECT, build_bundle, write_app
 
 from edgefl.tasks.registry import find_task_factory
@@ -20,6 +22,36 @@ def test_a_check_lists_its_findings_and_its_exit_code_says_whether_the_app_would
     assert "would not run: dependencies: flwr<1.20" in failed.err
     missing = run("flower", "check", tmp_path / "none")
     assert (missing.code, missing.is_one_line) == (3, True)
+
+
+def test_what_is_no_public_key_is_not_sent_to_the_coordinator(run, tmp_path):
+    key = ec.generate_private_key(ec.SECP384R1())
+    for kind in (PrivateFormat.OpenSSH, PrivateFormat.PKCS8):
+        (tmp_path / "node").write_bytes(key.private_bytes(Encoding.PEM, kind, NoEncryption()))
+        refused = run("flower", "add-node", "node", tmp_path / "node", "--app", "mean-app", "--url", "https://c:1")
+        assert (refused.code, refused.is_one_line) == (2, True)
+        assert "node: this is the private key" in refused.err
+    (tmp_path / "node.pub").write_bytes(b"\xff" * 20_000)
+    refused = run("flower", "add-node", "node", tmp_path / "node.pub", "--app", "mean-app", "--url", "https://c:1")
+    assert (refused.code, refused.is_one_line) == (2, True)
+
+
+def test_a_public_key_is_sent_without_its_comment_to_the_job_of_the_app(run, monkeypatch, tmp_path):
+    key = ec.generate_private_key(ec.SECP384R1()).public_key()
+    public = key.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    (tmp_path / "node.pub").write_bytes(public + " jürgen@büro\n".encode())
+    sent = []
+
+    class Client:
+        def post(self, *request):
+            sent.append(request)
+
+    monkeypatch.setattr("edgefl.cli.flower.make_client", lambda _url: Client())
+    assert run("flower", "add-node", "server-room", tmp_path / "node.pub", "--app", "Mean-App").code == 0
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo).decode()
+    ((path, body),) = sent
+    assert path.endswith("supernodes/server-room")
+    assert body == {"key": pem, "jobs": ["flower-mean-app"], "groups": []}
 
 
 def test_a_packed_app_can_be_signed_for_boards_and_its_class_is_found_by_name(run, monkeypatch, tmp_path):

@@ -45,7 +45,7 @@ def running(
             archive.extractall(root / "site")
     for name in BOARDS:
         (root / name).mkdir()
-    jobs = [get_job_name(app), get_job_name(private_app)]
+    jobs = [get_job_name(app.name), get_job_name(private_app.name)]
     devices = [LocalDeviceSpec(name=name, shards=dict.fromkeys(jobs, str(root / name))) for name in BOARDS]
     environment = {"EDGEFL_CONFINE": "auto"}
     with tools.fleet(

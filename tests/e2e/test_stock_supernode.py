@@ -90,7 +90,7 @@ def running(app: AppFolder, tools: Any, tmp_path_factory: pytest.TempPathFactory
         archive.extractall(root / "site")
     for name in BOARDS:
         (root / name).mkdir()
-    devices = [LocalDeviceSpec(name=name, shards={get_job_name(app): str(root / name)}) for name in BOARDS]
+    devices = [LocalDeviceSpec(name=name, shards={get_job_name(app.name): str(root / name)}) for name in BOARDS]
     with tools.fleet(
         root / "fleet",
         devices,

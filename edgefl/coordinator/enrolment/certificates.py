@@ -125,7 +125,7 @@ class CertificateRotation:
         with self._store.batch(durable=True):
             self._store.record_event(ROTATION_REQUESTED, "all certificates are renewed", at=now)
         with self._lock:
-            self._due = {info.device_id for info in self._registry.list_devices()}
+            self._due = set(list_devices_due_for_rotation(self._store))
             device_ids = sorted(self._due)
         for device_id in device_ids:
             self._request_renewal(device_id)

@@ -15,24 +15,17 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePublicKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    load_pem_public_key,
-    load_ssh_public_key,
-)
 from starlette.requests import Request
 
 from edgefl.coordinator.fleet.presence import PRESENT_STATES, DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import DeviceRegistry, RegistryEvent
+from edgefl.coordinator.fleet.supernode_keys import parse_supernode_key
 from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.flower.superlink import SuperLink
 from edgefl.core.claims import bound_reported_examples
 from edgefl.core.errors import NameTakenError, NetworkError, NotAllowedError, NotFoundError, UsageError
 from edgefl.core.protocol import EVALUATOR_NAME, RESERVED_NAMES, Command, CommandKind, check_facts, validate_slug
-from edgefl.core.types import SUPERNODE, Json, Role
+from edgefl.core.types import APP_JOB_PREFIX, SUPERNODE, Json, Role
 from edgefl.storage.queries.dashboard import DRAIN_REQUESTED, RESUME_REQUESTED, list_draining_devices
 from edgefl.storage.queries.history import MAX_TIME
 from edgefl.storage.repositories.certificates import DEVICE_REMOVED
@@ -45,7 +38,9 @@ MAX_LIST_VERSION = 2**31
 EXPIRY_NOTICE_S = 14 * 86_400.0
 MAX_JOBS = 50
 """Of apps that a stock SuperNode takes part in."""
-_JOB_NAME = re.compile(r"[\w.-]{1,80}\Z", re.ASCII)
+SUPERNODE_FACTS = {"installs": {"able": False, "reason": "it is a SuperNode of Flower, which edgefl does not update"}}
+"""What a board would tell of itself."""
+_APP_JOB = re.compile(rf"{APP_JOB_PREFIX}[a-z0-9._-]{{1,80}}\Z")
 
 
 class Membership:
@@ -81,8 +76,9 @@ class Membership:
     def add(self, device_id: str, public_key: bytes) -> None:
         """Adds a device that has just joined; it may do so twice."""
         record, capabilities = self._store.get_device(device_id), self._store.get_capabilities(device_id)
-        examples = bound_reported_examples({}, capabilities.shards) if capabilities else dict(record.examples)
-        is_supernode = record.role == SUPERNODE
+        is_supernode, examples = record.role == SUPERNODE, dict(record.examples)
+        if capabilities is not None and not is_supernode:
+            examples = bound_reported_examples({}, capabilities.shards)
         node_id = self._superlink.register(public_key, device_id, is_supernode=is_supernode)
         if record.node_id is None:
             self._remove_previous(device_id, node_id)
@@ -118,13 +114,18 @@ class Membership:
             raise NameTakenError(f"the name {name!r} is reserved; choose another")
         if not 1 <= len(jobs) <= MAX_JOBS:
             raise UsageError(f"a SuperNode takes part in 1 to {MAX_JOBS} apps, got {len(jobs)}")
-        for one in (*jobs, *groups):
-            if not _JOB_NAME.match(one):
+        for job in jobs:
+            if not _APP_JOB.match(job):
                 raise UsageError(
-                    f"an app or group must be 1 to 80 of letters, digits, '.', '_' and '-', got {one!a:.90}"
+                    f"the job of an app must be {APP_JOB_PREFIX} and 1 to 80 of a-z, 0-9, '.', '_' and '-', "
+                    f"got {job!a:.100}"
                 )
-        public_key = parse_supernode_key(key)
-        self._store.add_supernode(name, public_key, groups=groups, examples=dict.fromkeys(jobs, 0), at=time.time())
+        groups = [validate_slug(group, "group") for group in groups]
+        public_key, now = parse_supernode_key(key), time.time()
+        with self._store.batch(durable=True):
+            self._store.add_supernode(name, public_key, groups=groups, examples=dict.fromkeys(jobs, 0), at=now)
+            # A board that had this name told of other things.
+            self._store.record_capabilities(name, SUPERNODE_FACTS, {}, now)
         self.add(name, public_key)
 
     def update_key(self, device_id: str, public_key: bytes) -> None:
@@ -152,12 +153,15 @@ class Membership:
         self._supernodes.remove(node_id)
 
     def get_signer(self, request: Request) -> str:
-        """Returns the device that signed a request.
+        """Returns the board that signed a request.
 
         Raises:
-            NotAllowedError: no device of the fleet.
+            NotAllowedError: no board of the fleet; a stock SuperNode's signature covers neither path nor body.
         """
-        device_id = self._registry.get_device_id(self._superlink.api.authenticate(request))
+        node_id = self._superlink.api.authenticate(request)
+        if node_id in self._superlink.state.supernodes:
+            raise NotAllowedError("a SuperNode's signature counts for Flower's messages alone")
+        device_id = self._registry.get_device_id(node_id)
         if device_id is None:
             raise NotAllowedError("its device was removed")
         return device_id
@@ -167,26 +171,6 @@ class Membership:
         previous_node_id = self._registry.remove(device_id)
         if previous_node_id is not None and previous_node_id != node_id:
             self._superlink.state.remove_node(previous_node_id)
-
-
-def parse_supernode_key(text: str) -> bytes:
-    """Returns a SuperNode's public key as its requests name it: PEM.
-
-    Raises:
-        UsageError: it is no public key of a curve of NIST, as Flower asks for.
-    """
-    content = text.strip().encode(errors="replace")
-    try:
-        load = load_ssh_public_key if content.startswith(b"ecdsa-") else load_pem_public_key
-        key = load(content)
-    except (ValueError, UnsupportedAlgorithm):
-        key = None
-    if not isinstance(key, EllipticCurvePublicKey) or not key.curve.name.startswith("secp"):
-        raise UsageError(
-            "the public key of a SuperNode must be one of ECDSA, in OpenSSH's form or PEM, got "
-            f"{text[:40]!a}; make one: ssh-keygen -t ecdsa -b 384 -N '' -f node"
-        )
-    return key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
 def _get_valid_facts(record: CapabilitiesRecord | None) -> Json | None:

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select, update
 
 from edgefl.core.errors import NameTakenError, NotFoundError
+from edgefl.core.types import SUPERNODE
 from edgefl.storage.repositories.fleet import find_key_holder
 from edgefl.storage.store import Store
 from edgefl.storage.tables import DeviceTable, EventTable
@@ -52,13 +53,13 @@ def renew_certificate(  # noqa: PLR0913 one keyword per fact
     `kind` is that of the event, ISSUED or REENROLLED.
 
     Raises:
-        NotFoundError: the fleet has no such device.
+        NotFoundError: the fleet has no such device, or it is a stock SuperNode, which has no certificate.
         NameTakenError: another device has this key.
     """
     with store.batch(durable=True), store.database.write() as connection:
         row = connection.execute(
             select(DeviceTable.certificate_serial).where(
-                DeviceTable.device_id == device_id, DeviceTable.removed_at.is_(None)
+                DeviceTable.device_id == device_id, DeviceTable.removed_at.is_(None), DeviceTable.role != SUPERNODE
             )
         ).first()
         if row is None:
@@ -122,16 +123,19 @@ def is_known_certificate(store: Store, device_id: str, *, serial: str, expires_a
 
 
 def list_devices_due_for_rotation(store: Store) -> frozenset[str]:
-    """Returns the devices without a new certificate since a rotation was requested."""
+    """Returns the devices without a new certificate since a rotation was requested; stock SuperNodes have none."""
     newest = select(func.max(EventTable.id)).where(EventTable.kind == ROTATION_REQUESTED)
     issued_query = select(EventTable.device_id).where(
         EventTable.kind == CERTIFICATE_ISSUED, EventTable.id > newest.scalar_subquery()
+    )
+    member_query = select(DeviceTable.device_id).where(
+        DeviceTable.removed_at.is_(None), DeviceTable.role != SUPERNODE
     )
     with store.database.read() as connection:
         if connection.execute(newest).scalar() is None:
             return frozenset()
         renewed_ids = set(connection.execute(issued_query).scalars())
-    return frozenset(get_certificate_serials(store)) - renewed_ids
+        return frozenset(connection.execute(member_query).scalars()) - renewed_ids
 
 
 def _read_issue_events(connection: Connection) -> list[dict[str, Any]]:

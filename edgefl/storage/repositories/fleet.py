@@ -170,7 +170,7 @@ class FleetRepository(Repository):
             token = _verify_token(connection, token_id, secret_sha256)
             row = _find_device_row(connection, device_id)
             is_member = row is not None and row.removed_at is None
-            is_repetition = row is not None and is_member and row.public_key == public_key
+            is_repetition = row is not None and is_member and row.public_key == public_key and row.role != SUPERNODE
             if not is_repetition:
                 _check_token_usable(token, now)
                 if is_member:

@@ -27,6 +27,7 @@ from edgefl.coordinator.enrolment.certificates import (
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceChanged
 from edgefl.coordinator.fleet.registry import RegistryEvent
 from edgefl.core.config import CertificateSettings
+from edgefl.core.errors import NotFoundError
 from edgefl.core.protocol import Command, CommandKind
 from edgefl.device.enrolment.certificates import create_key, export_public_key
 from edgefl.storage.repositories.certificates import list_revoked_serials, renew_certificate
@@ -200,6 +201,16 @@ def test_who_has_not_renewed_is_asked_again_and_nobody_else(site: Site) -> None:
     site.registry.names.add("pi-2")
     site.renew("pi-2")
     assert site.look() == []
+
+
+def test_a_supernode_has_no_certificate_to_renew(site: Site) -> None:
+    site.store.add_supernode("node", b"key", groups=(), examples={}, at=AT)
+    site.registry.names.add("node")
+    assert site.rotation.rotate() == ["pi-1", "pi-2"]
+    site.rotation = site.start()
+    assert site.look() == ["pi-1", "pi-2"]
+    with pytest.raises(NotFoundError):
+        site.renew("node")
 
 
 def test_two_rotations_in_a_row_ask_those_again_who_renewed_between_and_revoke_both_former_certificates(

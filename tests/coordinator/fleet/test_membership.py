@@ -1,24 +1,52 @@
 from __future__ import annotations
 
+import asyncio
+import base64
+import datetime as dt
+import hashlib
+import json
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from fastapi import FastAPI
 from noted_calls import NotedCalls
 from small_fleet import SmallFleet, enroll
 
+from edgefl.coordinator.auth import register_error_handler, require_device
+from edgefl.coordinator.directory import init_directory
+from edgefl.coordinator.enrolment.enrolment_service import RenewalService, renewal_router
 from edgefl.coordinator.fleet.membership import DrainController, Membership
 from edgefl.coordinator.fleet.presence import DevicePresence, PresenceTracker
 from edgefl.coordinator.fleet.registry import DeviceRegistry
 from edgefl.coordinator.fleet.supernode_presence import SuperNodePresence
 from edgefl.coordinator.flower.superlink import SuperLink
+from edgefl.coordinator.rollouts.deployments import select_devices
+from edgefl.coordinator.rollouts.installations import get_incompatibility_reason
 from edgefl.core.errors import NameTakenError, NotFoundError, UsageError
-from edgefl.core.protocol import Command, CommandKind
+from edgefl.core.protocol import (
+    BODY_HASH_HEADER,
+    KEY_HEADER,
+    SIGNATURE_HEADER,
+    TIMESTAMP_HEADER,
+    Command,
+    CommandKind,
+)
 from edgefl.core.types import Role
+from edgefl.device.enrolment.certificates import create_key, create_signing_request
 from edgefl.storage.queries.history import read_history
 from edgefl.storage.store import Store
 
@@ -251,21 +279,81 @@ def test_a_supernode_is_a_trainer_of_its_apps_and_is_the_same_after_a_restart(si
 
 
 def test_what_is_no_supernode_is_refused(site: Site) -> None:
-    pem, curve = new_key().decode(), ec.generate_private_key(ec.BrainpoolP256R1()).public_key()
+    pem = new_key().decode()
+    curves = [ec.generate_private_key(curve()).public_key() for curve in (ec.BrainpoolP256R1, ec.SECP256K1)]
     others = [
         ed25519.Ed25519PrivateKey.generate().public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH),
-        curve.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo),
+        *(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo) for key in curves),
         b"ecdsa-sha2-nistp384 AAAA",
         b"",
     ]
     for key in others:
         with pytest.raises(UsageError, match="public key of a SuperNode must be one of ECDSA"):
             site.members.add_supernode("node", key.decode(), jobs=["flower-a"], groups=[])
-    for name, jobs in (("Node", ["a"]), ("node", []), ("node", ["a"] * 51), ("node", ["a b"])):
+    private = ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    with pytest.raises(UsageError, match="this is the private key"):
+        site.members.add_supernode("node", private.decode(), jobs=["flower-a"], groups=[])
+    for name, jobs, groups in (
+        ("Node", ["flower-a"], []), ("node", [], []), ("node", ["flower-a"] * 51, []), ("node", ["flower-a b"], []),
+        ("node", ["mnist"], []), ("node", ["flower-A"], []), ("node", ["flower-a"], ["a b"]),
+    ):  # fmt: skip
         with pytest.raises(UsageError):
-            site.members.add_supernode(name, pem, jobs=jobs, groups=[])
-    site.members.add_supernode("node", pem, jobs=["a"], groups=[])
+            site.members.add_supernode(name, pem, jobs=jobs, groups=groups)
+    site.members.add_supernode("node", pem, jobs=["flower-a"], groups=[])
     site.join("pi", new_key())
     for name, key in (("node", new_key().decode()), ("other", pem), ("pi", new_key().decode()), ("coordinator", pem)):
         with pytest.raises(NameTakenError):
-            site.members.add_supernode(name, key, jobs=["a"], groups=[])
+            site.members.add_supernode(name, key, jobs=["flower-a"], groups=[])
+
+
+def test_a_supernode_has_nothing_of_a_removed_board_whose_name_it_has(site: Site) -> None:
+    site.join("pi", new_key())
+    site.store.record_capabilities("pi", {"cores": 4, "installs": {"able": True}}, {"mnist": 10}, 1.0)
+    site.members.remove("pi")
+    site.members.add_supernode("pi", new_key().decode(), jobs=["flower-a"], groups=[])
+    for _ in range(2):
+        device = site.registry.get_device("pi")
+        assert device is not None
+        assert (device.tasks, device.examples) == (("flower-a",), {"flower-a": 0})
+        assert "cores" not in device.capabilities
+        assert get_incompatibility_reason(device) == "it is a SuperNode of Flower, which edgefl does not update"
+        with pytest.raises(UsageError, match="no device has a shard for task mnist"):
+            select_devices(site.registry, "mnist", None)
+        site.restart()
+        site.members.restore()
+
+
+def test_a_supernode_s_signature_gets_it_no_certificate(site: Site, tmp_path: Path) -> None:
+    """It covers the time alone: who reads one could ask for anything else in its name."""
+    key = load_pem_private_key(create_key(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    site.members.add_supernode("node", public.decode(), jobs=["flower-a"], groups=[])
+    service = RenewalService(
+        directory=init_directory(tmp_path / "c", hosts=["127.0.0.1"], fleet="lab"), store=site.store,
+        on_renewed=site.members.update_key, on_reenrolled=site.members.update_key, clock=time.time,
+    )  # fmt: skip
+    app, rejections = FastAPI(), list[str]()
+    register_error_handler(app)
+    check = require_device(
+        site.members.get_signer, record_rejection=lambda _kind, _source, detail: rejections.append(detail)
+    )
+    app.include_router(renewal_router(service, device_check=check))
+    stamp = dt.datetime.now(dt.UTC).isoformat()
+    body = json.dumps({"v": 1, "csr": create_signing_request(create_key(), "node").decode()}).encode()
+    headers = {
+        KEY_HEADER: base64.b64encode(public).decode(),
+        TIMESTAMP_HEADER: stamp,
+        SIGNATURE_HEADER: base64.b64encode(key.sign(stamp.encode(), ec.ECDSA(hashes.SHA256()))).decode(),
+        BODY_HASH_HEADER: hashlib.sha256(body).hexdigest(),
+    }
+
+    async def renew() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="https://c") as client:
+            return await client.post("/edgefl/v1/renew", content=body, headers=headers)
+
+    assert asyncio.run(renew()).status_code == 401
+    assert rejections == ["/edgefl/v1/renew: a SuperNode's signature counts for Flower's messages alone"]
+    assert site.store.get_device("node").certificate_serial is None
+    with pytest.raises(NameTakenError):
+        enroll(site.store, "node", key=public)
