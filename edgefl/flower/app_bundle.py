@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,10 @@ from edgefl.system.zip_members import ZIP_ERRORS, find_member_fault, read_member
 
 CONTENT = ".info/CONTENT"
 """A line for each other file: path, SHA-256, length in bits."""
+NO_PUBLISHER = (
+    "stock SuperNodes take no part: tool.flwr.app.publisher must be 1 to 80 letters, digits, blanks, '.', '_' and '-'"
+)
+_PUBLISHER = re.compile(r"[\w. -]{1,80}\Z", re.ASCII)
 _DATE = (2024, 1, 1, 0, 0, 0)
 
 
@@ -38,12 +43,20 @@ class AppBundle:
     config: Mapping[str, Scalar]
 
 
+def get_publisher(app: AppFolder) -> str | None:
+    """Returns who publishes an app; None where it does not say, and a stock SuperNode would end over its bundle."""
+    publisher = app.content["tool"]["flwr"]["app"].get("publisher")
+    return publisher if isinstance(publisher, str) and _PUBLISHER.match(publisher) else None
+
+
 def make_bundle(app: AppFolder, config: Mapping[str, Scalar]) -> AppBundle:
     """Returns the bundle of an app from a pack; equal files give equal bytes.
 
     Raises:
-        ConfigError: a file cannot be read, or they are too large.
+        ConfigError: the app names no publisher, a file cannot be read, or they are too large.
     """
+    if (publisher := get_publisher(app)) is None:
+        raise ConfigError(f"{app.name}: {NO_PUBLISHER}")
     try:
         files = {str(file): (app.root / file).read_bytes() for file in app.files}
     except OSError as error:
@@ -56,7 +69,6 @@ def make_bundle(app: AppFolder, config: Mapping[str, Scalar]) -> AppBundle:
     with zipfile.ZipFile(packed, "w") as archive:
         for name, body in files.items():
             archive.writestr(zipfile.ZipInfo(name, _DATE), body, zipfile.ZIP_DEFLATED)
-    publisher = app.content["tool"]["flwr"]["app"].get("publisher", "")
     return AppBundle(
         app_id=f"{publisher}/{app.name}", version=app.version, content=packed.getvalue(), config=dict(config)
     )

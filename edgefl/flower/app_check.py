@@ -18,6 +18,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from edgefl import DISTRIBUTION
+from edgefl.flower.app_bundle import NO_PUBLISHER, get_publisher
 from edgefl.flower.app_folder import MAX_APP_BYTES, AppFolder, find_module
 
 Verdict = Literal["works", "check", "fails"]
@@ -141,6 +142,8 @@ def _check_dependency(line: str) -> Iterator[Finding]:
 
 
 def _check_options(app: AppFolder) -> Iterator[Finding]:
+    if get_publisher(app) is None:
+        yield Finding("check", "tool.flwr.app", NO_PUBLISHER)
     if app.has_federations:
         yield Finding("works", "tool.flwr.federations", "not used: the boards are those of the fleet")
     if app.config:

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from flower_apps import CLIENT, PRIVATE_APP, PROJECT, SERVER, HereGrid, forget_modules, imported_app, write_app
 from flwr.app import ConfigRecord, Metadata, MetricRecord, RecordDict
+from flwr.common.config import get_fab_config
 
 from edgefl.core.config import parse_run
 from edgefl.core.errors import ConfigError, RunFailedError, TaskError
 from edgefl.core.types import DeviceInfo, HealthMetrics, Role, Update, UpdateMetrics
 from edgefl.engine.assembly import job as assembly
 from edgefl.flower import server_link
+from edgefl.flower.app_check import check_app
 from edgefl.flower.app_folder import read_app
 from edgefl.flower.app_inputs import MessageInputs
 from edgefl.flower.app_job import LOAD_S, FlowerApp, compute_fingerprint, load_component, make_app_run
@@ -609,6 +611,23 @@ def test_a_run_names_the_app_its_files_and_its_configuration(tmp_path):
         assert words in str(raised.value)
     torch = write_app(tmp_path / "torch", {"pyproject.toml": PROJECT.replace("numpy>=1.26", "torch>=2")})
     assert type("App", (FlowerApp,), {"root": torch})().needs_torch
+
+
+@pytest.mark.parametrize("publisher", ['"nobody"', None, '""', '"a/b"', "3"])
+def test_only_an_app_that_names_its_publisher_is_there_for_stock_supernodes(tmp_path, monkeypatch, caplog, publisher):
+    line = "" if publisher is None else f"publisher = {publisher}\n"
+    project = PROJECT.replace('publisher = "nobody"\n', line)
+    job = type("App", (FlowerApp,), {"root": write_app(tmp_path / "app", {"pyproject.toml": project})})()
+    monkeypatch.setattr(assembly, "make_job", lambda *_: job)
+    make_bundle = assembly.build_job(parse_run({"job": {"name": "flower-mean-app"}}), "run-1").make_bundle
+    findings = [finding.what for finding in check_app(job.app) if finding.verdict == "check"]
+    if publisher == '"nobody"':
+        assert get_fab_config(make_bundle().content)["tool"]["flwr"]["app"]["publisher"] == "nobody"
+        assert (caplog.messages, findings) == ([], [])
+    else:
+        assert make_bundle is None
+        assert caplog.messages == [f"mean-app: {findings[0]}"]
+        assert "stock SuperNodes take no part: tool.flwr.app.publisher must be" in findings[0]
 
 
 def test_instructions_name_the_coordinators_own_files_also_where_the_run_file_does_not(tmp_path, monkeypatch):

@@ -722,7 +722,9 @@ class FlowerRun:
     def _send_stock(self, node_id: int, header: Mapping[str, Any], body: PreparedBody) -> str:
         """Queues a message of an app for a stock SuperNode; what is asked before it is answered here."""
         if not self._has_bundle:
-            raise NetworkError("a stock SuperNode takes part in runs of Flower apps alone")
+            raise NetworkError(
+                "a stock SuperNode takes part in runs of Flower apps alone, and which name a publisher"
+            )
         if "phase" in header:
             message_id = os.urandom(32).hex()
             ready = {"assignment": header["assignment"], "ready": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from edgefl.engine.assembly.components import RunComponents
 from edgefl.engine.assembly.rules import make_selection
 from edgefl.engine.divergence import DivergenceRule
 from edgefl.engine.progress import RoundCounter, StoppingCriteria
-from edgefl.flower.app_bundle import AppBundle, make_bundle
+from edgefl.flower.app_bundle import NO_PUBLISHER, AppBundle, get_publisher, make_bundle
 from edgefl.flower.app_job import FlowerApp
 from edgefl.strategies.job_strategy import RESULT, JobStrategy
 from edgefl.strategies.participation import EvaluationSchedule, RunParticipationPolicy
@@ -32,6 +33,8 @@ from edgefl.tasks.registry import is_torch_task
 
 if TYPE_CHECKING:
     from edgefl.flower.app_strategy import AppStrategy
+
+log = logging.getLogger(__name__)
 
 
 def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunComponents:
@@ -71,7 +74,10 @@ def build_job(config: RunConfig, run_id: str, bases: Path | None = None) -> RunC
         from edgefl.flower import app_strategy as flower  # noqa: PLC0415 Flower is heavy
 
         read_reply = flower.read_reply
-        make_app_bundle = partial(make_bundle, job.app, job.run_config)
+        if get_publisher(job.app) is None:
+            log.warning("%s: %s", job.app.name, NO_PUBLISHER)
+        else:
+            make_app_bundle = partial(make_bundle, job.app, job.run_config)
         app_strategy = _make_app_strategy(config, run_id, job, bases)
         strategy, make_input = app_strategy, app_strategy.make_input
     else:

@@ -265,12 +265,19 @@ def test_a_reply_of_too_many_objects_is_refused(site, shape):
         with pytest.raises(RunNotRunningException):
             node.send(reply, tree, 0.1)
     assert site.leftovers()[3] == 0
+    assert (site.node_id, "push-messages", None) in site.held, "a refused reply ends its work, too"
 
 
 @pytest.mark.parametrize(("key", "off_s", "status"), [("own", 0.0, 200), ("own", -400.0, 401), ("other", 0.0, 401)])
 def test_a_supernode_is_known_by_the_signature_of_its_time(site, key, off_s, status):
-    stamp = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=off_s)).isoformat()
     signer = site.key if key == "own" else ec.generate_private_key(ec.SECP384R1())
+    assert ask_signed(site, signer, off_s) == status
+    assert [kind for kind, _, _ in site.rejected] == (["signature"] if status == 401 else [])
+
+
+def ask_signed(site, signer, off_s=0.0):
+    """Returns the status of a request for messages, signed as a SuperNode does."""
+    stamp = (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=off_s)).isoformat()
     headers = {
         KEY_HEADER: base64.b64encode(site.public).decode(),
         TIMESTAMP_HEADER: stamp,
@@ -279,12 +286,13 @@ def test_a_supernode_is_known_by_the_signature_of_its_time(site, key, off_s, sta
     body = PullMessagesRequest(node=node_pb2.Node(node_id=site.node_id)).SerializeToString()
     trust = create_pinned_context(site.directory.ca_cert.read_bytes())
     with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{site.port}") as client:
-        assert client.post("/v1/fleet/pull-messages", content=body, headers=headers).status_code == status
-    assert [kind for kind, _, _ in site.rejected] == (["signature"] if status == 401 else [])
+        return client.post("/v1/fleet/pull-messages", content=body, headers=headers).status_code
 
 
 def test_a_removed_supernode_is_refused_and_its_key_counts_no_more(site):
+    assert ask_signed(site, site.key) == 200
     site.superlink.remove(site.node_id)
+    assert ask_signed(site, site.key) == 401
     assert site.superlink.state.supernodes == set()
     with pytest.raises(NetworkError):
         site.send()
