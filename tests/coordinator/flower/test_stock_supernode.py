@@ -265,7 +265,6 @@ def test_a_reply_of_too_many_objects_is_refused(site, shape):
         with pytest.raises(RunNotRunningException):
             node.send(reply, tree, 0.1)
     assert site.leftovers()[3] == 0
-    assert (site.node_id, "push-messages", None) in site.held, "a refused reply ends its work, too"
 
 
 @pytest.mark.parametrize(("key", "off_s", "status"), [("own", 0.0, 200), ("own", -400.0, 401), ("other", 0.0, 401)])
@@ -287,6 +286,16 @@ def ask_signed(site, signer, off_s=0.0):
     trust = create_pinned_context(site.directory.ca_cert.read_bytes())
     with httpx.Client(verify=trust, base_url=f"https://127.0.0.1:{site.port}") as client:
         return client.post("/v1/fleet/pull-messages", content=body, headers=headers).status_code
+
+
+def test_a_refused_reply_ends_the_work_of_its_supernode_too(site):
+    site.send()
+    with site.connected() as node:
+        message = node.take()
+        site.run.close()
+        with pytest.raises(RunNotRunningException):
+            node.answer(Message(RecordDict(), reply_to=message))
+    assert (site.node_id, "push-messages", None) in site.held
 
 
 def test_a_removed_supernode_is_refused_and_its_key_counts_no_more(site):
