@@ -520,10 +520,11 @@ class SelectionSection:
             synchronous strategy.
         round_s: preferred duration of a round; slower devices have less utility. None is the median device's.
         penalty: exponent by which a device that is slower than that has less; 0 does not look at it.
-        exploration: share of devices never asked before, in the first round.
+        exploration: share of devices never asked before, or never heard of since, in the first round.
         exploration_decay: factor of that share with each round.
         min_exploration: least share of them, as long as there are any.
-        clip: quantile of the devices' utilities above which one counts as that; 1 clips none.
+        clip: quantile of the devices' utilities above which one counts as that, lower where a round asks many; 1
+            clips none.
         fairness: how much of a device's utility is how seldom it was asked, in place of loss and time.
     """
 

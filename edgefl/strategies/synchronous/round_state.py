@@ -14,7 +14,7 @@ from edgefl.core.errors import StrategyError
 from edgefl.core.types import Array, FleetView, Update
 from edgefl.strategies.aggregation import ServerMoments, StreamingMean
 from edgefl.strategies.strategy_config import TICK_S, RoundRules
-from edgefl.strategies.synchronous.utility_selection import SelectionRecord
+from edgefl.strategies.synchronous.utility_selection import RoundAnswers, SelectionRecord
 
 MAX_LISTED_DEVICES = 10
 """Maximum of devices named in a message."""
@@ -26,7 +26,7 @@ class OpenRound:
 
     Attributes:
         fold: the sum so far.
-        asked_s: assignment id -> when it was made, where devices are selected by utility.
+        answers: of whom it asked, where devices are selected by utility.
         assigned: assignment id -> device and slot; `order` has its keys in dispatch order, `cursor` is behind those
             that are final.
         since_s: when the present wait began, None while nothing is waited for or the round before is still open.
@@ -44,7 +44,7 @@ class OpenRound:
     """
 
     fold: StreamingMean = field(default_factory=StreamingMean)
-    asked_s: dict[str, float] = field(default_factory=dict)
+    answers: RoundAnswers = field(default_factory=RoundAnswers)
     assigned: dict[str, tuple[str, str]] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     cursor: int = 0

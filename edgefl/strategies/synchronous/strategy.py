@@ -58,12 +58,7 @@ from edgefl.strategies.synchronous.round_state import (
     compute_alarm_s,
     make_timeout_error,
 )
-from edgefl.strategies.synchronous.utility_selection import (
-    record_selected,
-    record_silent,
-    record_update,
-    select_by_utility,
-)
+from edgefl.strategies.synchronous.utility_selection import record_round, select_by_utility
 
 R = TypeVar("R", bound=RoundState)
 
@@ -239,6 +234,9 @@ class SynchronousStrategy(Strategy[R]):
 
     def assign(self, state: R, view: FleetView) -> tuple[R, Decision]:
         """Schedules the oldest round, and opens another while one more may be open."""
+        if self.rules.selection is not None:
+            for open_round in state.open:
+                open_round.answers.now_s = view.now_s
         instructions = self._schedule_open_round(state, state.open[0], view) if state.open else ()
         while len(state.open) < 1 + self.double_buffering:
             if not self._has_enough_devices(state, view):
@@ -277,8 +275,7 @@ class SynchronousStrategy(Strategy[R]):
                 if weight is None:
                     continue
                 self.on_update(state, open_round, update)
-                if (asked_s := open_round.asked_s.get(update.assignment_id)) is not None:
-                    record_update(state.selections[device_id], update, asked_s)
+                open_round.answers.add_update(device_id, update)
                 if self.rules.collective is not None:
                     record_reductions(open_round, slot, update, self.rules.collective.reductions)
                 open_round.fold.add_update(
@@ -305,11 +302,12 @@ class SynchronousStrategy(Strategy[R]):
 
     def aggregate(self, state: R) -> R:
         closing = state.open.pop(0)
+        delivered = closing.find_delivered()
         self.move_model(state, closing)
         state.version, state.attempt = state.version + 1, 0
         state.used = tuple(closing.fold.used.values())
-        state.silent = {device_id for device_id, slot in closing.assigned.values() if slot not in closing.fold.used}
-        record_silent(state.selections, state.silent)
+        state.silent = {device_id for device_id, _ in closing.assigned.values()} - delivered
+        record_round(state.selections, closing.answers, state.version)
         for assignment_id in state.used:
             device_id, _ = closing.assigned[assignment_id]
             state.used_assignments.setdefault(device_id, {})[assignment_id] = state.version
@@ -364,8 +362,9 @@ class SynchronousStrategy(Strategy[R]):
             for instruction in instructions:
                 info = view.devices.get(instruction.device_id)
                 if info is not None and info.role == Role.TRAINER:  # not the evaluator of fltrust
-                    current_round.asked_s[instruction.assignment_id] = view.now_s
-                    record_selected(state.selections, instruction.device_id, state.version + 1)
+                    current_round.answers.add_assignment(
+                        instruction.assignment_id, instruction.device_id, view.now_s
+                    )
         return instructions
 
     def _make_instruction(

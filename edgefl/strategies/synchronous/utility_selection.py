@@ -3,7 +3,7 @@
 The utility of a device in round R is, with its n examples, the round L that it was last selected for, its duration t,
 the preferred duration T, and a penalty p:
 
-    U = n sqrt(mean of squared losses)    clipped at a quantile of all devices, as a part of the largest
+    U = n sqrt(mean of squared losses)    clipped at a quantile of all devices, as a part of that
     U + sqrt(0.1 log R / L)               times (T / t)^p where t > T
 
 The first devices by it are selected, at random in proportion to it among those near the last of them; and a share of
@@ -13,16 +13,17 @@ Source: Lai et al., Oort: Efficient Federated Learning via Guided Participant Se
 algorithm 1.
 
 Differs from the paper: a device reports the mean of its losses, in place of their squares'; those that were never
-selected are equally likely; T stays as it is set, or is the median duration. A device that was selected and brings
-no update has no utility until it brings one.
+selected are equally likely; T stays as it is set, or is the median duration. The quantile is low enough for twice as
+many devices as a round selects to be at or above it, down to the median. A device that brings no update keeps its
+utility; the time that the round waited for it counts as its duration, divided by the rounds since.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.random import Generator
@@ -45,31 +46,54 @@ class SelectionRecord:
         last_round: the newest round that it was selected for, from 1.
         utility: of its examples at its last update, 0 to `MAX_UTILITY`.
         duration_s: from its selection to its last update, by the coordinator's clock; None before the first.
+        silent_s: how long the round waited that it was last selected for, where it brought no update.
     """
 
     num_selected: int = 0
     last_round: int = 1
     utility: float = 0.0
     duration_s: float | None = None
+    silent_s: float = 0.0
 
 
-def record_selected(records: dict[str, SelectionRecord], device_id: str, round_number: int) -> None:
-    """Records that a device is asked in a round."""
-    record = records.setdefault(device_id, SelectionRecord())
-    record.num_selected, record.last_round = record.num_selected + 1, round_number
+@dataclass(slots=True, kw_only=True)
+class RoundAnswers:
+    """Whom an open round asked, and what came back: the records change when it closes.
+
+    Attributes:
+        asked_s: assignment id -> when it was made.
+        devices: device -> when it was asked first.
+        answers: device -> utility and duration of its update.
+        now_s: when the round was looked at last.
+    """
+
+    asked_s: dict[str, float] = field(default_factory=dict)
+    devices: dict[str, float] = field(default_factory=dict)
+    answers: dict[str, tuple[float, float]] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    def add_assignment(self, assignment_id: str, device_id: str, now_s: float) -> None:
+        self.asked_s[assignment_id] = now_s
+        self.devices.setdefault(device_id, now_s)
+
+    def add_update(self, device_id: str, update: Update) -> None:
+        """Adds an update that counts; a loss that is no number, or below 0, is 0."""
+        if (asked_s := self.asked_s.get(update.assignment_id)) is not None:
+            loss = max(0.0, update.metrics.loss or 0.0)
+            utility = max(0, update.metrics.num_examples) * loss if math.isfinite(loss) else 0.0
+            # The clock of a restarted coordinator may be behind.
+            self.answers[device_id] = min(MAX_UTILITY, utility), max(0.0, update.received_s - asked_s)
 
 
-def record_update(record: SelectionRecord, update: Update, asked_s: float) -> None:
-    """Records an update that counts, to an instruction of that time; a loss that is no number is 0."""
-    loss = abs(update.metrics.loss or 0.0)
-    record.utility = min(MAX_UTILITY, max(0, update.metrics.num_examples) * loss) if math.isfinite(loss) else 0.0
-    record.duration_s = max(0.0, update.received_s - asked_s)  # the clock of a restarted coordinator may be behind
-
-
-def record_silent(records: Mapping[str, SelectionRecord], devices: Collection[str]) -> None:
-    """Records that devices brought no update to a round that is closed."""
-    for device_id in records.keys() & devices:
-        records[device_id].utility = 0.0
+def record_round(records: dict[str, SelectionRecord], closing: RoundAnswers, round_number: int) -> None:
+    """Records a round that is closed."""
+    for device_id, asked_s in closing.devices.items():
+        record = records.setdefault(device_id, SelectionRecord())
+        record.num_selected, record.last_round = record.num_selected + 1, round_number
+        if device_id in closing.answers:
+            (record.utility, record.duration_s), record.silent_s = closing.answers[device_id], 0.0
+        else:
+            record.silent_s = max(0.0, closing.now_s - asked_s)
 
 
 def select_by_utility(
@@ -91,39 +115,66 @@ def select_by_utility(
         round_number: of the round, from 1.
         rng: of this selection.
     """
-    known = [device_id for device_id in available if device_id in records]
-    new = [device_id for device_id in available if device_id not in records]
+    round_s = _find_round_s(records, settings)
+
+    def is_new(device_id: str) -> bool:
+        record = records.get(device_id)
+        return record is None or (record.duration_s is None and _compute_wait_s(record, round_number) <= round_s)
+
+    new = [device_id for device_id in available if is_new(device_id)]
+    known = [device_id for device_id in available if not is_new(device_id)]
     share = max(settings.min_exploration, settings.exploration * settings.exploration_decay ** (round_number - 1))
     num_new = min(len(new), max(count - len(known), int(share * count + rng.random())))
     selected = {new[place] for place in rng.permutation(len(new))[:num_new]}
     if count > num_new:
-        scores = compute_scores(records, known, settings=settings, round_number=round_number)
+        scores = compute_scores(records, known, count, settings=settings, round_number=round_number)
         selected |= {known[place] for place in _draw(scores, count - num_new, rng)}
     return [device_id for device_id in available if device_id in selected]
 
 
 def compute_scores(
-    records: Mapping[str, SelectionRecord], devices: Sequence[str], *, settings: SelectionSection, round_number: int
+    records: Mapping[str, SelectionRecord],
+    devices: Sequence[str],
+    count: int,
+    *,
+    settings: SelectionSection,
+    round_number: int,
 ) -> Array:
     """Returns the utility of devices that have a record, [devices] from 0 on; arguments as of `select_by_utility`."""
-    largest = _find_largest([record.utility for record in records.values() if record.utility], settings.clip)
-    durations = [record.duration_s for record in records.values() if record.duration_s is not None]
-    round_s = settings.round_s or (statistics.median(durations) if durations else math.inf)
+    largest = _find_largest([record.utility for record in records.values() if record.utility], settings.clip, count)
+    round_s = _find_round_s(records, settings)
     most_selected = max(1, *(record.num_selected for record in records.values()))
     scores = np.zeros(len(devices))
     for place, record in enumerate(records[device_id] for device_id in devices):
         score = min(1.0, record.utility / largest)
         score += math.sqrt(STALENESS_WEIGHT * math.log(round_number) / record.last_round)
-        if record.duration_s is not None and record.duration_s > round_s:
-            score *= (round_s / record.duration_s) ** settings.penalty
+        if (wait_s := _compute_wait_s(record, round_number)) > round_s:
+            score *= (round_s / wait_s) ** settings.penalty
         seldom = 1.0 - record.num_selected / most_selected
         scores[place] = (1.0 - settings.fairness) * score + settings.fairness * seldom
     return scores
 
 
-def _find_largest(utilities: Sequence[float], clip: float) -> float:
-    """Returns what utilities are clipped at: one of them, below 1 never the largest of several."""
-    return float(np.quantile(utilities, clip, method="lower")) if utilities else 1.0
+def _find_round_s(records: Mapping[str, SelectionRecord], settings: SelectionSection) -> float:
+    """Returns the preferred duration of a round."""
+    durations = [record.duration_s for record in records.values() if record.duration_s is not None]
+    return settings.round_s or (statistics.median(durations) if durations else math.inf)
+
+
+def _compute_wait_s(record: SelectionRecord, round_number: int) -> float:
+    """Returns the duration of a device: of its last update, or of a silence since, whose weight falls by the round."""
+    return max(record.duration_s or 0.0, record.silent_s / max(1, round_number - record.last_round))
+
+
+def _find_largest(utilities: Sequence[float], clip: float, count: int) -> float:
+    """Returns what utilities are clipped at: one of them, which 2 `count` of them reach, or a half; with 1 the largest.
+
+    So devices that claim any loss are no likelier than as many others, unless there are more of them than that.
+    """
+    if not utilities:
+        return 1.0
+    part = clip if clip == 1.0 else min(clip, max(0.5, 1.0 - 2 * count / len(utilities)))
+    return float(np.quantile(utilities, part, method="lower"))
 
 
 def _draw(scores: Array, count: int, rng: Generator) -> list[int]:

@@ -52,20 +52,24 @@ def test_a_score_is_that_of_the_paper():
         "a": SelectionRecord(num_selected=1, last_round=2, utility=30.0, duration_s=20.0),
         "b": SelectionRecord(num_selected=4, last_round=8, utility=40.0, duration_s=5.0),
         "c": SelectionRecord(num_selected=2, last_round=4, utility=900.0),
+        "d": SelectionRecord(num_selected=1, last_round=5, utility=20.0, duration_s=15.0, silent_s=120.0),
     }
-    stale = [math.sqrt(0.1 * math.log(8) / last) for last in (2, 8, 4)]
-    found = compute_scores(records, ["a", "b", "c"], settings=RULE, round_number=8)
-    assert found == pytest.approx([(30 / 40 + stale[0]) * (10 / 20) ** 2, 1 + stale[1], 1 + stale[2]])
-    fair = compute_scores(records, ["b", "a"], settings=replace(RULE, fairness=0.25), round_number=8)
+    stale = [math.sqrt(0.1 * math.log(8) / last) for last in (2, 8, 4, 5)]
+    found = compute_scores(records, [*records], 1, settings=RULE, round_number=8)
+    silent = (20 / 30 + stale[3]) * (10 / (120 / 3)) ** 2
+    assert found == pytest.approx([(1 + stale[0]) * (10 / 20) ** 2, 1 + stale[1], 1 + stale[2], silent])
+    later = compute_scores(records, ["d"], 1, settings=RULE, round_number=20)
+    assert later == pytest.approx([(20 / 30 + math.sqrt(0.1 * math.log(20) / 5)) * (10 / 15) ** 2])
+    fair = compute_scores(records, ["b", "a"], 1, settings=replace(RULE, fairness=0.25), round_number=8)
     assert fair == pytest.approx([0.75 * found[1], 0.75 * found[0] + 0.25 * (1 - 1 / 4)])
-    unclipped = compute_scores(records, ["b"], settings=replace(RULE, clip=1.0), round_number=8)
+    unclipped = compute_scores(records, ["b"], 1, settings=replace(RULE, clip=1.0), round_number=8)
     assert unclipped == pytest.approx([40 / 900 + stale[1]])
-    median = compute_scores(records, ["a"], settings=replace(RULE, round_s=None, penalty=1.0), round_number=8)
-    assert median == pytest.approx([(30 / 40 + stale[0]) * 12.5 / 20])
+    median = compute_scores(records, ["a"], 1, settings=replace(RULE, round_s=None, penalty=1.0), round_number=8)
+    assert median == pytest.approx([(1 + stale[0]) * 15 / 20])
 
 
 def test_new_devices_have_a_share_that_falls_and_what_is_missing_comes_from_the_others():
-    records = {f"known-{number}": SelectionRecord(utility=1.0) for number in range(50)}
+    records = {f"known-{number}": SelectionRecord(utility=1.0, duration_s=1.0) for number in range(50)}
     available = [*records, *(f"new-{number}" for number in range(50))]
 
     def count_new(round_number, names=available, **options):
@@ -89,12 +93,29 @@ def test_new_devices_have_a_share_that_falls_and_what_is_missing_comes_from_the_
 def test_devices_with_a_high_loss_are_asked_more_often_and_slow_ones_less():
     names = [f"pi-{number}" for number in range(20)]
     losses = {name: 4.0 if number < 5 else 1.0 for number, name in enumerate(names)}
-    rounds, _ = play(fedavg(max_devices=4), names, 100, losses=losses, seconds={"pi-0": 40.0})
+    rounds, _ = play(fedavg(max_devices=2), names, 200, losses=losses, seconds={"pi-0": 40.0})
     counts = Counter(name for chosen in rounds for name in chosen)
     assert min(counts[name] for name in names[1:5]) > 2 * max(counts[name] for name in names[5:])
     assert counts["pi-0"] < min(counts[name] for name in names[1:5]) / 2
-    assert all(len(set(chosen)) == 4 for chosen in rounds)
+    assert all(len(set(chosen)) == 2 for chosen in rounds)
     assert len(counts) == len(names), "each was tried once"
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_two_boards_that_claim_any_loss_together_are_asked_in_no_more_than_half_of_the_rounds(count):
+    names = [f"pi-{number}" for number in range(20)]
+    losses = {name: 1.0 + number / 40 for number, name in enumerate(names)} | {"pi-0": 1e300, "pi-1": 1e300}
+    counts = Counter(
+        name for chosen in play(fedavg(max_devices=count), names, 200, losses=losses)[0] for name in chosen
+    )
+    assert max(counts["pi-0"], counts["pi-1"]) < 100
+    honest = [counts[name] for name in names[2:]]
+    assert sum(honest[-4:]) > 2 * sum(honest[:4]), "of the others those with a high loss are still asked more often"
+
+
+def test_a_loss_below_0_counts_as_none():
+    _, state = play(fedavg(max_devices=2), ["a", "b"], 1, losses={"a": -5.0, "b": 0.5})
+    assert {name: record.utility for name, record in state.selections.items()} == {"a": 0.0, "b": 5.0}
 
 
 @pytest.mark.parametrize(
@@ -113,9 +134,9 @@ def test_a_claim_without_measure_wins_no_more_than_the_second_largest_one(claim)
     encode_state(state)
 
 
-def test_with_fairness_boards_that_were_seldom_free_are_asked_first_when_they_are():
-    records = {f"pi-{number}": SelectionRecord(num_selected=20, utility=10.0) for number in range(8)}
-    records["pi-8"] = SelectionRecord(num_selected=2, utility=0.1)
+def test_with_fairness_boards_that_were_seldom_free_are_asked_more_often_and_with_1_first():
+    records = {f"pi-{n}": SelectionRecord(num_selected=20, utility=10.0, duration_s=1.0) for n in range(8)}
+    records["pi-8"] = SelectionRecord(num_selected=2, utility=0.1, duration_s=90.0)
 
     def is_asked(seed, fairness):
         settings = replace(ONLY_KNOWN, fairness=fairness)
@@ -124,24 +145,73 @@ def test_with_fairness_boards_that_were_seldom_free_are_asked_first_when_they_ar
 
     assert not any(is_asked(seed, 0.0) for seed in range(40))
     assert sum(is_asked(seed, 0.9) for seed in range(40)) > 20  # of 2 in 9
+    assert all(is_asked(seed, 1.0) for seed in range(40))
 
 
-def test_a_device_that_does_not_answer_has_no_utility_until_it_does():
-    strategy = fedavg(ONLY_KNOWN, max_devices=2)
-    _, state = play(strategy, ["a", "b"], 1)
-    assert {name: record.utility for name, record in state.selections.items()} == {"a": 10.0, "b": 10.0}
-    state, decision = strategy.assign(state, view_of("a", "b"))
-    order = next(order for order in decision.instructions if order.device_id == "a")
-    state = strategy.aggregate(strategy.receive(state, update_of(order, {"w": [1.0]}, num_examples=10, loss=2.0)))
-    assert {name: record.utility for name, record in state.selections.items()} == {"a": 20.0, "b": 0.0}
+def close_round(strategy, state, names, silent, *, now_s, lasts_s=1.0):
+    """The state after a round that some answered at once, and whom it asked."""
+    state, decision = strategy.assign(state, view_of(*names, now_s=now_s))
+    for order in decision.instructions:
+        if order.device_id not in silent:
+            update = update_of(order, {"w": [1.0]}, num_examples=10, loss=1.0)
+            state = strategy.receive(state, replace(update, received_s=now_s + 1.0))
+    busy = {order.device_id: [order.assignment_id] for order in decision.instructions if order.device_id in silent}
+    state, _ = strategy.assign(state, view_of(*names, busy=busy, now_s=now_s + lasts_s))
+    return strategy.aggregate(state), [order.device_id for order in decision.instructions]
+
+
+@pytest.mark.parametrize("missed_round", [0, 12])
+@pytest.mark.parametrize("fairness", [0.0, 0.3])
+def test_a_board_that_missed_a_round_rests_for_as_long_and_comes_back(fairness, missed_round):
+    strategy, names = fedavg(replace(RULE, fairness=fairness), max_devices=3), [f"pi-{number}" for number in range(6)]
+    state, rounds, missed = strategy.init({"w": np.zeros(1)}), [], None
+    for number in range(80):
+        is_missed = missed is None and number >= missed_round
+        state, asked = close_round(
+            strategy, state, names, {"pi-0"} if is_missed else (), now_s=100.0 * number, lasts_s=90.0
+        )
+        if is_missed and "pi-0" in asked:
+            missed = number
+            assert state.selections["pi-0"].silent_s == 90.0
+            assert state.selections["pi-0"].utility == (10.0 if missed_round else 0.0)
+        rounds.append("pi-0" in asked)
+    assert missed is not None
+    assert sum(rounds[missed + 1 : missed + 4]) <= 1, "90 s are those of some rounds of 10 s"
+    assert sum(rounds[missed + 10 :]) > (60 - missed) / 5
+
+
+def test_where_min_updates_closes_rounds_the_boards_that_were_not_needed_are_asked_again():
+    paces = {f"pi-{number}": 1.0 + number for number in range(12)}
+    fleet = PacedFleet({name: Board(pace) for name, pace in paces.items()})
+    run(fleet, fedavg(replace(RULE, penalty=0.0), max_devices=4, min_updates=2), rounds=120)
+    counts = Counter(order.device_id for order in fleet.assignments())
+    late = Counter(order.device_id for order in fleet.assignments() if order.base_version > 60)
+    assert len(late) == len(paces)
+    assert max(counts.values()) < 4 * min(counts.values())
+
+
+def test_a_board_that_answers_when_it_is_asked_again_is_not_silent():
+    strategy = fedavg(max_devices=2)
+    state, decision = strategy.assign(strategy.init({"w": np.zeros(1)}), view_of("a", "b"))
+    state, again = strategy.assign(state, view_of("a", "b", now_s=7.0))
+    assert len(decision.instructions) == len(again.instructions) == 2, "all lost what they were asked for"
+    for order in again.instructions:
+        update = update_of(order, {"w": [1.0]}, num_examples=10, loss=2.0)
+        state = strategy.receive(state, replace(update, received_s=10.0))
+    state = strategy.aggregate(state)
+    assert state.silent == set()
+    for record in state.selections.values():
+        assert record == SelectionRecord(num_selected=1, last_round=1, utility=20.0, duration_s=3.0)
 
 
 def test_the_duration_is_the_coordinator_s_and_the_rounds_of_a_real_loop_have_it():
-    fleet = PacedFleet({name: Board(pace) for name, pace in {"a": 1.0, "b": 3.0, "c": 2.0}.items()})
-    run(fleet, strategy := fedavg(max_devices=2), rounds=6)
+    paces = {"a": 1.0, "b": 3.0, "c": 2.0}
+    fleet = PacedFleet({name: Board(pace) for name, pace in paces.items()})
+    state = run(fleet, strategy := fedavg(max_devices=2), rounds=6)
     assert strategy.rules.selection is RULE
     per_round = Counter(order.base_version for order in fleet.assignments())
     assert set(per_round.values()) == {2}
+    assert {name: record.duration_s for name, record in state.selections.items()} == pytest.approx(paces)
 
 
 def test_a_coordinator_that_is_killed_at_any_moment_selects_the_same_devices():
@@ -150,12 +220,21 @@ def test_a_coordinator_that_is_killed_at_any_moment_selects_the_same_devices():
     seconds = {name: 5.0 * number for number, name in enumerate(names)}
     whole, state = play(fedavg(max_devices=3), names, 30, losses=losses, seconds=seconds)
     assert state.selections["pi-11"].duration_s == 55.0
+    kills = derive_rng(3)
 
     def save(state):
-        return decode_state(encode_state(state), type(state))
+        """The state that the next coordinator has: that of the newest aggregation, or of a moment in a round."""
+        state = decode_state(encode_state(state), type(state))
+        if not state.open and kills.random() < 0.5:  # killed in the middle of the round that is asked for now
+            strategy = fedavg(max_devices=3)
+            state, decision = strategy.assign(state, view_of(*names))
+            state = strategy.receive(state, update_of(decision.instructions[0], {"w": [1.0]}, loss=9.0))
+            state = strategy.resumed(decode_state(encode_state(state), type(state)))
+        return state
 
-    killed, _ = play(fedavg(max_devices=3), names, 30, losses=losses, seconds=seconds, save=save)
+    killed, last = play(fedavg(max_devices=3), names, 30, losses=losses, seconds=seconds, save=save)
     assert killed == whole
+    assert last.selections == state.selections
 
 
 @pytest.mark.parametrize(
