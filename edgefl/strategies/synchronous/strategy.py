@@ -362,9 +362,7 @@ class SynchronousStrategy(Strategy[R]):
             for instruction in instructions:
                 info = view.devices.get(instruction.device_id)
                 if info is not None and info.role == Role.TRAINER:  # not the evaluator of fltrust
-                    current_round.answers.add_assignment(
-                        instruction.assignment_id, instruction.device_id, view.now_s
-                    )
+                    current_round.answers.add_assignment(instruction.assignment_id, instruction.device_id, view.now_s)
         return instructions
 
     def _make_instruction(

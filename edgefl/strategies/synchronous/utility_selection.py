@@ -162,14 +162,14 @@ def _find_round_s(records: Mapping[str, SelectionRecord], settings: SelectionSec
 
 
 def _compute_wait_s(record: SelectionRecord, round_number: int) -> float:
-    """Returns the duration of a device: of its last update, or of a silence since, whose weight falls by the round."""
+    """Returns the duration of a device: of its last update, or of a silence since, divided by the rounds since."""
     return max(record.duration_s or 0.0, record.silent_s / max(1, round_number - record.last_round))
 
 
 def _find_largest(utilities: Sequence[float], clip: float, count: int) -> float:
-    """Returns what utilities are clipped at: one of them, which 2 `count` of them reach, or a half; with 1 the largest.
+    """Returns what utilities are clipped at: one that 2 `count` of them reach, or a half; the largest with clip = 1.
 
-    So devices that claim any loss are no likelier than as many others, unless there are more of them than that.
+    So devices that claim any loss are no likelier than others, unless they are more than 2 `count`.
     """
     if not utilities:
         return 1.0
